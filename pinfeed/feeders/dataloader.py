@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,7 +15,7 @@ from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
 from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.lent_batch import LentBatch
-from pinfeed.pipeline.schedule import PrefetchSchedule, measured_schedule, n_id_readers
+from pinfeed.pipeline.schedule import PrefetchSchedule, measured_schedule
 from pinfeed.pipeline.sources.dataloader import LoaderSource, StatefulSource
 from pinfeed.validation.arguments import check_flag, explain_arguments
 from pinfeed.validation.safe_repr import safe_repr
@@ -111,49 +110,25 @@ def wrap_loader(
     check_flag(progress, "progress")
     check_flag(timeline, "timeline")
     depth = check_optional_depth(depth)
-    if config is not None:
-        depth = _depth_of_limits(config, fetch, depth)
-    has_state = all(callable(getattr(loader, name, None)) for name in _STATE_METHODS)
-    feeder = StatefulLoaderFeeder if has_state else LoaderFeeder
-    source = StatefulSource if has_state else LoaderSource
-    batches = source(loader)
-    stores = None if fetch is None else FetchStores(fetch, config)
-    try:
-        return feeder(
-            batches,
-            device=device,
-            schedule=_schedule(depth, stores),
-            progress=progress,
-            timeline=timeline,
-            fetch=stores,
-        )
-    except BaseException:
-        if stores is not None:
-            stores.close()
-        raise
-
-
-def _depth_of_limits(config: Any, fetch: Any, depth: int | None) -> int | None:
-    """Return the user's depth, or else that of ``config``, after a check of ``config``."""
-    if not isinstance(config, MemoryLimits):
-        raise ArgumentError(f"config={config!r}: expected a pinfeed.Config")
-    if fetch is None:
+    if config is not None and fetch is None:
         raise ArgumentError(
             "config was given without fetch; it limits the memory for rows of files behind fetch=, "
             "and the loader decides the size of its batches; leave config out"
         )
-    return config.depth if depth is None else depth
-
-
-def _schedule(depth: int | None, stores: FetchStores | None) -> PrefetchSchedule:
-    """Return the schedule of a loop, which measures its depth if none was given."""
-    schedule = measured_schedule() if depth is None else PrefetchSchedule(depth)
-    if stores is None:
-        return schedule
-    # A file may be slow again after it was measured, which prefetching hides.
-    measures = schedule.measures_depth and stores.are_in_memory
-    n_readers = n_id_readers(schedule.depth)
-    return dataclasses.replace(schedule, n_readers=n_readers, measures_depth=measures)
+    has_state = all(callable(getattr(loader, name, None)) for name in _STATE_METHODS)
+    feeder = StatefulLoaderFeeder if has_state else LoaderFeeder
+    source = StatefulSource if has_state else LoaderSource
+    options = {"device": device, "progress": progress, "timeline": timeline}
+    batches = source(loader)
+    if fetch is None:
+        schedule = measured_schedule() if depth is None else PrefetchSchedule(depth)
+        return feeder(batches, schedule=schedule, **options)
+    stores = FetchStores(fetch, config)
+    try:
+        return feeder(batches, schedule=stores.schedule(depth), fetch=stores, **options)
+    except BaseException:
+        stores.close()
+        raise
 
 
 class LoaderFeeder(BaseFeeder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from pinfeed.errors import ArgumentError
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
 from pinfeed.pipeline.planner import plan_reads_by_id
+from pinfeed.pipeline.schedule import PrefetchSchedule, measured_schedule, n_id_readers
 from pinfeed.pipeline.sources.fetch import FetchSpec, RowFetch
 from pinfeed.pipeline.sources.ids import ids_function
 from pinfeed.pipeline.store_tree import StoreTree
@@ -26,12 +28,15 @@ class FetchStores:
         config: Memory limits for the rows of files; None for the free memory.
 
     Raises:
-        ArgumentError: If ``fetch`` is no such mapping, or a source has ragged rows.
+        ArgumentError: If ``fetch`` is no such mapping, ``config`` is no ``pinfeed.Config``, or a
+            source has ragged rows.
         StoreError: If a source cannot be read.
     """
 
     def __init__(self, fetch: Any, config: MemoryLimits | None) -> None:
         pairs = _checked_pairs(fetch)
+        if config is not None and not isinstance(config, MemoryLimits):
+            raise ArgumentError(f"config={config!r}: expected a pinfeed.Config")
         self._config = config
         self._route = ""
         with contextlib.ExitStack() as stack:
@@ -55,8 +60,22 @@ class FetchStores:
                 )
                 for (key, (_, ids)), tree in zip(pairs.items(), trees, strict=True)
             ]
-            self.are_in_memory = all(tree.are_in_memory for tree in trees)
+            self._are_in_memory = all(tree.are_in_memory for tree in trees)
             self._opened = stack.pop_all()
+
+    def schedule(self, depth: int | None) -> PrefetchSchedule:
+        """Return the schedule of a loop, which may measure its depth if no depth was given.
+
+        Args:
+            depth: The user's depth; None for that of the limits.
+        """
+        if depth is None and self._config is not None:
+            depth = self._config.depth
+        schedule = measured_schedule() if depth is None else PrefetchSchedule(depth)
+        # A file may be slow again after it was measured, which prefetching hides.
+        measures = schedule.measures_depth and self._are_in_memory
+        n_readers = n_id_readers(schedule.depth)
+        return dataclasses.replace(schedule, n_readers=n_readers, measures_depth=measures)
 
     def on(self, device: Device) -> RowFetch:
         """Return what adds the rows to batches that are moved to a device.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pinfeed.rows.orders import is_distinct
+from pinfeed.rows.orders import most_copies
 from pinfeed.rows.ragged_batches import ElementBatches
 from pinfeed.stores.ragged import RaggedStore
 
@@ -26,11 +26,11 @@ class RaggedSizes:
     def __init__(self, store: RaggedStore, rows: Any, *, is_limited: bool) -> None:
         self._store = store
         self._max_elements = None
-        self._repeats = not is_distinct(rows)
+        self._copies = most_copies(rows)
         if isinstance(rows, ElementBatches):
             is_padded = store.layout == "padded"
             self._max_elements = rows.most_elements(store.lengths, padded=is_padded)
-            self._repeats = not is_distinct(rows.order)
+            self._copies = most_copies(rows.order)
         self._is_exact = is_limited or self._max_elements is not None
 
     def most(self, n_rows: int) -> tuple[int, int]:
@@ -51,5 +51,5 @@ class RaggedSizes:
 
     def _most(self, n_rows: int) -> tuple[int, int]:
         return self._store.batch_nbytes(
-            n_rows, repeats=self._repeats, max_elements=self._max_elements
+            n_rows, copies=self._copies, max_elements=self._max_elements
         )

@@ -29,7 +29,7 @@ def choose_ragged(store: RaggedStore, rows: Any, page_cache: int) -> RaggedReads
     items = store.items
     if not isinstance(items, LocalFileStore) or not items.row_nbytes:
         return RaggedReads(store, DirectReads(items), items, "")
-    nbytes = items.n_rows * items.row_nbytes
+    nbytes = items.nbytes
     name = f"{items.label}, {human(nbytes)}"
     order = rows.order if isinstance(rows, ElementBatches) else rows
     in_sequence = is_in_sequence(order)

@@ -300,3 +300,13 @@ def is_distinct(order: object) -> bool:
     """Return whether it is known that no row occurs twice in an epoch of an order."""
     # A subclass may repeat rows.
     return type(order) in (Sequential, Shuffled, BlockShuffled)
+
+
+def most_copies(order: object) -> int | None:
+    """Return how often a row occurs at most in an epoch of an order; None if it is unknown."""
+    if is_distinct(order):
+        return 1
+    if isinstance(order, PerRank) and is_distinct(order.order):
+        # Padding repeats fewer positions than there are ranks, at the end of the epoch.
+        return 2 if order.uneven == "pad" else 1
+    return None

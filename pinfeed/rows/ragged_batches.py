@@ -59,6 +59,11 @@ def element_batches(
         drop_last: Whether to leave out the last batch of an epoch if another row of one element
             would fit in it.
 
+    Returns:
+        An iterable of arrays of row indices. It has ``set_epoch(epoch)`` and ``epoch``, as a
+        sampler has, which a feeder sets. ``count(epoch)`` returns the number of batches of an
+        epoch.
+
     Raises:
         ArgumentError: If an argument is invalid, or a row has more than ``max_elements`` elements.
     """

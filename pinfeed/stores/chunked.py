@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from pinfeed.stores.kept_chunks import KeptChunks
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.safe_repr import safe_repr
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # Decoded chunks that are kept, so that batches which share a chunk decode it once. Two are needed
 # to decode one while the rows of another are gathered.
@@ -108,6 +111,12 @@ class ChunkedStore:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._init_process_state()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
     @safe_repr
     def __repr__(self) -> str:

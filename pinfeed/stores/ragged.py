@@ -54,11 +54,9 @@ class RaggedStore:
     It is one source of a ``Feeder`` or of a ``RowDataset``, alone or next to stores with equally
     many rows. The ``layout`` says what a batch of n rows is:
 
-    ========== =====================================================================================
-    offsets    ``(values, offsets)`` of shape (total, *item_shape) and (n + 1,)
-    padded     ``(values, lengths)`` of shape (n, longest, *item_shape) and (n,)
-    jagged     ``torch.nested`` tensor of layout ``torch.jagged``, on values and offsets
-    ========== =====================================================================================
+    - ``"offsets"``: ``(values, offsets)``, shapes (total, *item_shape) and (n + 1,).
+    - ``"padded"``: ``(values, lengths)``, shapes (n, longest, *item_shape) and (n,).
+    - ``"jagged"``: a ``torch.nested`` tensor of layout ``torch.jagged``.
 
     Offsets and lengths are int64.
 
@@ -195,19 +193,19 @@ class RaggedStore:
         return RowLengths(self.lengths)
 
     def batch_nbytes(
-        self, n_rows: int, *, repeats: bool, max_elements: int | None = None
+        self, n_rows: int, *, copies: int | None, max_elements: int | None = None
     ) -> tuple[int, int]:
         """Return the most bytes that the two arrays of a batch may have.
 
         Args:
             n_rows: Number of rows of the batch.
-            repeats: Whether the batch may have a row several times.
+            copies: Most times that the batch has a row; None for any number.
             max_elements: Most elements of the batch, with padding; None for no limit.
         """
-        if self.layout == "padded" or repeats:
+        if self.layout == "padded" or copies is None:
             elements = n_rows * self.table.longest
         else:
-            elements = self.table.most_elements(n_rows)
+            elements = copies * self.table.most_elements(-(-n_rows // copies))
         if max_elements is not None:
             elements = min(elements, max_elements)
         bounds = n_rows if self.layout == "padded" else n_rows + 1

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.feeders import DEPTHS
 from support.ragged import Ragged
 from support.schedules import FAVOURED, randomly
@@ -29,6 +31,7 @@ from pinfeed import (
     WriteBackError,
     rows,
 )
+from pinfeed.pipeline.planner import PlanRequest
 from pinfeed.testing import SimDevice, favour, lazy
 
 LAYOUTS: list[Any] = ["offsets", "padded", "jagged"]
@@ -296,6 +299,11 @@ def test_the_plan_counts_the_longest_rows() -> None:
     limits = Config(preferred_batch_size=10, gpu_memory_limit=MiB(9), cpu_memory_limit=MiB(32))
     assert batch_nbytes("offsets", config=limits) == about(5000 + 9 * 50)
     assert batch_nbytes("padded", config=limits) == about(10 * 5000)
+    # A rank may have a row twice, because of padding.
+    shared = {"rows": rows.per_rank(rows.shuffled(), rank=0, world_size=3)}
+    assert batch_nbytes("offsets", config=limits, **shared) == about(2 * (5000 + 4 * 50))
+    shared = {"rows": rows.per_rank(rows.shuffled(), rank=0, world_size=3, drop_last=True)}
+    assert batch_nbytes("offsets", config=limits, **shared) == about(5000 + 9 * 50)
     # Without limits, memory grows in steps of a sixteenth.
     assert batch_nbytes("offsets", batch_size=10) == about((5000 + 9 * 50) * 17 / 16)
     assert batch_nbytes("padded", batch_size=10) == about(10 * 5000 * 17 / 16)
@@ -307,6 +315,41 @@ def test_the_plan_counts_the_longest_rows() -> None:
     bounded = rows.element_batches(lengths, 6000)
     assert batch_nbytes("offsets", rows=bounded) == about(6000)
     assert batch_nbytes("padded", rows=bounded) == about(5000 * 120 * 17 / 16)
+
+
+@given(
+    st.lists(st.integers(0, 9) | st.just(60), min_size=2, max_size=40),
+    st.integers(1, 9),
+    st.sampled_from(LAYOUTS[:2]),
+    st.sampled_from([*ORDERS[1:], "per rank", "batches", "elements", "padded elements"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_no_batch_is_larger_than_planned(
+    lengths: list[int], batch_size: int, layout: Any, kind: Any
+) -> None:
+    offsets = np.concatenate(([0], np.cumsum(lengths)))
+    store = RaggedStore(np.zeros(offsets[-1] + 1, np.int8), offsets, layout=layout)
+    chosen: Any = {"batch_size": batch_size, "rows": kind}
+    if kind == "per rank":
+        chosen["rows"] = rows.per_rank(rows.shuffled(1), rank=1, world_size=2)
+    elif kind == "batches":
+        chosen = {"rows": [np.arange(batch_size) % 2, np.array([1])]}
+    elif kind in ("elements", "padded elements"):
+        chosen = {
+            "rows": rows.element_batches(
+                lengths, 60, order=rows.shuffled(2), padded=kind.startswith("padded")
+            )
+        }
+    plans = [PlanRequest([], chosen["rows"], None, limits, [store]) for limits in (None, Config())]
+    with Feeder(store, device="cpu", depth=0, **chosen) as feeder:
+        most = feeder.batch_size
+        assert most is not None
+        for batch in feeder.batches():
+            nbytes = [tensor.nbytes for tensor in batch.data]
+            assert len(batch.rows) <= most
+            for plan in plans:
+                bounds = plan.sizes(store).most(len(batch.rows))
+                assert all(n <= bound for n, bound in zip(nbytes, bounds, strict=True))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[:2])

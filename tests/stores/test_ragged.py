@@ -94,6 +94,22 @@ def test_rows_of_every_kind_of_store(kind: str, longest: int, tmp_path: Path) ->
         store.items.close()
 
 
+@pytest.mark.parametrize("step", [1, 3, 5])
+def test_items_that_are_windows(step: int, tmp_path: Path) -> None:
+    series = np.arange(70)
+    path = saved(tmp_path / "series.npy", series)
+    every = np.lib.stride_tricks.sliding_window_view(series, 3)[::step]
+    offsets = [0, 4, 4, 5, 11]
+    rows = np.array([3, 0, 1, 2])
+    with MmapStore.windows(path, length=3, step=step) as windows:
+        for items in (windows, windows.map_rows()):
+            values, bounds = RaggedStore(items, offsets).read(rows, "offsets")
+            expected = [every[offsets[row] : offsets[row + 1]] for row in rows]
+            np.testing.assert_array_equal(values, np.concatenate(expected))
+            np.testing.assert_array_equal(bounds, [0, 6, 10, 10, 11])
+        items.close()
+
+
 def test_rows_without_native_aio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linux_aio.AioContext, "create", lambda: None)
     plain = Ragged(40, 30)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +68,9 @@ class RowSource:
                     self._host_batch,
                     indices,
                     [serve(position, indices.n_rows) for serve in serving],
-                    [serve(position, indices.n_rows) for serve in serving_ragged],
+                    [serve(position, indices.n_rows) for serve in serving_ragged]
+                    if serving_ragged
+                    else (),
                 )
                 position += indices.n_rows
 
@@ -89,19 +91,9 @@ class RowSource:
         ragged: Sequence[Callable[[Rows], RaggedParts]],
     ) -> HostBatch:
         rows = indices.rows()
-        return HostBatch(
-            [*(part(rows) for part in parts), *_ragged_parts(rows, ragged)],
-            self.rebuild,
-            indices.batches,
-            [RowGroup(rows, 0, self.stores)],
-        )
-
-
-def _ragged_parts(
-    rows: Rows, ragged: Sequence[Callable[[Rows], RaggedParts]]
-) -> Iterator[HostArray]:
-    """Yield the two parts of each ragged store."""
-    for make in ragged:
-        items, bounds = make(rows)
-        yield items
-        yield ArrayPart(bounds)
+        host_parts: list[HostArray] = [part(rows) for part in parts]
+        for make in ragged:
+            items, bounds = make(rows)
+            host_parts += [items, ArrayPart(bounds)]
+        groups = [RowGroup(rows, 0, self.stores)]
+        return HostBatch(host_parts, self.rebuild, indices.batches, groups)
