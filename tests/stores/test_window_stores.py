@@ -144,6 +144,24 @@ def test_long_runs_are_read_in_parts(
         source.close()
 
 
+def test_long_windows_are_copied_one_by_one(
+    path: Path, tokens: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_map, "_LONG_ROW_BYTES", 66)
+    expected = sliding_window_view(tokens, 33)
+    rng = np.random.default_rng(0)
+    wanted = rng.integers(0, len(expected), 300)
+    places = rng.permutation(310)[:300]
+    with MmapStore.windows(path, length=33, dtype="uint16") as store:
+        mapped = store.map_rows()
+        np.testing.assert_array_equal(gathered(mapped, wanted), expected[wanted])
+        out = np.zeros((310, 33), np.uint16)
+        mapped.gather_at(wanted, out, places)
+        np.testing.assert_array_equal(out[places], expected[wanted])
+        assert not np.delete(out, places, axis=0).any()
+        mapped.close()
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2, 5])
 @pytest.mark.parametrize("memory_map", [True, False])
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,10 @@ Bytes = npt.NDArray[np.uint8]
 # Rows for scattered positions of the output are gathered in pieces of this size, which stay in the
 # processor's cache until they are copied to their positions.
 _PIECE_BYTES = 256 << 10
+# Windows of at least so many bytes are copied one by one. Windows of 16 KiB then take 0.8 us each,
+# not 0.9 us, and windows of 120 KiB 3.4 us, not 8.7 us. Shorter windows would take longer, because
+# numpy needs 0.3 us for each copy.
+_LONG_ROW_BYTES = 16 << 10
 # One page in so many bytes is checked, and stands for all of them.
 _SAMPLED_BYTES = 4 << 20
 
@@ -90,6 +94,9 @@ class FileMap:
             # With mode="raise", numpy would gather into a buffer of its own and copy that.
             self._rows.take(rows, axis=0, out=out, mode="clip")
             return
+        if self._copies_single_rows:
+            self._copy_rows(rows, out, range(len(rows)))
+            return
         for piece in self._pieces(len(rows)):
             out[piece] = self._take(rows[piece])
 
@@ -108,6 +115,9 @@ class FileMap:
             self.read_all(rows, out[run])
             return
         self._check_size()
+        if self._copies_single_rows:
+            self._copy_rows(rows, out, positions.tolist())
+            return
         for piece in self._pieces(len(rows)):
             put_rows(out, positions[piece], self._take(rows[piece]))
 
@@ -152,6 +162,16 @@ class FileMap:
             if not page.value & 1:
                 return False
         return True
+
+    @property
+    def _copies_single_rows(self) -> bool:
+        """Whether each row is copied to its position by itself, and not in pieces."""
+        return self._items is not None and self._layout.row_nbytes >= _LONG_ROW_BYTES
+
+    def _copy_rows(self, rows: Rows, out: Bytes, positions: Iterable[int]) -> None:
+        """Copy each row to its position in ``out``."""
+        for row, position in zip(rows.tolist(), positions, strict=True):
+            out[position] = self._rows[row]
 
     def _pieces(self, n_rows: int) -> Iterator[slice]:
         """Yield slices of ``n_rows`` rows, each of which stays in the processor's cache."""
