@@ -207,8 +207,7 @@ class ChunkedStore:
             ReadError: As for ``gather``.
             ClosedError: As for ``gather``.
         """
-        if self._closed:
-            raise ClosedError(f"{self!r} is closed; open it again")
+        self._require_open()
         if self.native is not None:
             self.native.gather_at(rows, out, positions)
             return
@@ -241,9 +240,13 @@ class ChunkedStore:
     def close(self) -> None:
         """Free the chunks, and close what the store opened. Further calls do nothing."""
         self._closed = True
-        self._kept.clear()
+        self._kept.close()
         if self.native is not None:
             self.native.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"{self!r} is closed; open it again")
 
     @property
     def _is_reopened(self) -> bool:

@@ -26,6 +26,7 @@ class KeptChunks:
         # Notified when a chunk is not used any more.
         self._unused = threading.Condition()
         self._chunks: OrderedDict[int, _Chunk] = OrderedDict()
+        self._is_closed = False
 
     @contextlib.contextmanager
     def use(self, number: int) -> Iterator[Array]:
@@ -49,14 +50,16 @@ class KeptChunks:
                 chunk.decoding.fail(ReadError("the decoding of a chunk was interrupted; try again"))
             with self._unused:
                 chunk.n_users -= 1
-                if chunk.decoding.exception() is not None and self._chunks.get(number) is chunk:
-                    # The next gather of this chunk tries again.
+                is_dropped = self._is_closed or chunk.decoding.exception() is not None
+                if is_dropped and self._chunks.get(number) is chunk:
+                    # If the decoding failed, the next gather of this chunk tries again.
                     del self._chunks[number]
                 self._unused.notify_all()
 
-    def clear(self) -> None:
-        """Free all chunks."""
+    def close(self) -> None:
+        """Free all chunks, and keep none that a running gather still decodes."""
         with self._unused:
+            self._is_closed = True
             self._chunks.clear()
             self._unused.notify_all()
 

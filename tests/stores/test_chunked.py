@@ -179,6 +179,16 @@ def test_a_closed_store(tmp_path: Path) -> None:
         gathered(store, [1])
 
 
+def test_a_store_that_is_closed_while_a_chunk_is_decoded_keeps_no_chunk() -> None:
+    store = small()
+    store.wait = store.close
+    assert gathered(store, [1]).tolist() == [[2, 3]]
+    store.wait = pytest.fail
+    with pytest.raises(errors.ClosedError):
+        gathered(store, [1])
+    assert not store._kept._chunks
+
+
 def test_an_object_of_this_process_is_not_pickled() -> None:
     with pytest.raises(errors.CopyError, match="give Decoding the path"):
         pickle.dumps(small())
