@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -150,7 +151,7 @@ class ChunkedStore:
         """First row of each chunk, and behind them the number of rows."""
         return self._layout.bounds
 
-    @property
+    @functools.cached_property
     def chunk_rows(self) -> int:
         """Rows of the largest chunk."""
         return int(np.diff(self._layout.bounds).max())
@@ -270,12 +271,14 @@ class ChunkedStore:
                 "file with the library that wrote it"
             ) from error
 
-    def _decode(self, number: int) -> Array:
-        """Return the rows of a chunk."""
+    def _decode(self, number: int, spare: Array | None) -> Array:
+        """Return an array that begins with the rows of a chunk, and has room for any chunk."""
         start = int(self.bounds[number])
         stop = int(self.bounds[number + 1])
-        chunk = np.empty((stop - start, *self.row_shape), self._dtype)
-        self._read(start, stop, chunk)
+        chunk = spare
+        if chunk is None:
+            chunk = np.empty((self.chunk_rows, *self.row_shape), self._dtype)
+        self._read(start, stop, chunk[: stop - start])
         return chunk
 
     def _pieces(self, rows: Rows, positions: Rows) -> Iterator[_Piece]:

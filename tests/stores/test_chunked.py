@@ -172,6 +172,19 @@ def test_the_memory_of_large_chunks_is_counted(monkeypatch: pytest.MonkeyPatch) 
     assert small(50, even_bounds(50, 1)).resident_bytes == 8 * 8 + 4 * 2 * 16
 
 
+def test_a_chunk_takes_the_memory_of_one_that_is_not_kept_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chunked, "_KEPT_BYTES", 0)
+    store = small()
+    addresses = set()
+    for row in (0, 3, 10, 25, 30, 45, 1):
+        np.testing.assert_array_equal(gathered(store, [row]), store.array[[row]])
+        chunks = store._kept._chunks.values()
+        addresses |= {chunk.decoding.result().ctypes.data for chunk in chunks}
+    assert len(addresses) == store.n_kept == 2
+
+
 def test_a_closed_store(tmp_path: Path) -> None:
     store = small()
     store.close()
