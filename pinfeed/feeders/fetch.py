@@ -28,6 +28,7 @@ class FetchStores:
     Raises:
         ArgumentError: If ``fetch`` is no such mapping, or a source has ragged rows.
         StoreError: If a source cannot be read.
+        NotEnoughCPUMemory: If the limits cannot hold the chunks that reading needs.
     """
 
     def __init__(self, fetch: Any, config: MemoryLimits | None) -> None:
