@@ -212,7 +212,8 @@ class ChunkedStore:
         if self.native is not None:
             self.native.gather_at(rows, out, positions)
             return
-        for piece in self._pieces(rows, positions):
+        most_rows = max(1, _RUN_BYTES // max(1, self.row_nbytes))
+        for piece in _pieces(rows, positions, self.bounds, most_rows):
             if piece.number is None:
                 n = piece.stop - piece.start
                 place = int(piece.positions[0])
@@ -281,41 +282,6 @@ class ChunkedStore:
         self._read(start, stop, chunk[: stop - start])
         return chunk
 
-    def _pieces(self, rows: Rows, positions: Rows) -> Iterator[_Piece]:
-        """Divide rows by chunk; join neighbouring chunks of which all rows are wanted in order."""
-        if len(rows) > 1 and (rows[1:] < rows[:-1]).any():
-            order = np.argsort(rows, kind="stable")
-            rows = rows[order]
-            positions = positions[order]
-        most_rows = max(1, _RUN_BYTES // max(1, self.row_nbytes))
-        run: _Piece | None = None
-        for piece in self._by_chunk(rows, positions):
-            if run is not None and run.is_followed_by(piece, most_rows):
-                run = run._replace(stop=piece.stop)
-                continue
-            if run is not None:
-                yield run
-            run = piece
-        if run is not None:
-            yield run
-
-    def _by_chunk(self, rows: Rows, positions: Rows) -> Iterator[_Piece]:
-        """Divide ascending rows by chunk."""
-        chunk_of = np.searchsorted(self.bounds, rows, side="right") - 1
-        begins = np.flatnonzero(np.diff(chunk_of, prepend=-1)).tolist()
-        for begin, end in itertools.pairwise([*begins, len(rows)]):
-            number = int(chunk_of[begin])
-            start = int(self.bounds[number])
-            stop = int(self.bounds[number + 1])
-            wanted = rows[begin:end]
-            places = positions[begin:end]
-            is_whole = (
-                end - begin == stop - start
-                and run_of(wanted) is not None
-                and run_of(places) is not None
-            )
-            yield _Piece(None if is_whole else number, start, stop, wanted, places)
-
 
 class _Piece(NamedTuple):
     """Rows of one chunk, or several whole chunks in a row."""
@@ -338,6 +304,49 @@ class _Piece(NamedTuple):
             and int(other.positions[0]) == place
             and other.stop - self.start <= most_rows
         )
+
+
+def _pieces(rows: Rows, positions: Rows, bounds: Rows, most_rows: int) -> Iterator[_Piece]:
+    """Divide rows by chunk; join neighbouring chunks of which all rows are wanted in order.
+
+    Args:
+        rows: Row indices, shape (m,).
+        positions: Position of each in the batch, shape (m,).
+        bounds: First row of each chunk, and behind them the number of rows.
+        most_rows: Most rows of chunks that are joined.
+    """
+    if len(rows) > 1 and (rows[1:] < rows[:-1]).any():
+        order = np.argsort(rows, kind="stable")
+        rows = rows[order]
+        positions = positions[order]
+    run: _Piece | None = None
+    for piece in _by_chunk(rows, positions, bounds):
+        if run is not None and run.is_followed_by(piece, most_rows):
+            run = run._replace(stop=piece.stop)
+            continue
+        if run is not None:
+            yield run
+        run = piece
+    if run is not None:
+        yield run
+
+
+def _by_chunk(rows: Rows, positions: Rows, bounds: Rows) -> Iterator[_Piece]:
+    """Divide ascending rows by chunk."""
+    chunk_of = np.searchsorted(bounds, rows, side="right") - 1
+    begins = np.flatnonzero(np.diff(chunk_of, prepend=-1)).tolist()
+    for begin, end in itertools.pairwise([*begins, len(rows)]):
+        number = int(chunk_of[begin])
+        start = int(bounds[number])
+        stop = int(bounds[number + 1])
+        wanted = rows[begin:end]
+        places = positions[begin:end]
+        is_whole = (
+            end - begin == stop - start
+            and run_of(wanted) is not None
+            and run_of(places) is not None
+        )
+        yield _Piece(None if is_whole else number, start, stop, wanted, places)
 
 
 _stores: weakref.WeakSet[ChunkedStore] = weakref.WeakSet()
