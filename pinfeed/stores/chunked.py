@@ -47,7 +47,7 @@ class ChunkLayout:
     bounds: Rows
     """First row of each chunk, and behind them the number of rows; ascending."""
     paths: tuple[str, ...] = ()
-    """The files, as far as they have paths."""
+    """Paths of the files; empty if the file was opened elsewhere and its path is unknown."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ChunkLayout):
@@ -65,6 +65,8 @@ class ChunkedStore:
     that batches with rows of the same chunk decode it once together. Chunks that are needed as a
     whole are decoded straight into the batch, and are not kept. A store that was opened by path can
     be pickled, and opens its file again in another process.
+
+    It is one class, because gathers, chunks and the state of a process are closed together.
 
     Args:
         layout: Rows and chunks.
@@ -129,7 +131,7 @@ class ChunkedStore:
 
     @property
     def paths(self) -> list[str]:
-        """The files, in the order of their rows, as far as they have paths."""
+        """Paths of the files, in the order of their rows; empty if they are unknown."""
         return list(self._layout.paths)
 
     @property

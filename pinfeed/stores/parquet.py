@@ -29,6 +29,13 @@ from pinfeed.stores.formats.arrow_chunk import (
 )
 from pinfeed.stores.formats.row_layout import require_regular
 from pinfeed.stores.paths import Path, local_paths
+from pinfeed.validation.arguments import explain_arguments
+
+_HINTS = {
+    "name": "the name of the column is column=",
+    "columns": "a ParquetStore has one column; give a dict of several, {name: "
+    "ParquetStore(path, name), ...}, or ParquetStore.columns(path) for all",
+}
 
 
 class ParquetStore(ChunkedStore):
@@ -57,6 +64,7 @@ class ParquetStore(ChunkedStore):
         store.gather(np.array([7, 3]), rows)
     """
 
+    @explain_arguments(_HINTS)
     def __init__(self, path: Path | Sequence[Path], column: str) -> None:
         if not isinstance(column, str):
             raise ArgumentError(f"column={column!r}; expected the name of a column")
@@ -226,8 +234,9 @@ def _check_kinds(files: Sequence[_ParquetFile], column: str, label: str) -> None
         schema = file.metadata.schema.to_arrow_schema()
         n = schema.names.count(column)
         if n != 1:
+            found = f"{n} columns" if n else "no column"
             raise StoreError(
-                f"{file.path} has {n} columns {column!r}; expected one of "
+                f"{file.path} has {found} {column!r}; expected one of "
                 f"{', '.join(map(repr, schema.names))}"
             )
         kinds.append(schema.field(column).type)

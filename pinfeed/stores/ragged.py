@@ -34,6 +34,8 @@ _HINTS = {
     "data": "the items come first, without a name",
     "pad_value": "the value of padded elements is padding=",
     "padding_value": "the value of padded elements is padding=",
+    "max_tokens": "give the Feeder rows=pinfeed.rows.element_batches(store.lengths, max_tokens)",
+    "pad_id": "the value of padded elements is padding=",
     "lengths": "give offsets: np.concatenate(([0], np.cumsum(lengths)))",
     "row_splits": "give them as offsets, the second argument",
 }
@@ -270,10 +272,15 @@ class RaggedStore:
 
 def _open_items(values: Any) -> tuple[bool, Store]:
     """Return whether a store of the items was opened here, and the store."""
-    name = "values"
     if isinstance(values, Store) and not isinstance(values, type):
         return False, values
-    return True, open_store(values, name)
+    if isinstance(values, (list, tuple)):
+        raise StoreError(
+            f"values is a {type(values).__name__}; expected one array with the items of all rows; "
+            "give np.concatenate(rows), and the offsets "
+            "np.concatenate(([0], np.cumsum([len(row) for row in rows])))"
+        )
+    return True, open_store(values, "values")
 
 
 def _read_offsets(offsets: Any) -> Rows:
@@ -318,7 +325,8 @@ def _check_offsets(offsets: Rows, n_items: int) -> None:
         i = int(decreases[0]) + 1
         raise StoreError(
             f"offsets[{i}] is {offsets[i]}, and offsets[{i - 1}] is {offsets[i - 1]}; expected "
-            "offsets that do not decrease; give np.concatenate(([0], np.cumsum(lengths)))"
+            "offsets that do not decrease; for lengths, give "
+            "np.concatenate(([0], np.cumsum(lengths)))"
         )
     if offsets[0] < 0:
         raise StoreError(f"offsets[0] is {offsets[0]}; expected at least 0")
