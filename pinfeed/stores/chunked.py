@@ -45,7 +45,7 @@ class ChunkLayout:
     """Dtype as in the file, which may have the other byte order."""
     row_shape: tuple[int, ...]
     bounds: Rows
-    """First row of each chunk, and behind them the number of rows; ascending."""
+    """First row of each chunk, followed by the number of rows; ascending."""
     paths: tuple[str, ...] = ()
     """Paths of the files; empty if the file was opened elsewhere and its path is unknown."""
 
@@ -158,7 +158,7 @@ class ChunkedStore:
 
     @property
     def bounds(self) -> Rows:
-        """First row of each chunk, and behind them the number of rows."""
+        """First row of each chunk, followed by the number of rows."""
         return self._layout.bounds
 
     @property
@@ -361,5 +361,5 @@ os.register_at_fork(after_in_child=_renew)
 
 
 def even_bounds(n_rows: int, chunk_rows: int) -> Rows:
-    """Return the first row of each chunk of ``chunk_rows`` rows, and behind them ``n_rows``."""
+    """Return the first row of each chunk of ``chunk_rows`` rows, followed by ``n_rows``."""
     return np.append(np.arange(0, n_rows, max(1, chunk_rows)), n_rows)

@@ -43,7 +43,7 @@ class HDF5Store(ChunkedStore):
     rows themselves, is read from the file as ``MmapStore`` reads it, if it was opened by path or
     belongs to a file that is open for reading only.
 
-    The dataset must not change while the store is open, also if its file is open for writing.
+    The dataset must not change while the store is open, even if its file is open for writing.
 
     Args:
         source: Path of a file, which the store opens and closes, or an open ``h5py.Dataset``, which

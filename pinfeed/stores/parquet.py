@@ -42,8 +42,9 @@ class ParquetStore(ChunkedStore):
     """Rows of one column of Parquet files, read-only, decoded with pyarrow.
 
     The column has numbers, booleans, or lists of numbers that all have the same length; the lists
-    may be nested. A chunk of the store is a row group. The memory of some row groups is needed, so
-    write files of rows that are shuffled with small ones: ``row_group_size=10_000``.
+    may be nested. A chunk of the store is a row group. Several decoded row groups are in memory at
+    a time, so write files whose rows will be shuffled with small ones, such as
+    ``row_group_size=10_000``.
 
     Args:
         path: A file, a pattern (``"part-*.parquet"``, in sorted order) or a sequence of files.

@@ -69,7 +69,7 @@ class RaggedStore:
             (n_rows + 1,): integers that do not decrease. A path of a .npy file, an array or a CPU
             tensor. They are copied into memory as int64, 8 bytes per row.
         layout: Form of the batches.
-        padding: Value of the elements behind the end of a row in a padded batch.
+        padding: Value of the elements after the end of a row in a padded batch.
 
     Raises:
         StoreError: If a source cannot be read, or offsets decrease or are outside of the values.
@@ -182,15 +182,15 @@ class RaggedStore:
     @property
     def mean_row_nbytes(self) -> float:
         """Mean bytes of a row."""
-        return self.table.mean * row_nbytes(self.items)
+        return self.row_lengths.mean * row_nbytes(self.items)
 
     @property
     def resident_bytes(self) -> int:
         """Host memory of the offsets and of the items' store, in bytes."""
-        return self._offsets.nbytes + self.table.nbytes + self.items.resident_bytes
+        return self._offsets.nbytes + self.row_lengths.nbytes + self.items.resident_bytes
 
     @functools.cached_property
-    def table(self) -> RowLengths:
+    def row_lengths(self) -> RowLengths:
         """Numbers of rows of each length."""
         return RowLengths(self.lengths)
 
@@ -205,9 +205,9 @@ class RaggedStore:
             max_elements: Most elements of the batch, with padding; None for no limit.
         """
         if self.layout == "padded" or copies is None:
-            elements = n_rows * self.table.longest
+            elements = n_rows * self.row_lengths.longest
         else:
-            elements = copies * self.table.most_elements(-(-n_rows // copies))
+            elements = copies * self.row_lengths.most_elements(-(-n_rows // copies))
         if max_elements is not None:
             elements = min(elements, max_elements)
         bounds = n_rows if self.layout == "padded" else n_rows + 1
@@ -219,7 +219,7 @@ class RaggedStore:
         Args:
             n_rows: Number of rows of the batch.
         """
-        elements = self.table.usual_elements(n_rows, padded=self.layout == "padded")
+        elements = self.row_lengths.usual_elements(n_rows, padded=self.layout == "padded")
         return elements * row_nbytes(self.items)
 
     def parts(self, rows: Rows, gather: RunGather, layout: Layout | None = None) -> RaggedParts:
