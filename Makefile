@@ -50,7 +50,7 @@ bench: .venv/peers
 rows: .venv/peers
 	$(BIN)/python -m benchmarks.rows --quick
 
-# Compare programs of others with what became of them: results, time and memory.
+# Compare programs of others with their pinfeed versions: results, time and memory.
 programs: .venv/installed
 	$(BIN)/python -m benchmarks.programs --quick
 

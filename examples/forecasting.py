@@ -1,8 +1,8 @@
 """Time series: windows of inputs, and of the targets that come after them.
 
-Both stores have the same rows, because a row of both needs the same number of times (``span``). The
-order, the batches and the losses are those of a Dataset that slices the series. Several files are
-several series, and no window crosses from one to the next.
+Both stores have equally many rows, because a row of both needs ``span`` time steps. The order, the
+batches and the losses are those of a Dataset that slices the series. Several files are several
+series, and no window crosses from one to the next.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class Windows(Dataset[tuple[np.ndarray, np.ndarray]]):
-    """Inputs and targets of each beginning: the data set as it was."""
+    """Inputs and targets of each beginning: the original dataset."""
 
     def __init__(self, path: Path) -> None:
         self.series = np.load(path)

@@ -75,9 +75,9 @@ def train(batches: Iterable[Any], n_features: int) -> list[float]:
     model = GraphSAGE(n_features).to(DEVICE)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     losses = []
-    for batch, got in batches:
-        out = model(got["x"], batch["edges"])[batch["seed_at"]]
-        loss = nn.functional.cross_entropy(out, got["y"])
+    for batch, rows in batches:
+        out = model(rows["x"], batch["edges"])[batch["seed_at"]]
+        loss = nn.functional.cross_entropy(out, rows["y"])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -2,7 +2,7 @@
 
 An HDF5 file has its rows in chunks, of which each is decompressed as a whole. A Dataset that reads
 single rows in random order decompresses a chunk for almost every row. ``block_shuffled`` mixes the
-rows of many chunks, and reads each chunk once per window. Data sets that you opened stay yours.
+rows of many chunks, and reads each chunk once per window. Datasets that you opened stay open.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Language models: random windows of a flat file of tokens, as nanoGPT's ``get_batch`` draws them.
 
-The rows of the store are all windows of the file, of which none is copied before it is asked for.
-Given the same beginnings as row indices, a feeder yields the batches of ``get_batch``. An order of
+The rows of the store are all windows of the file. A window is copied only for its batch. Given the
+same starts as row indices, a feeder yields the batches of ``get_batch``. An order of
 ``pinfeed.rows`` draws windows as well, and a loop over it can be stopped and resumed at any batch.
 """
 
@@ -17,7 +17,7 @@ import pinfeed
 
 
 def get_batch(path: Path, length: int, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs and targets: the loader as it was."""
+    """Return inputs and targets: the original loader."""
     data = np.memmap(path, dtype=np.uint16, mode="r")
     starts = torch.randint(len(data) - length, (batch_size,))
     inputs = [torch.from_numpy(data[i : i + length].astype(np.int64)) for i in starts]
@@ -42,7 +42,7 @@ def main(n_tokens: int = 10_000_000, length: int = 256, n_batches: int = 200) ->
                     assert torch.equal(x.cpu(), want_x)
                     assert torch.equal(y.cpu(), want_y)
 
-            # An order needs no list of beginnings. Any position of it is computed at once.
+            # An order needs no list of starts. Any position of it is computed at once.
             order = pinfeed.rows.drawn(12 * n_batches, seed=1)
             with pinfeed.Feeder(windows, batch_size=12, rows=order) as feeder:
                 whole = [tokens.cpu() for tokens in feeder]

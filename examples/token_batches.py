@@ -1,9 +1,9 @@
-"""Sequences of different lengths: padded batches with at most so many tokens.
+"""Sequences of different lengths: padded batches with a bounded number of tokens.
 
-A ``RaggedStore`` has a row for each sequence. ``element_batches`` makes batches of as many rows as
-have 4,096 tokens with their padding, in another order in each epoch. The batches are those of a
+A ``RaggedStore`` has a row for each sequence. ``element_batches`` puts as many rows into a batch as
+fit in 4,096 tokens, padding included, in another order in each epoch. The batches are those of a
 DataLoader with the same batches of row indices and a collate function that pads. The plan counts
-the largest batch that there can be.
+the largest batch that can occur.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_TOKENS = 4096
 
 
 class Sequences(Dataset[tuple[torch.Tensor, int]]):
-    """Tokens and label of each sequence: the data set as it was."""
+    """Tokens and label of each sequence: the original dataset."""
 
     def __init__(self, folder: Path) -> None:
         self.tokens = np.load(folder / "tokens.npy", mmap_mode="r")

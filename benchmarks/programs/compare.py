@@ -1,4 +1,4 @@
-"""Comparison of a program with what became of it: results, then time in turn, then memory."""
+"""Comparison of a program with its pinfeed version: results, then time in turn, then memory."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def memory_of(pid: int) -> dict[str, int]:
 
 
 def compare(name: str, size: str, n_rounds: int, base: Path | None = None) -> Figures:
-    """Compare a program with what became of it.
+    """Compare a program with its pinfeed version.
 
     Args:
         name: Module of the program.

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of the data set and of a batch."""
+    """Sizes of the dataset and of a batch."""
 
     n_images: int
     batch_size: int

@@ -28,7 +28,7 @@ class Size:
     n_steps: int
 
 
-# The full size is that of the "electricity" data set: hourly values of 321 customers.
+# The full size is that of the "electricity" dataset: hourly values of 321 customers.
 SIZES = {
     "full": Size(26_304, 321, 96, 24, 32, 300, 60),
     "quick": Size(5000, 100, 96, 24, 32, 100, 30),

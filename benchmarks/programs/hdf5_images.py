@@ -92,7 +92,7 @@ def original(folder: Path, size: Size, step: Step, n_workers: int = 0, **options
 
 
 def moved(folder: Path, size: Size, step: Step) -> None:
-    """Give the data sets of the file, inside a memory limit."""
+    """Give the datasets of the file, inside a memory limit."""
     path = folder / "images.h5"
     config = pinfeed.Config(
         cpu_memory_limit=size.memory_limit, preferred_batch_size=size.batch_size

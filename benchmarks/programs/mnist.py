@@ -20,7 +20,7 @@ SIZES = {
 
 
 def normalize(image: torch.Tensor) -> torch.Tensor:
-    """Subtract the mean of the data set, and divide by its standard deviation."""
+    """Subtract the mean of the dataset, and divide by its standard deviation."""
     return (image - 0.1307) / 0.3081
 
 

@@ -58,7 +58,7 @@ class Batch:
         Args:
             values: Tensors on the device in the structure of the source, each of shape
                 (n, *row_shape) and of its store's dtype. None in place of a tensor leaves that
-                store unchanged, and stands for ragged rows, which are read-only. The tensors are
+                store unchanged. Give None for ragged rows, which are read-only. The tensors are
                 copied, so they may change after the call, and may be ``data`` itself.
 
         Raises:

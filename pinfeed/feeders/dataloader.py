@@ -74,9 +74,9 @@ def wrap_loader(
         for batch, rows in pinfeed.wrap_loader(loader, fetch=fetch):
             loss = model(rows["x"], batch["edges"], rows["y"])
 
-    Rows of a key have the shape of the ids, then that of a row, and the dtype of the source. Row
-    ``i`` is that of id ``i``, and ids may repeat; each distinct row of a batch is read once. While
-    a loop runs, nothing may change the sources: prefetched batches do not see it.
+    The rows of a key have the shape ``ids.shape + row_shape`` and the dtype of the source, in the
+    order of the ids. Ids may repeat; each distinct row of a batch is read once. Nothing may change
+    a source while a loop runs, because batches that were prefetched do not see the change.
 
     Args:
         loader: A ``torch.utils.data.DataLoader``, or any iterable of batches that can be iterated
@@ -93,7 +93,7 @@ def wrap_loader(
             equally many rows. The ids are a function of the batch on the host, or a key of the
             batch: a tensor, array or list of integers of any shape, empty or not. The function is
             called like that of ``train_rows``: in order, one batch at a time, in a background
-            thread.
+            thread. A ``HeteroData`` of PyG needs a function: ``lambda batch: batch["item"].n_id``.
         config: Memory limits for the files behind ``fetch``, half of which is left for the batches.
             None for the free memory. Its ``depth`` is taken if none is given here.
         progress: Whether to show a progress bar.

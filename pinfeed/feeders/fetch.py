@@ -117,7 +117,10 @@ def _require_equal_rows(key: Any, tree: StoreTree) -> None:
 
 def _checked_pairs(fetch: Any) -> dict[Any, tuple[Any, Any]]:
     """Return the user's ``fetch`` as a dict, if it maps keys to pairs."""
-    expected = "expected a dict such as {'x': (source, ids)}, ids a key or a function of the batch"
+    expected = (
+        "expected a dict such as {'x': (source, ids)}, where ids is a key of the batch or a "
+        "function of the batch"
+    )
     if not isinstance(fetch, Mapping) or not fetch:
         raise ArgumentError(f"fetch={fetch!r}; {expected}")
     for key, pair in fetch.items():

@@ -51,6 +51,12 @@ FEEDER_HINTS = {
         name: f"it belongs to the store of a file: pinfeed.MmapStore(path, {name}=...)"
         for name in ("memory_map", "keep_cache")
     },
+    **dict.fromkeys(("replacement", "num_samples"), "give rows=pinfeed.rows.drawn(n, seed=...)"),
+    **dict.fromkeys(
+        ("max_elements", "max_tokens"),
+        "give rows=pinfeed.rows.element_batches(lengths, max_elements)",
+    ),
+    "fetch": "rows for the ids of a batch belong to pinfeed.wrap_loader(loader, fetch=...)",
     "generator": "give shuffle=True and seed=generator.initial_seed()",
     "in_order": "batches always come in order; leave it out",
     "collate_fn": f"rows are batched as they are stored; {_COLLATE}",
@@ -66,13 +72,14 @@ READER_HINTS = {
         ("num_workers", "workers", "n_workers"), "the threads that read are n_readers="
     ),
     **dict.fromkeys(
-        ("sampler", "batch_sampler", "rows", "order"),
+        ("sampler", "batch_sampler", "rows", "order", "replacement", "num_samples"),
         "give inputs and outputs in the order that is wanted, or shuffle=True",
     ),
     **dict.fromkeys(
         ("dataset", "data", "source", "path", "x"),
         "the lists of inputs and of outputs come first, without names",
     ),
+    **dict.fromkeys(("max_elements", "max_tokens"), "the samples of a batch are batch_size="),
     "collate_fn": "give apply_on_input_batch= and apply_on_output_batch=",
     "transform": "apply it in read_input, or in apply_on_input_batch=",
     "dtype": "give input_dtype= and output_dtype=",
@@ -104,6 +111,7 @@ LOADER_HINTS = {
 TABLE_LOOP_HINTS = {
     **LOADER_HINTS,
     "device_cache": "give it to the table: HostEmbedding(..., device_cache=...)",
+    "fetch": 'wrap the loader first: train_rows(wrap_loader(loader, fetch=..., device="cpu"), ...)',
 }
 """Advice for ``train_rows``."""
 

@@ -40,7 +40,7 @@ CopyToHost = Callable[[Tensor, tuple[int, ...], np.dtype[Any]], npt.NDArray[Any]
 class StoreTree:
     """Stores with equally many rows, in the structure that the user gave.
 
-    A batch has one part for each of ``stores``, and behind these two for each of ``ragged``.
+    A batch has one part for each of ``stores``, followed by two for each of ``ragged``.
 
     Args:
         source: Source as ``Feeder`` takes it. A leaf that is not a store is opened here, and

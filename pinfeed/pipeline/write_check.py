@@ -135,8 +135,9 @@ def _check_one(value: Any, name: str, store: Store, n_rows: int, device: Device)
         raise WriteBackError(f"write_back to {name}: rows of an array {SHARED}")
     if not store.writable:
         raise WriteBackError(
-            f'write_back to {name}, which is read-only; open a file with MmapStore(path, mode="r+")'
-            ", or give a writable array"
+            f"write_back to {name}, which is read-only; expected a writable array, or a .npy file "
+            'opened with MmapStore(path, mode="r+"); windows, frames and files of other formats '
+            "cannot be written"
         )
     found = device.describe(value)
     if found is None:

@@ -214,8 +214,8 @@ def _choose_for_chunks(
         problem = f" (memory for windows would be {human(item.total)}, {left} are left)"
     block_rows = _BLOCK_CHUNKS * store.chunk_rows
     hint = (
-        f"Rows of {store.label} are decoded with all of their chunk of up to {store.chunk_rows:,} "
-        "rows, once for each batch. Each chunk is decoded little more than once in an epoch with "
+        f"Each batch decodes the whole chunk of each of its rows of {store.label}, which has up to "
+        f"{store.chunk_rows:,} rows. Each chunk is decoded little more than once in an epoch with "
         f"rows=pinfeed.rows.block_shuffled(seed, block_rows={block_rows}, window_blocks=...), if "
         f"two windows fit into memory; a copy in a .npy file is not decoded. "
         f"{whole_file_hint(store)}"

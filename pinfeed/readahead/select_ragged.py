@@ -58,8 +58,8 @@ def _unmapped(
         return PageCacheReadahead(items), f"{reason} in the background"
     n = max(1, round(SEEK_BYTES / max(1.0, store.mean_row_nbytes)))
     hint = (
-        f"Ragged rows of {items.label} are read one by one; neighbours come together, and are read "
-        f"in long runs, with the order pinfeed.rows.block_shuffled(seed, block_rows={n}). "
+        f"Ragged rows of {items.label} are read one by one. With the order "
+        f"pinfeed.rows.block_shuffled(seed, block_rows={n}), they are read in long runs. "
         f"{whole_file_hint(items)}"
     )
     return DirectReads(items, hint), "ragged rows are read one by one, many at a time"

@@ -44,7 +44,7 @@ def distinct_rows(rows: Rows) -> tuple[Rows, Rows]:
         shape (n,).
     """
     ascending, order = sort_rows(rows)
-    is_first = _differs_from_last(ascending)
+    is_first = _differs_from_previous(ascending)
     distinct = ascending[is_first]
     # The array is used again, because touching new memory takes longer than the sums.
     places = np.cumsum(is_first, out=ascending)
@@ -67,7 +67,7 @@ def first_occurrences(rows: Rows) -> tuple[Rows, Rows | None]:
     if bool((rows[1:] > rows[:-1]).all()):
         return rows, None
     ascending, order = sort_rows(rows)
-    is_first = _differs_from_last(ascending)
+    is_first = _differs_from_previous(ascending)
     if bool(is_first.all()):
         return rows, None
     # Equal rows keep their order, so that the first of them is the one that occurs first.
@@ -83,8 +83,8 @@ def first_occurrences(rows: Rows) -> tuple[Rows, Rows | None]:
     return rows[occurs_first], positions
 
 
-def _differs_from_last(rows: Rows) -> npt.NDArray[np.bool_]:
-    """Return for each row whether it differs from the one before it, shape (n,)."""
+def _differs_from_previous(rows: Rows) -> npt.NDArray[np.bool_]:
+    """Return for each row whether it differs from the previous one, shape (n,)."""
     differs = np.ones(len(rows), bool)
     np.not_equal(rows[1:], rows[:-1], out=differs[1:])
     return differs

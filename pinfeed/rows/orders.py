@@ -65,6 +65,12 @@ def shuffled(seed: int = 0) -> Order:
     return Shuffled(check_seed(seed))
 
 
+@explain_arguments(
+    {
+        **dict.fromkeys(("num_samples", "n_rows", "size"), "the rows of an epoch are n="),
+        "replacement": "rows are always drawn with replacement; leave it out",
+    }
+)
 def drawn(n: int, seed: int = 0) -> Order:
     """Return an order of random rows with replacement: each position has any row, independently.
 

@@ -50,8 +50,9 @@ def element_batches(
     arguments and the epoch, so a feeder resumes them from its state.
 
     Args:
-        lengths: Number of elements of each row, shape (n_rows,), integers of 0 or more. For several
-            ragged stores, give the sum of their lengths, or the maximum.
+        lengths: Number of elements of each row, shape (n_rows,), integers of 0 or more, such as
+            ``store.lengths``. An element is one item of a ``RaggedStore``, of any shape. For
+            several ragged stores, give the sum of their lengths, or the maximum.
         max_elements: Most elements of a batch, at least the length of the longest row.
         batch_size: Most rows of a batch; None is any number.
         order: Order of the rows, from ``pinfeed.rows``; None is the order of the store.
@@ -105,7 +106,7 @@ class ElementBatches:
         check_flag(drop_last, "drop_last")
         if order is not None and not isinstance(order, Order):
             raise ArgumentError(
-                f"order={order!r}: expected an order of pinfeed.rows, as shuffled(seed=1)"
+                f"order={order!r}: expected an order of pinfeed.rows, such as shuffled(seed=1)"
             )
         self.lengths = _checked(lengths)
         table = RowLengths(self.lengths)
@@ -178,7 +179,7 @@ class ElementBatches:
         Raises:
             ArgumentError: If there are more or fewer rows, or a row is longer than was said.
         """
-        advice = f"make element_batches from the lengths of {name}"
+        advice = "give element_batches the lengths of this store (store.lengths)"
         if len(lengths) != len(self.lengths):
             raise ArgumentError(
                 f"rows={self!r} has {len(self.lengths):,} lengths, and {name} has {len(lengths):,} "
@@ -297,7 +298,7 @@ def _checked(lengths: Any) -> Rows:
     Raises:
         ArgumentError: If they are not integers of 0 or more, or there are none.
     """
-    expected = "expected an integer of 0 or more for each row, shape (n_rows,), as store.lengths"
+    expected = "expected integers of 0 or more, shape (n_rows,), such as store.lengths"
     try:
         given = np.asarray(lengths)
     except (TypeError, ValueError, RuntimeError) as error:

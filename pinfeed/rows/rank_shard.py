@@ -132,7 +132,8 @@ def _check_ranks(ranks: Any, order: Any, drop_last: bool) -> Ranks:
         raise ArgumentError(
             f"ranks={ranks!r} shares orders of pinfeed.rows, and rows is a {type(order).__name__}, "
             "which says itself what a process has; leave ranks= out (a DistributedSampler shares "
-            "by itself; of an array, give rows=array[rank::world_size])"
+            "by itself; of an array, give rows=array[rank::world_size]; of element_batches, give "
+            "order=pinfeed.rows.per_rank(order, rank=..., world_size=...))"
         )
     if drop_last and shared.uneven == "join":
         raise ArgumentError(

@@ -81,7 +81,7 @@ class Runs(NamedTuple):
         The rows of a part are counted from its first one.
 
         Args:
-            ends: Row behind the last one of each part, shape (n_parts,).
+            ends: Row after the last one of each part, shape (n_parts,).
         """
         runs = self.take(np.flatnonzero(self.lengths))
         stops = runs.starts + runs.lengths

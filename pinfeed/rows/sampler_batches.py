@@ -130,8 +130,10 @@ class SamplerBatches(RowBatches):
         try:
             n = len(self._rows)  # type: ignore[arg-type]
         except TypeError:
+            is_counted = isinstance(self._rows, ElementBatches)
+            hint = "; count(epoch) of element_batches counts those of an epoch" * is_counted
             raise TypeError(
-                f"{self._name} has no len(), so the number of batches is not known"
+                f"{self._name} has no len(), so the number of batches is not known{hint}"
             ) from None
         if self.gives_batches:
             return n

@@ -46,9 +46,9 @@ class ChunkLayout:
     """Dtype as in the file, which may have the other byte order."""
     row_shape: tuple[int, ...]
     bounds: Rows
-    """First row of each chunk, and behind them the number of rows; ascending."""
+    """First row of each chunk, followed by the number of rows; ascending."""
     paths: tuple[str, ...] = ()
-    """The files, as far as they have paths."""
+    """Paths of the files; empty if the file was opened elsewhere and its path is unknown."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ChunkLayout):
@@ -66,6 +66,8 @@ class ChunkedStore:
     that batches with rows of the same chunk decode it once together. Chunks that are needed as a
     whole are decoded straight into the batch, and are not kept. A store that was opened by path can
     be pickled, and opens its file again in another process.
+
+    It is one class, because gathers, chunks and the state of a process are closed together.
 
     Args:
         layout: Rows and chunks.
@@ -130,7 +132,7 @@ class ChunkedStore:
 
     @property
     def paths(self) -> list[str]:
-        """The files, in the order of their rows, as far as they have paths."""
+        """Paths of the files, in the order of their rows; empty if they are unknown."""
         return list(self._layout.paths)
 
     @property
@@ -157,7 +159,7 @@ class ChunkedStore:
 
     @property
     def bounds(self) -> Rows:
-        """First row of each chunk, and behind them the number of rows."""
+        """First row of each chunk, followed by the number of rows."""
         return self._layout.bounds
 
     @functools.cached_property
@@ -374,5 +376,5 @@ os.register_at_fork(after_in_child=_renew)
 
 
 def even_bounds(n_rows: int, chunk_rows: int) -> Rows:
-    """Return the first row of each chunk of ``chunk_rows`` rows, and behind them ``n_rows``."""
+    """Return the first row of each chunk of ``chunk_rows`` rows, followed by ``n_rows``."""
     return np.append(np.arange(0, n_rows, max(1, chunk_rows)), n_rows)

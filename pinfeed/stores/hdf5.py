@@ -23,10 +23,17 @@ from pinfeed.stores.file import MmapStore
 from pinfeed.stores.formats.hdf5_chunks import RawChunks
 from pinfeed.stores.paths import Path, local_path
 from pinfeed.tensors.dtypes import check_dtype
+from pinfeed.validation.arguments import explain_arguments
 
 # Rows that are read at a time from a dataset without chunks.
 _PIECE_BYTES = 256 << 10
 _N_SHOWN = 8
+
+_HINTS = {
+    **dict.fromkeys(("path", "file", "filename"), "the path comes first, without a name"),
+    **dict.fromkeys(("dataset", "key"), "the name of the dataset is name="),
+    "mode": "an HDF5Store is read-only; leave it out",
+}
 
 
 class HDF5Store(ChunkedStore):
@@ -36,7 +43,7 @@ class HDF5Store(ChunkedStore):
     rows themselves, is read from the file as ``MmapStore`` reads it, if it was opened by path or
     belongs to a file that is open for reading only.
 
-    The dataset must not change while the store is open, also if its file is open for writing.
+    The dataset must not change while the store is open, even if its file is open for writing.
 
     Args:
         source: Path of a file, which the store opens and closes, or an open ``h5py.Dataset``, which
@@ -65,6 +72,7 @@ class HDF5Store(ChunkedStore):
     # The chunk as it is in the file, without gzip, and without shuffle.
     _decoding_chunks = 3
 
+    @explain_arguments(_HINTS)
     def __init__(self, source: Any, name: str | None = None) -> None:
         h5py = _import_h5py()
         self._path: str | None = None
@@ -80,7 +88,8 @@ class HDF5Store(ChunkedStore):
             dataset = source
         else:
             raise ArgumentError(
-                f"HDF5Store: got {type(source).__name__}; expected a path or an h5py.Dataset"
+                f"HDF5Store: got {type(source).__name__}; expected a path or an h5py.Dataset; of a "
+                "file or a group that is open, give file[name]"
             )
         try:
             self._name = dataset.name

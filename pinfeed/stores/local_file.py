@@ -26,7 +26,7 @@ from pinfeed.validation.arguments import check_flag
 
 # Rows are written in chunks of this size, of which a scatter may make copies.
 _CHUNK_BYTES = 4 << 20
-# Gathers that run at the same time: windows are read ahead by so many threads.
+# Gathers that run at the same time: windows are read ahead by this many threads.
 _N_GATHERS = 4
 
 

@@ -23,7 +23,7 @@ from pinfeed.stores.zarr import ZarrStore
 
 
 def stores_of_columns(source: Any, name: str) -> Mapping[Any, Store] | None:
-    """Return a store for each column of a table, a data set, a frame or a Parquet file.
+    """Return a store for each column of a table, a dataset, a frame or a Parquet file.
 
     Args:
         source: One of these, or anything else.

@@ -29,6 +29,13 @@ from pinfeed.stores.formats.arrow_chunk import (
 )
 from pinfeed.stores.formats.row_layout import require_regular
 from pinfeed.stores.paths import Path, local_paths
+from pinfeed.validation.arguments import explain_arguments
+
+_HINTS = {
+    "name": "the name of the column is column=",
+    "columns": "a ParquetStore has one column; give a dict of several, {name: "
+    "ParquetStore(path, name), ...}, or ParquetStore.columns(path) for all",
+}
 
 # Rows are decoded in pieces of this size. pyarrow takes up to 11 times the memory of the values
 # that it decodes, because it adds four bytes for each number in a list, and grows its arrays.
@@ -39,8 +46,9 @@ class ParquetStore(ChunkedStore):
     """Rows of one column of Parquet files, read-only, decoded with pyarrow.
 
     The column has numbers, booleans, or lists of numbers that all have the same length; the lists
-    may be nested. A chunk of the store is a row group. The memory of some row groups is needed, so
-    write files of rows that are shuffled with small ones: ``row_group_size=10_000``.
+    may be nested. A chunk of the store is a row group. Several decoded row groups are in memory at
+    a time, so write files whose rows will be shuffled with small ones, such as
+    ``row_group_size=10_000``.
 
     Args:
         path: A file, a pattern (``"part-*.parquet"``, in sorted order) or a sequence of files.
@@ -64,6 +72,7 @@ class ParquetStore(ChunkedStore):
     # The row group as it is in the file, a page of it, and a piece that is being decoded.
     _decoding_chunks = 3
 
+    @explain_arguments(_HINTS)
     def __init__(self, path: Path | Sequence[Path], column: str) -> None:
         if not isinstance(column, str):
             raise ArgumentError(f"column={column!r}; expected the name of a column")
@@ -232,8 +241,9 @@ def _check_kinds(files: Sequence[_ParquetFile], column: str, label: str) -> None
         schema = file.metadata.schema.to_arrow_schema()
         n = schema.names.count(column)
         if n != 1:
+            found = f"{n} columns" if n else "no column"
             raise StoreError(
-                f"{file.path} has {n} columns {column!r}; expected one of "
+                f"{file.path} has {found} {column!r}; expected one of "
                 f"{', '.join(map(repr, schema.names))}"
             )
         kinds.append(schema.field(column).type)

@@ -55,7 +55,8 @@ def local_paths(path: Path | Sequence[Path]) -> list[str]:
         names = [local_path(p) for p in path]
     except TypeError:
         raise ArgumentError(
-            f"path={path!r}: expected a path, a pattern or a sequence of paths"
+            f"path={path!r}: expected a path, a pattern or a sequence of paths; give an "
+            "array to the Feeder itself"
         ) from None
     if not names:
         raise ArgumentError("an empty list of files; expected at least one .npy file")

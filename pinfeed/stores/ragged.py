@@ -34,6 +34,8 @@ _HINTS = {
     "data": "the items come first, without a name",
     "pad_value": "the value of padded elements is padding=",
     "padding_value": "the value of padded elements is padding=",
+    "max_tokens": "give the Feeder rows=pinfeed.rows.element_batches(store.lengths, max_tokens)",
+    "pad_id": "the value of padded elements is padding=",
     "lengths": "give offsets: np.concatenate(([0], np.cumsum(lengths)))",
     "row_splits": "give them as offsets, the second argument",
 }
@@ -67,7 +69,7 @@ class RaggedStore:
             (n_rows + 1,): integers that do not decrease. A path of a .npy file, an array or a CPU
             tensor. They are copied into memory as int64, 8 bytes per row.
         layout: Form of the batches.
-        padding: Value of the elements behind the end of a row in a padded batch.
+        padding: Value of the elements after the end of a row in a padded batch.
 
     Raises:
         StoreError: If a source cannot be read, or offsets decrease or are outside of the values.
@@ -180,15 +182,15 @@ class RaggedStore:
     @property
     def mean_row_nbytes(self) -> float:
         """Mean bytes of a row."""
-        return self.table.mean * row_nbytes(self.items)
+        return self.row_lengths.mean * row_nbytes(self.items)
 
     @property
     def resident_bytes(self) -> int:
         """Host memory of the offsets and of the items' store, in bytes."""
-        return self._offsets.nbytes + self.table.nbytes + self.items.resident_bytes
+        return self._offsets.nbytes + self.row_lengths.nbytes + self.items.resident_bytes
 
     @functools.cached_property
-    def table(self) -> RowLengths:
+    def row_lengths(self) -> RowLengths:
         """Numbers of rows of each length."""
         return RowLengths(self.lengths)
 
@@ -203,9 +205,9 @@ class RaggedStore:
             max_elements: Most elements of the batch, with padding; None for no limit.
         """
         if self.layout == "padded" or copies is None:
-            elements = n_rows * self.table.longest
+            elements = n_rows * self.row_lengths.longest
         else:
-            elements = copies * self.table.most_elements(-(-n_rows // copies))
+            elements = copies * self.row_lengths.most_elements(-(-n_rows // copies))
         if max_elements is not None:
             elements = min(elements, max_elements)
         bounds = n_rows if self.layout == "padded" else n_rows + 1
@@ -217,7 +219,7 @@ class RaggedStore:
         Args:
             n_rows: Number of rows of the batch.
         """
-        elements = self.table.usual_elements(n_rows, padded=self.layout == "padded")
+        elements = self.row_lengths.usual_elements(n_rows, padded=self.layout == "padded")
         return elements * row_nbytes(self.items)
 
     def parts(self, rows: Rows, gather: RunGather, layout: Layout | None = None) -> RaggedParts:
@@ -270,10 +272,15 @@ class RaggedStore:
 
 def _open_items(values: Any) -> tuple[bool, Store]:
     """Return whether a store of the items was opened here, and the store."""
-    name = "values"
     if isinstance(values, Store) and not isinstance(values, type):
         return False, values
-    return True, open_store(values, name)
+    if isinstance(values, (list, tuple)):
+        raise StoreError(
+            f"values is a {type(values).__name__}; expected one array with the items of all rows; "
+            "give np.concatenate(rows), and the offsets "
+            "np.concatenate(([0], np.cumsum([len(row) for row in rows])))"
+        )
+    return True, open_store(values, "values")
 
 
 def _read_offsets(offsets: Any) -> Rows:
@@ -318,7 +325,8 @@ def _check_offsets(offsets: Rows, n_items: int) -> None:
         i = int(decreases[0]) + 1
         raise StoreError(
             f"offsets[{i}] is {offsets[i]}, and offsets[{i - 1}] is {offsets[i - 1]}; expected "
-            "offsets that do not decrease; give np.concatenate(([0], np.cumsum(lengths)))"
+            "offsets that do not decrease; for lengths, give "
+            "np.concatenate(([0], np.cumsum(lengths)))"
         )
     if offsets[0] < 0:
         raise StoreError(f"offsets[0] is {offsets[0]}; expected at least 0")

@@ -351,7 +351,7 @@ def test_ids_that_no_store_has(depth: int, bad: Any, message: str) -> None:
 
 
 def test_a_batch_without_the_key() -> None:
-    message = r"fetch\['x'\]: ids at 'node' of a batch that has keys 'n_id', 'number'"
+    message = r"fetch\['x'\]: no ids at 'node', because the batch has keys 'n_id', 'number'"
     with pytest.raises(ArgumentError, match=message):
         list(wrap_loader(batches(), fetch={"x": (FEATURES, "node")}, device="cpu"))
 

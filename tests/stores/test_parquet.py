@@ -155,7 +155,7 @@ def test_columns_that_cannot_be_served(tmp_path: Path, values: pa.Array, hint: s
 
 def test_files_that_cannot_be_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path / "a.parquet", x=column(X), y=np.arange(200))
-    with pytest.raises(errors.StoreError, match="has 0 columns 'z'; expected one of 'x', 'y'"):
+    with pytest.raises(errors.StoreError, match="has no column 'z'; expected one of 'x', 'y'"):
         ParquetStore(path, "z")
     with pytest.raises(errors.ArgumentError, match="expected the name of a column"):
         ParquetStore(path, 3)  # type: ignore[arg-type]

@@ -209,7 +209,7 @@ BAD: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "two axes": (np.arange(3), [[0, 1]], {}, r"shape \(1, 2\)"),
     "no array": (np.arange(3), None, {}, "offsets: got NoneType"),
     "no items": (np.empty(0), [0, 0], {}, "values: shape .* has no rows"),
-    "values of a list": ([1, 2], [0, 1], {}, "values: got list"),
+    "values of a list": ([1, 2], [0, 1], {}, "values is a list; expected one array"),
     "layout": (np.arange(3), [0, 1], {"layout": "ragged"}, "layout='ragged': expected 'offsets'"),
     "padding too large": (np.arange(3, dtype="u1"), [0, 1], {"padding": 256}, "that uint8 has"),
     "padding of a fraction": (np.arange(3), [0, 1], {"padding": 0.5}, "padding=0.5: expected"),

@@ -30,11 +30,12 @@ def ids_function(ids: Any, name: str) -> IdsOf:
         try:
             return batch[ids]
         except (LookupError, TypeError) as error:
-            found = type(batch).__name__
+            found = f"the batch is a {type(batch).__name__}"
             if isinstance(batch, Mapping):
-                found = f"keys {', '.join(map(repr, batch))}"
+                found = f"the batch has keys {', '.join(map(repr, batch))}"
             raise ArgumentError(
-                f"{name}: ids at {ids!r} of a batch that has {found}; expected the key of its ids"
+                f"{name}: no ids at {ids!r}, because {found}; expected the key of its ids, or a "
+                "function of the batch"
             ) from error
 
     return ids_at_key

@@ -20,7 +20,7 @@ from pinfeed.tensors.pytree import Rebuild
 
 @dataclass(frozen=True)
 class RowSource:
-    """Batches of the same rows of several stores, the parts of ragged rows behind the others.
+    """Batches of the same rows of several stores; the parts of ragged rows are the last ones.
 
     Args:
         stores: Stores with equally many rows.

@@ -32,7 +32,10 @@ RAGGED_ADVICE = (
     "pinfeed.wrap_loader(DataLoader(dataset, collate_fn=...))"
 )
 """Advice for lists of different lengths."""
-_LEAVE_OUT = "or leave the column out (dataset.select_columns, table.select)"
+_LEAVE_OUT = (
+    "or leave the column out (dataset.select_columns, table.select, or {name: "
+    "pinfeed.ParquetStore(path, name), ...} of a Parquet file)"
+)
 
 
 class PackedBooleans:

@@ -147,7 +147,7 @@ def strange(path: str, start: bytes) -> str:
         return f"{path} is not a .npy file; it looks like {found[0]}: {found[1]}"
     return (
         f"{path} is not a .npy file (it starts with {start[:6]!r}); expected one that numpy.save "
-        "wrote, or see MmapStore.raw"
+        "wrote, or see MmapStore.raw and MmapStore.windows"
     )
 
 

@@ -399,7 +399,7 @@ def test_mistakes_are_told_apart(tmp_path: Path) -> None:
         RowOptimizer(torch.optim.Adam, [HostEmbedding.from_pretrained(torch.zeros(3, 2))])
     with pytest.raises(
         errors.ArgumentError,
-        match=r"table: ids at 'usr' of a batch that has keys 'user'; expected the key of its ids",
+        match=r"table: no ids at 'usr', because the batch has keys 'user'; expected the key of its",
     ):
         list(train_rows([{"user": torch.arange(3)}], {table: "usr"}, device="cpu"))
     RowOptimizer(torch.optim.Adam, [table]).close()
