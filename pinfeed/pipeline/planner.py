@@ -130,7 +130,9 @@ def plan_reads_by_id(stores: Sequence[Store], config: MemoryLimits | None) -> Re
     limits = _file_limits(config, _free_host_bytes(stores, config))
     if config is not None:
         limits = FreeMemory(limits.memory // 2, limits.page_cache // 2)
-    nbytes = sum(store.resident_bytes for store in stores)
+    # Two entries may have the same store.
+    distinct = {id(store): store for store in stores}
+    nbytes = sum(store.resident_bytes for store in distinct.values())
     if not nbytes:
         return choose(stores, (), 0, limits)
     is_limited = config is not None and config.cpu_memory_limit is not None

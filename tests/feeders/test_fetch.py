@@ -398,7 +398,7 @@ def test_the_chunks_that_reading_takes_are_planned(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file.create_dataset("x", data=np.arange(9000.0), chunks=(1000,), compression="gzip")
     store = pinfeed.HDF5Store(tmp_path / "x.h5")
-    fetch = {"x": (store, lambda ids: ids)}
+    fetch = {"x": (store, lambda ids: ids), "y": (store, lambda ids: ids[:1])}
     limit = 2 * store.resident_bytes
     config = pinfeed.Config(cpu_memory_limit=limit)
     with wrap_loader([np.array([8999, 3])], fetch=fetch, config=config, device="cpu") as loop:
