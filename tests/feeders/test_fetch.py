@@ -114,6 +114,19 @@ def test_ids_that_are_no_tensors(ids: Any) -> None:
     np.testing.assert_array_equal(found[1]["x"].numpy(), FEATURES[np.asarray(ids, np.int64)])
 
 
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_function_may_fill_one_array_for_each_batch(depth: int) -> None:
+    memory = np.zeros(5, np.int64)
+
+    def ids_of(number: int) -> np.ndarray:
+        memory[:] = np.arange(5) * number
+        return memory
+
+    with wrap_loader(range(30), fetch={"y": (LABELS, ids_of)}, device="cpu", depth=depth) as loop:
+        for number, got in loop:
+            np.testing.assert_array_equal(got["y"].numpy(), LABELS[np.arange(5) * number])
+
+
 def test_many_repeated_rows() -> None:
     """They are copied in several pieces."""
     rows = np.random.default_rng(0).normal(size=(300, 50)).astype(np.float32)

@@ -115,20 +115,24 @@ class RowFetch:
             ]
             yield
 
-    def ids(self, batch: Any) -> list[Any]:
+    def ids(self, batch: Any) -> list[Array]:
         """Return the ids that a batch on the host names, for each entry.
 
-        The user's functions run here. Called for one batch at a time, in order.
-        """
-        return [spec.ids_of(batch) for spec in self._specs]
+        The user's functions run here. Called for one batch at a time, in order. The ids are copied,
+        because a function may fill one array again for each batch.
 
-    def add(self, load: HostBatch, ids: Sequence[Any]) -> HostBatch:
+        Raises:
+            RowIndexError: If they are not integers.
+        """
+        return [ids_array(spec.ids_of(batch), spec.name).copy() for spec in self._specs]
+
+    def add(self, load: HostBatch, ids: Sequence[Array]) -> HostBatch:
         """Return a batch whose parts are those of ``load``, and then those of each entry.
 
         These are the rows of all entries, and then the positions for those that need them.
 
         Raises:
-            RowIndexError: If ids are out of range, or not integers.
+            RowIndexError: If ids are out of range.
         """
         parts = list(load.parts)
         groups: list[RowGroup] = []
@@ -155,13 +159,12 @@ class RowFetch:
         self,
         spec: FetchSpec,
         serving: Sequence[Serve],
-        ids: Any,
+        ids: Array,
         parts: list[HostArray],
         groups: list[RowGroup],
     ) -> _Fetched:
         """Add the rows of one entry to the parts of a batch."""
-        array = ids_array(ids, spec.name)
-        checked = check_rows(array.reshape(-1), spec.stores[0].n_rows, f"{spec.name}: ids")
+        checked = check_rows(ids.reshape(-1), spec.stores[0].n_rows, f"{spec.name}: ids")
         rows, positions = first_occurrences(checked)
         if not self._device.unified:
             groups.append(RowGroup(rows, len(parts), spec.stores))
@@ -171,7 +174,7 @@ class RowFetch:
             positions = None
         else:
             parts += distinct
-        return _Fetched(spec, array.shape, positions)
+        return _Fetched(spec, ids.shape, positions)
 
     def _rebuild(
         self,
