@@ -34,7 +34,7 @@ class Size:
 
 
 SIZES = {
-    "full": Size(20_000, (3, 64, 64), 64, 128, pinfeed.MiB(128), 24, 8),
+    "full": Size(20_000, (3, 64, 64), 64, 128, pinfeed.MiB(128), 36, 18),
     "quick": Size(4000, (3, 32, 32), 64, 64, pinfeed.MiB(64), 20, 10),
     "tiny": Size(300, (3, 8, 8), 16, 32, pinfeed.MiB(64), 6, 3),
 }
@@ -60,10 +60,12 @@ class Images(Dataset[tuple[np.ndarray, int]]):
 
     Args:
         path: Path of the file.
+        options: Options with which it is opened.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, **options: Any) -> None:
         self.path = path
+        self.options = options
         self.file: Any = None
         with h5py.File(path) as file:
             self.n_images = len(file["images"])
@@ -73,13 +75,16 @@ class Images(Dataset[tuple[np.ndarray, int]]):
 
     def __getitem__(self, row: int) -> tuple[np.ndarray, int]:
         if self.file is None:
-            self.file = h5py.File(self.path)
-        return self.file["images"][row], self.file["labels"][row]
+            self.file = h5py.File(self.path, **self.options)
+            # The cache of chunks is that of an open data set.
+            self.images = self.file["images"]
+            self.labels = self.file["labels"]
+        return self.images[row], self.labels[row]
 
 
-def original(folder: Path, size: Size, step: Step, n_workers: int = 0) -> None:
+def original(folder: Path, size: Size, step: Step, n_workers: int = 0, **options: Any) -> None:
     """Read single images. The order has whole blocks close together, as pinfeed has it."""
-    dataset = Images(folder / "images.h5")
+    dataset = Images(folder / "images.h5", **options)
     rows = ORDER.bind(len(dataset), 0)(np.arange(len(dataset))).tolist()
     loader = DataLoader(dataset, size.batch_size, sampler=rows, num_workers=n_workers)
     for images, labels in loader:
@@ -130,6 +135,10 @@ PROGRAM = Program(
     ways={
         "DataLoader": original,
         "DataLoader, 2 workers": functools.partial(original, n_workers=2),
+        # The default cache has 1 MiB, which is one chunk.
+        "DataLoader, chunk cache of 64 MiB": functools.partial(
+            original, rdcc_nbytes=2**26, rdcc_nslots=10_007
+        ),
         OURS: moved,
     },
     make_step=make_step,

@@ -105,6 +105,7 @@ def wrap_loader(
             ``timeline`` is not a bool, ``loader`` cannot be iterated or does not yield batches, or
             ``fetch`` is no mapping to pairs.
         StoreError: If a source of ``fetch`` cannot be read.
+        NotEnoughCPUMemory: If the limits of ``config`` cannot hold the chunks that reading needs.
         UnknownArgument: If an argument does not exist. The message says where it belongs.
     """
     check_flag(progress, "progress")

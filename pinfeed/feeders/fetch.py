@@ -31,6 +31,7 @@ class FetchStores:
         ArgumentError: If ``fetch`` is no such mapping, ``config`` is no ``pinfeed.Config``, or a
             source has ragged rows.
         StoreError: If a source cannot be read.
+        NotEnoughCPUMemory: If the limits cannot hold the chunks that reading needs.
     """
 
     def __init__(self, fetch: Any, config: MemoryLimits | None) -> None:

@@ -15,6 +15,7 @@ from pinfeed.memory.plan import Plan
 from pinfeed.pipeline.rank_plan import limits_of_rank, shard_of_feeder
 from pinfeed.rows.batches import OrderBatches, RowBatches
 from pinfeed.rows.orders import Order, PerRank, sequential, shuffled
+from pinfeed.rows.ragged_batches import ElementBatches
 from pinfeed.rows.rank_batches import RankBatches
 from pinfeed.rows.rank_shard import RankShard
 from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch
@@ -63,6 +64,11 @@ class RowArguments:
             raise ArgumentError(
                 "both rows and shuffle=True were given; rows says the order already "
                 "(rows=pinfeed.rows.shuffled(seed))"
+            )
+        if self.drop_last and isinstance(self.rows, ElementBatches):
+            raise ArgumentError(
+                "drop_last=True was given, and rows=element_batches(...) makes the batches; give "
+                "element_batches(..., drop_last=True)"
             )
         if self.batch_size is not None and not is_order and largest_batch(self.rows) is not None:
             _require_row_indices(self.rows)

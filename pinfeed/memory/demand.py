@@ -83,6 +83,11 @@ class Demand:
         return "staged" if any(self.is_staged) else "direct"
 
 
+def resident_allocation(nbytes: int) -> Allocation:
+    """Return the memory that stores take besides their rows."""
+    return Allocation("memory of the stores besides their rows", "host", 1, nbytes)
+
+
 def plan_allocations(demand: Demand, batch_size: int, depth: int) -> tuple[Allocation, ...]:
     """List every buffer that a feeder has at a time if the loop drops its batches.
 
@@ -100,9 +105,7 @@ def plan_allocations(demand: Demand, batch_size: int, depth: int) -> tuple[Alloc
         Allocation("the order of the rows", "host", 1, _ORDER_BYTES),
     ]
     if demand.resident_bytes:
-        allocations.append(
-            Allocation("memory of the stores besides their rows", "host", 1, demand.resident_bytes)
-        )
+        allocations.append(resident_allocation(demand.resident_bytes))
     n_batch_rows = n_batches(depth, demand.batches_per_slot) * batch_size
     allocations += [
         window_allocation(window_rows, row_nbytes, n_batch_rows)

@@ -9,11 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from pinfeed.devices.base import Device
-from pinfeed.errors import BudgetError, DeviceError
-from pinfeed.memory.demand import Demand, plan_allocations, window_allocation
+from pinfeed.errors import BudgetError, DeviceError, NotEnoughCPUMemory
+from pinfeed.memory.demand import (
+    Demand,
+    plan_allocations,
+    resident_allocation,
+    window_allocation,
+)
 from pinfeed.memory.host import free_host_bytes, free_page_cache_bytes
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
+from pinfeed.memory.units import human
 from pinfeed.pipeline.ragged_sizes import RaggedSizes
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.readahead import FreeMemory, ReadPlan, choose, choose_ragged, file_of, window_sizes
@@ -117,11 +123,26 @@ def plan_reads_by_id(stores: Sequence[Store], config: MemoryLimits | None) -> Re
     Args:
         stores: The stores, which need not have equally many rows.
         config: Memory limits; None for the free memory.
+
+    Raises:
+        NotEnoughCPUMemory: If half of the limit cannot hold what the stores need to read any row.
     """
     limits = _file_limits(config, _free_host_bytes(stores, config))
     if config is not None:
         limits = FreeMemory(limits.memory // 2, limits.page_cache // 2)
-    return choose(stores, (), 0, limits)
+    nbytes = sum(store.resident_bytes for store in stores)
+    if not nbytes:
+        return choose(stores, (), 0, limits)
+    is_limited = config is not None and config.cpu_memory_limit is not None
+    if is_limited and nbytes > limits.memory:
+        raise NotEnoughCPUMemory(
+            f"fetch needs {human(nbytes)} ({nbytes} bytes) of host memory to read its files; half "
+            f"of cpu_memory_limit is {human(limits.memory)}, and the batches have the other half; "
+            "raise cpu_memory_limit, or write files with smaller chunks"
+        )
+    resident = resident_allocation(nbytes)
+    choice = choose(stores, (), 0, limits.without(resident))
+    return dataclasses.replace(choice, resident=(resident,))
 
 
 def part_capacity(request: PlanRequest, batch_size: int) -> list[int]:

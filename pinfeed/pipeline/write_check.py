@@ -14,6 +14,10 @@ from pinfeed.devices.base import Device, Tensor
 from pinfeed.errors import WriteBackError
 from pinfeed.stores import ArrayStore, MmapStore, Store
 from pinfeed.stores.array import SHARED
+from pinfeed.stores.arrow import ArrowStore
+from pinfeed.stores.base import Array
+from pinfeed.stores.chunked import ChunkedStore
+from pinfeed.stores.memory_map import map_below
 from pinfeed.tensors.pytree import flatten
 
 # numpy solves an equation to find whether strided arrays overlap. Arrays for which this takes
@@ -165,12 +169,32 @@ def _tensor_of(store: Store, n_rows: int, device: Device) -> str:
 
 def _overlap(one: Store, other: Store) -> bool:
     """Tell whether two stores share memory or a file."""
-    if isinstance(one, ArrayStore) and isinstance(other, ArrayStore):
-        try:
-            return bool(np.shares_memory(one.array, other.array, max_work=_MAX_WORK))  # type: ignore[arg-type]
-        except np.exceptions.TooHardError:
-            return True
-    if isinstance(one, MmapStore) and isinstance(other, MmapStore):
-        paths = map(os.path.realpath, other.paths)
-        return not set(map(os.path.realpath, one.paths)).isdisjoint(paths)
-    return one is other
+    arrays = _arrays(one)
+    other_arrays = _arrays(other)
+    if arrays and other_arrays:
+        return any(itertools.starmap(_share_memory, itertools.product(arrays, other_arrays)))
+    return one is other or not _files(one).isdisjoint(_files(other))
+
+
+def _share_memory(one: Array, other: Array) -> bool:
+    try:
+        return bool(np.shares_memory(one, other, max_work=_MAX_WORK))  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _arrays(store: Store) -> list[Array]:
+    """Return the arrays in memory whose rows a store shares."""
+    if isinstance(store, ArrayStore):
+        return [store.array]
+    return store.arrays if isinstance(store, ArrowStore) else []
+
+
+def _files(store: Store) -> set[str]:
+    """Return the files that have the rows of a store, memory maps included."""
+    if isinstance(store, (MmapStore, ChunkedStore)):
+        return set(map(os.path.realpath, store.paths))
+    below = map_below(store.array) if isinstance(store, ArrayStore) else None
+    if below is None or below.filename is None or below.mode == "c":
+        return set()
+    return {os.path.realpath(below.filename)}

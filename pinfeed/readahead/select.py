@@ -52,11 +52,15 @@ class ReadPlan:
     """A line for each file: the strategy, and the reason for it."""
     ragged: Sequence[RaggedReads] = ()
     """Way in which the rows of each ragged store are read."""
+    resident: tuple[Allocation, ...] = ()
+    """Memory that the stores take besides their rows, if it is not counted elsewhere."""
 
     @property
     def items(self) -> tuple[Allocation, ...]:
         """Memory that the strategies take at most."""
-        found = tuple(item for strategy in self.strategies for item in strategy.items)
+        found = self.resident + tuple(
+            item for strategy in self.strategies for item in strategy.items
+        )
         return found + tuple(item for reads in self.ragged for item in reads.items)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
@@ -178,13 +179,12 @@ def _joined(store: FileStore, starts: Rows, stops: Rows) -> Iterator[tuple[int, 
         last = np.searchsorted(store.bounds, stops - 1, side="right")
         joins[1:] = first[1:] == last[:-1]
     begin = 0
-    while runs:
-        n = next((i for i in range(1, len(runs)) if not joins[i]), len(runs))
-        rows = runs[0] if n == 1 else np.concatenate(runs[:n])
+    for first_run, end_run in itertools.pairwise([*np.flatnonzero(~joins).tolist(), len(runs)]):
+        rows = runs[first_run]
+        if end_run > first_run + 1:
+            rows = np.concatenate(runs[first_run:end_run])
         yield begin, rows
         begin += len(rows)
-        runs = runs[n:]
-        joins = joins[n:]
 
 
 class _WindowRows:

@@ -94,6 +94,11 @@ class ArrowStore:
         return self._chunks[0].dtype
 
     @property
+    def arrays(self) -> list[Array]:
+        """The rows of chunks that are arrays of numbers, and not of bits."""
+        return [chunk for chunk in self._chunks if isinstance(chunk, np.ndarray)]
+
+    @property
     def resident_bytes(self) -> int:
         is_one_array = len(self._chunks) == 1 and isinstance(self._chunks[0], np.ndarray)
         if is_one_array:
@@ -119,7 +124,7 @@ class ArrowStore:
 
     def gather_runs(self, runs: Runs, out: Array) -> None:
         """Copy runs of rows to their places in ``out``. The caller has checked all arguments."""
-        chunks = [chunk for chunk in self._chunks if isinstance(chunk, np.ndarray)]
+        chunks = self.arrays
         if self._indices is not None or len(chunks) < len(self._chunks):
             gather_rows(self, runs, out)
             return

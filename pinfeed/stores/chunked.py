@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -161,7 +162,7 @@ class ChunkedStore:
         """First row of each chunk, followed by the number of rows."""
         return self._layout.bounds
 
-    @property
+    @functools.cached_property
     def chunk_rows(self) -> int:
         """Rows of the largest chunk."""
         return int(np.diff(self._layout.bounds).max())
@@ -218,12 +219,12 @@ class ChunkedStore:
             ReadError: As for ``gather``.
             ClosedError: As for ``gather``.
         """
-        if self._closed:
-            raise ClosedError(f"{self!r} is closed; open it again")
+        self._require_open()
         if self.native is not None:
             self.native.gather_at(rows, out, positions)
             return
-        for piece in self._pieces(rows, positions):
+        most_rows = max(1, _RUN_BYTES // max(1, self.row_nbytes))
+        for piece in _pieces(rows, positions, self.bounds, most_rows):
             if piece.number is None:
                 n = piece.stop - piece.start
                 place = int(piece.positions[0])
@@ -252,9 +253,13 @@ class ChunkedStore:
     def close(self) -> None:
         """Free the chunks, and close what the store opened. Further calls do nothing."""
         self._closed = True
-        self._kept.clear()
+        self._kept.close()
         if self.native is not None:
             self.native.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"{self!r} is closed; open it again")
 
     @property
     def _is_reopened(self) -> bool:
@@ -278,48 +283,15 @@ class ChunkedStore:
                 "file with the library that wrote it"
             ) from error
 
-    def _decode(self, number: int) -> Array:
-        """Return the rows of a chunk."""
+    def _decode(self, number: int, spare: Array | None) -> Array:
+        """Return an array that begins with the rows of a chunk, and has room for any chunk."""
         start = int(self.bounds[number])
         stop = int(self.bounds[number + 1])
-        chunk = np.empty((stop - start, *self.row_shape), self._dtype)
-        self._read(start, stop, chunk)
+        chunk = spare
+        if chunk is None:
+            chunk = np.empty((self.chunk_rows, *self.row_shape), self._dtype)
+        self._read(start, stop, chunk[: stop - start])
         return chunk
-
-    def _pieces(self, rows: Rows, positions: Rows) -> Iterator[_Piece]:
-        """Divide rows by chunk; join neighbouring chunks of which all rows are wanted in order."""
-        if len(rows) > 1 and (rows[1:] < rows[:-1]).any():
-            order = np.argsort(rows, kind="stable")
-            rows = rows[order]
-            positions = positions[order]
-        most_rows = max(1, _RUN_BYTES // max(1, self.row_nbytes))
-        run: _Piece | None = None
-        for piece in self._by_chunk(rows, positions):
-            if run is not None and run.is_followed_by(piece, most_rows):
-                run = run._replace(stop=piece.stop)
-                continue
-            if run is not None:
-                yield run
-            run = piece
-        if run is not None:
-            yield run
-
-    def _by_chunk(self, rows: Rows, positions: Rows) -> Iterator[_Piece]:
-        """Divide ascending rows by chunk."""
-        chunk_of = np.searchsorted(self.bounds, rows, side="right") - 1
-        begins = np.flatnonzero(np.diff(chunk_of, prepend=-1)).tolist()
-        for begin, end in itertools.pairwise([*begins, len(rows)]):
-            number = int(chunk_of[begin])
-            start = int(self.bounds[number])
-            stop = int(self.bounds[number + 1])
-            wanted = rows[begin:end]
-            places = positions[begin:end]
-            is_whole = (
-                end - begin == stop - start
-                and run_of(wanted) is not None
-                and run_of(places) is not None
-            )
-            yield _Piece(None if is_whole else number, start, stop, wanted, places)
 
 
 class _Piece(NamedTuple):
@@ -343,6 +315,49 @@ class _Piece(NamedTuple):
             and int(other.positions[0]) == place
             and other.stop - self.start <= most_rows
         )
+
+
+def _pieces(rows: Rows, positions: Rows, bounds: Rows, most_rows: int) -> Iterator[_Piece]:
+    """Divide rows by chunk; join neighbouring chunks of which all rows are wanted in order.
+
+    Args:
+        rows: Row indices, shape (m,).
+        positions: Position of each in the batch, shape (m,).
+        bounds: First row of each chunk, and behind them the number of rows.
+        most_rows: Most rows of chunks that are joined.
+    """
+    if len(rows) > 1 and (rows[1:] < rows[:-1]).any():
+        order = np.argsort(rows, kind="stable")
+        rows = rows[order]
+        positions = positions[order]
+    run: _Piece | None = None
+    for piece in _by_chunk(rows, positions, bounds):
+        if run is not None and run.is_followed_by(piece, most_rows):
+            run = run._replace(stop=piece.stop)
+            continue
+        if run is not None:
+            yield run
+        run = piece
+    if run is not None:
+        yield run
+
+
+def _by_chunk(rows: Rows, positions: Rows, bounds: Rows) -> Iterator[_Piece]:
+    """Divide ascending rows by chunk."""
+    chunk_of = np.searchsorted(bounds, rows, side="right") - 1
+    begins = np.flatnonzero(np.diff(chunk_of, prepend=-1)).tolist()
+    for begin, end in itertools.pairwise([*begins, len(rows)]):
+        number = int(chunk_of[begin])
+        start = int(bounds[number])
+        stop = int(bounds[number + 1])
+        wanted = rows[begin:end]
+        places = positions[begin:end]
+        is_whole = (
+            end - begin == stop - start
+            and run_of(wanted) is not None
+            and run_of(places) is not None
+        )
+        yield _Piece(None if is_whole else number, start, stop, wanted, places)
 
 
 _stores: weakref.WeakSet[ChunkedStore] = weakref.WeakSet()

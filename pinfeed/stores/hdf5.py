@@ -83,7 +83,7 @@ class HDF5Store(ChunkedStore):
         elif isinstance(source, h5py.Dataset):
             if name is not None:
                 raise ArgumentError(f"name={name!r} with a dataset, which has a name; leave it out")
-            _require_open(source, "HDF5Store")
+            _require_valid(source, "HDF5Store")
             self._given = source
             dataset = source
         else:
@@ -123,13 +123,17 @@ class HDF5Store(ChunkedStore):
         return self._path is not None
 
     def _read_chunks(self, start: int, stop: int, out: Array) -> None:
-        if self._raw is None:
+        with _reading:
+            # A path that is opened again may have other chunks, if its file was replaced.
+            self._opened()
+            raw = self._raw
+        if raw is None:
             self._read_rows(start, stop, out)
             return
         for first in range(start, stop, self.chunk_rows):
             end = min(first + self.chunk_rows, stop)
             rows = out[first - start : end - start]
-            if not all(self._decode_chunk(offset, rows) for offset in self._raw.offsets(first)):
+            if not all(self._decode_chunk(raw, offset, rows) for offset in raw.offsets(first)):
                 # A chunk that was never written, or one about which HDF5 says what is wrong.
                 self._read_rows(first, end, rows)
 
@@ -138,23 +142,21 @@ class HDF5Store(ChunkedStore):
         with _reading:
             self._opened().read_direct(out, np.s_[start:stop])
 
-    def _decode_chunk(self, offset: tuple[int, ...], out: Array) -> bool:
+    def _decode_chunk(self, chunks: RawChunks, offset: tuple[int, ...], out: Array) -> bool:
         """Read one chunk as it is in the file, and decode it; return whether that was possible."""
         with _reading:
             dataset = self._opened()
-            if self._raw is None:
-                # The path was opened again, and the file was replaced.
-                return False
             try:
                 filters_left_out, raw = dataset.id.read_direct_chunk(offset)
             except (OSError, RuntimeError, ValueError):
                 return False
-            chunks = self._raw
         return not filters_left_out and chunks.decode(raw, offset, out)
 
     def _opened(self) -> Any:
         """Return the open dataset. The caller holds the lock."""
         if self._dataset is None:
+            # Otherwise, a gather that still runs would open the file that was just closed.
+            self._require_open()
             assert self._path is not None
             dataset = _open(self._path, self._name)
             if _layout(dataset) != self._layout:
@@ -165,7 +167,7 @@ class HDF5Store(ChunkedStore):
                 )
             self._raw = _raw_chunks(dataset)
             self._dataset = dataset
-        _require_open(self._dataset, repr(self))
+        _require_valid(self._dataset, repr(self))
         return self._dataset
 
     def _close_file(self) -> None:
@@ -251,7 +253,7 @@ def dataset_names(file: Any) -> list[str]:
     return found
 
 
-def _require_open(dataset: Any, name: str) -> None:
+def _require_valid(dataset: Any, name: str) -> None:
     if not dataset:
         raise ClosedError(f"{name}: the HDF5 file of the dataset is closed; open it again")
 

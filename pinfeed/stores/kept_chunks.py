@@ -17,15 +17,19 @@ class KeptChunks:
 
     Args:
         capacity: Number of chunks that are in memory at most, including those that are decoded.
-        decode: Returns the rows of a chunk, given its number.
+        decode: Returns the rows of a chunk, given its number and an array that it returned for a
+            chunk that is not kept any more, whose memory it uses again; None if there is none.
     """
 
-    def __init__(self, capacity: int, decode: Callable[[int], Array]) -> None:
+    def __init__(self, capacity: int, decode: Callable[[int, Array | None], Array]) -> None:
         self._capacity = capacity
         self._decode = decode
         # Notified when a chunk is not used any more.
         self._unused = threading.Condition()
         self._chunks: OrderedDict[int, _Chunk] = OrderedDict()
+        # Without these, the heap would keep some of the memory that is freed and allocated anew.
+        self._spare: list[Array] = []
+        self._is_closed = False
 
     @contextlib.contextmanager
     def use(self, number: int) -> Iterator[Array]:
@@ -36,7 +40,10 @@ class KeptChunks:
         with self._unused:
             self._unused.wait_for(lambda: number in self._chunks or self._make_room())
             is_new = number not in self._chunks
-            chunk = self._chunks.setdefault(number, _Chunk(Call(self._decode, number)))
+            if is_new:
+                spare = self._spare.pop() if self._spare else None
+                self._chunks[number] = _Chunk(Call(self._decode, number, spare))
+            chunk = self._chunks[number]
             self._chunks.move_to_end(number)
             chunk.n_users += 1
         try:
@@ -49,15 +56,18 @@ class KeptChunks:
                 chunk.decoding.fail(ReadError("the decoding of a chunk was interrupted; try again"))
             with self._unused:
                 chunk.n_users -= 1
-                if chunk.decoding.exception() is not None and self._chunks.get(number) is chunk:
-                    # The next gather of this chunk tries again.
+                is_dropped = self._is_closed or chunk.decoding.exception() is not None
+                if is_dropped and self._chunks.get(number) is chunk:
+                    # If the decoding failed, the next gather of this chunk tries again.
                     del self._chunks[number]
                 self._unused.notify_all()
 
-    def clear(self) -> None:
-        """Free all chunks."""
+    def close(self) -> None:
+        """Free all chunks, and keep none that a running gather still decodes."""
         with self._unused:
+            self._is_closed = True
             self._chunks.clear()
+            self._spare.clear()
             self._unused.notify_all()
 
     def _make_room(self) -> bool:
@@ -65,7 +75,7 @@ class KeptChunks:
         for number in [n for n, chunk in self._chunks.items() if not chunk.n_users]:
             if len(self._chunks) < self._capacity:
                 break
-            del self._chunks[number]
+            self._spare.append(self._chunks.pop(number).decoding.result())
         return len(self._chunks) < self._capacity
 
 

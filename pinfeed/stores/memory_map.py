@@ -68,7 +68,7 @@ def _store_of_windows(array: Array) -> MmapStore | None:
     row_nbytes = array.itemsize * math.prod(array.shape[1:])
     if not 0 < array.strides[0] < row_nbytes or not array[0].flags.c_contiguous:
         return None
-    whole = _map_below(array)
+    whole = map_below(array)
     if whole is None or whole.filename is None or whole.mode not in ("r", "r+"):
         return None
     begin = array.ctypes.data - whole.ctypes.data
@@ -88,7 +88,7 @@ def _store_of_windows(array: Array) -> MmapStore | None:
     return store
 
 
-def _map_below(array: Array) -> np.memmap[Any, Any] | None:
+def map_below(array: Array) -> np.memmap[Any, Any] | None:
     """Return the memory map that an array is a view of, or None."""
     owner: Any = array
     while owner is not None:

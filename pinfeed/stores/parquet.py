@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,10 @@ _HINTS = {
     "ParquetStore(path, name), ...}, or ParquetStore.columns(path) for all",
 }
 
+# Rows are decoded in pieces of this size. pyarrow takes up to 11 times the memory of the values
+# that it decodes, because it adds four bytes for each number in a list, and grows its arrays.
+_PIECE_BYTES = 128 << 10
+
 
 class ParquetStore(ChunkedStore):
     """Rows of one column of Parquet files, read-only, decoded with pyarrow.
@@ -64,6 +68,9 @@ class ParquetStore(ChunkedStore):
         rows = np.empty((2, *store.row_shape), store.dtype)
         store.gather(np.array([7, 3]), rows)
     """
+
+    # The row group as it is in the file, a page of it, and a piece that is being decoded.
+    _decoding_chunks = 3
 
     @explain_arguments(_HINTS)
     def __init__(self, path: Path | Sequence[Path], column: str) -> None:
@@ -117,18 +124,22 @@ class ParquetStore(ChunkedStore):
         return True
 
     def _read_chunks(self, start: int, stop: int, out: Array) -> None:
+        from pyarrow import default_memory_pool
+
         first = int(np.searchsorted(self.bounds, start))
         last = int(np.searchsorted(self.bounds, stop))
         for chunk in range(first, last):
             number, group = self._groups[chunk]
-            column = self._files[number].read(group, self._column)
             begin = int(self.bounds[chunk]) - start
-            for part in column.chunks:
+            step = max(1, _PIECE_BYTES // max(1, self.row_nbytes))
+            for part in self._files[number].read(group, self._column, step):
                 rows = rows_of_chunk(part, self.label)
                 if rows.shape[1:] != self.row_shape:
                     raise ragged_error(self.label, self.row_shape, rows.shape[1:])
                 out[begin : begin + rows.shape[0]] = rows[0 : rows.shape[0]]
                 begin += rows.shape[0]
+        # Otherwise, each thread that decodes would keep memory, which no limit counts.
+        default_memory_pool().release_unused()
 
 
 @dataclass(frozen=True)
@@ -143,23 +154,18 @@ class _ParquetFile:
     version: tuple[int, ...]
     """Device, inode, size and time of change of the file."""
 
-    def read(self, group: int, column: str) -> Any:
-        """Decode one column of a row group as a ``pyarrow.ChunkedArray``."""
+    def read(self, group: int, column: str, n_rows: int) -> Iterator[Any]:
+        """Decode one column of a row group, ``n_rows`` rows at a time, as ``pyarrow.Array``."""
         from pyarrow.parquet import ParquetFile
 
         if _version(self.path) != self.version:
             raise ReadError(f"{self.path} has changed since it was opened; open it again")
         with ParquetFile(self.path, metadata=self.metadata) as file:
-            # The name may also be the beginning of the names of other columns.
-            return file.read_row_group(group, columns=[column], use_threads=False)[column]
-
-    def first_row(self, group: int, column: str) -> Any:
-        """Decode the first row of a row group as a ``pyarrow.Array``."""
-        from pyarrow.parquet import ParquetFile
-
-        with ParquetFile(self.path, metadata=self.metadata) as file:
-            batches = file.iter_batches(1, row_groups=[group], columns=[column], use_threads=False)
-            return next(batches)[column]
+            for batch in file.iter_batches(
+                n_rows, row_groups=[group], columns=[column], use_threads=False
+            ):
+                # The name may also be the beginning of the names of other columns.
+                yield batch[column]
 
 
 def _version(path: str) -> tuple[int, ...]:
@@ -214,7 +220,7 @@ def _layout(
     if not groups:
         raise StoreError(f"{label} has no rows; expected at least one")
     number, group = groups[0]
-    first = rows_of_chunk(files[number].first_row(group, column), label)
+    first = rows_of_chunk(next(files[number].read(group, column, 1)), label)
     row_shape = first.shape[1:]
     leaves = [_leaves_of(file, column) for file in files]
     counts = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any, ClassVar
 
 import numpy as np
@@ -49,7 +50,7 @@ class ZarrStore(ChunkedStore):
         store.gather(np.array([7, 3]), rows)
     """
 
-    _PROCESS_STATE: ClassVar[tuple[str, ...]] = (*ChunkedStore._PROCESS_STATE, "_array")
+    _PROCESS_STATE: ClassVar[tuple[str, ...]] = (*ChunkedStore._PROCESS_STATE, "_array", "_opening")
 
     def __init__(self, source: Any, name: str | None = None) -> None:
         zarr = _import_zarr()
@@ -75,13 +76,15 @@ class ZarrStore(ChunkedStore):
     def close(self) -> None:
         """Free the chunks, and close the array if the store opened it."""
         super().close()
-        array = self._array
-        if self._path is not None and array is not None:
-            self._array = None
-            array.store.close()
+        with self._opening:
+            array = self._array
+            if self._path is not None and array is not None:
+                self._array = None
+                array.store.close()
 
     def _init_process_state(self) -> None:
         super()._init_process_state()
+        self._opening = threading.Lock()
         # A path is opened again when rows are read.
         self._array = self._given
 
@@ -92,20 +95,27 @@ class ZarrStore(ChunkedStore):
     def _read_chunks(self, start: int, stop: int, out: Array) -> None:
         from zarr.buffer.cpu import NDBuffer
 
-        array = self._array
-        if array is None:
-            assert self._path is not None
-            array = _open(self._path, self._name)
-            if _layout(array, self._path) != self._layout:
-                raise StoreError(
-                    f"{self!r}: the array was replaced by one of other rows; open it again"
-                )
-            self._array = array
+        array = self._opened()
         if array.dtype == self._dtype:
             array.get_basic_selection(slice(start, stop), out=NDBuffer.from_numpy_array(out))
         else:
             # The array has the other byte order.
             out[...] = array[start:stop]
+
+    def _opened(self) -> Any:
+        """Return the open array; a path is opened again in another process."""
+        with self._opening:
+            if self._array is None:
+                # Otherwise, a gather that still runs would open the array that was just closed.
+                self._require_open()
+                assert self._path is not None
+                array = _open(self._path, self._name)
+                if _layout(array, self._path) != self._layout:
+                    raise StoreError(
+                        f"{self!r}: the array was replaced by one of other rows; open it again"
+                    )
+                self._array = array
+            return self._array
 
 
 def _import_zarr() -> Any:

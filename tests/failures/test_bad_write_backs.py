@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import h5py
 import numpy as np
+import pyarrow
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -13,7 +15,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from pinfeed import (
     ArrayStore,
     Feeder,
+    HDF5Store,
     MmapStore,
+    RaggedStore,
     errors,
 )
 
@@ -207,6 +211,52 @@ def test_write_back_to_rows_that_are_given_twice(x: np.ndarray, tmp_path: Path) 
     file.close()
     with pytest.raises(errors.ArgumentError, match="stands twice"):
         MmapStore([tmp_path / "x.npy"] * 2, mode="r+")
+
+
+@pytest.mark.parametrize("kind", ["windows", "windows of a map", "rows", "HDF5", "Arrow"])
+def test_write_back_to_rows_that_another_source_reads_in_another_way(
+    kind: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "x.npy"
+    x = np.arange(60, dtype=np.float32)
+    np.save(path, x)
+    mapped = np.load(path, mmap_mode="r+")
+    written: Any = mapped[:56]
+    other: Any = MmapStore.windows(path, length=5)
+    if kind == "windows of a map":
+        other = np.lib.stride_tricks.sliding_window_view(mapped, 5)
+    elif kind == "rows":
+        other = RaggedStore(path, np.arange(57))
+    elif kind == "HDF5":
+        with h5py.File(tmp_path / "x.h5", "w") as file:
+            file["x"] = x
+            offset = file["x"].id.get_offset()
+        written = MmapStore.raw(
+            tmp_path / "x.h5", shape=(60,), dtype="float32", offset=offset, mode="r+"
+        )
+        other = HDF5Store(tmp_path / "x.h5", "x")
+    elif kind == "Arrow":
+        written = x
+        other = pyarrow.array(x)
+    with Feeder((written, other), batch_size=4, device="cpu") as feeder:
+        loop = feeder.batches()
+        batch = next(loop)
+        with pytest.raises(errors.WriteBackError, match="have rows in common"):
+            batch.write_back((batch.data[0], None))
+        del loop
+    for store in (written, other):
+        if isinstance(store, (MmapStore, HDF5Store)):
+            store.close()
+
+
+def test_write_back_to_a_map_beside_rows_of_the_same_map(tmp_path: Path) -> None:
+    """Parts of one map that have no bytes in common are separate sources."""
+    np.save(tmp_path / "x.npy", np.zeros(8))
+    x = np.load(tmp_path / "x.npy", mmap_mode="r+")
+    with Feeder((x[:4], x[4:]), batch_size=2, device="cpu") as feeder:
+        for batch in feeder.batches():
+            batch.write_back((batch.data[0] + 1, batch.data[1] + 2))
+    assert x.tolist() == [1.0] * 4 + [2.0] * 4
 
 
 def test_write_back_of_a_dict_in_another_order(x: np.ndarray) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -18,6 +19,7 @@ from pinfeed import (
     ArrayStore,
     ClosedError,
     MmapStore,
+    NotEnoughCPUMemory,
     RowIndexError,
     StoreError,
     UnknownArgument,
@@ -390,6 +392,24 @@ def test_limits() -> None:
         assert loop.plan.depth == 3
     with wrap_loader(batches(), depth=1) as loop:
         assert (loop.plan.depth, loop.plan.items) == (1, ())
+
+
+def test_the_chunks_that_reading_takes_are_planned(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.create_dataset("x", data=np.arange(9000.0), chunks=(1000,), compression="gzip")
+    store = pinfeed.HDF5Store(tmp_path / "x.h5")
+    fetch = {"x": (store, lambda ids: ids)}
+    limit = 2 * store.resident_bytes
+    config = pinfeed.Config(cpu_memory_limit=limit)
+    with wrap_loader([np.array([8999, 3])], fetch=fetch, config=config, device="cpu") as loop:
+        assert loop.plan.host_bytes == store.resident_bytes
+        assert "memory of the stores besides their rows" in str(loop.plan)
+        ((_, got),) = loop
+        assert got["x"].tolist() == [8999, 3]
+    config = pinfeed.Config(cpu_memory_limit=limit - 2)
+    with pytest.raises(NotEnoughCPUMemory, match="raise cpu_memory_limit, or write files with"):
+        wrap_loader([np.array([3])], fetch=fetch, config=config, device="cpu")
+    store.close()
 
 
 def test_stores_that_a_path_opened_are_closed_and_no_others(path: Path) -> None:

@@ -183,6 +183,8 @@ def test_a_feeder_refuses_lengths_of_other_rows() -> None:
         Feeder(np.arange(13), rows=element_batches(LENGTHS, 7), device="cpu")
     with pytest.raises(ArgumentError, match="leave batch_size out"):
         Feeder(np.arange(12), rows=element_batches(LENGTHS, 7), batch_size=3, device="cpu")
+    with pytest.raises(ArgumentError, match=r"give element_batches\(\.\.\., drop_last=True\)"):
+        Feeder(np.arange(12), rows=element_batches(LENGTHS, 7), drop_last=True, device="cpu")
     with pytest.raises(ArgumentError, match="ranks='pad' shares orders"):
         Feeder(np.arange(12), rows=element_batches(LENGTHS, 7), ranks="pad", device="cpu")
 

@@ -172,11 +172,34 @@ def test_the_memory_of_large_chunks_is_counted(monkeypatch: pytest.MonkeyPatch) 
     assert small(50, even_bounds(50, 1)).resident_bytes == 8 * 8 + 4 * 2 * 16
 
 
+def test_a_chunk_takes_the_memory_of_one_that_is_not_kept_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chunked, "_KEPT_BYTES", 0)
+    store = small()
+    addresses = set()
+    for row in (0, 3, 10, 25, 30, 45, 1):
+        np.testing.assert_array_equal(gathered(store, [row]), store.array[[row]])
+        chunks = store._kept._chunks.values()
+        addresses |= {chunk.decoding.result().ctypes.data for chunk in chunks}
+    assert len(addresses) == store.n_kept == 2
+
+
 def test_a_closed_store(tmp_path: Path) -> None:
     store = small()
     store.close()
     with pytest.raises(errors.ClosedError, match="open it again"):
         gathered(store, [1])
+
+
+def test_a_store_that_is_closed_while_a_chunk_is_decoded_keeps_no_chunk() -> None:
+    store = small()
+    store.wait = store.close
+    assert gathered(store, [1]).tolist() == [[2, 3]]
+    store.wait = pytest.fail
+    with pytest.raises(errors.ClosedError):
+        gathered(store, [1])
+    assert not store._kept._chunks
 
 
 def test_an_object_of_this_process_is_not_pickled() -> None:

@@ -12,6 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from pinfeed import Feeder, ParquetStore, errors
+from pinfeed.stores import parquet
+from pinfeed.stores.formats.arrow_chunk import rows_of_chunk
 from pinfeed.tensors.dtypes import DTYPES
 from pinfeed.testing.suites import ReadOnlyStoreTests
 
@@ -176,3 +178,18 @@ def test_files_that_cannot_be_served(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(errors.MissingDependency, match=r'pip install "pinfeed\[parquet\]"'):
         ParquetStore(path, "x")
+
+
+def test_a_row_group_is_decoded_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pyarrow takes several times the memory of what it decodes at once."""
+    monkeypatch.setattr(parquet, "_PIECE_BYTES", 7 * 24)
+    lengths: list[int] = []
+
+    def rows_of_piece(piece: Any, name: str) -> Any:
+        lengths.append(len(piece))
+        return rows_of_chunk(piece, name)
+
+    store = ParquetStore(written(tmp_path / "x.parquet", 90, x=column(X)), "x")
+    monkeypatch.setattr(parquet, "rows_of_chunk", rows_of_piece)
+    np.testing.assert_array_equal(gathered(store, np.arange(200)), X)
+    assert lengths == [7] * 12 + [6] + [7] * 12 + [6] + [7] * 2 + [6]

@@ -147,3 +147,13 @@ def test_what_cannot_be_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "zarr", None)
     with pytest.raises(errors.MissingDependency, match=r'pip install "pinfeed\[zarr\]"'):
         ZarrStore(tmp_path / "x.zarr")
+
+
+def test_a_gather_that_runs_while_the_store_is_closed_does_not_open_the_array_again(
+    tmp_path: Path,
+) -> None:
+    written(str(tmp_path / "x.zarr"), X, 50)
+    store = ZarrStore(tmp_path / "x.zarr")
+    store.close()
+    with pytest.raises(errors.ClosedError, match="open it again"):
+        store._read_chunks(0, 50, np.empty((50, *X.shape[1:]), X.dtype))
