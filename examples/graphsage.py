@@ -121,7 +121,8 @@ def main(
         # The batches are equal bit for bit. A GPU, or several threads, add the neighbours of a node
         # in any order, so that the last digits of a loss differ between two runs of either loop.
         np.testing.assert_allclose(losses, expected, rtol=1e-5 if DEVICE.type == "cpu" else 1e-3)
-        print(f"{len(expected)} losses, as of the plain loop, from {path.stat().st_size >> 20} MiB of features")
+        size = path.stat().st_size >> 20
+        print(f"{len(expected)} losses, as of the plain loop, from {size} MiB of features")
 
 
 if __name__ == "__main__":
