@@ -118,9 +118,11 @@ def main(
         config = pinfeed.Config(cpu_memory_limit=pinfeed.MiB(limit))
         with pinfeed.wrap_loader(loader, fetch=fetch, config=config, device=DEVICE) as batches:
             losses = train(batches, n_features)
-        # A GPU adds the neighbours of a node in any order, so its losses differ in the last digits.
-        np.testing.assert_allclose(losses, expected, rtol=0 if DEVICE.type == "cpu" else 1e-3)
-        print(f"{len(expected)} losses, equal, from {path.stat().st_size >> 20} MiB of features")
+        # The batches are equal bit for bit. A GPU, or several threads, add the neighbours of a node
+        # in any order, so that the last digits of a loss differ between two runs of either loop.
+        np.testing.assert_allclose(losses, expected, rtol=1e-5 if DEVICE.type == "cpu" else 1e-3)
+        size = path.stat().st_size >> 20
+        print(f"{len(expected)} losses, as of the plain loop, from {size} MiB of features")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 Run it from the root:
 
     python -m benchmarks.programs                  (all programs)
-    python -m benchmarks.programs --quick          (small sizes, in a minute)
+    python -m benchmarks.programs --quick          (small sizes, in a few minutes)
     python -m benchmarks.programs --only nanogpt   (programs whose name contains this)
     python -m benchmarks.programs --report         (the table anew, from the results)
 
