@@ -215,6 +215,9 @@ def test_batches_of_pyg(depth: int) -> None:
             assert torch.equal(got["x"], torch.from_numpy(FEATURES)[nodes.long()])
             assert torch.equal(got["item"], got["x"])
             assert torch.equal(got["user"], torch.from_numpy(LABELS)[nodes.long() % 3])
+    # A HeteroData makes an empty storage for a key that it does not have.
+    with pytest.raises(RowIndexError, match="are a NodeStorage; expected integers in a tensor"):
+        list(wrap_loader([graphs[0][1]], fetch={"x": (FEATURES, "n_id")}, device="cpu"))
     with wrap_loader([graphs[0][0]], fetch={"x": (FEATURES, "n_id")}, device="cpu") as one:
         ((_, got),) = one
     assert torch.equal(got["x"], torch.from_numpy(FEATURES)[ids_of_batches()[0]])
@@ -339,6 +342,8 @@ def test_the_wait_for_the_rows_is_needed() -> None:
         (torch.tensor([0.5]), r"fetch\['x'\]: ids of the batch are float32; expected integers"),
         (torch.tensor([True]), r"are bool; expected integers \(of a mask: ids\[mask\]\)"),
         (["a"], r"fetch\['x'\]: ids of the batch are <U1; expected integers"),
+        ({}, r"fetch\['x'\]: ids of the batch are a dict; expected integers in a tensor"),
+        (None, "are a NoneType; expected integers in a tensor, an array or a list"),
     ],
     ids=repr,
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,15 @@ def ids_array(ids: Any, name: str) -> Array:
     Raises:
         RowIndexError: If they are not integers.
     """
+    # numpy takes some objects that are not arrays, such as the empty storage that a HeteroData of
+    # PyG makes for a key that it does not have, for arrays without elements.
+    if isinstance(ids, Mapping) or not (
+        hasattr(ids, "__array__") or isinstance(ids, (Sequence, Number))
+    ):
+        raise RowIndexError(
+            f"{name}: ids of the batch are a {type(ids).__name__}; expected integers in a tensor, an "
+            "array or a list; give the function or the key that returns them"
+        )
     torch = sys.modules.get("torch")
     try:
         if torch is not None and isinstance(ids, torch.Tensor):
