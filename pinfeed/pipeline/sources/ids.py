@@ -58,8 +58,8 @@ def ids_array(ids: Any, name: str) -> Array:
         hasattr(ids, "__array__") or isinstance(ids, (Sequence, Number))
     ):
         raise RowIndexError(
-            f"{name}: ids of the batch are a {type(ids).__name__}; expected integers in a tensor, an "
-            "array or a list; give the function or the key that returns them"
+            f"{name}: ids of the batch are a {type(ids).__name__}; expected integers in a tensor, "
+            "an array or a list; give the function or the key that returns them"
         )
     torch = sys.modules.get("torch")
     try:
