@@ -39,14 +39,11 @@ class HDF5Tests(ReadOnlyStoreTests):
 
 
 class TestCompressedChunks(HDF5Tests):
+    row_shapes = ((), (7,), (2, 1, 3, 2))
+
     @pytest.fixture(params=sorted(set(DTYPES) - {"bfloat16"}))
     def dtype(self, request: pytest.FixtureRequest) -> Any:
         return DTYPES[request.param]
-
-    @pytest.fixture(params=[(), (7,), (2, 1, 3, 2)], ids=str)
-    def row_shape(self, request: pytest.FixtureRequest) -> tuple[int, ...]:
-        shape: tuple[int, ...] = request.param
-        return shape
 
     def make(self, array: np.ndarray, tmp_path: Path) -> HDF5Store:
         chunks = (4, *(max(1, n // 2) for n in array.shape[1:]))

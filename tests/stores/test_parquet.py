@@ -46,14 +46,11 @@ def gathered(store: ParquetStore, wanted: Any) -> np.ndarray:
 
 
 class TestColumn(ReadOnlyStoreTests):
+    row_shapes = ((), (2, 3, 4))
+
     @pytest.fixture(params=[name for name in sorted(DTYPES) if name[0] in "uif"] + ["bool"])
     def dtype(self, request: pytest.FixtureRequest) -> Any:
         return DTYPES[request.param]
-
-    @pytest.fixture(params=[(), (2, 3, 4)], ids=str)
-    def row_shape(self, request: pytest.FixtureRequest) -> tuple[int, ...]:
-        shape: tuple[int, ...] = request.param
-        return shape
 
     def make(self, array: np.ndarray, tmp_path: Path) -> ParquetStore:
         made = column(array)

@@ -21,10 +21,12 @@ from pinfeed.readahead.mapped_file import MappedFile
 from pinfeed.readahead.page_cache import PageCacheReadahead
 from pinfeed.readahead.windows import WindowReadahead
 from pinfeed.stores.disk import file_map, file_reader, linux_aio
-from pinfeed.testing.suites import ReadOnlyStoreTests
+from pinfeed.testing.suites import ROW_SHAPES, ReadOnlyStoreTests
 
 
 class TestWindowsThatTouch(ReadOnlyStoreTests):
+    # A window has an axis of items.
+    row_shapes = tuple(shape for shape in ROW_SHAPES if shape)
     step_more = 0
 
     @pytest.fixture(autouse=True)
@@ -33,8 +35,6 @@ class TestWindowsThatTouch(ReadOnlyStoreTests):
         monkeypatch.setattr(linux_aio.AioContext, "create", lambda: None)
 
     def make(self, array: np.ndarray, tmp_path: Path) -> MmapStore:
-        if array.ndim == 1:
-            pytest.skip("a window has an axis of items")
         n, length = array.shape[:2]
         step = length + self.step_more
         series = np.zeros((n, step, *array.shape[2:]), array.dtype)

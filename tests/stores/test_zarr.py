@@ -42,14 +42,11 @@ def gathered(store: ZarrStore, wanted: Any) -> np.ndarray:
 
 
 class TestChunks(ReadOnlyStoreTests):
+    row_shapes = ((), (3, 5))
+
     @pytest.fixture(params=sorted(set(DTYPES) - {"bfloat16"}))
     def dtype(self, request: pytest.FixtureRequest) -> Any:
         return DTYPES[request.param]
-
-    @pytest.fixture(params=[(), (3, 5)], ids=str)
-    def row_shape(self, request: pytest.FixtureRequest) -> tuple[int, ...]:
-        shape: tuple[int, ...] = request.param
-        return shape
 
     def make(self, array: np.ndarray, tmp_path: Path) -> ZarrStore:
         return ZarrStore(written({}, array, 4, compressors=None))
