@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import os
 import threading
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from pinfeed.errors import ClosedError, CopyError, PinfeedError, ReadError, StoreError, described
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.base import Array, checked_gather, run_of
+from pinfeed.stores.base import Array, checked_gather
+from pinfeed.stores.chunk_pieces import chunk_pieces
 from pinfeed.stores.kept_chunks import KeptChunks
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.tensors.dtypes import check_dtype
@@ -98,6 +97,7 @@ class ChunkedStore:
     def _init_process_state(self) -> None:
         """Make what belongs to one process; a forked process makes it anew."""
         self._kept = KeptChunks(self.n_kept, self._decode)
+        # Each decode takes memory besides its result, and the plan counts so many of them.
         self._decodes = threading.BoundedSemaphore(self._n_decodes)
         _stores.add(self)
 
@@ -224,7 +224,7 @@ class ChunkedStore:
             self.native.gather_at(rows, out, positions)
             return
         most_rows = max(1, _RUN_BYTES // max(1, self.row_nbytes))
-        for piece in _pieces(rows, positions, self.bounds, most_rows):
+        for piece in chunk_pieces(rows, positions, self.bounds, most_rows):
             if piece.number is None:
                 n = piece.stop - piece.start
                 place = int(piece.positions[0])
@@ -292,72 +292,6 @@ class ChunkedStore:
             chunk = np.empty((self.chunk_rows, *self.row_shape), self._dtype)
         self._read(start, stop, chunk[: stop - start])
         return chunk
-
-
-class _Piece(NamedTuple):
-    """Rows of one chunk, or several whole chunks in a row."""
-
-    number: int | None
-    """Number of the chunk; None for whole chunks, whose positions are consecutive."""
-    start: int
-    """First row of the chunk, or of the first chunk."""
-    stop: int
-    rows: Rows
-    positions: Rows
-
-    def is_followed_by(self, other: _Piece, most_rows: int) -> bool:
-        """Return whether both are whole chunks that can be decoded in one call."""
-        place = int(self.positions[0]) + self.stop - self.start
-        return (
-            self.number is None
-            and other.number is None
-            and other.start == self.stop
-            and int(other.positions[0]) == place
-            and other.stop - self.start <= most_rows
-        )
-
-
-def _pieces(rows: Rows, positions: Rows, bounds: Rows, most_rows: int) -> Iterator[_Piece]:
-    """Divide rows by chunk; join neighbouring chunks of which all rows are wanted in order.
-
-    Args:
-        rows: Row indices, shape (m,).
-        positions: Position of each in the batch, shape (m,).
-        bounds: First row of each chunk, and behind them the number of rows.
-        most_rows: Most rows of chunks that are joined.
-    """
-    if len(rows) > 1 and (rows[1:] < rows[:-1]).any():
-        order = np.argsort(rows, kind="stable")
-        rows = rows[order]
-        positions = positions[order]
-    run: _Piece | None = None
-    for piece in _by_chunk(rows, positions, bounds):
-        if run is not None and run.is_followed_by(piece, most_rows):
-            run = run._replace(stop=piece.stop)
-            continue
-        if run is not None:
-            yield run
-        run = piece
-    if run is not None:
-        yield run
-
-
-def _by_chunk(rows: Rows, positions: Rows, bounds: Rows) -> Iterator[_Piece]:
-    """Divide ascending rows by chunk."""
-    chunk_of = np.searchsorted(bounds, rows, side="right") - 1
-    begins = np.flatnonzero(np.diff(chunk_of, prepend=-1)).tolist()
-    for begin, end in itertools.pairwise([*begins, len(rows)]):
-        number = int(chunk_of[begin])
-        start = int(bounds[number])
-        stop = int(bounds[number + 1])
-        wanted = rows[begin:end]
-        places = positions[begin:end]
-        is_whole = (
-            end - begin == stop - start
-            and run_of(wanted) is not None
-            and run_of(places) is not None
-        )
-        yield _Piece(None if is_whole else number, start, stop, wanted, places)
 
 
 _stores: weakref.WeakSet[ChunkedStore] = weakref.WeakSet()

@@ -84,6 +84,7 @@ class ZarrStore(ChunkedStore):
 
     def _init_process_state(self) -> None:
         super()._init_process_state()
+        # Two threads would open the path twice, and one could use the array that another closes.
         self._opening = threading.Lock()
         # A path is opened again when rows are read.
         self._array = self._given

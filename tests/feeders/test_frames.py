@@ -91,7 +91,7 @@ def test_frames_within_a_structure() -> None:
 
 @pytest.mark.parametrize("kind", ["pandas", "polars"])
 def test_columns_are_read_only(kind: str) -> None:
-    """Where a column was copied, a row that is written back would be lost."""
+    """A row that is written back to a copy of a column would be lost."""
     frame = pd.DataFrame(VALUES) if kind == "pandas" else pl.DataFrame(VALUES)
     with Feeder(frame, batch_size=7, device="cpu") as feeder:
         batch = next(feeder.batches())

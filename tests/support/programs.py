@@ -78,7 +78,7 @@ class Programs:
             *arguments: Arguments of the program, for ``sys.argv``.
             stdout: File for its output.
             stderr: File for its errors.
-            warnings: What it does with warnings: ``"error"`` raises them.
+            warnings: Action on a warning, as for ``warnings.simplefilter``; ``"error"`` raises it.
             environment: Environment in place of that of this process.
         """
         is_script = isinstance(program, Path)
