@@ -6,13 +6,13 @@ import contextlib
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from types import GeneratorType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from pinfeed.devices.base import Device
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.dataloader import LoaderFeeder
 from pinfeed.feeders.hints import TABLE_LOOP_HINTS
-from pinfeed.feeders.options import FeederOptions
+from pinfeed.feeders.options import TableLoopOptions
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan, check_route
@@ -32,8 +32,11 @@ from pinfeed.training.row_loop.source import row_source
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
 from pinfeed.validation.safe_repr import safe_repr
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-@explain_arguments(TABLE_LOOP_HINTS)
+
+@explain_arguments(TABLE_LOOP_HINTS, options=TableLoopOptions)
 def train_rows(
     loader: Any,
     tables: Mapping[HostEmbedding, Any],
@@ -44,9 +47,7 @@ def train_rows(
     look_ahead: int | None = None,
     device: Any = "auto",
     route: str | None = None,
-    verify: bool = False,
-    progress: bool = False,
-    timeline: bool = False,
+    **options: Unpack[TableLoopOptions],
 ) -> RowLoop:
     """Iterate a loader's batches on the device, together with the table rows that they look up.
 
@@ -112,9 +113,8 @@ def train_rows(
         depth = config.depth
     if look_ahead is not None:
         look_ahead = whole_number(look_ahead, "look_ahead", least=0)
-    check_flag(verify, "verify")
-    check_flag(progress, "progress")
-    check_flag(timeline, "timeline")
+    for name in ("verify", "progress", "timeline"):
+        check_flag(options[name], name)
     return RowLoop(
         loader,
         lent_tables(tables, optimizer),
@@ -123,7 +123,7 @@ def train_rows(
         look_ahead=look_ahead,
         device=device,
         route=route,
-        options={"verify": verify, "progress": progress, "timeline": timeline},
+        options=options,
     )
 
 
@@ -153,7 +153,7 @@ class RowLoop(LoaderFeeder):
         look_ahead: int | None,
         device: Any,
         route: str | None,
-        options: FeederOptions,
+        options: TableLoopOptions,
     ) -> None:
         self._wanted_route = check_route(route)
         self._config = config
@@ -170,8 +170,7 @@ class RowLoop(LoaderFeeder):
             self._row_source,
             device=device,
             schedule=schedule,
-            progress=options["progress"],
-            timeline=options["timeline"],
+            options=options,
             n_spare=n_spare,
         )
         self._replay = LoaderReplay(self._row_source)
