@@ -45,6 +45,8 @@ class Slot:
     """Tensors of each batch, on a device whose memory is the host's."""
     needed: list[int] = field(default_factory=list)
     """Bytes of device memory that each part of this fill took; 0 for a part that was adopted."""
+    adopted_nbytes: int = 0
+    """Bytes of the parts of this fill that were adopted, as far as they are known."""
     nbytes: int = 0
     """Bytes of the batches that were lent from the slot last."""
     index_needed: list[int] = field(default_factory=list)

@@ -508,7 +508,7 @@ class Transfer:
                 self._cache_transfer.lend(group, group.cached, tensors, slot.number, compute)
         # The positions of shared rows are not a part of the batch.
         del tensors[len(batch.parts) :]
-        slot.nbytes = sum(slot.needed[: len(batch.parts)])
+        slot.nbytes = sum(slot.needed[: len(batch.parts)]) + slot.adopted_nbytes
         # Most batches take as much as the one before.
         if slot.needed != self._needed:
             self._needed = slot.needed

@@ -139,8 +139,10 @@ def _numbers(totals: Totals, cause: Bottleneck) -> str:
     n = max(1, totals.batches)
     works = "gives the device its work" if totals.asynchronous else "works"
     threads = f"{totals.n_readers} reading thread{'s' * (totals.n_readers > 1)}"
+    # The bytes of objects that are no tensors are unknown.
+    size = f" ({human(totals.bytes / n)})" if totals.bytes else ""
     numbers = (
-        f"A batch of {totals.rows / n:,.0f} rows ({human(totals.bytes / n)}) takes "
+        f"A batch of {totals.rows / n:,.0f} rows{size} takes "
         f"{duration(totals.read_s / n)} to read, and the loop {works} for "
         f"{duration(totals.compute_s / n)} on it; with {threads}, {totals.readers_busy:.0%} "
         f"busy, and depth={totals.depth}, {totals.late} of {totals.batches} batches were late."

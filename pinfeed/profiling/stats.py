@@ -104,7 +104,10 @@ class Totals:
     batches: int = 0
     rows: int = 0
     bytes: int = 0
-    """Bytes lent to the loop, without those of rows that were in a cache on the device."""
+    """Bytes lent to the loop, without those of rows that were in a cache on the device.
+
+    An object of a batch that is no dense tensor counts 0, because its size is unknown.
+    """
     seconds: float = 0.0
     """Time within loops, in seconds as all times here."""
     wait_s: float = 0.0
@@ -212,7 +215,7 @@ class Totals:
 
     @property
     def rates(self) -> str:
-        """Rows and bytes per second as people read them; rows alone if no bytes were moved."""
+        """Rows and bytes per second as people read them; rows alone if the bytes are unknown."""
         moved = f", {human_rate(1e9 * self.gb_per_s)}" if self.bytes else ""
         return f"{self.rows_per_s:,.0f} rows/s{moved}"
 

@@ -115,6 +115,13 @@ def test_seconds_of_a_batch_are_not_written_in_powers_of_ten() -> None:
     assert "(8 B) takes 12,346 ms to read" in explanation(found, lambda share: "")
 
 
+def test_unknown_bytes_are_not_named() -> None:
+    found = Totals(
+        batches=1, rows=8, seconds=50.0, wait_s=40.0, starved_s=40.0, read_s=1.0, depth=2
+    )
+    assert "A batch of 8 rows takes 1,000 ms to read" in explanation(found, lambda share: "")
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(7.64e-6, "7.64 µs"), (99.9e-6, "99.9 µs"), (99.96e-6, "0.1 ms"), (0.0123, "12.3 ms")],
