@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, overload
 
 from pinfeed.errors import ArgumentError
-from pinfeed.feeders.base import BaseFeeder
+from pinfeed.feeders.base import BaseFeeder, T_co
 from pinfeed.feeders.fetch import FetchStores
 from pinfeed.feeders.hints import LOADER_HINTS
 from pinfeed.feeders.options import LoaderOptions, LoopOptions
@@ -24,7 +24,27 @@ from pinfeed.validation.safe_repr import safe_repr
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from pinfeed.feeders.typed import Fetch, K, LoaderArguments, T
+
 _STATE_METHODS = ("state_dict", "load_state_dict")
+
+
+@overload
+def wrap_loader(
+    loader: Iterable[T], *, fetch: Mapping[K, tuple[Any, Any]], **options: Unpack[LoaderArguments]
+) -> LoaderFeeder[tuple[T, dict[K, Any]]]: ...
+
+
+@overload
+def wrap_loader(
+    loader: Iterable[T], *, fetch: None = None, **options: Unpack[LoaderArguments]
+) -> LoaderFeeder[T]: ...
+
+
+@overload
+def wrap_loader(
+    loader: Any, *, fetch: Fetch | None = None, **options: Unpack[LoaderArguments]
+) -> LoaderFeeder[Any]: ...
 
 
 @explain_arguments(LOADER_HINTS, options=LoaderOptions)
@@ -36,7 +56,7 @@ def wrap_loader(
     fetch: Mapping[Any, tuple[Any, Any]] | None = None,
     config: MemoryLimits | None = None,
     **options: Unpack[LoaderOptions],
-) -> LoaderFeeder:
+) -> LoaderFeeder[Any]:
     """Wrap a loader, to get its batches on the device, a few batches ahead.
 
         for images, labels in pinfeed.wrap_loader(DataLoader(dataset, batch_size=256)):
@@ -135,7 +155,7 @@ def wrap_loader(
         raise
 
 
-class LoaderFeeder(BaseFeeder):
+class LoaderFeeder(BaseFeeder[T_co]):
     """Loader whose batches are on the device; ``wrap_loader`` returns it.
 
     Attributes that it does not have itself are those of the loader (``dataset``,
@@ -207,7 +227,7 @@ class LoaderFeeder(BaseFeeder):
                 "of batches is not known; count them in the loop"
             ) from error
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[T_co]:
         """Begin the loader's next epoch, with its batches on the device.
 
         Raises:
@@ -265,7 +285,7 @@ class LoaderFeeder(BaseFeeder):
         stack.callback(self._source.end)
 
 
-class StatefulLoaderFeeder(LoaderFeeder):
+class StatefulLoaderFeeder(LoaderFeeder[T_co]):
     """Loader whose batches are on the device, and that can be resumed; ``wrap_loader`` returns it.
 
     Prefetching moves the loader ahead of the loop. The feeder keeps the state that the loader had
@@ -274,7 +294,7 @@ class StatefulLoaderFeeder(LoaderFeeder):
 
     _source: StatefulSource
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[T_co]:
         """Begin the loader's next epoch, with its batches on the device.
 
         Raises:

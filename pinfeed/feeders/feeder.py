@@ -7,9 +7,9 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-from pinfeed.feeders.base import ResumableFeeder
+from pinfeed.feeders.base import ResumableFeeder, T_co
 from pinfeed.feeders.batch import Batch
 from pinfeed.feeders.hints import FEEDER_HINTS
 from pinfeed.feeders.options import FeederOptions
@@ -35,10 +35,12 @@ from pinfeed.validation.safe_repr import safe_repr
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from pinfeed.feeders.typed import FeederArguments, K, NamedSources, S, Tensor, TensorSource
+
 logger = logging.getLogger("pinfeed")
 
 
-class Feeder(ResumableFeeder):
+class Feeder(ResumableFeeder[T_co]):
     """Iterate rows of host memory or of files as batches on a device, a few batches ahead.
 
     The batches, and the contents of the stores after the loop, equal those of the synchronous loop
@@ -104,6 +106,40 @@ class Feeder(ResumableFeeder):
         DeviceError: If the device does not exist.
     """
 
+    @overload
+    def __init__(
+        self: Feeder[Tensor], source: TensorSource, **options: Unpack[FeederArguments]
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: Feeder[Any], source: NamedSources, **options: Unpack[FeederArguments]
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: Feeder[tuple[Tensor, ...]],
+        source: tuple[TensorSource, ...],
+        **options: Unpack[FeederArguments],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: Feeder[list[Tensor]],
+        source: list[S],
+        **options: Unpack[FeederArguments],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: Feeder[dict[K, Tensor]],
+        source: dict[K, S],
+        **options: Unpack[FeederArguments],
+    ) -> None: ...
+
+    @overload
+    def __init__(self: Feeder[Any], source: Any, **options: Unpack[FeederArguments]) -> None: ...
+
     @explain_arguments(FEEDER_HINTS, options=FeederOptions)
     def __init__(
         self,
@@ -161,7 +197,7 @@ class Feeder(ResumableFeeder):
                 raise
             logger.exception("an error while a feeder was closed, after the error that is raised")
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[T_co]:
         """Begin the next epoch.
 
         Returns:
@@ -173,7 +209,7 @@ class Feeder(ResumableFeeder):
         """
         return self._loop.run(self._take, begin=self._begin)
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[Batch[T_co]]:
         """Begin the next epoch, as ``Batch`` objects with row indices and ``write_back``.
 
         Raises:
@@ -265,7 +301,7 @@ class Feeder(ResumableFeeder):
         return self._stores.are_in_memory and not self._verify
 
     @property
-    def _take(self) -> Callable[[LentBatch], Any]:
+    def _take(self) -> Callable[[LentBatch], T_co]:
         """Function that returns the data of a batch to the loop."""
         return self._take_verified if self._verify else LentBatch.take
 

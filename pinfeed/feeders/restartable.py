@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Generic
 
 from pinfeed.errors import ArgumentError
-from pinfeed.feeders.base import no_items
+from pinfeed.feeders.base import T_co, no_items
 from pinfeed.validation.safe_repr import safe_repr
 
 
-def restartable(feeder: Any) -> Restartable:
+def restartable(feeder: Iterable[T_co]) -> Restartable[T_co]:
     """Wrap a feeder, so that a new loop ends the previous one instead of raising ClosedError.
 
     Lightning and other frameworks keep the iterator of an epoch while they make the next one, and
@@ -28,7 +28,7 @@ def restartable(feeder: Any) -> Restartable:
         ArgumentError: If ``feeder`` is none of these.
     """
     # Only the loops of a feeder can be ended from outside. A list and a DataLoader have no close().
-    if not isinstance(feeder, Iterable) or not callable(getattr(feeder, "close", None)):
+    if not hasattr(feeder, "__iter__") or not callable(getattr(feeder, "close", None)):
         raise ArgumentError(
             f"restartable({feeder!r}): expected a Feeder, or what wrap_loader or wrap_readers "
             "returned; give restartable(pinfeed.wrap_loader(loader)) for a DataLoader"
@@ -37,7 +37,7 @@ def restartable(feeder: Any) -> Restartable:
     return kind(feeder)
 
 
-class Restartable:
+class Restartable(Generic[T_co]):
     """Feeder whose loop ends when the next one begins."""
 
     def __init__(self, feeder: Any) -> None:
@@ -54,10 +54,10 @@ class Restartable:
     def __len__(self) -> int:
         return len(self._feeder)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[T_co]:
         """End a running loop, and begin the next epoch."""
         self.end()
-        batches: Iterator[Any] = iter(self._feeder)
+        batches: Iterator[T_co] = iter(self._feeder)
         self._running = weakref.ref(batches)
         return batches
 
@@ -77,7 +77,7 @@ class Restartable:
             batches.close()
 
 
-class StatefulRestartable(Restartable):
+class StatefulRestartable(Restartable[T_co]):
     """Restartable feeder that can be resumed."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -68,7 +68,7 @@ class LentTable:
         if self.optimizer is not None:
             self.optimizer.require_resumed()
 
-    def begin(self, loop: RowLoop) -> None:
+    def begin(self, loop: RowLoop[Any]) -> None:
         """Reserve the table for ``loop``, which begins."""
         self.table._take(loop)
         self.trainable = self.table.trainable

@@ -6,10 +6,11 @@ import contextlib
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from types import GeneratorType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, overload
 
 from pinfeed.devices.base import Device
 from pinfeed.errors import ArgumentError
+from pinfeed.feeders.base import T_co
 from pinfeed.feeders.dataloader import LoaderFeeder
 from pinfeed.feeders.hints import TABLE_LOOP_HINTS
 from pinfeed.feeders.options import TableLoopOptions
@@ -35,6 +36,28 @@ from pinfeed.validation.safe_repr import safe_repr
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from pinfeed.feeders.typed import T, TableLoopArguments
+
+
+@overload
+def train_rows(
+    loader: Iterable[T],
+    tables: Mapping[HostEmbedding, Any],
+    *,
+    optimizer: RowOptimizer | Iterable[RowOptimizer] = (),
+    **options: Unpack[TableLoopArguments],
+) -> RowLoop[T]: ...
+
+
+@overload
+def train_rows(
+    loader: Any,
+    tables: Mapping[HostEmbedding, Any],
+    *,
+    optimizer: RowOptimizer | Iterable[RowOptimizer] = (),
+    **options: Unpack[TableLoopArguments],
+) -> RowLoop[Any]: ...
+
 
 @explain_arguments(TABLE_LOOP_HINTS, options=TableLoopOptions)
 def train_rows(
@@ -48,7 +71,7 @@ def train_rows(
     device: Any = "auto",
     route: str | None = None,
     **options: Unpack[TableLoopOptions],
-) -> RowLoop:
+) -> RowLoop[Any]:
     """Iterate a loader's batches on the device, together with the table rows that they look up.
 
     A few batches ahead, background threads ask the loader for a batch, collect the distinct ids
@@ -127,7 +150,7 @@ def train_rows(
     )
 
 
-class RowLoop(LoaderFeeder):
+class RowLoop(LoaderFeeder[T_co]):
     """Loop over a loader's batches and the table rows that they look up; an epoch per iteration.
 
     ``train_rows`` returns it.
@@ -188,7 +211,7 @@ class RowLoop(LoaderFeeder):
             f"{self._loop}>"
         )
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[T_co]:
         """Begin the loader's next epoch, with its batches and the rows of the tables on the device.
 
         Raises:
