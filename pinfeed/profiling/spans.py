@@ -7,11 +7,25 @@ from typing import Literal, NamedTuple, get_args
 
 from pinfeed.profiling.stats import Totals
 
-Lane = Literal["read", "copy", "wait", "lend", "compute", "write_wait", "device", "write"]
+Lane = Literal[
+    "read",
+    "host_transform",
+    "copy",
+    "device_transform",
+    "wait",
+    "lend",
+    "compute",
+    "write_wait",
+    "device",
+    "write",
+]
 """The kind of a span:
 
 - ``read``: a reader thread reads rows.
+- ``host_transform``: the user's function of the batch on the host runs; a part of ``read``.
 - ``copy``: rows are copied to the device.
+- ``device_transform``: the user's function of the batch on the device runs; on an asynchronous
+  device, the work that it queued.
 - ``wait``: the loop has asked for a batch, which is not ready.
 - ``lend``: the batch is ready, and pinfeed hands it to the loop; this is its overhead.
 - ``compute``: the training step runs.
@@ -25,12 +39,17 @@ LANES: tuple[Lane, ...] = get_args(Lane)
 
 THREADS: dict[str, tuple[Lane, ...]] = {
     "read": ("read",),
+    "host_transform": ("host_transform",),
     "copy": ("copy",),
+    "device_transform": ("device_transform",),
     "loop": ("wait", "lend", "compute", "write_wait"),
     "device": ("device",),
     "write": ("write",),
 }
-"""Lanes by thread. Spans of one thread do not overlap, except ``write_wait`` and ``compute``."""
+"""Lanes by thread. Spans of one thread do not overlap, except ``write_wait`` and ``compute``.
+
+Functions of the user run in reader threads or in a stream of the device, and are shown apart.
+"""
 
 WAITING: tuple[Lane, ...] = ("wait", "lend", "write_wait")
 """Lanes of the loop in which it does not compute."""
@@ -159,6 +178,8 @@ def totals(
         starved_s=starved_s,
         first_batch_s=min(first_s, starved_s),
         read_s=spent["read"],
+        host_transform_s=spent["host_transform"],
+        device_transform_s=spent["device_transform"],
         # Every reader has to wait for a copy.
         copy_wait_s=spent["copy"] * n_readers,
         write_s=spent["write"],

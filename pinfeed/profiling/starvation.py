@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable
 
-from pinfeed.memory.units import human
+from pinfeed.memory.units import duration, human
 from pinfeed.profiling.counters import Counters
 from pinfeed.profiling.stats import STARVED, Bottleneck, Totals
 
@@ -21,6 +21,11 @@ STRETCH_BATCHES = 20
 _LOOK_S = 1.0
 
 _HINTS: dict[Bottleneck, str] = {
+    "host_transform": "It is your host_transform that is waited for, which is called for one batch "
+    "at a time: make it cheaper, or do its work once before training, in the worker processes of "
+    "the DataLoader, or in device_transform.",
+    "device_transform": "It is your device_transform that is waited for, which takes longer than "
+    "the training step: make it cheaper, or do its work once before training.",
     "copying": "Fewer bytes help (a smaller dtype, uint8 images that are converted on the device), "
     "or rows in a PinnedStore, which the GPU can read itself.",
     "writing": "The store's writes are slower than the loop: rows in memory (PinnedStore, "
@@ -125,7 +130,9 @@ def explanation(
         transfer_hint: As for ``StarvationMonitor``.
     """
     cause = totals.bottleneck
-    change = _HINTS.get(cause) or hint(totals.source_s / totals.read_s if totals.read_s else 0.0)
+    # The functions of the user have their own hints.
+    read_s = totals.read_s - totals.host_transform_s
+    change = _HINTS.get(cause) or hint(totals.source_s / read_s if read_s > 0 else 0.0)
     if cause in ("copying", "writing"):
         change = f"{change} {transfer_hint()}".rstrip()
     if cause == "overhead" and not totals.is_measured:
@@ -147,6 +154,8 @@ def _numbers(totals: Totals, cause: Bottleneck) -> str:
         f"{duration(totals.compute_s / n)} on it; with {threads}, {totals.readers_busy:.0%} "
         f"busy, and depth={totals.depth}, {totals.late} of {totals.batches} batches were late."
     )
+    if functions := totals.functions_in_words:
+        numbers += f" Functions on a batch take: {functions}."
     if cause == "overhead":
         numbers += f" pinfeed's own work took {duration(totals.overhead_s / n)} a batch."
     if cause == "writing":
@@ -154,12 +163,3 @@ def _numbers(totals: Totals, cause: Bottleneck) -> str:
     if cause == "copying":
         numbers += f" Readers waited for copies for {duration(totals.copy_wait_s / n)} a batch."
     return numbers
-
-
-def duration(seconds: float) -> str:
-    """Return a time as text for people: ``1.32 ms``, or ``7.64 µs`` below 0.1 ms."""
-    us = seconds * 1e6
-    ms = seconds * 1e3
-    if us < 99.95:
-        return f"{us:.3g} µs"
-    return f"{ms:.3g} ms" if ms < 999.5 else f"{ms:,.0f} ms"

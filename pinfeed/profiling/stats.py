@@ -10,12 +10,14 @@ from typing import Literal, TypeVar
 
 from pinfeed.memory.host import resident_bytes
 from pinfeed.memory.page_locked import locked_bytes
-from pinfeed.memory.units import human, human_rate
+from pinfeed.memory.units import duration, human, human_rate
 
 Bottleneck = Literal[
     "computing",
     "reading",
+    "host_transform",
     "copying",
+    "device_transform",
     "writing",
     "overhead",
     "unevenness",
@@ -42,7 +44,9 @@ BUSY_READERS = 0.6
 _SENTENCES: dict[Bottleneck, str] = {
     "computing": "computing is the bottleneck",
     "reading": "reading is the bottleneck",
+    "host_transform": "host_transform is the bottleneck",
     "copying": "copying to the device is the bottleneck",
+    "device_transform": "device_transform is the bottleneck",
     "writing": "writing back is the bottleneck",
     "overhead": "mostly for pinfeed's own work on each batch, not for data",
     "unevenness": "batches come unevenly, though reading fits on average",
@@ -133,14 +137,24 @@ class Totals:
     first_batch_s: float = 0.0
     """Part of ``starved_s`` for the first batch of each loop."""
     read_s: float = 0.0
-    """Time in which reader threads read, summed over the threads."""
+    """Time in which reader threads read and ran ``host_transform``, summed over the threads."""
     source_s: float = 0.0
     """Part of ``read_s`` in which the source was asked for what to read next.
 
     For a DataLoader it is the time that the loader took for its batch.
     """
+    host_transform_s: float = 0.0
+    """Part of ``read_s`` in which ``host_transform`` ran."""
+    device_transform_s: float = 0.0
+    """Time in which ``device_transform`` ran in reader threads. It is no part of ``read_s``.
+
+    On a GPU, the function only queues its work. A timeline has the time of that work.
+    """
     copy_wait_s: float = 0.0
-    """Time in which reader threads waited for copies of earlier batches, summed over threads."""
+    """Time in which reader threads waited for copies of earlier batches, summed over threads.
+
+    The work of ``device_transform`` on these batches is included.
+    """
     write_s: float = 0.0
     """Time in which the writer thread wrote rows back."""
     late: int = 0
@@ -181,8 +195,9 @@ class Totals:
 
     @property
     def readers_busy(self) -> float:
-        """Share of the time in which reader threads read."""
-        return self.read_s / self.seconds / self.n_readers if self.seconds else 0.0
+        """Share of the time in which reader threads read, or ran functions on batches."""
+        busy_s = self.read_s + (0.0 if self.watched == "device" else self.device_transform_s)
+        return busy_s / self.seconds / self.n_readers if self.seconds else 0.0
 
     @property
     def rows_per_s(self) -> float:
@@ -214,6 +229,16 @@ class Totals:
         )
 
     @property
+    def functions_in_words(self) -> str:
+        """Time of a batch in each function on batches; empty without such a function."""
+        n = max(1, self.batches)
+        times = {
+            "host_transform": self.host_transform_s,
+            "device_transform": self.device_transform_s,
+        }
+        return ", ".join(f"{name} {duration(s / n)}" for name, s in times.items() if s)
+
+    @property
     def rates(self) -> str:
         """Rows and bytes per second as people read them; rows alone if the bytes are unknown."""
         moved = f", {human_rate(1e9 * self.gb_per_s)}" if self.bytes else ""
@@ -238,11 +263,25 @@ class Totals:
         is_light = self.compute_s < LIGHT_LOOP * self.seconds and not self.asynchronous
         if self.overhead_s > self.wait_s and not is_light:
             return "overhead"
+        if (function := self._slow_function) is not None:
+            return function
         if self.copy_wait_s > self.read_s:
             return "copying"
         if is_light:
             return "loop"
         return "reading" if self.readers_busy >= BUSY_READERS else "unevenness"
+
+    @property
+    def _slow_function(self) -> Literal["host_transform", "device_transform"] | None:
+        """The function on batches that takes longer than reading and copying; None without one."""
+        rest_s = max(self.read_s - self.host_transform_s, self.copy_wait_s) / self.n_readers
+        slow_s = max(self.host_transform_s, self.device_transform_s)
+        # A function is called for one batch at a time, so several readers are not all busy.
+        busy = max(self.readers_busy, slow_s / self.seconds)
+        if slow_s <= rest_s or busy < BUSY_READERS:
+            return None
+        is_on_host = self.host_transform_s > self.device_transform_s
+        return "host_transform" if is_on_host else "device_transform"
 
     @property
     def verdict(self) -> str:
@@ -254,6 +293,8 @@ class Totals:
             because = "prefetching was measured to be slower (depth=0)"
         if self.bottleneck == "reading" and self.starved < STARVED:
             because = "reading takes about as long as computing"
+        if self.bottleneck == "copying" and self.device_transform_s and self.watched == "loop":
+            because = "copying to the device, or device_transform after it, is the bottleneck"
         return f"the {self.watched} waited {self.starved:.0%} of the time: {because}"
 
     def as_dict(self) -> dict[str, float]:
@@ -271,6 +312,8 @@ class Totals:
             "compute_s": self.compute_s,
             "read_s": self.read_s,
             "source_s": self.source_s,
+            "host_transform_s": self.host_transform_s,
+            "device_transform_s": self.device_transform_s,
             "copy_wait_s": self.copy_wait_s,
             "write_s": self.write_s,
             "loop_s": self.seconds,
@@ -300,10 +343,12 @@ class Totals:
 
     def __str__(self) -> str:
         seconds = f"{self.seconds:.2f} s" if self.seconds >= 0.1 else f"{1e3 * self.seconds:.1f} ms"
+        functions = self.functions_in_words
+        per_batch = f"; functions on a batch: {functions}" if functions else ""
         cache = f"; cache: {self.cache_in_words}" if self.cache_lookups else ""
         return (
             f"{self.batches} batches, {self.rows} rows in {seconds}: {self.rates}; {self.verdict}"
-            f"{cache}"
+            f"{per_batch}{cache}"
         )
 
 
@@ -353,6 +398,8 @@ class FeederStats(Totals):
             ("readers were busy", f"{self.readers_busy:.0%} of {threads}"),
             ("prefetching", self.depth_in_words),
         ]
+        if self.functions_in_words:
+            rows.append(("functions on a batch", self.functions_in_words))
         if self.cache_lookups:
             rows.append(("cache", self.cache_in_words))
         rows += [(f"memory, {name}", text) for name, text in self.memory._texts()]
