@@ -7,8 +7,9 @@ import math
 from collections.abc import Callable
 
 from pinfeed.memory.units import duration, human
+from pinfeed.profiling.bottleneck import STARVED, Bottleneck
 from pinfeed.profiling.counters import Counters
-from pinfeed.profiling.stats import STARVED, Bottleneck, Totals
+from pinfeed.profiling.stats import Totals
 
 WARM_UP_BATCHES = 5
 """First batches of every loop, which prove nothing because nothing was read ahead of them."""

@@ -11,49 +11,7 @@ from typing import Literal, TypeVar
 from pinfeed.memory.host import resident_bytes
 from pinfeed.memory.page_locked import locked_bytes
 from pinfeed.memory.units import duration, human, human_rate
-
-Bottleneck = Literal[
-    "computing",
-    "reading",
-    "host_transform",
-    "copying",
-    "device_transform",
-    "writing",
-    "overhead",
-    "unevenness",
-    "start",
-    "loop",
-    "depth",
-]
-"""The part of the pipeline that the others wait for.
-
-``overhead``: batches are ready in time, but pinfeed takes long to hand them over. ``start``: loops
-are short, and nothing is read ahead of their first batch. ``loop``: the loop does almost nothing,
-so reading cannot be hidden behind it. ``depth``: nothing is read ahead at all.
-"""
-
-NOTABLE = 0.05
-"""Share of the time; a loop that waits for less computes as fast as it can."""
-STARVED = 0.2
-"""Share of the time; a loop that waits for more starves."""
-LIGHT_LOOP = 0.1
-"""Share of the time; a loop that works for less leaves nothing that reading could hide behind."""
-BUSY_READERS = 0.6
-"""Share of the time; readers that are busy for less would keep up with even batches."""
-
-_SENTENCES: dict[Bottleneck, str] = {
-    "computing": "computing is the bottleneck",
-    "reading": "reading is the bottleneck",
-    "host_transform": "host_transform is the bottleneck",
-    "copying": "copying to the device is the bottleneck",
-    "device_transform": "device_transform is the bottleneck",
-    "writing": "writing back is the bottleneck",
-    "overhead": "mostly for pinfeed's own work on each batch, not for data",
-    "unevenness": "batches come unevenly, though reading fits on average",
-    "start": "mostly for the first batch of a loop, ahead of which nothing is read",
-    "loop": "it does almost nothing that reading could hide behind",
-    "depth": "nothing is read ahead (depth=0)",
-}
+from pinfeed.profiling.bottleneck import Bottleneck, bottleneck_of, verdict_of
 
 T = TypeVar("T", bound="Totals")
 
@@ -252,50 +210,12 @@ class Totals:
     @property
     def bottleneck(self) -> Bottleneck:
         """The part of the pipeline that the others wait for."""
-        if self.starved < NOTABLE:
-            return "computing"
-        if self.depth == 0:
-            return "depth"
-        if self.write_wait_s > self.wait_s + self.overhead_s:
-            return "writing"
-        if self.first_batch_s > self.starved_s / 2:
-            return "start"
-        is_light = self.compute_s < LIGHT_LOOP * self.seconds and not self.asynchronous
-        if self.overhead_s > self.wait_s and not is_light:
-            return "overhead"
-        if (function := self._slow_function) is not None:
-            return function
-        if self.copy_wait_s > self.read_s:
-            return "copying"
-        if is_light:
-            return "loop"
-        return "reading" if self.readers_busy >= BUSY_READERS else "unevenness"
-
-    @property
-    def _slow_function(self) -> Literal["host_transform", "device_transform"] | None:
-        """The function on batches that takes longer than reading and copying; None without one."""
-        rest_s = max(self.read_s - self.host_transform_s, self.copy_wait_s) / self.n_readers
-        slow_s = max(self.host_transform_s, self.device_transform_s)
-        # A function is called for one batch at a time, so several readers are not all busy.
-        busy = max(self.readers_busy, slow_s / self.seconds)
-        if slow_s <= rest_s or busy < BUSY_READERS:
-            return None
-        is_on_host = self.host_transform_s > self.device_transform_s
-        return "host_transform" if is_on_host else "device_transform"
+        return bottleneck_of(self)
 
     @property
     def verdict(self) -> str:
         """A sentence that says how long the loop waited, and for what."""
-        if not self.seconds:
-            return "no loop has run"
-        because = _SENTENCES[self.bottleneck]
-        if self.bottleneck == "depth" and self.is_measured:
-            because = "prefetching was measured to be slower (depth=0)"
-        if self.bottleneck == "reading" and self.starved < STARVED:
-            because = "reading takes about as long as computing"
-        if self.bottleneck == "copying" and self.device_transform_s and self.watched == "loop":
-            because = "copying to the device, or device_transform after it, is the bottleneck"
-        return f"the {self.watched} waited {self.starved:.0%} of the time: {because}"
+        return verdict_of(self)
 
     def as_dict(self) -> dict[str, float]:
         """Return numbers for a logger, with the units in their names."""
