@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from pinfeed.devices.base import Tensor
-from pinfeed.devices.cpu import HostDevice
 from pinfeed.pipeline.part_memory import PartMemory
 from pinfeed.pipeline.sources.base import HostBatch
 from pinfeed.stores.base import HostArray, part_nbytes
@@ -23,6 +22,8 @@ class HostGather:
     """
 
     def __init__(self, capacity: Sequence[int], n_batches: int) -> None:
+        from pinfeed.devices.cpu import HostDevice
+
         self._device = HostDevice(n_spare=n_batches * max(1, len(capacity)))
         self._parts = PartMemory(self._device, capacity, shares=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,14 @@ class LoopFunctions:
 
     def __bool__(self) -> bool:
         return self.host is not None or self.device is not None
+
+    def modes(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which functions run as in a thread of their own."""
+        if not self:
+            return contextlib.nullcontext()
+        from pinfeed.tensors.torch_modes import modes_of_a_new_thread
+
+        return modes_of_a_new_thread()
 
     @property
     def take_generators(self) -> bool:

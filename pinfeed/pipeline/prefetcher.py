@@ -27,7 +27,6 @@ from pinfeed.pipeline.sources.base import BatchThunk
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.pipeline.transfer import Transfer
 from pinfeed.pipeline.write_queue import WriteQueue
-from pinfeed.tensors.torch_modes import modes_of_a_new_thread
 from pinfeed.threads.call import Pending
 from pinfeed.threads.exit import exit_hook
 
@@ -274,8 +273,7 @@ class Prefetcher:
         else:
             slot = slots.free.popleft()
             filler, turn = self._reserve(slot)
-            # Functions run as they do in a thread of their own.
-            with modes_of_a_new_thread() if self._functions else contextlib.nullcontext():
+            with self._functions.modes():
                 filled = guarded(self._threads.call, "read", number, filler.fill_now, slot, turn)
         found: Slot | None = filled
         if found is not None and found.batch is None:

@@ -121,7 +121,6 @@ from pinfeed.pipeline.slot_gather import Gathered, SlotGather
 from pinfeed.pipeline.sources.base import HostBatch, RowGroup
 from pinfeed.profiling.counters import Counters
 from pinfeed.stores.base import Store
-from pinfeed.tensors.tensors_in import tensors_in
 from pinfeed.threads.call import Call, Pending
 
 
@@ -287,6 +286,8 @@ class Transfer:
         Raises:
             Cancelled: If ``stop`` was called.
         """
+        from pinfeed.tensors.tensors_in import tensors_in
+
         self.check_stop()
         batch = slot.batch
         stream = self._transform

@@ -9,7 +9,6 @@ from typing import Any
 
 from pinfeed.errors import ArgumentError, add_note
 from pinfeed.pipeline.sources.guarded import guarded
-from pinfeed.tensors.torch_modes import no_grad, seeded_generator
 from pinfeed.validation.functions import takes_generator
 
 
@@ -53,6 +52,8 @@ class BatchFunction:
             Exception: If the function raised it; a note names the batch.
             ArgumentError: If the function returned None.
         """
+        from pinfeed.tensors.torch_modes import no_grad, seeded_generator
+
         which = f"{self._name} of batch {number}, epoch {epoch}"
         function = self._function
         if self.takes_generator:
