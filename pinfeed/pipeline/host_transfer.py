@@ -51,10 +51,7 @@ class HostTransfer(Transfer):
         else:
             slot.batch_tensors.clear()
         slot.ready_s = self.counters.now()
-        slot.read_s = slot.source_s + slot.host_transform_s + slot.ready_s - slot.made_s
-        if self._timeline is not None:
-            start_s = slot.ready_s - slot.read_s
-            self._timeline.add("read", number, start_s, slot.ready_s, len(batch.batches))
+        slot.read_s = slot.before_s + slot.ready_s - slot.made_s
         return slot
 
     def transform(self, slot: Slot, function: Callable[[Any], Any]) -> None:

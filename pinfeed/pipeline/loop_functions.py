@@ -8,7 +8,7 @@ from typing import Any
 
 from pinfeed.pipeline.host_gather import HostGather
 from pinfeed.pipeline.sources.base import HostBatch, RowGroup
-from pinfeed.pipeline.sources.batch_functions import BatchFunction
+from pinfeed.pipeline.sources.batch_functions import BatchFunction, FunctionCall
 from pinfeed.pipeline.sources.dataloader import load_of
 
 
@@ -47,9 +47,9 @@ class LoopFunctions:
         """Whether the loop calls a function; otherwise the source calls the only one."""
         return self.device is not None or self.gather is not None
 
-    def take_drawing_seconds(self) -> float:
-        """Return the seconds in which the source has called ``host`` since this was asked last."""
-        return self.host.take_seconds() if self.host is not None and self.gather is None else 0.0
+    def take_drawing_calls(self) -> list[FunctionCall]:
+        """Return the calls of ``host`` by the source since this was asked last."""
+        return self.host.take_calls() if self.host is not None and self.gather is None else []
 
     def on_rows(self, rows: Any, batch: HostBatch, number: int) -> HostBatch:
         """Return what ``host`` makes of the rows of a batch.

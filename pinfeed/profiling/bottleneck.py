@@ -89,12 +89,14 @@ def verdict_of(totals: Totals) -> str:
 
 
 def _slow_function(totals: Totals) -> Literal["host_transform", "device_transform"] | None:
-    """Return the function on batches that takes longer than all else; None if none does."""
-    rest_s = max(totals.read_s - totals.host_transform_s, totals.copy_wait_s) / totals.n_readers
-    slow_s = max(totals.host_transform_s, totals.device_transform_s)
-    # A function is called for one batch at a time, so several readers are not all busy.
-    busy = max(totals.readers_busy, slow_s / totals.seconds)
-    if slow_s <= rest_s or busy < BUSY_READERS:
+    """Return the function on batches that the loop waits for; None if it waits for other things."""
+    on_host_s = totals.host_transform_s
+    on_device_s = totals.device_transform_s
+    # The work of a device goes on while the next batch is on the host.
+    functions_s = on_host_s + on_device_s
+    if totals.watched == "device":
+        functions_s = max(on_host_s, on_device_s)
+    rest_s = max(totals.read_s, totals.copy_wait_s) / totals.n_readers
+    if functions_s <= rest_s or functions_s < BUSY_READERS * totals.seconds:
         return None
-    is_on_host = totals.host_transform_s > totals.device_transform_s
-    return "host_transform" if is_on_host else "device_transform"
+    return "host_transform" if on_host_s > on_device_s else "device_transform"

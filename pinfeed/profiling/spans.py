@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, get_args
 
@@ -22,7 +23,8 @@ Lane = Literal[
 """The kind of a span:
 
 - ``read``: a reader thread reads rows.
-- ``host_transform``: the user's function of the batch on the host runs; a part of ``read``.
+- ``host_transform``: the user's function of the batch on the host runs. If a loader gives the
+  batch, this is within ``read``.
 - ``copy``: rows are copied to the device.
 - ``device_transform``: the user's function of the batch on the device runs; on an asynchronous
   device, the work that it queued.
@@ -152,9 +154,7 @@ def totals(
 ) -> Totals:
     """Return the totals of the time between two moments, as the counters would have counted it."""
     within = clipped(spans, start_s, end_s)
-    spent = dict.fromkeys(LANES, 0.0)
-    for span in within:
-        spent[span.lane] += span.end_s - span.start_s
+    spent = _seconds_by_lane(within)
     has_device = bool(spent["device"])
     lent = [span for span in within if span.lane == "lend"]
     waits = [span for span in within if span.lane == "wait"]
@@ -188,6 +188,19 @@ def totals(
         n_readers=n_readers,
         watched="device" if has_device else "loop",
     )
+
+
+def _seconds_by_lane(spans: Sequence[Span]) -> dict[str, float]:
+    """Return the seconds of each lane; reading is without the functions that a source called."""
+    spent: dict[str, float] = dict.fromkeys(LANES, 0.0)
+    reads_end = {(span.loop, span.batch): span.end_s for span in spans if span.lane == "read"}
+    for span in spans:
+        seconds = span.end_s - span.start_s
+        spent[span.lane] += seconds
+        read_end = reads_end.get((span.loop, span.batch), -math.inf)
+        if span.lane == "host_transform" and span.end_s <= read_end:
+            spent["read"] -= seconds
+    return spent
 
 
 def ready(spans: Iterable[Span]) -> list[tuple[float, int]]:

@@ -131,9 +131,7 @@ def explanation(
         transfer_hint: As for ``StarvationMonitor``.
     """
     cause = totals.bottleneck
-    # The functions of the user have their own hints.
-    read_s = totals.read_s - totals.host_transform_s
-    change = _HINTS.get(cause) or hint(totals.source_s / read_s if read_s > 0 else 0.0)
+    change = _HINTS.get(cause) or hint(totals.source_s / totals.read_s if totals.read_s else 0.0)
     if cause in ("copying", "writing"):
         change = f"{change} {transfer_hint()}".rstrip()
     if cause == "overhead" and not totals.is_measured:

@@ -95,16 +95,16 @@ class Totals:
     first_batch_s: float = 0.0
     """Part of ``starved_s`` for the first batch of each loop."""
     read_s: float = 0.0
-    """Time in which reader threads read and ran ``host_transform``, summed over the threads."""
+    """Time in which reader threads read, summed over the threads."""
     source_s: float = 0.0
     """Part of ``read_s`` in which the source was asked for what to read next.
 
     For a DataLoader it is the time that the loader took for its batch.
     """
     host_transform_s: float = 0.0
-    """Part of ``read_s`` in which ``host_transform`` ran."""
+    """Time in which ``host_transform`` ran."""
     device_transform_s: float = 0.0
-    """Time in which ``device_transform`` ran in reader threads. It is no part of ``read_s``.
+    """Time in which ``device_transform`` ran.
 
     On a GPU, the function only queues its work. A timeline has the time of that work.
     """
@@ -153,9 +153,8 @@ class Totals:
 
     @property
     def readers_busy(self) -> float:
-        """Share of the time in which reader threads read, or ran functions on batches."""
-        busy_s = self.read_s + (0.0 if self.watched == "device" else self.device_transform_s)
-        return busy_s / self.seconds / self.n_readers if self.seconds else 0.0
+        """Share of the time in which reader threads read."""
+        return self.read_s / self.seconds / self.n_readers if self.seconds else 0.0
 
     @property
     def rows_per_s(self) -> float:

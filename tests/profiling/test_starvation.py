@@ -118,10 +118,10 @@ def test_seconds_of_a_batch_are_not_written_in_powers_of_ten() -> None:
 @pytest.mark.parametrize(
     ("seconds", "bottleneck", "words"),
     [
-        ({"read_s": 9.0, "host_transform_s": 7.0}, "host_transform", "It is your host_transform"),
+        ({"read_s": 2.0, "host_transform_s": 7.0}, "host_transform", "It is your host_transform"),
         # Four threads read, and one at a time calls the function.
         (
-            {"read_s": 20.0, "host_transform_s": 8.0, "n_readers": 4},
+            {"read_s": 12.0, "host_transform_s": 8.0, "n_readers": 4},
             "host_transform",
             "take: host_transform 800 ms.",
         ),
@@ -130,8 +130,13 @@ def test_seconds_of_a_batch_are_not_written_in_powers_of_ten() -> None:
             "device_transform",
             "device_transform is the bottleneck",
         ),
-        # Nothing but reading that is no function is the source's affair.
-        ({"read_s": 9.0, "source_s": 6.0, "host_transform_s": 2.5}, "reading", "share 0.92"),
+        # One thread calls both functions.
+        (
+            {"host_transform_s": 4.0, "device_transform_s": 5.0},
+            "device_transform",
+            "host_transform 400 ms, device_transform 500 ms",
+        ),
+        ({"read_s": 7.0, "source_s": 3.5, "host_transform_s": 6.5}, "reading", "share 0.50"),
         (
             {"read_s": 1.0, "device_transform_s": 0.1, "copy_wait_s": 8.0, "asynchronous": True},
             "copying",
@@ -147,7 +152,7 @@ def test_seconds_of_a_batch_are_not_written_in_powers_of_ten() -> None:
             "copying",
             "copying to the device is the bottleneck",
         ),
-        ({"read_s": 5.0, "host_transform_s": 4.0}, "unevenness", "A higher depth"),
+        ({"read_s": 4.0, "host_transform_s": 5.0}, "unevenness", "A higher depth"),
     ],
 )
 def test_functions_on_batches_that_are_waited_for(

@@ -5,11 +5,20 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from pinfeed.errors import ArgumentError, add_note
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.validation.functions import takes_generator
+
+
+class FunctionCall(NamedTuple):
+    """Time of a call, on the clock of the loop's counters."""
+
+    number: int
+    """Number of the batch."""
+    start_s: float
+    end_s: float
 
 
 class BatchFunction:
@@ -38,7 +47,9 @@ class BatchFunction:
         self._function = function
         self._entropy = entropy
         self._device = device
-        self._seconds = 0.0
+        self._calls: list[FunctionCall] = []
+        self.now = time.perf_counter
+        """Clock of the calls, in seconds."""
 
     def __call__(self, batch: Any, epoch: int, number: int) -> Any:
         """Return what the function makes of a batch.
@@ -59,7 +70,7 @@ class BatchFunction:
         if self.takes_generator:
             generator = seeded_generator(self._device, self._entropy(epoch, number))
             function = functools.partial(function, generator=generator)
-        begun_s = time.perf_counter()
+        start_s = self.now()
         try:
             with no_grad():
                 made = guarded(function, batch)
@@ -69,7 +80,7 @@ class BatchFunction:
         finally:
             # An error's traceback keeps this frame, which must not keep the batch.
             del batch
-            self._seconds += time.perf_counter() - begun_s
+            self._calls.append(FunctionCall(number, start_s, self.now()))
         if made is None:
             raise ArgumentError(
                 f"{which} returned None; expected a batch; return the batch at the end of the "
@@ -77,11 +88,11 @@ class BatchFunction:
             )
         return made
 
-    def take_seconds(self) -> float:
-        """Return the seconds of all calls since this was asked last.
+    def take_calls(self) -> list[FunctionCall]:
+        """Return all calls since this was asked last.
 
         The thread that makes the calls asks.
         """
-        seconds = self._seconds
-        self._seconds = 0.0
-        return seconds
+        calls = self._calls
+        self._calls = []
+        return calls
