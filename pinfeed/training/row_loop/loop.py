@@ -122,10 +122,17 @@ def train_rows(
             device.
         progress: Whether to show a progress bar.
         timeline: Whether to record what takes time in every batch.
+        host_transform: Function that takes each batch of the loader, before the ids are asked for,
+            and returns a batch of any structure, as for ``wrap_loader``.
+        device_transform: Function that takes each batch on the device, without the rows of tables,
+            and returns what the loop gets, as for ``wrap_loader``. Ids that it returns unchanged
+            are looked up without a search.
+        seed: Seed of the generators of these functions; None is 0.
 
     Raises:
         ArgumentError: If there are no tables, tables share rows, some tables are sharded and some
-            are not, an optimizer is not a RowOptimizer, or a cache does not hold a row.
+            are not, an optimizer is not a RowOptimizer, a cache does not hold a row, a function is
+            not callable, or ``seed`` is given without a function that gets a generator.
         BudgetError: If caches take more memory than ``config`` leaves.
         UnknownArgument: If an argument does not exist. The message says where it belongs.
         DeviceError: If the device does not exist.
