@@ -30,14 +30,47 @@ from pinfeed.validation.safe_repr import safe_repr
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from pinfeed.feeders.typed import Fetch, K, LoaderArguments, T
+    from pinfeed.feeders.typed import Fetch, Function, K, LoaderArguments, T, U
 
 _STATE_METHODS = ("state_dict", "load_state_dict")
 
 
 @overload
 def wrap_loader(
-    loader: Iterable[T], *, fetch: Mapping[K, tuple[Any, Any]], **options: Unpack[LoaderArguments]
+    loader: Any,
+    *,
+    device_transform: Function[U],
+    host_transform: Function[Any] | None = None,
+    fetch: Fetch[Any] | None = None,
+    **options: Unpack[LoaderArguments],
+) -> LoaderFeeder[U]: ...
+
+
+@overload
+def wrap_loader(
+    loader: Any,
+    *,
+    host_transform: Function[U],
+    fetch: Fetch[K],
+    device_transform: None = None,
+    **options: Unpack[LoaderArguments],
+) -> LoaderFeeder[tuple[U, dict[K, Any]]]: ...
+
+
+@overload
+def wrap_loader(
+    loader: Any,
+    *,
+    host_transform: Function[U],
+    fetch: None = None,
+    device_transform: None = None,
+    **options: Unpack[LoaderArguments],
+) -> LoaderFeeder[U]: ...
+
+
+@overload
+def wrap_loader(
+    loader: Iterable[T], *, fetch: Fetch[K], **options: Unpack[LoaderArguments]
 ) -> LoaderFeeder[tuple[T, dict[K, Any]]]: ...
 
 
@@ -49,7 +82,12 @@ def wrap_loader(
 
 @overload
 def wrap_loader(
-    loader: Any, *, fetch: Fetch | None = None, **options: Unpack[LoaderArguments]
+    loader: Any,
+    *,
+    fetch: Fetch[Any] | None = None,
+    host_transform: None = None,
+    device_transform: None = None,
+    **options: Unpack[LoaderArguments],
 ) -> LoaderFeeder[Any]: ...
 
 

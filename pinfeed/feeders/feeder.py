@@ -39,7 +39,16 @@ from pinfeed.validation.safe_repr import safe_repr
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from pinfeed.feeders.typed import FeederArguments, K, NamedSources, S, Tensor, TensorSource
+    from pinfeed.feeders.typed import (
+        FeederArguments,
+        Function,
+        K,
+        NamedSources,
+        S,
+        Tensor,
+        TensorSource,
+        U,
+    )
 
 logger = logging.getLogger("pinfeed")
 
@@ -119,6 +128,26 @@ class Feeder(ResumableFeeder[T_co]):
 
     @overload
     def __init__(
+        self: Feeder[U],
+        source: Any,
+        *,
+        device_transform: Function[U],
+        host_transform: Function[Any] | None = None,
+        **options: Unpack[FeederArguments],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: Feeder[U],
+        source: Any,
+        *,
+        host_transform: Function[U],
+        device_transform: None = None,
+        **options: Unpack[FeederArguments],
+    ) -> None: ...
+
+    @overload
+    def __init__(
         self: Feeder[Tensor], source: TensorSource, **options: Unpack[FeederArguments]
     ) -> None: ...
 
@@ -149,7 +178,14 @@ class Feeder(ResumableFeeder[T_co]):
     ) -> None: ...
 
     @overload
-    def __init__(self: Feeder[Any], source: Any, **options: Unpack[FeederArguments]) -> None: ...
+    def __init__(
+        self: Feeder[Any],
+        source: Any,
+        *,
+        host_transform: None = None,
+        device_transform: None = None,
+        **options: Unpack[FeederArguments],
+    ) -> None: ...
 
     @explain_arguments(FEEDER_HINTS, options=FeederOptions)
     def __init__(

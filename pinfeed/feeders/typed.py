@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
 import numpy.typing as npt
 import torch
 
-from pinfeed.feeders.options import FeederOptions, LoaderOptions, TableLoopOptions
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.rows.orders import Order
 from pinfeed.rows.ranks import Ranks
@@ -20,7 +19,10 @@ TensorSource = npt.NDArray[Any] | torch.Tensor | Store
 S = TypeVar("S", bound=TensorSource)
 K = TypeVar("K")
 T = TypeVar("T")
-Fetch = Mapping[Any, tuple[Any, Any]]
+U = TypeVar("U")
+Function = Callable[..., U]
+"""Function that takes a batch and maybe a generator."""
+Fetch = Mapping[K, tuple[Any, Any]]
 """Source and ids of the rows of each key, as ``wrap_loader`` takes them."""
 
 
@@ -31,8 +33,17 @@ class NamedSources(Protocol):
     def _fields(self) -> tuple[str, ...]: ...
 
 
-class FeederArguments(FeederOptions, total=False):
-    """Keyword arguments of ``Feeder``."""
+class LoopArguments(TypedDict, total=False):
+    """Keyword arguments of every loop, without functions on batches."""
+
+    device: Any
+    depth: int | None
+    progress: bool
+    timeline: bool
+
+
+class FeederArguments(LoopArguments, total=False):
+    """Keyword arguments of ``Feeder``, without functions on batches."""
 
     batch_size: int | None
     config: MemoryLimits | None
@@ -41,24 +52,22 @@ class FeederArguments(FeederOptions, total=False):
     seed: int
     drop_last: bool
     ranks: Ranks | Literal["pad", "drop", "join", "all"] | None
-    depth: int | None
-    device: Any
     route: str | None
+    verify: bool
 
 
-class LoaderArguments(LoaderOptions, total=False):
-    """Keyword arguments of ``wrap_loader``, without ``fetch``."""
-
-    device: Any
-    depth: int | None
-    config: MemoryLimits | None
-
-
-class TableLoopArguments(TableLoopOptions, total=False):
-    """Keyword arguments of ``train_rows``, without ``optimizer``."""
+class LoaderArguments(LoopArguments, total=False):
+    """Keyword arguments of ``wrap_loader``, without ``fetch`` and functions on batches."""
 
     config: MemoryLimits | None
-    depth: int | None
+    seed: int | None
+
+
+class TableLoopArguments(LoopArguments, total=False):
+    """Keyword arguments of ``train_rows``, without ``optimizer`` and functions on batches."""
+
+    config: MemoryLimits | None
     look_ahead: int | None
-    device: Any
     route: str | None
+    verify: bool
+    seed: int | None

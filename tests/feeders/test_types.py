@@ -1,8 +1,10 @@
 """Types of batches: mypy checks every ``assert_type``, and the tests check what loops yield."""
 
+import inspect
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -18,6 +20,7 @@ from pinfeed import (
     wrap_loader,
     wrap_readers,
 )
+from pinfeed.feeders import typed
 from pinfeed.feeders.dataloader import LoaderFeeder
 
 ROWS = np.zeros((4, 2), np.float32)
@@ -91,3 +94,46 @@ def test_batches_of_readers_are_pairs() -> None:
     pair = next(iter(feeder))
     assert_type(pair, tuple[Any, Any])
     assert type(pair) is tuple
+
+
+def double(batch: Any) -> tuple[Tensor, int]:
+    x = batch if isinstance(batch, Tensor) else batch[0]
+    return 2 * x, 2
+
+
+def named(batch: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    return {"x": batch if isinstance(batch, Tensor) else batch[0]}
+
+
+def test_functions_on_batches_decide_their_type() -> None:
+    table = HostEmbedding(4, 2)
+    for x in Feeder(ROWS, batch_size=4, device="cpu", host_transform=double):
+        assert_type(x, tuple[Tensor, int])
+    for y in Feeder(
+        ROWS, batch_size=4, device="cpu", host_transform=double, device_transform=named
+    ):
+        assert_type(y, dict[str, Tensor])
+    loader = wrap_loader(BATCHES, device="cpu", device_transform=named)
+    assert_type(loader, LoaderFeeder[dict[str, Tensor]])
+    for of_loader, rows in wrap_loader(
+        BATCHES, device="cpu", host_transform=double, fetch={"x": (ROWS, 0)}
+    ):
+        assert_type(of_loader, tuple[Tensor, int])
+        assert_type(rows, dict[str, Any])
+    for of_table in train_rows(BATCHES, {table: 0}, device="cpu", host_transform=double):
+        assert_type(of_table, tuple[Tensor, int])
+        assert type(of_table) is tuple
+    assert type(next(iter(loader))) is dict
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "others"),
+    [
+        (Feeder, typed.FeederArguments, {"source"}),
+        (wrap_loader, typed.LoaderArguments, {"loader", "fetch"}),
+        (train_rows, typed.TableLoopArguments, {"loader", "tables", "optimizer"}),
+    ],
+)
+def test_type_checkers_know_every_argument(function: Any, arguments: Any, others: set[str]) -> None:
+    names = set(inspect.signature(function).parameters) - {"host_transform", "device_transform"}
+    assert names == arguments.__annotations__.keys() | others

@@ -37,7 +37,31 @@ from pinfeed.validation.safe_repr import safe_repr
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from pinfeed.feeders.typed import T, TableLoopArguments
+    from pinfeed.feeders.typed import Function, T, TableLoopArguments, U
+
+
+@overload
+def train_rows(
+    loader: Any,
+    tables: Mapping[HostEmbedding, Any],
+    *,
+    optimizer: RowOptimizer | Iterable[RowOptimizer] = (),
+    device_transform: Function[U],
+    host_transform: Function[Any] | None = None,
+    **options: Unpack[TableLoopArguments],
+) -> RowLoop[U]: ...
+
+
+@overload
+def train_rows(
+    loader: Any,
+    tables: Mapping[HostEmbedding, Any],
+    *,
+    optimizer: RowOptimizer | Iterable[RowOptimizer] = (),
+    host_transform: Function[U],
+    device_transform: None = None,
+    **options: Unpack[TableLoopArguments],
+) -> RowLoop[U]: ...
 
 
 @overload
@@ -56,6 +80,8 @@ def train_rows(
     tables: Mapping[HostEmbedding, Any],
     *,
     optimizer: RowOptimizer | Iterable[RowOptimizer] = (),
+    host_transform: None = None,
+    device_transform: None = None,
     **options: Unpack[TableLoopArguments],
 ) -> RowLoop[Any]: ...
 
