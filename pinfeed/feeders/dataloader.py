@@ -10,7 +10,7 @@ from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base import BaseFeeder
 from pinfeed.feeders.fetch import FetchStores
 from pinfeed.feeders.hints import LOADER_HINTS
-from pinfeed.feeders.options import LoaderOptions, LoopOptions
+from pinfeed.feeders.options import LoaderOptions, LoopOptions, check_loop_options
 from pinfeed.memory.depth import check_optional_depth
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
@@ -18,7 +18,7 @@ from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.schedule import PrefetchSchedule, measured_schedule
 from pinfeed.pipeline.sources.dataloader import LoaderSource, StatefulSource
-from pinfeed.validation.arguments import check_flag, explain_arguments
+from pinfeed.validation.arguments import explain_arguments
 from pinfeed.validation.safe_repr import safe_repr
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ def wrap_loader(
             thread. A ``HeteroData`` of PyG needs a function: ``lambda batch: batch["item"].n_id``.
         config: Memory limits for the files behind ``fetch``, half of which is left for the batches.
             None for the free memory. Its ``depth`` is taken if none is given here.
+        again: Rule for a loop that begins while another one is left, as for ``Feeder``.
         progress: Whether to show a progress bar.
         timeline: Whether to record what takes time in every batch.
 
@@ -111,8 +112,7 @@ def wrap_loader(
         NotEnoughCPUMemory: If the limits of ``config`` cannot hold the chunks that reading needs.
         UnknownArgument: If an argument does not exist. The message says where it belongs.
     """
-    check_flag(options["progress"], "progress")
-    check_flag(options["timeline"], "timeline")
+    check_loop_options(options)
     depth = check_optional_depth(depth)
     if config is not None and fetch is None:
         raise ArgumentError(
@@ -177,6 +177,7 @@ class LoaderFeeder(BaseFeeder):
             capacity=(),
             progress=options["progress"],
             timeline=options["timeline"],
+            again=options["again"],
         )
 
     @safe_repr
@@ -211,7 +212,7 @@ class LoaderFeeder(BaseFeeder):
         """Begin the loader's next epoch, with its batches on the device.
 
         Raises:
-            ClosedError: If the feeder is closed, or another loop over it runs.
+            ClosedError: If the feeder is closed, or another loop over it runs that is not ended.
         """
         return self._loop.run(LentBatch.take, begin=self._source.begin)
 
@@ -226,6 +227,17 @@ class LoaderFeeder(BaseFeeder):
             # loader must not answer for the feeder.
             raise AttributeError(name)
         return getattr(self._loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the loader if the loader has it and the feeder has not.
+
+        The loader refuses what cannot be changed, such as the batch size of a DataLoader.
+        """
+        is_own = name.startswith("_") or hasattr(type(self), name)
+        if is_own or not hasattr(self._loader, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._loader, name, value)
 
     def __dir__(self) -> list[str]:
         """Return the names of the feeder's own attributes and of the loader's public ones."""
@@ -243,7 +255,7 @@ class LoaderFeeder(BaseFeeder):
             number: Number of the epoch, at least 0.
 
         Raises:
-            ClosedError: If a loop runs, or the feeder is closed.
+            ClosedError: If a loop runs that is not ended, or the feeder is closed.
         """
         self._loop.set_epoch(number)
         batch_sampler = getattr(self._loader, "batch_sampler", None)
@@ -278,7 +290,7 @@ class StatefulLoaderFeeder(LoaderFeeder):
         """Begin the loader's next epoch, with its batches on the device.
 
         Raises:
-            ClosedError: If the feeder is closed, or another loop over it runs.
+            ClosedError: If the feeder is closed, or another loop over it runs that is not ended.
         """
         return self._loop.run(self._take, begin=self._begin)
 
@@ -302,7 +314,7 @@ class StatefulLoaderFeeder(LoaderFeeder):
             state: Return value of ``state_dict`` of this feeder or of the loader itself.
 
         Raises:
-            ClosedError: If a loop runs, or the feeder is closed.
+            ClosedError: If a loop runs that is not ended, or the feeder is closed.
         """
         # The loader alone knows the batch. An epoch that was left is not continued.
         self._loop.load_state(self._loop.state() | {"batch": 0, "checksum": 0})

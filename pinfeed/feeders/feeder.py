@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pinfeed.feeders.base import ResumableFeeder
 from pinfeed.feeders.batch import Batch
 from pinfeed.feeders.hints import FEEDER_HINTS
-from pinfeed.feeders.options import FeederOptions
+from pinfeed.feeders.options import FeederOptions, check_loop_options
 from pinfeed.feeders.row_selection import RowArguments, RowSelection
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth, n_held
 from pinfeed.memory.limits import MemoryLimits
@@ -29,7 +29,7 @@ from pinfeed.rows.orders import Order
 from pinfeed.rows.ragged_batches import ElementBatches
 from pinfeed.rows.rank_warnings import note_workers
 from pinfeed.rows.ranks import Ranks
-from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
+from pinfeed.validation.arguments import explain_arguments, whole_number
 from pinfeed.validation.safe_repr import safe_repr
 
 if TYPE_CHECKING:
@@ -91,6 +91,11 @@ class Feeder(ResumableFeeder):
         verify: Compare each batch with its rows in the stores before the loop gets it, and raise
             VerificationError if anything but ``write_back`` has changed them. This reads every row
             twice and waits for write-backs.
+        again: Rule for a loop that begins while the iterator of an older one over this feeder
+            exists. With ``"end"``, the older loop ends as by ``break``, and its iterator raises
+            ClosedError if it is asked for another batch. So do ``set_epoch`` and
+            ``load_state_dict``. With ``"refuse"``, they raise ClosedError instead. A loop in
+            another thread is never ended.
         progress: Show a progress bar.
         timeline: Record what takes time in every batch, and name it for GPU profilers.
 
@@ -126,8 +131,7 @@ class Feeder(ResumableFeeder):
         arguments = RowArguments(batch_size, config, rows, shuffle, seed, drop_last)
         arguments.check()
         check_route(route)
-        for name, flag in options.items():
-            check_flag(flag, name)
+        check_loop_options(options)
         self._verify = options["verify"]
         selection = RowSelection.of(arguments, ranks)
         self._begin = functools.partial(note_workers, ranks, arguments.order)
@@ -169,7 +173,7 @@ class Feeder(ResumableFeeder):
             shape (n, *row_shape); of ragged rows, what the layout of their ``RaggedStore`` says.
 
         Raises:
-            ClosedError: If the feeder is closed, or another loop over it runs.
+            ClosedError: If the feeder is closed, or another loop over it runs that is not ended.
         """
         return self._loop.run(self._take, begin=self._begin)
 
@@ -177,7 +181,7 @@ class Feeder(ResumableFeeder):
         """Begin the next epoch, as ``Batch`` objects with row indices and ``write_back``.
 
         Raises:
-            ClosedError: If the feeder is closed, or another loop over it runs.
+            ClosedError: If the feeder is closed, or another loop over it runs that is not ended.
         """
         take = self._take
         stores = self._stores
@@ -250,6 +254,7 @@ class Feeder(ResumableFeeder):
             schedule=schedule,
             progress=options["progress"],
             timeline=options["timeline"],
+            again=options["again"],
         )
 
     def _close_sources(self, stack: contextlib.ExitStack) -> None:

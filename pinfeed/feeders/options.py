@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypedDict
 
+from pinfeed.pipeline.active_run import Again
 from pinfeed.pipeline.sources.samples import Apply
 from pinfeed.rows.ranks import Ranks
+from pinfeed.validation.arguments import check_choice, check_flag
 from pinfeed.validation.options import Default
 
 
 class LoopOptions(TypedDict, total=False):
-    """Options that observe a loop over batches."""
+    """Options that every loop over batches has."""
 
+    again: Annotated[Again, Default("end")]
+    """Rule for a loop that begins while an older one over the same feeder has not ended."""
     progress: Annotated[bool, Default(False)]
     """Whether to show a progress bar."""
     timeline: Annotated[bool, Default(False)]
@@ -55,7 +60,21 @@ class ReaderOptions(TypedDict, total=False):
     """Whether to leave out a last batch that is not full."""
     ranks: Annotated[Ranks | Literal["pad", "drop", "join", "all"] | None, Default(None)]
     """Rule by which the processes of a job share an epoch."""
+    again: Annotated[Again, Default("end")]
+    """Rule for a loop that begins while an older one over the same feeder has not ended."""
     progress: Annotated[bool, Default(False)]
     """Whether to show a progress bar."""
     timeline: Annotated[bool, Default(False)]
     """Whether to record what takes time in every batch."""
+
+
+def check_loop_options(options: Mapping[str, Any]) -> None:
+    """Check the options of a loop that are flags, and ``again``.
+
+    Raises:
+        ArgumentError: If one is invalid.
+    """
+    for name in ("verify", "progress", "timeline"):
+        if name in options:
+            check_flag(options[name], name)
+    check_choice(options["again"], "again", ("end", "refuse"))

@@ -339,7 +339,7 @@ def test_set_epoch_of_a_loader_without_set_epoch_changes_nothing() -> None:
 
 def test_set_epoch_in_the_loop_is_refused_and_not_passed_on() -> None:
     dataset = Epochs()
-    with wrap_loader(DataLoader(dataset), device="cpu") as loader:
+    with wrap_loader(DataLoader(dataset), device="cpu", again="refuse") as loader:
         for _ in loader:
             with pytest.raises(errors.ClosedError, match="set_epoch"):
                 loader.set_epoch(1)
