@@ -18,7 +18,7 @@ from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.schedule import PrefetchSchedule, measured_schedule
 from pinfeed.pipeline.sources.dataloader import LoaderSource, StatefulSource
-from pinfeed.validation.arguments import explain_arguments
+from pinfeed.validation.arguments import check_choice, explain_arguments
 from pinfeed.validation.safe_repr import safe_repr
 
 if TYPE_CHECKING:
@@ -100,6 +100,11 @@ def wrap_loader(
         config: Memory limits for the files behind ``fetch``, half of which is left for the batches.
             None for the free memory. Its ``depth`` is taken if none is given here.
         again: Rule for a loop that begins while another one is left, as for ``Feeder``.
+        on_error: Effect of an error that a batch raises in the loader, ``fetch`` or the copy to the
+            device. With ``"raise"``, the loop ends with the error. With ``"next"``, ``next()`` of
+            the loop's iterator raises it, and another ``next()`` gives the batch after it, as the
+            iterator of a DataLoader does. A loader's generator cannot continue after an error, and
+            then the loop ends.
         progress: Whether to show a progress bar.
         timeline: Whether to record what takes time in every batch.
 
@@ -113,6 +118,7 @@ def wrap_loader(
         UnknownArgument: If an argument does not exist. The message says where it belongs.
     """
     check_loop_options(options)
+    check_choice(options["on_error"], "on_error", ("raise", "next"))
     depth = check_optional_depth(depth)
     if config is not None and fetch is None:
         raise ArgumentError(
@@ -123,6 +129,7 @@ def wrap_loader(
     feeder = StatefulLoaderFeeder if has_state else LoaderFeeder
     source = StatefulSource if has_state else LoaderSource
     batches = source(loader)
+    batches.keeps_errors = options["on_error"] == "next"
     if fetch is None:
         schedule = measured_schedule() if depth is None else PrefetchSchedule(depth)
         return feeder(batches, device=device, schedule=schedule, options=options)
@@ -214,7 +221,8 @@ class LoaderFeeder(BaseFeeder):
         Raises:
             ClosedError: If the feeder is closed, or another loop over it runs that is not ended.
         """
-        return self._loop.run(LentBatch.take, begin=self._source.begin)
+        source = self._source
+        return self._loop.run(LentBatch.take, begin=source.begin, keeps_errors=source.keeps_errors)
 
     def __getattr__(self, name: str) -> Any:
         if name in _STATE_METHODS:
@@ -292,7 +300,7 @@ class StatefulLoaderFeeder(LoaderFeeder):
         Raises:
             ClosedError: If the feeder is closed, or another loop over it runs that is not ended.
         """
-        return self._loop.run(self._take, begin=self._begin)
+        return self._loop.run(self._take, begin=self._begin, keeps_errors=self._source.keeps_errors)
 
     def state_dict(self) -> Any:
         """Return the loader's ``state_dict()`` at the position of the loop.
@@ -327,6 +335,5 @@ class StatefulLoaderFeeder(LoaderFeeder):
 
     def _take(self, lent: LentBatch) -> Any:
         """Return the data of a batch to the loop, and keep the loader's state after it."""
-        batch, state = lent.take()
-        self._state = state
-        return batch
+        self._state = lent.state
+        return lent.take()

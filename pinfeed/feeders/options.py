@@ -31,7 +31,10 @@ class FeederOptions(LoopOptions, total=False):
 
 
 class LoaderOptions(LoopOptions, total=False):
-    """Options that observe a loop over a loader; the last arguments of ``wrap_loader``."""
+    """Options of a loop over a loader; the last arguments of ``wrap_loader``."""
+
+    on_error: Annotated[Literal["raise", "next"], Default("raise")]
+    """Whether the error of a batch ends the loop, or the loop can continue with the next batch."""
 
 
 class TableLoopOptions(LoopOptions, total=False):

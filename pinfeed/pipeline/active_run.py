@@ -48,7 +48,7 @@ class ActiveRun:
         self._reason: str | None = None
 
     @classmethod
-    def begin(cls, batches: Iterator[Any]) -> tuple[ActiveRun, Iterator[Any]]:
+    def begin(cls, batches: Iterator[Any]) -> tuple[ActiveRun, Generator[Any, None, None]]:
         """Return a run over batches, and the generator of the run."""
         run = cls()
         generator = run._iterate(cast("Generator[Any, None, None]", batches))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import threading
@@ -13,11 +14,13 @@ from pinfeed.errors import ArgumentError, ClosedError
 from pinfeed.pipeline.active_run import ActiveRun, Again, is_suspended
 from pinfeed.pipeline.depth_choice import DepthChoice
 from pinfeed.pipeline.host_transfer import HostTransfer
+from pinfeed.pipeline.kept_errors import ContinuingIterator, KeptError
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.position import EpochPosition
 from pinfeed.pipeline.prefetcher import Prefetcher
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.base import Source
+from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.pipeline.transfer import Transfer
 from pinfeed.profiling.counters import Counters
 from pinfeed.profiling.starvation import StarvationMonitor
@@ -142,6 +145,8 @@ class EpochRunner:
         schedule: PrefetchSchedule | None = None,
         begin: Callable[[], object] = lambda: None,
         through: Callable[[Iterator[T]], Iterator[Any]] = lambda batches: batches,
+        *,
+        keeps_errors: bool = False,
     ) -> Iterator[Any]:
         """Return an iterator over the next epoch.
 
@@ -154,10 +159,13 @@ class EpochRunner:
             begin: Called here, when an epoch may begin. If it raises, no epoch has begun.
             through: Generator function that makes the iterator of that over the batches. What it
                 leaves to do when it is closed is done before the next run begins.
+            keeps_errors: Whether the iterator continues after an error of ``lend``.
 
         Raises:
             ClosedError: If the runner is closed, or an epoch runs that may not be ended.
         """
+        if keeps_errors:
+            lend = functools.partial(self._lend_or_keep, lend)
         with self._beginning:
             self.end_last()
             if self._prefetcher is not None:
@@ -170,7 +178,7 @@ class EpochRunner:
             self._choice = choice
             batches = through(self._run(lend, choice, begin))
             self._active, generator = ActiveRun.begin(batches)
-            return generator
+            return ContinuingIterator(generator) if keeps_errors else generator
 
     def end_last(self) -> None:
         """End the last run if it has not ended, because another one begins.
@@ -301,6 +309,14 @@ class EpochRunner:
             choice.schedule.batches_per_slot,
         )
         return self._prefetcher.lend(thunks)
+
+    def _lend_or_keep(self, lend: Callable[[LentBatch], Any], lent_batch: LentBatch) -> Any:
+        """Return what is yielded for a batch, or the error in its place."""
+        try:
+            return guarded(lend, lent_batch)
+        except Exception as error:
+            self._counters.fail()
+            return KeptError(error)
 
     def _enter(self, choice: DepthChoice) -> float:
         """Count a loop that begins; return the time."""

@@ -9,7 +9,7 @@ from collections.abc import Generator
 from pinfeed.pipeline.recent_rows import RecentRows
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Cancelled, Slot
-from pinfeed.pipeline.sources.base import BatchThunk, HostBatch
+from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, failed_batch
 from pinfeed.pipeline.transfer import Transfer
 
 
@@ -120,13 +120,17 @@ class SlotFiller:
         """Gather the batches of a slot.
 
         If one of several cannot be gathered, the slot carries those before it. The error is raised
-        when the loop asks for the batch that failed.
+        when the loop asks for the batch that failed. A batch that keeps its errors is replaced.
         """
         try:
             return self._transfer.fill(slot, batch, number)
         except Cancelled:
             raise
         except Exception as error:
+            if batch.keeps_errors:
+                failed = failed_batch(error)
+                failed.state = batch.state
+                return self._transfer.fill(slot, failed, number)
             n_batches = len(batch.batches)
             n_good = self._n_good(slot, batch, number) if n_batches > 1 else 0
             if n_good in (0, n_batches):
