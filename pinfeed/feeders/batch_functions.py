@@ -6,29 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from pinfeed.errors import ArgumentError
+from pinfeed.feeders.options import FUNCTIONS
 from pinfeed.pipeline.sources.batch_functions import BatchFunction
-from pinfeed.validation.arguments import check_flag, check_seed
-from pinfeed.validation.functions import check_function, takes_generator
-
-_FLAGS = ("verify", "progress", "timeline")
-_NAMES = ("host_transform", "device_transform")
-
-
-def check_options(options: Mapping[str, Any]) -> None:
-    """Check the flags and the functions among the options of a loop.
-
-    Raises:
-        ArgumentError: If a flag is not a bool, or a function is not callable.
-    """
-    for name in _FLAGS:
-        check_flag(options.get(name, False), name)
-    for name in _NAMES:
-        check_function(options[name], name)
+from pinfeed.validation.arguments import check_seed
+from pinfeed.validation.functions import takes_generator
 
 
 def has_functions(options: Mapping[str, Any]) -> bool:
     """Tell whether a function is among the options of a loop."""
-    return any(options[name] is not None for name in _NAMES)
+    return any(options[name] is not None for name in FUNCTIONS)
 
 
 def check_seed_of_functions(options: Mapping[str, Any]) -> None:
@@ -41,7 +27,7 @@ def check_seed_of_functions(options: Mapping[str, Any]) -> None:
     if seed is None:
         return
     check_seed(seed)
-    if not any(takes_generator(options[name]) for name in _NAMES):
+    if not any(takes_generator(options[name]) for name in FUNCTIONS):
         raise ArgumentError(
             f"seed={seed!r} was given, and no function with a parameter generator; the seed is for "
             "the generators of host_transform and device_transform; the DataLoader draws the "
@@ -65,7 +51,7 @@ def batch_function(
     if function is None:
         return None
     first = (seed or 0) % 2**64
-    last = (_NAMES.index(name), *(() if rank is None else (rank,)))
+    last = (FUNCTIONS.index(name), *(() if rank is None else (rank,)))
     return BatchFunction(
         name, function, lambda epoch, number: (first, epoch, number, *last), device
     )

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base import ResumableFeeder, T_co
 from pinfeed.feeders.batch import Batch
-from pinfeed.feeders.batch_functions import batch_function, check_options, has_functions
+from pinfeed.feeders.batch_functions import batch_function, has_functions
 from pinfeed.feeders.hints import FEEDER_HINTS
-from pinfeed.feeders.options import FeederOptions
+from pinfeed.feeders.options import FeederOptions, check_loop_options
 from pinfeed.feeders.row_selection import RowArguments, RowSelection
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth, n_held
 from pinfeed.memory.limits import MemoryLimits
@@ -107,6 +107,11 @@ class Feeder(ResumableFeeder[T_co]):
         verify: Compare each batch with its rows in the stores before the loop gets it, and raise
             VerificationError if anything but ``write_back`` has changed them. This reads every row
             twice and waits for write-backs.
+        again: Rule for a loop that begins while the iterator of an older one over this feeder
+            exists. With ``"end"``, the older loop ends as by ``break``, and its iterator raises
+            ClosedError if it is asked for another batch. So do ``set_epoch`` and
+            ``load_state_dict``. With ``"refuse"``, they raise ClosedError instead. A loop in
+            another thread is never ended.
         progress: Show a progress bar.
         timeline: Record what takes time in every batch, and name it for GPU profilers.
         host_transform: Function that takes each batch as CPU tensors, in the structure of the
@@ -209,7 +214,7 @@ class Feeder(ResumableFeeder[T_co]):
         arguments = RowArguments(batch_size, config, rows, shuffle, seed, drop_last)
         arguments.check()
         check_route(route)
-        check_options(options)
+        check_loop_options(options)
         _check_conflicts(options, route)
         self._verify = options["verify"]
         selection = RowSelection.of(arguments, ranks)
@@ -255,7 +260,7 @@ class Feeder(ResumableFeeder[T_co]):
             shape (n, *row_shape); of ragged rows, what the layout of their ``RaggedStore`` says.
 
         Raises:
-            ClosedError: If the feeder is closed, or another loop over it runs.
+            ClosedError: If the feeder is closed, or another loop over it runs that is not ended.
         """
         return self._loop.run(self._take, begin=self._begin)
 
@@ -263,7 +268,7 @@ class Feeder(ResumableFeeder[T_co]):
         """Begin the next epoch, as ``Batch`` objects with row indices and ``write_back``.
 
         Raises:
-            ClosedError: If the feeder is closed, or another loop over it runs.
+            ClosedError: If the feeder is closed, or another loop over it runs that is not ended.
         """
         take = self._take
         stores = self._stores
@@ -341,6 +346,7 @@ class Feeder(ResumableFeeder[T_co]):
             progress=options["progress"],
             timeline=options["timeline"],
             functions=self._functions,
+            again=options["again"],
         )
 
     def _loop_functions(

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from pinfeed.memory.limits import MemoryLimits
+from pinfeed.pipeline.active_run import Again
 from pinfeed.rows.orders import Order
 from pinfeed.rows.ranks import Ranks
 from pinfeed.stores.base import Store
@@ -38,6 +39,7 @@ class LoopArguments(TypedDict, total=False):
 
     device: Any
     depth: int | None
+    again: Again
     progress: bool
     timeline: bool
 
@@ -60,6 +62,7 @@ class LoaderArguments(LoopArguments, total=False):
     """Keyword arguments of ``wrap_loader``, without ``fetch`` and functions on batches."""
 
     config: MemoryLimits | None
+    on_error: Literal["raise", "next"]
     seed: int | None
 
 

@@ -11,7 +11,7 @@ from pinfeed.pipeline.loop_functions import LoopFunctions
 from pinfeed.pipeline.recent_rows import RecentRows
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Cancelled, Slot
-from pinfeed.pipeline.sources.base import BatchThunk, HostBatch
+from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, failed_batch
 from pinfeed.pipeline.sources.batch_functions import FunctionCall
 from pinfeed.pipeline.transfer import Transfer
 from pinfeed.profiling.spans import Lane
@@ -183,7 +183,14 @@ class SlotFiller:
             self._transfer.fill(slot, made, number)
         if functions.device is not None:
             call = functools.partial(functions.device, epoch=functions.epoch, number=number)
-            self._transfer.transform(slot, call)
+            try:
+                self._transfer.transform(slot, call)
+            except Cancelled:
+                raise
+            except Exception as error:
+                if slot.batch is None or not slot.batch.keeps_errors:
+                    raise
+                slot.batch = _failed(slot.batch, error)
             slot.device_transform_s = self._count("device_transform", functions.device.take_calls())
 
     def _add_read(self, slot: Slot, turn: int, start_s: float, end_s: float) -> None:
@@ -206,13 +213,15 @@ class SlotFiller:
         """Gather the batches of a slot.
 
         If one of several cannot be gathered, the slot carries those before it. The error is raised
-        when the loop asks for the batch that failed.
+        when the loop asks for the batch that failed. A batch that keeps its errors is replaced.
         """
         try:
             return self._transfer.fill(slot, batch, number)
         except Cancelled:
             raise
         except Exception as error:
+            if batch.keeps_errors:
+                return self._transfer.fill(slot, _failed(batch, error), number)
             n_batches = len(batch.batches)
             n_good = self._n_good(slot, batch, number) if n_batches > 1 else 0
             if n_good in (0, n_batches):
@@ -229,6 +238,13 @@ class SlotFiller:
             except Exception:
                 return i
         return len(batch.batches)
+
+
+def _failed(batch: HostBatch, error: Exception) -> HostBatch:
+    """Return a batch in place of one that failed, after which the loop continues."""
+    failed = failed_batch(error)
+    failed.state = batch.state
+    return failed
 
 
 class _Turns:
