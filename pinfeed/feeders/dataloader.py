@@ -272,10 +272,14 @@ class LoaderFeeder(BaseFeeder[T_co]):
 
     @property
     def plan(self) -> Plan:
-        """Memory that the files behind ``fetch`` take. That of the batches is not known."""
-        if self._fetch is None:
-            return Plan(0, self._depth, "staged", ())
-        return self._fetch.plan(self._depth, self._device)
+        """Memory that the files behind ``fetch`` take. That of the batches is not known.
+
+        What functions on batches return is counted as measured so far.
+        """
+        plan = Plan(0, self._depth, "staged", ())
+        if self._fetch is not None:
+            plan = self._fetch.plan(self._depth, self._device)
+        return self._functions.with_measured(plan, unified=self._device.unified)
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch, as the loader reports it.

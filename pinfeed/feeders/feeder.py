@@ -13,10 +13,12 @@ from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base import ResumableFeeder, T_co
 from pinfeed.feeders.batch import Batch
 from pinfeed.feeders.batch_functions import batch_function, has_functions
+from pinfeed.feeders.function_trial import measure_functions
 from pinfeed.feeders.hints import FEEDER_HINTS
 from pinfeed.feeders.options import FeederOptions, check_loop_options
 from pinfeed.feeders.row_selection import RowArguments, RowSelection
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth, n_held
+from pinfeed.memory.function_memory import FunctionMemory
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan, check_route
 from pinfeed.pipeline.epochs import EpochRunner
@@ -26,6 +28,7 @@ from pinfeed.pipeline.loop_functions import LoopFunctions
 from pinfeed.pipeline.planner import PlanRequest, make_plan, part_capacity
 from pinfeed.pipeline.rank_plan import plan_of_rank
 from pinfeed.pipeline.schedule import PrefetchSchedule, choose_schedule
+from pinfeed.pipeline.sources.batch_functions import BatchFunction
 from pinfeed.pipeline.sources.store_rows import RowSource
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.rows.batches import RowBatches
@@ -51,6 +54,9 @@ if TYPE_CHECKING:
     )
 
 logger = logging.getLogger("pinfeed")
+
+MakeFunctions = Callable[[], tuple[BatchFunction | None, BatchFunction | None]]
+"""Makes the functions of a batch on the host and on the device."""
 
 
 class Feeder(ResumableFeeder[T_co]):
@@ -226,8 +232,9 @@ class Feeder(ResumableFeeder[T_co]):
             self._open_device(device, self._n_buffers(schedule))
             schedule = schedule.on(self._device, may_measure=self._may_measure)
             route = "staged" if options["host_transform"] is not None else route
-            batches = self._plan_batches(selection, schedule, route)
-            self._functions = self._loop_functions(options, selection, schedule, seed)
+            make_functions = self._functions_of(options, selection, seed)
+            batches = self._plan_batches(selection, schedule, route, make_functions)
+            self._functions = LoopFunctions(*make_functions(), self._host_gather(options, schedule))
             self._write_schedule = dataclasses.replace(
                 _schedule_with_writes(schedule), repeats=not batches.is_distinct
             )
@@ -288,8 +295,14 @@ class Feeder(ResumableFeeder[T_co]):
 
     @property
     def plan(self) -> Plan:
-        """Batch size and memory of every buffer; ``print(feeder.plan)`` explains them in words."""
-        return self._plan
+        """Batch size and memory of every buffer; ``print(feeder.plan)`` explains them in words.
+
+        What functions on batches return is counted as measured so far. With ``config``, it is
+        predicted.
+        """
+        if self._is_limited:
+            return self._plan
+        return self._functions.with_measured(self._plan, unified=self._device.unified)
 
     def flush_writes(self) -> None:
         """Wait until all write-backs so far are in their stores.
@@ -311,7 +324,11 @@ class Feeder(ResumableFeeder[T_co]):
         return (len(self._stores.stores) + 2 * len(self._stores.ragged)) * n_batches
 
     def _plan_batches(
-        self, selection: RowSelection, schedule: PrefetchSchedule, route: str | None
+        self,
+        selection: RowSelection,
+        schedule: PrefetchSchedule,
+        route: str | None,
+        make_functions: MakeFunctions,
     ) -> RowBatches:
         """Plan the memory and how each store is read, and return the batches that follow."""
         stores = self._stores.stores
@@ -319,8 +336,20 @@ class Feeder(ResumableFeeder[T_co]):
         if isinstance(selection.order, ElementBatches):
             for ragged in self._stores.ragged:
                 selection.order.require_bound(ragged.lengths, repr(ragged))
+        memory = None
+        self._is_limited = selection.config is not None
+        host, on_device = make_functions()
+        if host is not None or on_device is not None:
+            memory = FunctionMemory(has_host=host is not None)
+            if self._is_limited:
+                memory = measure_functions(self._stores, self._device, host, on_device)
         request = PlanRequest(
-            stores, selection.order, selection.batch_size, selection.config, self._stores.ragged
+            stores,
+            selection.order,
+            selection.batch_size,
+            selection.config,
+            self._stores.ragged,
+            memory,
         )
         plan, self._read_plan = make_plan(request, schedule, self._device, route)
         batches = selection.batches(n_rows, plan)
@@ -349,19 +378,21 @@ class Feeder(ResumableFeeder[T_co]):
             again=options["again"],
         )
 
-    def _loop_functions(
-        self,
-        options: FeederOptions,
-        selection: RowSelection,
-        schedule: PrefetchSchedule,
-        seed: int,
-    ) -> LoopFunctions:
-        """Return the functions that change each batch."""
+    def _functions_of(
+        self, options: FeederOptions, selection: RowSelection, seed: int
+    ) -> MakeFunctions:
+        """Return what makes the functions of a batch on the host and on the device."""
         rank = None if selection.shard is None else selection.shard.rank
-        host = batch_function("host_transform", options, seed, "cpu", rank)
-        device = batch_function("device_transform", options, seed, self.device, rank)
-        gather = None if host is None else HostGather(self._capacity, schedule.n_slots + 1)
-        return LoopFunctions(host, device, gather)
+        return lambda: (
+            batch_function("host_transform", options, seed, "cpu", rank),
+            batch_function("device_transform", options, seed, self.device, rank),
+        )
+
+    def _host_gather(self, options: FeederOptions, schedule: PrefetchSchedule) -> HostGather | None:
+        """Return what reads the rows for a function on the host; None without one."""
+        if options["host_transform"] is None:
+            return None
+        return HostGather(self._capacity, schedule.n_slots + 1)
 
     def _close_sources(self, stack: contextlib.ExitStack) -> None:
         if self._functions.gather is not None:

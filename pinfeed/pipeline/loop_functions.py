@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pinfeed.devices.base import Tensor
+from pinfeed.memory.function_memory import FunctionMemory, constant
+from pinfeed.memory.plan import Plan
 from pinfeed.pipeline.host_gather import HostGather
 from pinfeed.pipeline.sources.base import HostBatch, RowGroup
 from pinfeed.pipeline.sources.batch_functions import BatchFunction, FunctionCall
@@ -51,6 +57,41 @@ class LoopFunctions:
         """Return the calls of ``host`` by the source since this was asked last."""
         return self.host.take_calls() if self.host is not None and self.gather is None else []
 
+    def with_measured(self, plan: Plan, *, unified: bool) -> Plan:
+        """Return a plan with the memory of what the functions have returned so far.
+
+        Args:
+            plan: Plan without this memory.
+            unified: Whether the batches live in host memory.
+        """
+        if not self:
+            return plan
+        host = (self.host.returned_nbytes, self.host.new_nbytes) if self.host else (0, 0)
+        memory = FunctionMemory(
+            has_host=self.gather is not None,
+            host_returned=constant(host[0] if self.gather is not None else 0),
+            host_new=constant(host[1]),
+            device_new=constant(self.device.new_nbytes if self.device is not None else 0),
+        )
+        items = memory.allocations(0, plan.depth, unified=unified, when=", as measured so far")
+        if not items:
+            note = "what functions on batches return is counted here when they have returned it"
+            return dataclasses.replace(plan, notes=(*plan.notes, note))
+        return dataclasses.replace(plan, items=(*plan.items, *items))
+
+    def on_device(self, tensors: Sequence[Tensor], number: int) -> Callable[[Any], Any]:
+        """Return a function that calls ``device`` for a batch in the user's structure.
+
+        Args:
+            tensors: Tensors of the batch.
+            number: Number of the batch.
+        """
+        from pinfeed.tensors.tensors_in import memory_of
+
+        assert self.device is not None
+        given = memory_of(tensors)
+        return functools.partial(self.device, epoch=self.epoch, number=number, given=given)
+
     def on_rows(self, rows: Any, batch: HostBatch, number: int) -> HostBatch:
         """Return what ``host`` makes of the rows of a batch.
 
@@ -59,8 +100,10 @@ class LoopFunctions:
             batch: The batch that they are.
             number: Number of the batch.
         """
+        from pinfeed.tensors.tensors_in import memory_of
+
         assert self.host is not None
-        load = load_of(self.host(rows, self.epoch, number))
+        load = load_of(self.host(rows, self.epoch, number, memory_of(rows)))
         load.batches = batch.batches
         # The loop is told the row indices, and cannot write the rows back.
         load.groups = [RowGroup(group.rows, 0, ()) for group in batch.groups]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import threading
 from collections.abc import Generator, Sequence
@@ -182,7 +181,7 @@ class SlotFiller:
             slot.made_s = self._counters.now()
             self._transfer.fill(slot, made, number)
         if functions.device is not None:
-            call = functools.partial(functions.device, epoch=functions.epoch, number=number)
+            call = functions.on_device(slot.tensors, number)
             try:
                 self._transfer.transform(slot, call)
             except Cancelled:

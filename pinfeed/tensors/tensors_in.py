@@ -1,7 +1,8 @@
-"""tensors_in(): the dense tensors that an object consists of."""
+"""tensors_in() and memory_of(): the dense tensors of an object, and the memory they are in."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
@@ -22,6 +23,29 @@ def tensors_in(value: Any) -> list[Any]:
     tensor consists of several.
     """
     return list(_tensors_in(value, set()))
+
+
+def tensor_nbytes(value: Any) -> int:
+    """Return the bytes of the dense tensors that an object consists of."""
+    return sum(math.prod(one.shape) * one.dtype.itemsize for one in tensors_in(value))
+
+
+def memory_of(value: Any) -> dict[int, int]:
+    """Return the bytes of each memory that the tensors of an object are in, by a number of it.
+
+    The number is that of no other memory as long as the object exists.
+    """
+    return dict(map(_memory_of, tensors_in(value)))
+
+
+def _memory_of(tensor: Any) -> tuple[int, int]:
+    if isinstance(tensor, torch.Tensor):
+        storage = tensor.untyped_storage()
+        # A tensor without data, such as one of a simulated device, has no address.
+        return storage.data_ptr() or storage._cdata, storage.nbytes()
+    # An array of a simulated device has its memory as an attribute.
+    memory = getattr(tensor, "memory", tensor)
+    return id(memory), math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
 def _tensors_in(value: Any, seen: set[int]) -> Iterator[Any]:

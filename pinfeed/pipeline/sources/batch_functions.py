@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 from pinfeed.errors import ArgumentError, add_note
@@ -48,21 +48,29 @@ class BatchFunction:
         self._entropy = entropy
         self._device = device
         self._calls: list[FunctionCall] = []
+        self.returned_nbytes = 0
+        """Most bytes of the tensors that a call has returned so far."""
+        self.new_nbytes = 0
+        """Most bytes of memory that these are in, without the memory of what the call was given."""
         self.now = time.perf_counter
         """Clock of the calls, in seconds."""
 
-    def __call__(self, batch: Any, epoch: int, number: int) -> Any:
+    def __call__(
+        self, batch: Any, epoch: int, number: int, given: Container[int] = frozenset()
+    ) -> Any:
         """Return what the function makes of a batch.
 
         Args:
             batch: The batch.
             epoch: Number of the epoch.
             number: Number of the batch in its epoch.
+            given: Memory of the batch that is known to the loop, as ``memory_of`` numbers it.
 
         Raises:
             Exception: If the function raised it; a note names the batch.
             ArgumentError: If the function returned None.
         """
+        from pinfeed.tensors.tensors_in import memory_of, tensor_nbytes
         from pinfeed.tensors.torch_modes import no_grad, seeded_generator
 
         which = f"{self._name} of batch {number}, epoch {epoch}"
@@ -86,6 +94,9 @@ class BatchFunction:
                 f"{which} returned None; expected a batch; return the batch at the end of the "
                 "function"
             )
+        new = [nbytes for memory, nbytes in memory_of(made).items() if memory not in given]
+        self.returned_nbytes = max(self.returned_nbytes, tensor_nbytes(made))
+        self.new_nbytes = max(self.new_nbytes, sum(new))
         return made
 
     def take_calls(self) -> list[FunctionCall]:

@@ -272,11 +272,14 @@ class RowLoop(LoaderFeeder[T_co]):
 
     @property
     def plan(self) -> Plan:
-        """Memory of the caches of the tables. That of the batches is not known in advance."""
+        """Memory of the caches of the tables. That of the batches is not known in advance.
+
+        What functions on batches return is counted as measured so far.
+        """
         caches = self._row_source.caches
         notes = cache_notes(self._tables, caches, self._device)
         is_direct = all(map(self._device.reaches, self._stores))
-        return Plan(
+        plan = Plan(
             0,
             self._schedule.depth,
             "direct" if is_direct else "staged",
@@ -284,6 +287,7 @@ class RowLoop(LoaderFeeder[T_co]):
             notes=(*[self._route] * bool(self._route), *notes),
             measures_depth=self._schedule.measures_depth,
         )
+        return self._functions.with_measured(plan, unified=self._device.unified)
 
     @property
     def exchanged(self) -> Exchanged:
