@@ -7,7 +7,7 @@ from typing import Any
 
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.options import FUNCTIONS
-from pinfeed.pipeline.sources.batch_functions import BatchFunction
+from pinfeed.pipeline.sources.batch_functions import BatchFunction, Seed
 from pinfeed.validation.arguments import check_seed
 from pinfeed.validation.functions import takes_generator
 
@@ -50,8 +50,5 @@ def batch_function(
     function = options[name]
     if function is None:
         return None
-    first = (seed or 0) % 2**64
-    last = (FUNCTIONS.index(name), *(() if rank is None else (rank,)))
-    return BatchFunction(
-        name, function, lambda epoch, number: (first, epoch, number, *last), device
-    )
+    number = 0 if seed is None else check_seed(seed)
+    return BatchFunction(name, function, Seed(number, FUNCTIONS.index(name), rank), device)

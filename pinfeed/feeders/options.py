@@ -27,6 +27,8 @@ class LoopOptions(TypedDict, total=False):
         numbers = (seed, epoch, batch, which)  # and the rank, if a Feeder has ranks
         state = np.random.SeedSequence(numbers).generate_state(1, np.uint64)
         generator = torch.Generator(device).manual_seed(int(state[0]))
+
+    A negative seed counts modulo 2**64.
     """
 
     again: Annotated[Again, Default("end")]

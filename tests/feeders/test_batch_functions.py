@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.depth_choices import script
 from torch.utils.data import DataLoader
 
 from pinfeed import ArrayStore, Feeder, HostEmbedding, RowOptimizer, train_rows, wrap_loader
@@ -97,6 +98,10 @@ def test_results_do_not_depend_on_the_depth(kind: str) -> None:
     want = batches_of(feeder_of(kind, depth=0))
     for depth in DEPTHS[1:]:
         require_equal(batches_of(feeder_of(kind, depth=depth)), want)
+    # A loop that becomes synchronous, and prefetches again.
+    changing = feeder_of(kind, depth=2)
+    script(changing, [False, True, False, True])
+    require_equal(batches_of(changing), want)
 
 
 def test_results_are_those_of_the_plain_loop() -> None:
@@ -126,6 +131,11 @@ def test_a_resumed_loop_continues_with_the_numbers_of_its_batches(kind: str) -> 
         rest = feeder_of(kind)
         if kind == "table":
             rest.table.store.array[:] = first.table.store.array
+    with (
+        feeder_of(kind, seed=4) as other,
+        pytest.raises(ArgumentError, match=r"seed.* was 3, is 4"),
+    ):
+        other.load_state_dict(state)
     rest.load_state_dict(state)
     require_equal(batches_of(rest), want[3:])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from typing import Any, NamedTuple
 
 from pinfeed.errors import ArgumentError, add_note
@@ -21,6 +21,22 @@ class FunctionCall(NamedTuple):
     end_s: float
 
 
+class Seed(NamedTuple):
+    """Numbers that seed the generators of a function, given the epoch and number of a batch."""
+
+    number: int
+    """The user's seed."""
+    which: int
+    """0 for the function on the host, and 1 for that on the device."""
+    rank: int | None
+    """Number of this process, if several share an epoch."""
+
+    def entropy(self, epoch: int, batch: int) -> tuple[int, ...]:
+        """Return what the seed of a batch's generator is made of; ``LoopOptions`` states it."""
+        numbers = (self.number % 2**64, epoch, batch, self.which)
+        return numbers if self.rank is None else (*numbers, self.rank)
+
+
 class BatchFunction:
     """A function of the user that takes a batch and returns one.
 
@@ -31,21 +47,15 @@ class BatchFunction:
     Args:
         name: Name of the argument by which the user gave the function.
         function: The function.
-        entropy: Numbers that the seeds depend on, given the epoch and the number of the batch.
+        seed: Numbers that seed the generators.
         device: Name of the device that the generators draw on.
     """
 
-    def __init__(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        entropy: Callable[[int, int], Sequence[int]],
-        device: str,
-    ) -> None:
+    def __init__(self, name: str, function: Callable[..., Any], seed: Seed, device: str) -> None:
         self.takes_generator = takes_generator(function)
+        self.seed = seed
         self._name = name
         self._function = function
-        self._entropy = entropy
         self._device = device
         self._calls: list[FunctionCall] = []
         self.returned_nbytes = 0
@@ -76,7 +86,7 @@ class BatchFunction:
         which = f"{self._name} of batch {number}, epoch {epoch}"
         function = self._function
         if self.takes_generator:
-            generator = seeded_generator(self._device, self._entropy(epoch, number))
+            generator = seeded_generator(self._device, self.seed.entropy(epoch, number))
             function = functools.partial(function, generator=generator)
         start_s = self.now()
         try:
