@@ -231,10 +231,9 @@ class Feeder(ResumableFeeder[T_co]):
             schedule = _schedule_of_single_batches(schedule) if has_functions(options) else schedule
             self._open_device(device, self._n_buffers(schedule))
             schedule = schedule.on(self._device, may_measure=self._may_measure)
-            route = "staged" if options["host_transform"] is not None else route
             make_functions = self._functions_of(options, selection, seed)
             batches = self._plan_batches(selection, schedule, route, make_functions)
-            self._functions = LoopFunctions(*make_functions(), self._host_gather(options, schedule))
+            self._functions = self._functions_of_loop(schedule, *make_functions())
             self._write_schedule = dataclasses.replace(
                 _schedule_with_writes(schedule), repeats=not batches.is_distinct
             )
@@ -351,6 +350,8 @@ class Feeder(ResumableFeeder[T_co]):
             self._stores.ragged,
             memory,
         )
+        # Rows for a function on the host are gathered by the CPU.
+        route = route if host is None else "staged"
         plan, self._read_plan = make_plan(request, schedule, self._device, route)
         batches = selection.batches(n_rows, plan)
         self._plan = plan
@@ -388,11 +389,15 @@ class Feeder(ResumableFeeder[T_co]):
             batch_function("device_transform", options, seed, self.device, rank),
         )
 
-    def _host_gather(self, options: FeederOptions, schedule: PrefetchSchedule) -> HostGather | None:
-        """Return what reads the rows for a function on the host; None without one."""
-        if options["host_transform"] is None:
-            return None
-        return HostGather(self._capacity, schedule.n_slots + 1)
+    def _functions_of_loop(
+        self,
+        schedule: PrefetchSchedule,
+        host: BatchFunction | None,
+        on_device: BatchFunction | None,
+    ) -> LoopFunctions:
+        """Return the functions with what reads the rows for them."""
+        gather = None if host is None else HostGather(self._capacity, schedule.n_slots + 1)
+        return LoopFunctions(host, on_device, gather)
 
     def _close_sources(self, stack: contextlib.ExitStack) -> None:
         if self._functions.gather is not None:
