@@ -86,7 +86,8 @@ class Feeder(ResumableFeeder[T_co]):
             their columns. An open ``h5py.Dataset`` or ``zarr.Array`` is one source.
         batch_size: Rows per batch. Give either this or ``config``; give neither if ``rows`` yields
             whole batches.
-        config: Memory limits that decide the batch size.
+        config: Memory limits that decide the batch size. Functions of batches are then called on
+            trial when the feeder is made, with some of the first rows, to predict their memory.
         rows: Sampling order: an order of ``pinfeed.rows``, a torch Sampler or BatchSampler, or an
             iterable of row indices or of whole batches of row indices. None is the order of the
             source. A sampler with an ``epoch`` attribute, such as DistributedSampler, is set to the

@@ -67,12 +67,18 @@ class FunctionMemory:
         place: Place = "host" if unified else "device"
         # A batch on the host is kept until its copy is lent.
         n_on_host = n if unified else depth + 1
+        # The memory of a result on a GPU is free when the training step has done its work, and
+        # the copies of a batch wait for the step of the batch that had its slot before.
+        n_on_device = n if unified else 2 * depth + 2
         found = [
             Allocation(
                 f"results of host_transform{when}", "host", n_on_host, self.host_new(rows_nbytes)
             ),
             Allocation(
-                f"results of device_transform{when}", place, n, self.device_new(rows_nbytes)
+                f"results of device_transform{when}",
+                place,
+                n_on_device,
+                self.device_new(rows_nbytes),
             ),
             Allocation("work of device_transform", place, 1, self.device_working(rows_nbytes)),
         ]

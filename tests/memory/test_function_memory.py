@@ -53,7 +53,7 @@ ON_DEVICE = {
     ("results of host_transform", "host"): (3, 204800),
     ("batches", "device"): (4, 204800),
     ("staging", "pinned"): (3, 204800),
-    ("results of device_transform", "device"): (4, 102400),
+    ("results of device_transform", "device"): (6, 102400),
 }
 
 
