@@ -28,7 +28,6 @@ from pinfeed.pipeline.loop_functions import LoopFunctions
 from pinfeed.pipeline.planner import PlanRequest, make_plan, part_capacity
 from pinfeed.pipeline.rank_plan import plan_of_rank
 from pinfeed.pipeline.schedule import PrefetchSchedule, choose_schedule
-from pinfeed.pipeline.sources.batch_functions import BatchFunction
 from pinfeed.pipeline.sources.store_rows import RowSource
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.rows.batches import RowBatches
@@ -54,9 +53,6 @@ if TYPE_CHECKING:
     )
 
 logger = logging.getLogger("pinfeed")
-
-MakeFunctions = Callable[[], tuple[BatchFunction | None, BatchFunction | None]]
-"""Makes the functions of a batch on the host and on the device."""
 
 
 class Feeder(ResumableFeeder[T_co]):
@@ -232,9 +228,8 @@ class Feeder(ResumableFeeder[T_co]):
             schedule = _schedule_of_single_batches(schedule) if has_functions(options) else schedule
             self._open_device(device, self._n_buffers(schedule))
             schedule = schedule.on(self._device, may_measure=self._may_measure)
-            make_functions = self._functions_of(options, selection, seed)
-            batches = self._plan_batches(selection, schedule, route, make_functions)
-            self._functions = self._functions_of_loop(schedule, *make_functions())
+            functions = self._functions_of(options, selection, seed)
+            batches = self._plan_batches(selection, schedule, route, functions)
             self._write_schedule = dataclasses.replace(
                 _schedule_with_writes(schedule), repeats=not batches.is_distinct
             )
@@ -328,7 +323,7 @@ class Feeder(ResumableFeeder[T_co]):
         selection: RowSelection,
         schedule: PrefetchSchedule,
         route: str | None,
-        make_functions: MakeFunctions,
+        functions: LoopFunctions,
     ) -> RowBatches:
         """Plan the memory and how each store is read, and return the batches that follow."""
         stores = self._stores.stores
@@ -336,13 +331,10 @@ class Feeder(ResumableFeeder[T_co]):
         if isinstance(selection.order, ElementBatches):
             for ragged in self._stores.ragged:
                 selection.order.require_bound(ragged.lengths, repr(ragged))
-        memory = None
         self._is_limited = selection.config is not None
-        host, on_device = make_functions()
-        if host is not None or on_device is not None:
-            memory = FunctionMemory(has_host=host is not None)
-            if self._is_limited:
-                memory = measure_functions(self._stores, self._device, host, on_device)
+        memory = FunctionMemory(has_host=functions.host is not None) if functions else None
+        if functions and self._is_limited:
+            memory = measure_functions(self._stores, self._device, functions)
         request = PlanRequest(
             stores,
             selection.order,
@@ -352,11 +344,15 @@ class Feeder(ResumableFeeder[T_co]):
             memory,
         )
         # Rows for a function on the host are gathered by the CPU.
-        route = route if host is None else "staged"
+        route = route if functions.host is None else "staged"
         plan, self._read_plan = make_plan(request, schedule, self._device, route)
         batches = selection.batches(n_rows, plan)
         self._plan = plan
         self._capacity = part_capacity(request, plan.batch_size)
+        self._functions = functions
+        if functions.host is not None:
+            gather = HostGather(self._capacity, schedule.n_slots + 1)
+            self._functions = dataclasses.replace(functions, gather=gather)
         if selection.shard is not None:
             self._plan = plan_of_rank(selection.shard, plan, n_rows)
         return batches
@@ -382,23 +378,13 @@ class Feeder(ResumableFeeder[T_co]):
 
     def _functions_of(
         self, options: FeederOptions, selection: RowSelection, seed: int
-    ) -> MakeFunctions:
-        """Return what makes the functions of a batch on the host and on the device."""
+    ) -> LoopFunctions:
+        """Return the functions that change each batch, without what reads rows for them."""
         rank = None if selection.shard is None else selection.shard.rank
-        return lambda: (
+        return LoopFunctions(
             batch_function("host_transform", options, seed, "cpu", rank),
             batch_function("device_transform", options, seed, self.device, rank),
         )
-
-    def _functions_of_loop(
-        self,
-        schedule: PrefetchSchedule,
-        host: BatchFunction | None,
-        on_device: BatchFunction | None,
-    ) -> LoopFunctions:
-        """Return the functions with what reads the rows for them."""
-        gather = None if host is None else HostGather(self._capacity, schedule.n_slots + 1)
-        return LoopFunctions(host, on_device, gather)
 
     def _close_sources(self, stack: contextlib.ExitStack) -> None:
         if self._functions.gather is not None:

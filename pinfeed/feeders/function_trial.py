@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,6 @@ from pinfeed.pipeline.host_gather import HostGather
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.loop_functions import LoopFunctions
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.sources.batch_functions import BatchFunction
 from pinfeed.pipeline.sources.store_rows import RowSource
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.readahead import RaggedReads
@@ -38,30 +38,30 @@ class _Trial(NamedTuple):
     device_working: int
 
 
-def measure_functions(
-    tree: StoreTree, device: Device, host: BatchFunction | None, on_device: BatchFunction | None
-) -> FunctionMemory:
-    """Predict the memory of functions from two batches of the first rows, which are small.
+def measure_functions(tree: StoreTree, device: Device, functions: LoopFunctions) -> FunctionMemory:
+    """Predict the memory of functions from two batches of the first rows.
 
     Args:
         tree: Stores of the rows.
         device: Device of the batches.
-        host: Function of the batch on the host; None if there is none.
-        on_device: Function of the batch on the device; None if there is none.
+        functions: The functions, without what reads rows for them.
 
     Raises:
         Exception: If a function raised it; a note tells of the trial.
     """
     n_rows = min(max(2, _TRIAL_BYTES // max(1, tree.row_nbytes)), max(1, tree.n_rows // 2))
-    functions = LoopFunctions(host, on_device, None if host is None else HostGather((), 1))
-    small = _run(tree, device, functions, n_rows)
-    large = _run(tree, device, functions, min(2 * n_rows, tree.n_rows))
+    with contextlib.ExitStack() as stack:
+        if functions.host is not None:
+            gather = stack.enter_context(contextlib.closing(HostGather((), 1)))
+            functions = dataclasses.replace(functions, gather=gather)
+        small = _run(tree, device, functions, n_rows)
+        large = _run(tree, device, functions, min(2 * n_rows, tree.n_rows))
 
     def predicted(name: str) -> Nbytes:
         return linear((small.rows, getattr(small, name)), (large.rows, getattr(large, name)))
 
     return FunctionMemory(
-        has_host=host is not None,
+        has_host=functions.host is not None,
         **{name: predicted(name) for name in _Trial._fields if name != "rows"},
     )
 
@@ -94,13 +94,7 @@ def _run(tree: StoreTree, device: Device, functions: LoopFunctions, n_rows: int)
     rows_nbytes = n_rows * sum(map(row_nbytes, tree.stores))
     # Without the bounds of ragged rows, whose share is larger in small rows than in large ones.
     rows_nbytes += sum(one.read(np.arange(n_rows))[0].nbytes for one in tree.ragged)
-    host, on_device = functions.host, functions.device
-    returned = host.returned_nbytes if host is not None else rows_nbytes
-    new = on_device.new_nbytes if on_device is not None else 0
-    return _Trial(
-        rows_nbytes,
-        host.returned_nbytes if host is not None else 0,
-        host.new_nbytes if host is not None else 0,
-        new,
-        max(0, peak_nbytes - returned - new),
-    )
+    host_returned, host_new, device_new = functions.measured_nbytes
+    moved = host_returned if functions.host is not None else rows_nbytes
+    working = max(0, peak_nbytes - moved - device_new)
+    return _Trial(rows_nbytes, host_returned, host_new, device_new, working)

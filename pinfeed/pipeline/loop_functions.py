@@ -64,6 +64,12 @@ class LoopFunctions:
         """Return the calls of ``host`` by the source since this was asked last."""
         return self.host.take_calls() if self.host is not None and self.gather is None else []
 
+    @property
+    def measured_nbytes(self) -> tuple[int, int, int]:
+        """Most bytes so far: what ``host`` returned, the new memory of that, and of ``device``."""
+        host = (0, 0) if self.host is None else (self.host.returned_nbytes, self.host.new_nbytes)
+        return *host, 0 if self.device is None else self.device.new_nbytes
+
     def with_measured(self, plan: Plan, *, unified: bool) -> Plan:
         """Return a plan with the memory of what the functions have returned so far.
 
@@ -73,12 +79,13 @@ class LoopFunctions:
         """
         if not self:
             return plan
-        host = (self.host.returned_nbytes, self.host.new_nbytes) if self.host else (0, 0)
+        host_returned, host_new, device_new = self.measured_nbytes
         memory = FunctionMemory(
             has_host=self.gather is not None,
-            host_returned=constant(host[0] if self.gather is not None else 0),
-            host_new=constant(host[1]),
-            device_new=constant(self.device.new_nbytes if self.device is not None else 0),
+            # A plan without the batches of a loader has none that the function makes of them.
+            host_returned=constant(host_returned if self.gather is not None else 0),
+            host_new=constant(host_new),
+            device_new=constant(device_new),
         )
         items = memory.allocations(0, plan.depth, unified=unified, when=", as measured so far")
         if not items:

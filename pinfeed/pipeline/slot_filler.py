@@ -194,8 +194,8 @@ class SlotFiller:
 
     def _add_read(self, slot: Slot, turn: int, start_s: float, end_s: float) -> None:
         """Record that a reader has read the rows of a slot."""
-        assert slot.batch is not None
-        if (timeline := self._counters.timeline) is not None:
+        timeline = self._counters.timeline
+        if timeline is not None and slot.batch is not None:
             n_batches = len(slot.batch.batches)
             timeline.add("read", self.number(turn), start_s, end_s, n_batches)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from types import FunctionType, ModuleType
@@ -27,25 +28,31 @@ def tensors_in(value: Any) -> list[Any]:
 
 def tensor_nbytes(value: Any) -> int:
     """Return the bytes of the dense tensors that an object consists of."""
-    return sum(math.prod(one.shape) * one.dtype.itemsize for one in tensors_in(value))
+    return sum(map(_nbytes, tensors_in(value)))
 
 
 def memory_of(value: Any) -> dict[int, int]:
     """Return the bytes of each memory that the tensors of an object are in, by a number of it.
 
-    The number is that of no other memory as long as the object exists.
+    No other memory has the number as long as the object exists.
     """
     return dict(map(_memory_of, tensors_in(value)))
 
 
 def _memory_of(tensor: Any) -> tuple[int, int]:
-    if isinstance(tensor, torch.Tensor):
+    # Some tensors have no storage.
+    with contextlib.suppress(AttributeError, RuntimeError):
         storage = tensor.untyped_storage()
-        # A tensor without data, such as one of a simulated device, has no address.
+        # One without data, such as that of a simulated device, has no address.
         return storage.data_ptr() or storage._cdata, storage.nbytes()
     # An array of a simulated device has its memory as an attribute.
-    memory = getattr(tensor, "memory", tensor)
-    return id(memory), math.prod(tensor.shape) * tensor.dtype.itemsize
+    return id(getattr(tensor, "memory", tensor)), _nbytes(tensor)
+
+
+def _nbytes(tensor: Any) -> int:
+    # Arrays of other libraries have dtypes of their own.
+    itemsize: int = getattr(tensor.dtype, "itemsize", 0)
+    return math.prod(tensor.shape) * itemsize
 
 
 def _tensors_in(value: Any, seen: set[int]) -> Iterator[Any]:
