@@ -1,10 +1,10 @@
-"""tensors_in() and memory_of(): the dense tensors of an object, and the memory they are in."""
+"""tensors_in() and others: the dense tensors of an object, and the memory that they are in."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -26,17 +26,25 @@ def tensors_in(value: Any) -> list[Any]:
     return list(_tensors_in(value, set()))
 
 
-def tensor_nbytes(value: Any) -> int:
-    """Return the bytes of the dense tensors that an object consists of."""
-    return sum(map(_nbytes, tensors_in(value)))
-
-
-def memory_of(value: Any) -> dict[int, int]:
-    """Return the bytes of each memory that the tensors of an object are in, by a number of it.
+def memory_of(value: Any) -> frozenset[int]:
+    """Return a number for each memory that the tensors of an object are in.
 
     No other memory has the number as long as the object exists.
     """
-    return dict(map(_memory_of, tensors_in(value)))
+    return frozenset(memory for memory, _ in map(_memory_of, tensors_in(value)))
+
+
+def nbytes_of(value: Any, known: Container[int]) -> tuple[int, int]:
+    """Return the bytes of the tensors of an object, and those of the memory that they are in.
+
+    Args:
+        value: The object.
+        known: Memory that is not counted, as ``memory_of`` numbers it.
+    """
+    tensors = tensors_in(value)
+    memory = dict(map(_memory_of, tensors))
+    new = [nbytes for number, nbytes in memory.items() if number not in known]
+    return sum(map(_nbytes, tensors)), sum(new)
 
 
 def _memory_of(tensor: Any) -> tuple[int, int]:
@@ -51,8 +59,7 @@ def _memory_of(tensor: Any) -> tuple[int, int]:
 
 def _nbytes(tensor: Any) -> int:
     # Arrays of other libraries have dtypes of their own.
-    itemsize: int = getattr(tensor.dtype, "itemsize", 0)
-    return math.prod(tensor.shape) * itemsize
+    return int(math.prod(tensor.shape) * getattr(tensor.dtype, "itemsize", 0))
 
 
 def _tensors_in(value: Any, seen: set[int]) -> Iterator[Any]:

@@ -80,7 +80,7 @@ class BatchFunction:
             Exception: If the function raised it; a note names the batch.
             ArgumentError: If the function returned None.
         """
-        from pinfeed.tensors.tensors_in import memory_of, tensor_nbytes
+        from pinfeed.tensors.tensors_in import nbytes_of
         from pinfeed.tensors.torch_modes import no_grad, seeded_generator
 
         which = f"{self._name} of batch {number}, epoch {epoch}"
@@ -104,9 +104,9 @@ class BatchFunction:
                 f"{which} returned None; expected a batch; return the batch at the end of the "
                 "function"
             )
-        new = [nbytes for memory, nbytes in memory_of(made).items() if memory not in given]
-        self.returned_nbytes = max(self.returned_nbytes, tensor_nbytes(made))
-        self.new_nbytes = max(self.new_nbytes, sum(new))
+        returned_nbytes, new_nbytes = nbytes_of(made, given)
+        self.returned_nbytes = max(self.returned_nbytes, returned_nbytes)
+        self.new_nbytes = max(self.new_nbytes, new_nbytes)
         return made
 
     def take_calls(self) -> list[FunctionCall]:
