@@ -41,6 +41,10 @@ _HINTS: dict[Bottleneck, str] = {
 
 _WITHOUT_THREADS = "depth=0 needs no threads, which compete with the training step for the cores."
 
+_OR_FUNCTION = (
+    "If it is device_transform that takes long, which timeline=True tells, make that cheaper."
+)
+
 logger = logging.getLogger("pinfeed")
 
 
@@ -134,6 +138,8 @@ def explanation(
     change = _HINTS.get(cause) or hint(totals.source_s / totals.read_s if totals.read_s else 0.0)
     if cause in ("copying", "writing"):
         change = f"{change} {transfer_hint()}".rstrip()
+    if cause == "copying" and totals.device_transform_s:
+        change += f" {_OR_FUNCTION}"
     if cause == "overhead" and not totals.is_measured:
         change += f" {_WITHOUT_THREADS}"
     verdict = totals.verdict.replace("of the time", f"of the last {totals.seconds:.1f} s", 1)

@@ -68,7 +68,8 @@ class Totals:
     bytes: int = 0
     """Bytes lent to the loop, without those of rows that were in a cache on the device.
 
-    An object of a batch that is no dense tensor counts 0, because its size is unknown.
+    An object of a batch that is no dense tensor counts 0, because its size is unknown. With
+    ``device_transform``, these are the bytes that the function is given.
     """
     seconds: float = 0.0
     """Time within loops, in seconds as all times here."""

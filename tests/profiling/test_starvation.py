@@ -140,7 +140,7 @@ def test_seconds_of_a_batch_are_not_written_in_powers_of_ten() -> None:
         (
             {"read_s": 1.0, "device_transform_s": 0.1, "copy_wait_s": 8.0, "asynchronous": True},
             "copying",
-            "to the device, or device_transform after it, is",
+            "If it is device_transform that takes long",
         ),
         (
             {"copy_wait_s": 6.0, "device_transform_s": 8.0, "watched": "device"},
