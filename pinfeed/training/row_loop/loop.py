@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pinfeed.devices.base import Device
 from pinfeed.errors import ArgumentError
+from pinfeed.feeders.batch_functions import check_seed_of_functions
 from pinfeed.feeders.dataloader import LoaderFeeder
 from pinfeed.feeders.hints import TABLE_LOOP_HINTS
-from pinfeed.feeders.options import TableLoopOptions, check_loop_options
+from pinfeed.feeders.options import TableLoopOptions, check_options
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan, check_route
@@ -115,7 +116,8 @@ def train_rows(
         depth = config.depth
     if look_ahead is not None:
         look_ahead = whole_number(look_ahead, "look_ahead", least=0)
-    check_loop_options(options)
+    check_options(options)
+    check_seed_of_functions(options)
     return RowLoop(
         loader,
         lent_tables(tables, optimizer),
