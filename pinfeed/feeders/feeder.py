@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base import ResumableFeeder
 from pinfeed.feeders.batch import Batch
-from pinfeed.feeders.batch_functions import batch_function, check_options, has_functions
+from pinfeed.feeders.batch_functions import batch_function, has_functions
 from pinfeed.feeders.hints import FEEDER_HINTS
-from pinfeed.feeders.options import FeederOptions
+from pinfeed.feeders.options import FeederOptions, check_options
 from pinfeed.feeders.row_selection import RowArguments, RowSelection
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth, n_held
 from pinfeed.memory.limits import MemoryLimits
@@ -96,6 +96,11 @@ class Feeder(ResumableFeeder):
         verify: Compare each batch with its rows in the stores before the loop gets it, and raise
             VerificationError if anything but ``write_back`` has changed them. This reads every row
             twice and waits for write-backs.
+        again: Rule for a loop that begins while the iterator of an older one over this feeder
+            exists. With ``"end"``, the older loop ends as by ``break``, and its iterator raises
+            ClosedError if it is asked for another batch. So do ``set_epoch`` and
+            ``load_state_dict``. With ``"refuse"``, they raise ClosedError instead. A loop in
+            another thread is never ended.
         progress: Show a progress bar.
         timeline: Record what takes time in every batch, and name it for GPU profilers.
         host_transform: Function that takes each batch as CPU tensors, in the structure of the
@@ -183,7 +188,7 @@ class Feeder(ResumableFeeder):
             shape (n, *row_shape); of ragged rows, what the layout of their ``RaggedStore`` says.
 
         Raises:
-            ClosedError: If the feeder is closed, or another loop over it runs.
+            ClosedError: If the feeder is closed, or another loop over it runs that is not ended.
         """
         return self._loop.run(self._take, begin=self._begin)
 
@@ -191,7 +196,7 @@ class Feeder(ResumableFeeder):
         """Begin the next epoch, as ``Batch`` objects with row indices and ``write_back``.
 
         Raises:
-            ClosedError: If the feeder is closed, or another loop over it runs.
+            ClosedError: If the feeder is closed, or another loop over it runs that is not ended.
         """
         take = self._take
         stores = self._stores
@@ -268,6 +273,7 @@ class Feeder(ResumableFeeder):
             schedule=schedule,
             progress=options["progress"],
             timeline=options["timeline"],
+            again=options["again"],
             functions=self._functions,
         )
 

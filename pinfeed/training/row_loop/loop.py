@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pinfeed.devices.base import Device
 from pinfeed.errors import ArgumentError
-from pinfeed.feeders.batch_functions import check_options, check_seed_of_functions
+from pinfeed.feeders.batch_functions import check_seed_of_functions
 from pinfeed.feeders.dataloader import LoaderFeeder
 from pinfeed.feeders.hints import TABLE_LOOP_HINTS
-from pinfeed.feeders.options import TableLoopOptions
+from pinfeed.feeders.options import TableLoopOptions, check_options
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan, check_route
 from pinfeed.pipeline.abandoned import is_abandoned
-from pinfeed.pipeline.active_run import has_ended, is_suspended
+from pinfeed.pipeline.active_run import is_suspended
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.schedule import PrefetchSchedule, n_id_readers
 from pinfeed.training.distributed.table import ShardedEmbedding
@@ -97,6 +97,8 @@ def train_rows(
         verify: Whether to keep a copy of every row that was lent, run the synchronous loop on it,
             and raise VerificationError at the first difference. Every batch then waits for the
             device.
+        again: Rule for a loop that begins while another one is left, as for ``Feeder``. The rows
+            of a loop that is ended are written back.
         progress: Whether to show a progress bar.
         timeline: Whether to record what takes time in every batch.
         host_transform: Function that takes each batch of the loader, before the ids are asked for,
@@ -208,9 +210,9 @@ class RowLoop(LoaderFeeder):
         with self._row_source.report_failure():
             self._lending.require_resumed()
         # Checked again when the loop begins, because two iterators may be made before that.
+        self._loop.end_last()
         self._lending.require_idle()
-        lent_batches = self._loop.run(lambda lent: lent, begin=self._begin)
-        generator = self._train(cast("Generator[LentBatch, None, None]", lent_batches))
+        generator = self._loop.run(lambda lent: lent, begin=self._begin, through=self._train)
         self._iterator = weakref.ref(cast("GeneratorType[Any, None, None]", generator))
         return generator
 
@@ -247,8 +249,7 @@ class RowLoop(LoaderFeeder):
     @property
     def is_running(self) -> bool:
         """Whether a loop has begun and has not ended."""
-        generator = self._generator()
-        return generator is not None and not has_ended(generator)
+        return self._loop.is_running
 
     def set_epoch(self, number: int) -> None:
         """Make the next loop epoch ``number``, and tell the loader, as ``wrap_loader`` does.
@@ -257,7 +258,7 @@ class RowLoop(LoaderFeeder):
             number: Number of the epoch, at least 0.
 
         Raises:
-            ClosedError: If a loop runs, or the loop is closed.
+            ClosedError: If a loop runs that is not ended, or the loop is closed.
         """
         super().set_epoch(number)
         self._replay.note_epoch(number)
@@ -354,15 +355,16 @@ class RowLoop(LoaderFeeder):
         self._replay.begin(self._loop.start)
         self._lending.prepare()
 
-    def _train(self, lent_batches: Generator[LentBatch, None, None]) -> Iterator[Any]:
+    def _train(self, lent_batches: Iterator[LentBatch]) -> Iterator[Any]:
         """Lend the rows of each batch while the caller runs its training step."""
+        batches = cast("Generator[LentBatch, None, None]", lent_batches)
         with contextlib.ExitStack() as stack:
             self._lending.reserve(self, stack)
             stack.enter_context(self._row_source.claim_ranks())
-            stack.enter_context(contextlib.closing(lent_batches))
+            stack.enter_context(contextlib.closing(batches))
             stack.enter_context(self._row_source.in_lockstep())
             self._lending.enter_thread()
-            for lent_batch in lent_batches:
+            for lent_batch in batches:
                 data = self._lending.bind(lent_batch)
                 has_finished = False
                 try:
