@@ -8,17 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base import BaseFeeder
+from pinfeed.feeders.batch_functions import (
+    batch_function,
+    check_options,
+    check_seed_of_functions,
+)
 from pinfeed.feeders.fetch import FetchStores
 from pinfeed.feeders.hints import LOADER_HINTS
-from pinfeed.feeders.options import LoaderOptions, LoopOptions
+from pinfeed.feeders.options import LoaderOptions, TableLoopOptions
 from pinfeed.memory.depth import check_optional_depth
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
 from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.lent_batch import LentBatch
+from pinfeed.pipeline.loop_functions import LoopFunctions
 from pinfeed.pipeline.schedule import PrefetchSchedule, measured_schedule
 from pinfeed.pipeline.sources.dataloader import LoaderSource, StatefulSource
-from pinfeed.validation.arguments import check_flag, explain_arguments
+from pinfeed.validation.arguments import explain_arguments
 from pinfeed.validation.safe_repr import safe_repr
 
 if TYPE_CHECKING:
@@ -111,8 +117,8 @@ def wrap_loader(
         NotEnoughCPUMemory: If the limits of ``config`` cannot hold the chunks that reading needs.
         UnknownArgument: If an argument does not exist. The message says where it belongs.
     """
-    check_flag(options["progress"], "progress")
-    check_flag(options["timeline"], "timeline")
+    check_options(options)
+    check_seed_of_functions(options)
     depth = check_optional_depth(depth)
     if config is not None and fetch is None:
         raise ArgumentError(
@@ -157,7 +163,7 @@ class LoaderFeeder(BaseFeeder):
         *,
         device: Any,
         schedule: PrefetchSchedule,
-        options: LoopOptions,
+        options: LoaderOptions | TableLoopOptions,
         n_spare: int | None = None,
         fetch: FetchStores | None = None,
     ) -> None:
@@ -170,6 +176,12 @@ class LoaderFeeder(BaseFeeder):
         self._open_device(device, n_spare)
         if fetch is not None:
             source.fetch = fetch.on(self._device)
+        seed = options["seed"]
+        source.host_transform = batch_function("host_transform", options, seed, "cpu")
+        self._functions = LoopFunctions(
+            source.host_transform,
+            batch_function("device_transform", options, seed, self.device),
+        )
         self._loop = EpochRunner(
             source,
             self._device,
@@ -177,6 +189,7 @@ class LoaderFeeder(BaseFeeder):
             capacity=(),
             progress=options["progress"],
             timeline=options["timeline"],
+            functions=self._functions,
         )
 
     @safe_repr
@@ -285,7 +298,8 @@ class StatefulLoaderFeeder(LoaderFeeder):
     def state_dict(self) -> Any:
         """Return the loader's ``state_dict()`` at the position of the loop.
 
-        Batches that are only prefetched do not count.
+        Batches that are only prefetched do not count. If a function gets a generator, the state is
+        a dict of the loader's own state and of the position of the feeder, which seeds it.
 
         Raises:
             Exception: If the loader's ``state_dict()`` failed; its error.
@@ -293,20 +307,35 @@ class StatefulLoaderFeeder(LoaderFeeder):
         state = self._source.state() if self._loop.is_at_rest else self._state
         if isinstance(state, Exception):
             raise state
-        return state
+        if not self._functions.take_generators:
+            return state
+        return {"loader": state, "pinfeed": self._loop.state()}
 
     def load_state_dict(self, state: Any) -> None:
         """Make the next loop continue at a saved position.
 
         Args:
-            state: Return value of ``state_dict`` of this feeder or of the loader itself.
+            state: Return value of ``state_dict`` of this feeder. Unless a function gets a
+                generator, that of the loader itself is one.
 
         Raises:
+            ArgumentError: If a function gets a generator, and the state does not tell the number of
+                the batch that seeds it.
             ClosedError: If a loop runs, or the feeder is closed.
         """
-        # The loader alone knows the batch. An epoch that was left is not continued.
-        self._loop.load_state(self._loop.state() | {"batch": 0, "checksum": 0})
-        self._loader.load_state_dict(state)
+        is_own = isinstance(state, Mapping) and set(state) == {"loader", "pinfeed"}
+        if not is_own and self._functions.take_generators:
+            raise ArgumentError(
+                "load_state_dict() got a state of the loader itself, which does not tell the "
+                "number of the batch that seeds the generator of host_transform or "
+                "device_transform; expected what state_dict() of this feeder returned"
+            )
+        if is_own and self._functions.take_generators:
+            self._loop.load_state(state["pinfeed"])
+        else:
+            # The loader alone knows the batch. An epoch that was left is not continued.
+            self._loop.load_state(self._loop.state() | {"batch": 0, "checksum": 0})
+        self._loader.load_state_dict(state["loader"] if is_own else state)
 
     def _begin(self) -> None:
         """Begin an epoch of the loader, and keep its state before the first batch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypedDict
 
 from pinfeed.pipeline.sources.samples import Apply
@@ -10,12 +11,26 @@ from pinfeed.validation.options import Default
 
 
 class LoopOptions(TypedDict, total=False):
-    """Options that observe a loop over batches."""
+    """Options that observe a loop over batches, or change each batch.
+
+    A function that has a parameter ``generator`` gets a new ``torch.Generator`` for every batch. So
+    its results depend neither on ``depth`` nor on resuming. ``host_transform`` gets a generator on
+    the CPU, and ``device_transform`` one on the device. Both are seeded as follows, where ``which``
+    is 0 for ``host_transform`` and 1 for ``device_transform``:
+
+        numbers = (seed, epoch, batch, which)  # and the rank, if a Feeder has ranks
+        state = np.random.SeedSequence(numbers).generate_state(1, np.uint64)
+        generator = torch.Generator(device).manual_seed(int(state[0]))
+    """
 
     progress: Annotated[bool, Default(False)]
     """Whether to show a progress bar."""
     timeline: Annotated[bool, Default(False)]
     """Whether to record what takes time in every batch."""
+    host_transform: Annotated[Callable[..., Any] | None, Default(None)]
+    """Function that takes a batch on the host and returns one, before its ids are asked for."""
+    device_transform: Annotated[Callable[..., Any] | None, Default(None)]
+    """Function that takes a batch on the device and returns one; it runs in a side stream."""
 
 
 class FeederOptions(LoopOptions, total=False):
@@ -28,12 +43,17 @@ class FeederOptions(LoopOptions, total=False):
 class LoaderOptions(LoopOptions, total=False):
     """Options that observe a loop over a loader; the last arguments of ``wrap_loader``."""
 
+    seed: Annotated[int | None, Default(None)]
+    """Seed of the generators of functions; None is 0."""
+
 
 class TableLoopOptions(LoopOptions, total=False):
     """Options that observe and check a loop over tables; the last arguments of ``train_rows``."""
 
     verify: Annotated[bool, Default(False)]
     """Whether to compare the rows with those of the synchronous loop."""
+    seed: Annotated[int | None, Default(None)]
+    """Seed of the generators of functions; None is 0."""
 
 
 class ReaderOptions(TypedDict, total=False):

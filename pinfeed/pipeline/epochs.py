@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import threading
@@ -14,6 +15,7 @@ from pinfeed.pipeline.active_run import ActiveRun, is_suspended
 from pinfeed.pipeline.depth_choice import DepthChoice
 from pinfeed.pipeline.host_transfer import HostTransfer
 from pinfeed.pipeline.lent_batch import LentBatch
+from pinfeed.pipeline.loop_functions import NO_FUNCTIONS, LoopFunctions
 from pinfeed.pipeline.position import EpochPosition
 from pinfeed.pipeline.prefetcher import Prefetcher
 from pinfeed.pipeline.schedule import PrefetchSchedule
@@ -42,6 +44,7 @@ class EpochRunner:
         capacity: Bytes of each part of a full batch, as far as they are known.
         progress: Whether to show a progress bar.
         timeline: Whether to record a timeline.
+        functions: Functions of the user that change each batch.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class EpochRunner:
         capacity: Sequence[int],
         progress: bool,
         timeline: bool,
+        functions: LoopFunctions = NO_FUNCTIONS,
     ) -> None:
         self.source = source
         self._schedule = schedule
@@ -64,7 +68,8 @@ class EpochRunner:
         self._counters = Counters(timeline=Timeline() if timeline else None)
         self._starvation = StarvationMonitor(self._counters, source.hint, source.transfer_hint)
         transfer = HostTransfer if device.unified else Transfer
-        self._transfer = transfer(device, schedule.n_slots, capacity, self._counters)
+        self._functions = functions
+        self._transfer = transfer(device, schedule.n_slots, capacity, self._counters, functions)
         self._active = ActiveRun()
         # If two threads ask for a run at the same time, one of them gets it.
         self._beginning = threading.Lock()
@@ -247,7 +252,7 @@ class EpochRunner:
         n_batches = position.batch - start
         choice.end(n_batches, counters.now() - entered_s)
         position.complete_epoch()
-        if start and not n_batches and math.isinf(position.n_batches):
+        if start and not n_batches and position.goes_on_at_end:
             # The epoch was complete when the state was taken, which only its end shows.
             begin()
             yield from self._run(lend, choice, begin)
@@ -255,7 +260,8 @@ class EpochRunner:
     def _lend(self, choice: DepthChoice) -> Iterator[LentBatch]:
         """Start the threads of a run; return its batches."""
         position = self._position
-        self._prefetcher = Prefetcher(self._transfer, position.batch, choice)
+        functions = dataclasses.replace(self._functions, epoch=position.epoch)
+        self._prefetcher = Prefetcher(self._transfer, position.batch, choice, functions)
         thunks = self.source.epoch(
             position.epoch,
             position.batch,

@@ -47,6 +47,14 @@ class EpochPosition:
         except TypeError:
             return math.inf
 
+    @property
+    def goes_on_at_end(self) -> bool:
+        """Whether a run that is resumed at the end of its epoch goes on with the next epoch.
+
+        Then only the end shows that the epoch was complete when the state was taken.
+        """
+        return self._hooks.goes_on and math.isinf(self.n_batches)
+
     def next(self) -> tuple[int, int, int]:
         """Return epoch, batch and checksum with which the next run begins."""
         position = (

@@ -48,6 +48,8 @@ class Counters:
         self.first_batch_s = 0.0
         self.read_s = 0.0
         self.source_s = 0.0
+        self.host_transform_s = 0.0
+        self.device_transform_s = 0.0
         self.copy_wait_s = 0.0
         self.write_s = 0.0
         self._cache: dict[str, Any] = dict.fromkeys(_CACHE_COUNTS, 0)

@@ -12,6 +12,7 @@ from numbers import Real
 from typing import Any, ParamSpec, TypeVar
 
 from pinfeed.errors import ArgumentError, FileMissing, StoreError, UnknownArgument
+from pinfeed.validation.functions import takes_generator
 from pinfeed.validation.options import defaults_of, with_options
 
 P = ParamSpec("P")
@@ -143,8 +144,9 @@ def explain_arguments(
     """Decorate a function, or an ``__init__``, so that a wrong argument gets helpful advice.
 
     Editors and type checkers still see the function's own signature. A ``seed`` without
-    ``shuffle`` is refused here too, because such a seed would shuffle nothing. Only here can the
-    arguments that the caller typed be told from defaults.
+    ``shuffle`` is refused here too, because such a seed would shuffle nothing, unless a function of
+    batches gets a generator. Only here can the arguments that the caller typed be told from
+    defaults.
 
     Args:
         hints: Advice on what to give instead, by the name that other libraries use.
@@ -233,6 +235,8 @@ class _ArgumentCheck:
     def require_shuffle_with_seed(self, given: Mapping[str, Any]) -> None:
         """Raise ArgumentError if a seed is given that shuffles nothing."""
         if "seed" not in given or "shuffle" in given or "shuffle" not in self._known:
+            return
+        if any(takes_generator(given.get(name)) for name in ("host_transform", "device_transform")):
             return
         seed = f"seed={given['seed']!r}"
         order = ""

@@ -89,12 +89,27 @@ class HostBatch:
     """Groups of the parts that are rows of stores."""
     shared: SharedRows | None = None
     """Rows that the batch has in common with earlier ones; None if no written row can recur."""
+    n_data: int | None = None
+    """Number of the first parts, which ``rebuild`` takes; None if it takes all of them."""
+    complete: Callable[[Any, list[Tensor]], Any] | None = None
+    """Makes what the loop is lent from what ``rebuild`` returned and the tensors of all parts.
+
+    None if the loop is lent what ``rebuild`` returned.
+    """
 
     def all_parts(self) -> Sequence[HostArray]:
         """Return the parts, and the positions of shared rows if there are any."""
         if self.shared is None or not len(self.shared.positions):
             return self.parts
         return [*self.parts, ArrayPart(self.shared.positions)]
+
+    def data(self, tensors: list[Tensor]) -> Any:
+        """Return the batch in the structure that the user knows, which functions take.
+
+        Args:
+            tensors: Tensors of the parts.
+        """
+        return self.rebuild(iter(tensors if self.n_data is None else tensors[: self.n_data]))
 
     def ranges(self) -> list[tuple[int, int]]:
         """Return the range [begin, end) of the rows of each batch."""

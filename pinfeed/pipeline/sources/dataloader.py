@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, WorkerError
 from pinfeed.pipeline.sources.base import BatchThunk, HostBatch
+from pinfeed.pipeline.sources.batch_functions import BatchFunction
 from pinfeed.pipeline.sources.fetch import RowFetch
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.rows.epoch_hooks import EpochHooks
@@ -106,6 +107,8 @@ class LoaderSource:
     Attributes:
         fetch: Rows that are added to each batch; None for the loader's batches alone. It is set
             before the first epoch.
+        host_transform: Function that every batch is given to before its ids are asked for; None if
+            there is none. It is set before the first epoch.
 
     Raises:
         ArgumentError: If ``loader`` cannot be iterated, or gives single samples or names.
@@ -117,6 +120,10 @@ class LoaderSource:
         check_loader(loader)
         self.loader = loader
         self.fetch: RowFetch | None = None
+        self.host_transform: BatchFunction | None = None
+        # Epoch and number of the batch that is drawn next.
+        self._epoch = 0
+        self._number = 0
         self._begun: Iterator[Any] | None = None
         # A loader that is an iterator itself serves one epoch.
         self._is_used_up = False
@@ -184,6 +191,8 @@ class LoaderSource:
         batches = self._begun
         self._begun = None
         assert batches is not None
+        self._epoch = number
+        self._number = start
         return self._draws(batches)
 
     def hint(self, source_share: float) -> str:
@@ -219,14 +228,40 @@ class LoaderSource:
         # the rows.
         return functools.partial(_load_with_rows, self.fetch, batch, self.fetch.ids(batch))
 
+    def next_batch(self, batches: Iterator[Any]) -> Any:
+        """Return the next batch, as ``host_transform`` makes it; ``END`` after the last one.
+
+        Reader threads call this, one at a time.
+        """
+        batch = next_batch(batches)
+        number = self._number
+        self._number += 1
+        if self.host_transform is None or batch is END:
+            return batch
+        return self.host_transform(batch, self._epoch, number)
+
     def _draws(self, batches: Iterator[Any]) -> Generator[BatchThunk, None, None]:
         with self.fetch.open_epoch() if self.fetch is not None else contextlib.nullcontext():
-            while (batch := next_batch(batches)) is not END:
+            while (batch := self.next_batch(batches)) is not END:
                 yield self.draw(batch)
+
+
+class _OwnPosition(EpochHooks):
+    """Position of a loader that is resumed by its own state, and so may have an empty rest."""
+
+    goes_on = False
+
+    def resume(self, state: Mapping[str, Any], n_batches: float) -> tuple[int, bool]:
+        batch, _ = super().resume(state, n_batches)
+        return batch, False
 
 
 class StatefulSource(LoaderSource):
     """The batches of a loader with ``state_dict``, each with the loader's state after the batch."""
+
+    @property
+    def epoch_hooks(self) -> EpochHooks:
+        return _OwnPosition()
 
     def state(self) -> Any:
         """Return the loader's state, or the error of its ``state_dict``.
@@ -247,8 +282,7 @@ class StatefulSource(LoaderSource):
     @staticmethod
     def _with_state(thunk: BatchThunk, state: Any) -> HostBatch:
         host_batch = thunk()
-        rebuild = host_batch.rebuild
-        host_batch.rebuild = lambda tensors: (rebuild(tensors), state)
+        host_batch.complete = lambda data, tensors: (data, state)
         return host_batch
 
 

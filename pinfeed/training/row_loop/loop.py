@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pinfeed.devices.base import Device
 from pinfeed.errors import ArgumentError
+from pinfeed.feeders.batch_functions import check_options, check_seed_of_functions
 from pinfeed.feeders.dataloader import LoaderFeeder
 from pinfeed.feeders.hints import TABLE_LOOP_HINTS
 from pinfeed.feeders.options import TableLoopOptions
@@ -29,7 +30,7 @@ from pinfeed.training.row_loop.lending import RowLending
 from pinfeed.training.row_loop.lent_table import LentTable, lent_tables
 from pinfeed.training.row_loop.replay import LoaderReplay, require_row_loop_state
 from pinfeed.training.row_loop.source import row_source
-from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
+from pinfeed.validation.arguments import explain_arguments, whole_number
 from pinfeed.validation.safe_repr import safe_repr
 
 if TYPE_CHECKING:
@@ -137,8 +138,8 @@ def check_loop_options(
         depth = config.depth
     if look_ahead is not None:
         look_ahead = whole_number(look_ahead, "look_ahead", least=0)
-    for name in ("verify", "progress", "timeline"):
-        check_flag(options[name], name)
+    check_options(options)
+    check_seed_of_functions(options)
     return depth, look_ahead
 
 
