@@ -116,15 +116,7 @@ def train_rows(
         UnknownArgument: If an argument does not exist. The message says where it belongs.
         DeviceError: If the device does not exist.
     """
-    if config is not None and not isinstance(config, MemoryLimits):
-        raise ArgumentError(f"config={config!r}: expected a pinfeed.Config")
-    depth = check_optional_depth(depth)
-    if depth is None and config is not None:
-        depth = config.depth
-    if look_ahead is not None:
-        look_ahead = whole_number(look_ahead, "look_ahead", least=0)
-    check_options(options)
-    check_seed_of_functions(options)
+    depth, look_ahead = check_loop_options(config, depth, look_ahead, options)
     return RowLoop(
         loader,
         lent_tables(tables, optimizer),
@@ -137,10 +129,33 @@ def train_rows(
     )
 
 
+def check_loop_options(
+    config: MemoryLimits | None,
+    depth: int | None,
+    look_ahead: int | None,
+    options: TableLoopOptions,
+) -> tuple[int | None, int | None]:
+    """Check options of a loop over tables; return its depth and its look-ahead.
+
+    Raises:
+        ArgumentError: If an option is invalid.
+    """
+    if config is not None and not isinstance(config, MemoryLimits):
+        raise ArgumentError(f"config={config!r}: expected a pinfeed.Config")
+    depth = check_optional_depth(depth)
+    if depth is None and config is not None:
+        depth = config.depth
+    if look_ahead is not None:
+        look_ahead = whole_number(look_ahead, "look_ahead", least=0)
+    check_options(options)
+    check_seed_of_functions(options)
+    return depth, look_ahead
+
+
 class RowLoop(LoaderFeeder):
     """Loop over a loader's batches and the table rows that they look up; an epoch per iteration.
 
-    ``train_rows`` returns it.
+    ``train_rows`` and ``read_rows`` return it.
 
     Args:
         loader: Iterable of batches on the host.
@@ -203,7 +218,7 @@ class RowLoop(LoaderFeeder):
 
         Raises:
             ClosedError: If the loop is closed, or another loop over it or over one of its tables
-                runs.
+                runs. A loop over ``read_rows`` may run beside others, and inside ``evaluating()``.
             StoreError: If a table or its optimizer's state is in a file that existed before, and
                 was not resumed.
         """
@@ -224,7 +239,7 @@ class RowLoop(LoaderFeeder):
     @property
     def plan(self) -> Plan:
         """Memory of the caches of the tables. That of the batches is not known in advance."""
-        caches = self._row_source.caches
+        caches = self._caches
         notes = cache_notes(self._tables, caches, self._device)
         is_direct = all(map(self._device.reaches, self._stores))
         return Plan(
@@ -250,6 +265,46 @@ class RowLoop(LoaderFeeder):
     def is_running(self) -> bool:
         """Whether a loop has begun and has not ended."""
         return self._loop.is_running
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether the training step is inside ``evaluating()``."""
+        return self._lending.is_evaluating
+
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in a training step, in which tables are read as they are now.
+
+        All changes so far are flushed to the stores. Until the context is left, lookups read the
+        stores, loops over ``read_rows`` prefetch from them, and no rows are lent for training: no
+        step, no ``weight`` and no lookup in training mode with gradients. The training step then
+        continues with the same rows, gradients and optimizer state. In the meantime, background
+        threads go on reading its next batches.
+
+            for step, batch in enumerate(batches):
+                train(batch)
+                if step % 1000 == 0:
+                    with batches.evaluating():
+                        for test in pinfeed.read_rows(test_loader, ids):
+                            ...
+
+        Raises:
+            ClosedError: If the caller is not in a training step of this loop, in its thread, or is
+                inside the context already. At the end of the context, if rows were changed inside
+                it, or if a loop over ``read_rows`` of the tables still runs, which is then ended.
+            Exception: If a write-back failed; the error as it was.
+        """
+        return self._lending.evaluating(self)
+
+    def require_evaluating(self, table: str) -> None:
+        """Check that the caller is inside ``evaluating()``, in the thread of the loop.
+
+        Args:
+            table: Name of the table that is to be read.
+
+        Raises:
+            ClosedError: If it is not.
+        """
+        self._lending.require_evaluating(table)
 
     def set_epoch(self, number: int) -> None:
         """Make the next loop epoch ``number``, and tell the loader, as ``wrap_loader`` does.
@@ -301,6 +356,16 @@ class RowLoop(LoaderFeeder):
         self._lending.write_copy()
         self._loop.drain()
 
+    def flush_earlier_writes(self) -> None:
+        """Wait until the changes of all batches before the current one are in the stores.
+
+        Raises:
+            ClosedError: If a loop runs in another thread.
+            Exception: If a write-back failed; the error as it was.
+        """
+        self._lending.require_thread()
+        self._loop.drain()
+
     def land(self) -> None:
         """Call ``flush_writes``, which was named ``land`` before."""
         self.flush_writes()
@@ -316,6 +381,14 @@ class RowLoop(LoaderFeeder):
         """
         if self.is_running and self._iterator is not None and not is_abandoned(self._iterator):
             return
+        self.leave()
+
+    def leave(self) -> None:
+        """End a running loop as ``break`` does, and release its tables.
+
+        Raises:
+            Exception: If a write-back failed; the error as it was.
+        """
         if (generator := self._generator()) is not None:
             generator.close()
         self._lending.release(self)
@@ -342,7 +415,8 @@ class RowLoop(LoaderFeeder):
         found = super()._open_device(device, n_spare)
         # Chosen before the loop takes its streams, because the route decides how many there are.
         self._route = found.choose_route(self._stores, 0, self._wanted_route)
-        self._row_source.caches = row_caches(self._tables, found, self._config)
+        self._caches = row_caches(self._tables, found, self._config)
+        self._row_source.caches = self._caches
         self._row_source.watch_reuse(is_unified=found.unified)
         return found
 
@@ -352,6 +426,9 @@ class RowLoop(LoaderFeeder):
 
     def _begin(self) -> None:
         """Begin an epoch of the loader where the loop begins."""
+        # The caches of a training loop keep their memory inside evaluating().
+        inside = self._lending.is_inside_evaluation
+        self._row_source.caches = [None] * len(self._tables) if inside else self._caches
         self._replay.begin(self._loop.start)
         self._lending.prepare()
 
@@ -370,7 +447,8 @@ class RowLoop(LoaderFeeder):
                 try:
                     yield data
                     has_finished = True
-                    self._lending.warn_of_unused_gradients()
+                    self._lending.require_training()
+                    self._lending.check_step()
                 finally:
                     # If the loop is left by break or by an error, what the optimizer has done
                     # counts, as it does in the plain loop.
@@ -384,12 +462,13 @@ def _schedule(depth: int | None, tables: Sequence[LentTable], *, verify: bool) -
 
     The ranks of sharded tables must do the same, and a loop that is verified is slow either way.
     """
+    writes = any(lent.may_write for lent in tables)
     if depth is not None:
-        return PrefetchSchedule(depth, n_readers=n_id_readers(depth), writes=True)
+        return PrefetchSchedule(depth, n_readers=n_id_readers(depth), writes=writes)
     is_sharded = any(isinstance(lent.table, ShardedEmbedding) for lent in tables)
     return PrefetchSchedule(
         DEFAULT_DEPTH,
         n_readers=n_id_readers(DEFAULT_DEPTH),
-        writes=True,
+        writes=writes,
         measures_depth=not verify and not is_sharded,
     )
