@@ -35,6 +35,8 @@ class BatchRows:
         self.rows = rows
         self.ids = ids
         self.weight = weight
+        self.sparse = False
+        """Whether lookups give ``weight`` sparse gradients, as ``nn.Embedding(sparse=True)``."""
         self._version = version_of(weight)
         self._prepared = [(known, version_of(known), found) for known, found in positions]
 

@@ -207,7 +207,13 @@ class HostEmbedding(nn.Module):
         """
         positions, weight, padding = self._look_up(integer_tensor(ids, f"{self.name}: ids"))
         return functional.embedding(
-            positions, weight, padding, self.max_norm, self.norm_type, self.scale_grad_by_freq
+            positions,
+            weight,
+            padding,
+            self.max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            self._gives_sparse,
         )
 
     @property
@@ -419,6 +425,11 @@ class HostEmbedding(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # A copy of a model that is made in a training step does not belong to the loop.
         return {**self.__dict__, "_lender": None}
+
+    @property
+    def _gives_sparse(self) -> bool:
+        """Whether lookups give the rows of the current batch sparse gradients."""
+        return self._batch_rows is not None and self._batch_rows.sparse
 
     def _running_lender(self) -> RowLender | None:
         """Return the loop that lends rows of the table now."""

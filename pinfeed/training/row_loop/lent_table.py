@@ -13,6 +13,7 @@ from pinfeed.errors import ArgumentError
 from pinfeed.pipeline.sources.ids import ids_function
 from pinfeed.pipeline.write_check import aliases
 from pinfeed.stores import Store
+from pinfeed.training.distributed.table import ShardedEmbedding
 from pinfeed.training.embeddings.batch_rows import BatchRows
 from pinfeed.training.embeddings.optimizer import RowOptimizer
 from pinfeed.training.embeddings.source import TableSpec
@@ -46,6 +47,12 @@ class LentTable:
         self.names = ["weight"]
         self.stores: list[Store] = [table.store]
         self._ids_of = ids_function(ids, table.name)
+        # The ranks of a sharded table exchange dense gradients; a step gets them as sparse ones.
+        self._sparse = (
+            optimizer is not None
+            and optimizer.gradients == "sparse"
+            and not isinstance(table, ShardedEmbedding)
+        )
         self._has_warned = False
         if optimizer is not None:
             state = optimizer.tables[table]
@@ -80,6 +87,7 @@ class LentTable:
 
     def bind(self, rows: BatchRows, state: list[torch.Tensor]) -> None:
         """Lend the rows of a batch to the table, and their state to its optimizer."""
+        rows.sparse = self._sparse
         self.table._batch_rows = rows
         if self.optimizer is not None:
             self.optimizer.bind(self.table, rows.owned, state, rows.weight)
