@@ -15,6 +15,7 @@ from pinfeed.pipeline.write_check import aliases
 from pinfeed.stores import Store
 from pinfeed.training.distributed.table import ShardedEmbedding
 from pinfeed.training.embeddings.batch_rows import BatchRows
+from pinfeed.training.embeddings.combined_optimizer import row_optimizers
 from pinfeed.training.embeddings.optimizer import RowOptimizer
 from pinfeed.training.embeddings.source import TableSpec
 from pinfeed.training.embeddings.table import HostEmbedding
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from pinfeed.training.row_loop.loop import RowLoop
 
 logger = logging.getLogger("pinfeed")
+
+RowOptimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+"""A RowOptimizer, a CombinedOptimizer with some, or several of these."""
 
 
 class LentTable:
@@ -148,12 +152,12 @@ class LentTable:
         ]
 
 
-def lent_tables(tables: Any, optimizer: RowOptimizer | Iterable[RowOptimizer]) -> list[LentTable]:
+def lent_tables(tables: Any, optimizer: RowOptimizers) -> list[LentTable]:
     """Return the tables that the user gave to ``train_rows``, each with its optimizer.
 
     Raises:
         ArgumentError: If ``tables`` does not map tables to their ids, tables share rows,
-            ``optimizer`` is not a RowOptimizer, or a table has two of them.
+            ``optimizer`` has no RowOptimizer, or a table has two of them.
     """
     optimizers = _optimizers_by_table(_checked_tables(tables), optimizer)
     found = [LentTable(table, ids, optimizers.get(table)) for table, ids in tables.items()]
@@ -195,14 +199,16 @@ def _optimizers_by_table(
     if isinstance(optimizer, torch.optim.Optimizer):
         optimizer = [optimizer]
     found: dict[HostEmbedding, RowOptimizer] = {}
-    for one in optimizer or ():
-        if not isinstance(one, RowOptimizer):
+    for given in optimizer or ():
+        rows = row_optimizers(given)
+        if not rows:
             raise ArgumentError(
-                f"optimizer: got {type(one).__name__}; expected RowOptimizers (dense parameters "
-                "are stepped by the loop alone)"
+                f"optimizer: got {type(given).__name__}; expected RowOptimizers, or "
+                "CombinedOptimizers with them (dense parameters are stepped by the loop alone)"
             )
-        for table in one.tables:
-            if table in found:
-                raise ArgumentError(f"{table.name} is trained by two optimizers; expected one")
-            found[table] = one
+        for one in rows:
+            for table in one.tables:
+                if table in found:
+                    raise ArgumentError(f"{table.name} is trained by two optimizers; expected one")
+                found[table] = one
     return found
