@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from pinfeed.training.memory_model.estimate import estimate as estimate
     from pinfeed.training.offload.offload import Offload as Offload
     from pinfeed.training.row_loop.loop import train_rows as train_rows
+    from pinfeed.training.row_loop.read import read_rows as read_rows
     from pinfeed.training.trainer.memory_monitor import MemoryMonitor as MemoryMonitor
     from pinfeed.training.trainer.trainer import Trainer as Trainer
 
@@ -92,6 +93,7 @@ _WITH_TORCH = {
     "Trainer": "training.trainer.trainer",
     "BigBatch": "training.large_batch.big_batch",
     "estimate": "training.memory_model.estimate",
+    "read_rows": "training.row_loop.read",
     "train_rows": "training.row_loop.loop",
 }
 """Modules of the public names that need torch; each is imported when its name is first used."""
@@ -150,6 +152,7 @@ __all__ = [
     "checkpoint",
     "errors",
     "estimate",
+    "read_rows",
     "restartable",
     "rows",
     "train_rows",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base import BaseFeeder
 from pinfeed.feeders.fetch import FetchStores
 from pinfeed.feeders.hints import LOADER_HINTS
+from pinfeed.feeders.options import LoaderOptions, LoopOptions
 from pinfeed.memory.depth import check_optional_depth
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
@@ -20,10 +21,13 @@ from pinfeed.pipeline.sources.dataloader import LoaderSource, StatefulSource
 from pinfeed.validation.arguments import check_flag, explain_arguments
 from pinfeed.validation.safe_repr import safe_repr
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 _STATE_METHODS = ("state_dict", "load_state_dict")
 
 
-@explain_arguments(LOADER_HINTS)
+@explain_arguments(LOADER_HINTS, options=LoaderOptions)
 def wrap_loader(
     loader: Any,
     *,
@@ -31,8 +35,7 @@ def wrap_loader(
     depth: int | None = None,
     fetch: Mapping[Any, tuple[Any, Any]] | None = None,
     config: MemoryLimits | None = None,
-    progress: bool = False,
-    timeline: bool = False,
+    **options: Unpack[LoaderOptions],
 ) -> LoaderFeeder:
     """Wrap a loader, to get its batches on the device, a few batches ahead.
 
@@ -108,8 +111,8 @@ def wrap_loader(
         NotEnoughCPUMemory: If the limits of ``config`` cannot hold the chunks that reading needs.
         UnknownArgument: If an argument does not exist. The message says where it belongs.
     """
-    check_flag(progress, "progress")
-    check_flag(timeline, "timeline")
+    check_flag(options["progress"], "progress")
+    check_flag(options["timeline"], "timeline")
     depth = check_optional_depth(depth)
     if config is not None and fetch is None:
         raise ArgumentError(
@@ -119,14 +122,14 @@ def wrap_loader(
     has_state = all(callable(getattr(loader, name, None)) for name in _STATE_METHODS)
     feeder = StatefulLoaderFeeder if has_state else LoaderFeeder
     source = StatefulSource if has_state else LoaderSource
-    options = {"device": device, "progress": progress, "timeline": timeline}
     batches = source(loader)
     if fetch is None:
         schedule = measured_schedule() if depth is None else PrefetchSchedule(depth)
-        return feeder(batches, schedule=schedule, **options)
+        return feeder(batches, device=device, schedule=schedule, options=options)
     stores = FetchStores(fetch, config)
     try:
-        return feeder(batches, schedule=stores.schedule(depth), fetch=stores, **options)
+        schedule = stores.schedule(depth)
+        return feeder(batches, device=device, schedule=schedule, options=options, fetch=stores)
     except BaseException:
         stores.close()
         raise
@@ -142,8 +145,7 @@ class LoaderFeeder(BaseFeeder):
         source: Source that iterates the loader.
         device: Target device, as the user named it.
         schedule: Number of batches to prefetch; it is measured only if the device permits it.
-        progress: Whether to show a progress bar.
-        timeline: Whether to record what takes time in every batch.
+        options: Options of the loop, with their defaults.
         n_spare: Number of device buffers that may be kept for reuse; None is one per store, or one
             without ``fetch``, for each batch that is on the device at a time.
         fetch: Stores of the rows that the batches name by ids; None if there are none.
@@ -155,8 +157,7 @@ class LoaderFeeder(BaseFeeder):
         *,
         device: Any,
         schedule: PrefetchSchedule,
-        progress: bool,
-        timeline: bool,
+        options: LoopOptions,
         n_spare: int | None = None,
         fetch: FetchStores | None = None,
     ) -> None:
@@ -174,8 +175,8 @@ class LoaderFeeder(BaseFeeder):
             self._device,
             schedule=schedule.on(self._device),
             capacity=(),
-            progress=progress,
-            timeline=timeline,
+            progress=options["progress"],
+            timeline=options["timeline"],
         )
 
     @safe_repr

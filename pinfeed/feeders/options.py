@@ -1,4 +1,4 @@
-"""FeederOptions and ReaderOptions: groups of keyword options, for ``**options: Unpack[...]``."""
+"""LoopOptions and others: groups of keyword options, for ``**options: Unpack[...]``."""
 
 from __future__ import annotations
 
@@ -9,15 +9,31 @@ from pinfeed.rows.ranks import Ranks
 from pinfeed.validation.options import Default
 
 
-class FeederOptions(TypedDict, total=False):
-    """Options that observe and check a loop over batches; the last arguments of ``Feeder``."""
+class LoopOptions(TypedDict, total=False):
+    """Options that observe a loop over batches."""
 
-    verify: Annotated[bool, Default(False)]
-    """Whether to compare each batch with its rows in the stores."""
     progress: Annotated[bool, Default(False)]
     """Whether to show a progress bar."""
     timeline: Annotated[bool, Default(False)]
     """Whether to record what takes time in every batch."""
+
+
+class FeederOptions(LoopOptions, total=False):
+    """Options that observe and check a loop over rows; the last arguments of ``Feeder``."""
+
+    verify: Annotated[bool, Default(False)]
+    """Whether to compare each batch with its rows in the stores."""
+
+
+class LoaderOptions(LoopOptions, total=False):
+    """Options that observe a loop over a loader; the last arguments of ``wrap_loader``."""
+
+
+class TableLoopOptions(LoopOptions, total=False):
+    """Options that observe and check a loop over tables; the last arguments of ``train_rows``."""
+
+    verify: Annotated[bool, Default(False)]
+    """Whether to compare the rows with those of the synchronous loop."""
 
 
 class ReaderOptions(TypedDict, total=False):

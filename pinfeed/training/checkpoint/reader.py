@@ -26,7 +26,7 @@ from pinfeed.training.checkpoint.saves import newest_save, save_numbers
 from pinfeed.training.checkpoint.writer import OBJECTS_BY_NAME
 from pinfeed.training.distributed.checkpoint import LocalSave, rank_directories
 from pinfeed.training.distributed.lockstep import RankStep
-from pinfeed.training.row_file import check_rows_file, open_plain, read_rows
+from pinfeed.training.row_file import check_rows_file, open_plain, restore_rows
 from pinfeed.validation.arguments import check_path, explain_arguments
 
 Path = str | os.PathLike[str]
@@ -205,7 +205,7 @@ def _restore(found: _CheckedSave, states: Mapping[str, Any]) -> None:
             ) from error
     for entry in found.entries.values():
         for store_name, store in entry.stores.items():
-            read_rows(str(found.directory / store_name), store)
+            restore_rows(str(found.directory / store_name), store)
 
 
 def _load(path: pathlib.Path) -> Any:

@@ -124,6 +124,7 @@ class RowOptimizer(torch.optim.Optimizer):
         Raises:
             ArgumentError: If gradients of an earlier batch were never applied: their rows are no
                 longer on the device. Also if the running loop was not given this optimizer.
+            ClosedError: If the training step is inside ``evaluating()``.
         """
         loss = None
         if closure is not None:
@@ -312,12 +313,14 @@ class RowOptimizer(torch.optim.Optimizer):
 
         Raises:
             ArgumentError: If the running loop was not given this optimizer.
+            ClosedError: If the training step is inside ``evaluating()``.
         """
         lent: list[BatchRows] = []
         strange = []
         for table, state in self.tables.items():
             batch_rows = table._batch_rows
             if batch_rows is None:
+                table._refuse_in_evaluation("step()")
                 continue
             lent.append(batch_rows)
             if batch_rows.weight is not state.lent:

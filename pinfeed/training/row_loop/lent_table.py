@@ -44,6 +44,9 @@ class LentTable:
         trainable: Whether the rows have gradients in the running loop.
     """
 
+    may_write = True
+    """Whether the loop may write the rows back."""
+
     def __init__(self, table: HostEmbedding, ids: Any, optimizer: RowOptimizer | None) -> None:
         self.table = table
         self.optimizer = optimizer
@@ -79,6 +82,18 @@ class LentTable:
         if self.optimizer is not None:
             self.optimizer.require_resumed()
 
+    def require_idle(self) -> None:
+        """Check that a loop may lend the rows now.
+
+        Raises:
+            ClosedError: If another loop lends them.
+        """
+        self.table.require_idle()
+
+    def is_reserved(self, loop: RowLoop) -> bool:
+        """Return whether the table is reserved for ``loop``."""
+        return self.table._lender is loop
+
     def begin(self, loop: RowLoop) -> None:
         """Reserve the table for ``loop``, which begins."""
         self.table._take(loop)
@@ -102,7 +117,7 @@ class LentTable:
         if self.optimizer is not None:
             self.optimizer.release(self.table)
 
-    def warn_of_unused_gradients(self) -> None:
+    def check_step(self) -> None:
         """Warn once if a training step has ended and gradients of the rows were not used."""
         rows = self.table.block
         if self._has_warned or rows.touched:
@@ -137,8 +152,8 @@ class LentTable:
             state = self.optimizer.changed(self.table)
         if state is None and not touched:
             # torch does not count changes through weight.data.
-            may_be_changed = self.trainable and self.table.training and self.table.store.writable
-            if not may_be_changed:
+            may_be_trained = rows.may_be_trained or self.table.training
+            if not (self.trainable and may_be_trained and self.table.store.writable):
                 return None
         if not self.trainable and not self.table.store.writable:
             # max_norm has changed the rows on the device. Every look-up does so again.
@@ -159,7 +174,7 @@ def lent_tables(tables: Any, optimizer: RowOptimizers) -> list[LentTable]:
         ArgumentError: If ``tables`` does not map tables to their ids, tables share rows,
             ``optimizer`` has no RowOptimizer, or a table has two of them.
     """
-    optimizers = _optimizers_by_table(_checked_tables(tables), optimizer)
+    optimizers = _optimizers_by_table(checked_tables(tables), optimizer)
     found = [LentTable(table, ids, optimizers.get(table)) for table, ids in tables.items()]
     names = [f"{lent.table.name}.{name}" for lent in found for name in lent.names]
     stores = [store for lent in found for store in lent.stores]
@@ -171,7 +186,7 @@ def lent_tables(tables: Any, optimizer: RowOptimizers) -> list[LentTable]:
     return found
 
 
-def _checked_tables(tables: Any) -> Mapping[HostEmbedding, Any]:
+def checked_tables(tables: Any) -> Mapping[HostEmbedding, Any]:
     """Return the user's ``tables``, if they are a mapping with at least one table."""
     if not isinstance(tables, Mapping):
         kinds = type(tables).__name__

@@ -6,13 +6,13 @@ import contextlib
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from types import GeneratorType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from pinfeed.devices.base import Device
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.dataloader import LoaderFeeder
 from pinfeed.feeders.hints import TABLE_LOOP_HINTS
-from pinfeed.feeders.options import FeederOptions
+from pinfeed.feeders.options import TableLoopOptions
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan, check_route
@@ -31,8 +31,11 @@ from pinfeed.training.row_loop.source import row_source
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
 from pinfeed.validation.safe_repr import safe_repr
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-@explain_arguments(TABLE_LOOP_HINTS)
+
+@explain_arguments(TABLE_LOOP_HINTS, options=TableLoopOptions)
 def train_rows(
     loader: Any,
     tables: Mapping[HostEmbedding, Any],
@@ -43,9 +46,7 @@ def train_rows(
     look_ahead: int | None = None,
     device: Any = "auto",
     route: str | None = None,
-    verify: bool = False,
-    progress: bool = False,
-    timeline: bool = False,
+    **options: Unpack[TableLoopOptions],
 ) -> RowLoop:
     """Iterate a loader's batches on the device, together with the table rows that they look up.
 
@@ -104,16 +105,7 @@ def train_rows(
         UnknownArgument: If an argument does not exist. The message says where it belongs.
         DeviceError: If the device does not exist.
     """
-    if config is not None and not isinstance(config, MemoryLimits):
-        raise ArgumentError(f"config={config!r}: expected a pinfeed.Config")
-    depth = check_optional_depth(depth)
-    if depth is None and config is not None:
-        depth = config.depth
-    if look_ahead is not None:
-        look_ahead = whole_number(look_ahead, "look_ahead", least=0)
-    check_flag(verify, "verify")
-    check_flag(progress, "progress")
-    check_flag(timeline, "timeline")
+    depth, look_ahead = check_loop_options(config, depth, look_ahead, options)
     return RowLoop(
         loader,
         lent_tables(tables, optimizer),
@@ -122,14 +114,37 @@ def train_rows(
         look_ahead=look_ahead,
         device=device,
         route=route,
-        options={"verify": verify, "progress": progress, "timeline": timeline},
+        options=options,
     )
+
+
+def check_loop_options(
+    config: MemoryLimits | None,
+    depth: int | None,
+    look_ahead: int | None,
+    options: TableLoopOptions,
+) -> tuple[int | None, int | None]:
+    """Check options of a loop over tables; return its depth and its look-ahead.
+
+    Raises:
+        ArgumentError: If an option is invalid.
+    """
+    if config is not None and not isinstance(config, MemoryLimits):
+        raise ArgumentError(f"config={config!r}: expected a pinfeed.Config")
+    depth = check_optional_depth(depth)
+    if depth is None and config is not None:
+        depth = config.depth
+    if look_ahead is not None:
+        look_ahead = whole_number(look_ahead, "look_ahead", least=0)
+    for name in ("verify", "progress", "timeline"):
+        check_flag(options[name], name)
+    return depth, look_ahead
 
 
 class RowLoop(LoaderFeeder):
     """Loop over a loader's batches and the table rows that they look up; an epoch per iteration.
 
-    ``train_rows`` returns it.
+    ``train_rows`` and ``read_rows`` return it.
 
     Args:
         loader: Iterable of batches on the host.
@@ -152,7 +167,7 @@ class RowLoop(LoaderFeeder):
         look_ahead: int | None,
         device: Any,
         route: str | None,
-        options: FeederOptions,
+        options: TableLoopOptions,
     ) -> None:
         self._wanted_route = check_route(route)
         self._config = config
@@ -169,8 +184,7 @@ class RowLoop(LoaderFeeder):
             self._row_source,
             device=device,
             schedule=schedule,
-            progress=options["progress"],
-            timeline=options["timeline"],
+            options=options,
             n_spare=n_spare,
         )
         self._replay = LoaderReplay(self._row_source)
@@ -193,7 +207,7 @@ class RowLoop(LoaderFeeder):
 
         Raises:
             ClosedError: If the loop is closed, or another loop over it or over one of its tables
-                runs.
+                runs. A loop over ``read_rows`` may run beside others, and inside ``evaluating()``.
             StoreError: If a table or its optimizer's state is in a file that existed before, and
                 was not resumed.
         """
@@ -214,7 +228,7 @@ class RowLoop(LoaderFeeder):
     @property
     def plan(self) -> Plan:
         """Memory of the caches of the tables. That of the batches is not known in advance."""
-        caches = self._row_source.caches
+        caches = self._caches
         notes = cache_notes(self._tables, caches, self._device)
         is_direct = all(map(self._device.reaches, self._stores))
         return Plan(
@@ -241,6 +255,46 @@ class RowLoop(LoaderFeeder):
         """Whether a loop has begun and has not ended."""
         generator = self._generator()
         return generator is not None and not has_ended(generator)
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether the training step is inside ``evaluating()``."""
+        return self._lending.is_evaluating
+
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in a training step, in which tables are read as they are now.
+
+        All changes so far are flushed to the stores. Until the context is left, lookups read the
+        stores, loops over ``read_rows`` prefetch from them, and no rows are lent for training: no
+        step, no ``weight`` and no lookup in training mode with gradients. The training step then
+        continues with the same rows, gradients and optimizer state. In the meantime, background
+        threads go on reading its next batches.
+
+            for step, batch in enumerate(batches):
+                train(batch)
+                if step % 1000 == 0:
+                    with batches.evaluating():
+                        for test in pinfeed.read_rows(test_loader, ids):
+                            ...
+
+        Raises:
+            ClosedError: If the caller is not in a training step of this loop, in its thread, or is
+                inside the context already. At the end of the context, if rows were changed inside
+                it, or if a loop over ``read_rows`` of the tables still runs, which is then ended.
+            Exception: If a write-back failed; the error as it was.
+        """
+        return self._lending.evaluating(self)
+
+    def require_evaluating(self, table: str) -> None:
+        """Check that the caller is inside ``evaluating()``, in the thread of the loop.
+
+        Args:
+            table: Name of the table that is to be read.
+
+        Raises:
+            ClosedError: If it is not.
+        """
+        self._lending.require_evaluating(table)
 
     def set_epoch(self, number: int) -> None:
         """Make the next loop epoch ``number``, and tell the loader, as ``wrap_loader`` does.
@@ -292,6 +346,16 @@ class RowLoop(LoaderFeeder):
         self._lending.write_copy()
         self._loop.drain()
 
+    def flush_earlier_writes(self) -> None:
+        """Wait until the changes of all batches before the current one are in the stores.
+
+        Raises:
+            ClosedError: If a loop runs in another thread.
+            Exception: If a write-back failed; the error as it was.
+        """
+        self._lending.require_thread()
+        self._loop.drain()
+
     def land(self) -> None:
         """Call ``flush_writes``, which was named ``land`` before."""
         self.flush_writes()
@@ -307,6 +371,14 @@ class RowLoop(LoaderFeeder):
         """
         if self.is_running and self._iterator is not None and not is_abandoned(self._iterator):
             return
+        self.leave()
+
+    def leave(self) -> None:
+        """End a running loop as ``break`` does, and release its tables.
+
+        Raises:
+            Exception: If a write-back failed; the error as it was.
+        """
         if (generator := self._generator()) is not None:
             generator.close()
         self._lending.release(self)
@@ -333,7 +405,8 @@ class RowLoop(LoaderFeeder):
         found = super()._open_device(device, n_spare)
         # Chosen before the loop takes its streams, because the route decides how many there are.
         self._route = found.choose_route(self._stores, 0, self._wanted_route)
-        self._row_source.caches = row_caches(self._tables, found, self._config)
+        self._caches = row_caches(self._tables, found, self._config)
+        self._row_source.caches = self._caches
         self._row_source.watch_reuse(is_unified=found.unified)
         return found
 
@@ -343,6 +416,9 @@ class RowLoop(LoaderFeeder):
 
     def _begin(self) -> None:
         """Begin an epoch of the loader where the loop begins."""
+        # The caches of a training loop keep their memory inside evaluating().
+        inside = self._lending.is_inside_evaluation
+        self._row_source.caches = [None] * len(self._tables) if inside else self._caches
         self._replay.begin(self._loop.start)
         self._lending.prepare()
 
@@ -360,7 +436,8 @@ class RowLoop(LoaderFeeder):
                 try:
                     yield data
                     has_finished = True
-                    self._lending.warn_of_unused_gradients()
+                    self._lending.require_training()
+                    self._lending.check_step()
                 finally:
                     # If the loop is left by break or by an error, what the optimizer has done
                     # counts, as it does in the plain loop.
@@ -374,12 +451,13 @@ def _schedule(depth: int | None, tables: Sequence[LentTable], *, verify: bool) -
 
     The ranks of sharded tables must do the same, and a loop that is verified is slow either way.
     """
+    writes = any(lent.may_write for lent in tables)
     if depth is not None:
-        return PrefetchSchedule(depth, n_readers=n_id_readers(depth), writes=True)
+        return PrefetchSchedule(depth, n_readers=n_id_readers(depth), writes=writes)
     is_sharded = any(isinstance(lent.table, ShardedEmbedding) for lent in tables)
     return PrefetchSchedule(
         DEFAULT_DEPTH,
         n_readers=n_id_readers(DEFAULT_DEPTH),
-        writes=True,
+        writes=writes,
         measures_depth=not verify and not is_sharded,
     )
