@@ -107,16 +107,18 @@ class WriteCheck:
 
     @functools.cached_property
     def _aliases(self) -> str:
-        return aliases((*self._names, *self._ragged), (*self._stores, *self._ragged.values()))
+        stores = (*self._stores, *self._ragged.values())
+        return aliases((*self._names, *self._ragged), stores, [one.writable for one in stores])
 
 
-def aliases(names: Sequence[str], stores: Sequence[Store]) -> str:
-    """Return the names of two stores that share memory or a file, if one of them is writable.
+def aliases(names: Sequence[str], stores: Sequence[Store], written: Sequence[bool]) -> str:
+    """Return the names of two stores that share memory or a file, if one of them is written.
 
     The result is empty if there are none.
     """
-    for (a, one), (b, other) in itertools.combinations(zip(names, stores, strict=True), 2):
-        if (one.writable or other.writable) and share_rows(one, other):
+    named = zip(names, stores, written, strict=True)
+    for (a, one, writes), (b, other, writes_other) in itertools.combinations(named, 2):
+        if (writes or writes_other) and share_rows(one, other):
             return f"{a} and {b}"
     return ""
 

@@ -94,7 +94,7 @@ class RowOptimizer(torch.optim.Optimizer):
         groups = table_groups(tables)
         layouts = _layouts(optimizer_class, groups, options, gradients)
         with contextlib.ExitStack() as undo:
-            stores = StateStores(state, undo)
+            stores = StateStores(state, undo, layouts)
             self.tables = {
                 table: TableState(table, layout, stores.make(table, layout))
                 for table, layout in layouts.items()
