@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,12 +22,11 @@ from pinfeed.pipeline.active_run import is_suspended
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.schedule import PrefetchSchedule, n_id_readers
 from pinfeed.training.distributed.table import ShardedEmbedding
-from pinfeed.training.embeddings.optimizer import RowOptimizer
 from pinfeed.training.embeddings.source import Exchanged
 from pinfeed.training.embeddings.table import HostEmbedding
 from pinfeed.training.row_loop.caches import cache_allocations, cache_notes, row_caches
 from pinfeed.training.row_loop.lending import RowLending
-from pinfeed.training.row_loop.lent_table import LentTable, lent_tables
+from pinfeed.training.row_loop.lent_table import LentTable, RowOptimizers, lent_tables
 from pinfeed.training.row_loop.replay import LoaderReplay, require_row_loop_state
 from pinfeed.training.row_loop.source import row_source
 from pinfeed.validation.arguments import explain_arguments, whole_number
@@ -42,7 +41,7 @@ def train_rows(
     loader: Any,
     tables: Mapping[HostEmbedding, Any],
     *,
-    optimizer: RowOptimizer | Iterable[RowOptimizer] = (),
+    optimizer: RowOptimizers = (),
     config: MemoryLimits | None = None,
     depth: int | None = None,
     look_ahead: int | None = None,
@@ -78,8 +77,8 @@ def train_rows(
             of these in a tuple, list or dict. Or the key of the batch under which they are. The
             function is called by a background thread, or by the training thread in the synchronous
             loop, one batch at a time, in order.
-        optimizer: The RowOptimizer, or several, that step in the loop; their state is moved with
-            the rows.
+        optimizer: The RowOptimizer, or several, that step in the loop, alone or in a
+            CombinedOptimizer; their state is moved with the rows.
         config: Memory limits, which bound the caches of tables (``device_cache``). Caches of the
             size ``"auto"`` take ``Config(device_cache=...)`` bytes, or else three quarters of what
             the limits leave, because the rows of the batches need memory, too. None for the free
