@@ -109,12 +109,20 @@ def wrap_loader(
             then the loop ends.
         progress: Whether to show a progress bar.
         timeline: Whether to record what takes time in every batch.
+        host_transform: Function that takes each batch of the loader, before its ids are asked for,
+            and returns a batch of any structure. It is called for one batch at a time, in order, in
+            a background thread. It may have a parameter ``generator``: see ``LoopOptions``.
+        device_transform: Function that takes each batch on the device, or with ``fetch`` the pair
+            of the batch and the dict of rows, and returns what the loop gets. It is called
+            likewise, and its work on a GPU is in a side stream.
+        seed: Seed of the generators of these functions; None is 0.
 
     Raises:
         DeviceError: If the device does not exist.
         ArgumentError: If ``depth`` is not None or a whole number from 0 to 1,024, ``progress`` or
-            ``timeline`` is not a bool, ``loader`` cannot be iterated or does not yield batches, or
-            ``fetch`` is no mapping to pairs.
+            ``timeline`` is not a bool, ``loader`` cannot be iterated or does not yield batches,
+            ``fetch`` is no mapping to pairs, a function is not callable, or ``seed`` is given
+            without a function that gets a generator.
         StoreError: If a source of ``fetch`` cannot be read.
         NotEnoughCPUMemory: If the limits of ``config`` cannot hold the chunks that reading needs.
         UnknownArgument: If an argument does not exist. The message says where it belongs.

@@ -76,7 +76,8 @@ class Feeder(ResumableFeeder):
             epoch of the loop. If its owner sets another epoch, the loop takes that one.
         shuffle: Whether every epoch has another order; short for
             ``rows=pinfeed.rows.shuffled(seed)``.
-        seed: Seed of the shuffle, a whole number; the order is a function of (seed, epoch).
+        seed: Seed of the shuffle, a whole number; the order is a function of (seed, epoch). It is
+            also the seed of the generators of functions.
         drop_last: Whether to leave out a last batch that is not full.
         ranks: Rule by which the processes of a job (of torchrun, say) share an epoch if the rows do
             not divide evenly. ``"pad"`` repeats the first rows, ``"drop"`` leaves out the
@@ -102,10 +103,16 @@ class Feeder(ResumableFeeder):
             another thread is never ended.
         progress: Show a progress bar.
         timeline: Record what takes time in every batch, and name it for GPU profilers.
+        host_transform: Function that takes each batch as CPU tensors, in the structure of the
+            source, and returns a batch of any structure, whose tensors are copied to the device. A
+            background thread calls it, for one batch at a time, in order. It may have a parameter
+            ``generator``: see ``LoopOptions``.
+        device_transform: Function that takes each batch on the device, and returns what the loop
+            gets. It is called likewise, and its work on a GPU is in a side stream.
 
     Raises:
         ArgumentError: If an argument is invalid, two arguments conflict, or ``seed`` is given
-            without ``shuffle``.
+            without ``shuffle`` or a function that gets a generator.
         UnknownArgument: If an argument does not exist. The message names the one to use.
         StoreError: If a source cannot be read, or sources have different numbers of rows.
         RowIndexError: If a row index is out of range.
