@@ -347,7 +347,15 @@ def test_rows_that_are_read_at_any_depth(tmp_path: Path, depth: int, cache: Any)
     rows = np.random.default_rng(0).random((N, DIM))
     np.save(tmp_path / "rows.npy", rows)
     table = HostEmbedding.from_pretrained(tmp_path / "rows.npy", device_cache=cache, name="table")
-    loop = read_rows(TESTS, {table: itself}, depth=depth, device="cpu", look_ahead=1, verify=True)
+    loop = read_rows(
+        [ids.tolist() for ids in TESTS],
+        {table: itself},
+        depth=depth,
+        device="cpu",
+        look_ahead=1,
+        verify=True,
+        host_transform=lambda ids: torch.tensor(ids),
+    )
     for _ in range(2):
         for got, ids in zip(looked_up(table, loop), TESTS, strict=True):
             assert got.numpy().tobytes() == rows[ids].tobytes()
