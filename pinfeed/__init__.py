@@ -63,6 +63,9 @@ if TYPE_CHECKING:
     from pinfeed.training.distributed.table import ShardedEmbedding as ShardedEmbedding
     from pinfeed.training.distributed.table import ShardedEmbeddingBag as ShardedEmbeddingBag
     from pinfeed.training.embeddings.bag import HostEmbeddingBag as HostEmbeddingBag
+    from pinfeed.training.embeddings.combined_optimizer import (
+        CombinedOptimizer as CombinedOptimizer,
+    )
     from pinfeed.training.embeddings.optimizer import RowOptimizer as RowOptimizer
     from pinfeed.training.embeddings.table import HostEmbedding as HostEmbedding
     from pinfeed.training.large_batch.big_batch import BigBatch as BigBatch
@@ -77,6 +80,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _WITH_TORCH = {
+    "CombinedOptimizer": "training.embeddings.combined_optimizer",
     "Config": "training.memory_model.config",
     "HostEmbedding": "training.embeddings.table",
     "HostEmbeddingBag": "training.embeddings.bag",
@@ -103,6 +107,7 @@ __all__ = [
     "BudgetError",
     "CheckpointError",
     "ClosedError",
+    "CombinedOptimizer",
     "Config",
     "CopyError",
     "DeviceError",

@@ -7,23 +7,10 @@ from typing import Any
 
 from pinfeed.errors import ArgumentError
 from pinfeed.pipeline.sources.batch_functions import BatchFunction
-from pinfeed.validation.arguments import check_flag, check_seed
-from pinfeed.validation.functions import check_function, takes_generator
+from pinfeed.validation.arguments import check_seed
+from pinfeed.validation.functions import takes_generator
 
-_FLAGS = ("verify", "progress", "timeline")
 _NAMES = ("host_transform", "device_transform")
-
-
-def check_options(options: Mapping[str, Any]) -> None:
-    """Check the flags and the functions among the options of a loop.
-
-    Raises:
-        ArgumentError: If a flag is not a bool, or a function is not callable.
-    """
-    for name in _FLAGS:
-        check_flag(options.get(name, False), name)
-    for name in _NAMES:
-        check_function(options[name], name)
 
 
 def has_functions(options: Mapping[str, Any]) -> bool:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base import ResumableFeeder
 from pinfeed.feeders.batch import Batch
-from pinfeed.feeders.batch_functions import batch_function, check_options, has_functions
+from pinfeed.feeders.batch_functions import batch_function, has_functions
 from pinfeed.feeders.hints import FEEDER_HINTS
-from pinfeed.feeders.options import FeederOptions
+from pinfeed.feeders.options import FeederOptions, check_options
 from pinfeed.feeders.row_selection import RowArguments, RowSelection
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth, n_held
 from pinfeed.memory.limits import MemoryLimits
@@ -76,7 +76,8 @@ class Feeder(ResumableFeeder):
             epoch of the loop. If its owner sets another epoch, the loop takes that one.
         shuffle: Whether every epoch has another order; short for
             ``rows=pinfeed.rows.shuffled(seed)``.
-        seed: Seed of the shuffle, a whole number; the order is a function of (seed, epoch).
+        seed: Seed of the shuffle, a whole number; the order is a function of (seed, epoch). It is
+            also the seed of the generators of functions.
         drop_last: Whether to leave out a last batch that is not full.
         ranks: Rule by which the processes of a job (of torchrun, say) share an epoch if the rows do
             not divide evenly. ``"pad"`` repeats the first rows, ``"drop"`` leaves out the
@@ -95,12 +96,23 @@ class Feeder(ResumableFeeder):
         verify: Compare each batch with its rows in the stores before the loop gets it, and raise
             VerificationError if anything but ``write_back`` has changed them. This reads every row
             twice and waits for write-backs.
+        again: Rule for a loop that begins while the iterator of an older one over this feeder
+            exists. With ``"end"``, the older loop ends as by ``break``, and its iterator raises
+            ClosedError if it is asked for another batch. So do ``set_epoch`` and
+            ``load_state_dict``. With ``"refuse"``, they raise ClosedError instead. A loop in
+            another thread is never ended.
         progress: Show a progress bar.
         timeline: Record what takes time in every batch, and name it for GPU profilers.
+        host_transform: Function that takes each batch as CPU tensors, in the structure of the
+            source, and returns a batch of any structure, whose tensors are copied to the device. A
+            background thread calls it, for one batch at a time, in order. It may have a parameter
+            ``generator``: see ``LoopOptions``.
+        device_transform: Function that takes each batch on the device, and returns what the loop
+            gets. It is called likewise, and its work on a GPU is in a side stream.
 
     Raises:
         ArgumentError: If an argument is invalid, two arguments conflict, or ``seed`` is given
-            without ``shuffle``.
+            without ``shuffle`` or a function that gets a generator.
         UnknownArgument: If an argument does not exist. The message names the one to use.
         StoreError: If a source cannot be read, or sources have different numbers of rows.
         RowIndexError: If a row index is out of range.
@@ -176,7 +188,7 @@ class Feeder(ResumableFeeder):
             shape (n, *row_shape); of ragged rows, what the layout of their ``RaggedStore`` says.
 
         Raises:
-            ClosedError: If the feeder is closed, or another loop over it runs.
+            ClosedError: If the feeder is closed, or another loop over it runs that is not ended.
         """
         return self._loop.run(self._take, begin=self._begin)
 
@@ -184,7 +196,7 @@ class Feeder(ResumableFeeder):
         """Begin the next epoch, as ``Batch`` objects with row indices and ``write_back``.
 
         Raises:
-            ClosedError: If the feeder is closed, or another loop over it runs.
+            ClosedError: If the feeder is closed, or another loop over it runs that is not ended.
         """
         take = self._take
         stores = self._stores
@@ -261,6 +273,7 @@ class Feeder(ResumableFeeder):
             schedule=schedule,
             progress=options["progress"],
             timeline=options["timeline"],
+            again=options["again"],
             functions=self._functions,
         )
 

@@ -41,6 +41,8 @@ class LentBatch:
         number: int,
     ) -> None:
         self.number = number
+        self.state = host_batch.state
+        """State of the loader after the batch, where the loader has a state."""
         self.n_rows, self.checksum = host_batch.batches[i]
         self._slot_batches = host_batch.batches
         self._slot_groups = host_batch.groups

@@ -118,11 +118,7 @@ class EpochPosition:
             ArgumentError: If it is no state, or the state of another source. The position has not
                 changed then.
         """
-        epoch, batch, checksum = self._read(state)
-        if min(epoch, checksum) < 0:
-            raise ArgumentError(
-                f"a state of epoch {epoch}, batch {batch}; an epoch has {self.n_batches} batches"
-            )
+        epoch, batch, checksum = self.check(state)
         batch, is_complete = self._hooks.resume(state, self.n_batches)
         self._completed = epoch if is_complete else None
         if is_complete:
@@ -134,8 +130,12 @@ class EpochPosition:
         self.is_at_rest = True
         self._hooks.follow(self.epoch)
 
-    def _read(self, state: Mapping[str, Any]) -> tuple[int, int, int]:
-        """Return epoch, batch and checksum of a state, if it is a state of this source."""
+    def check(self, state: Mapping[str, Any]) -> tuple[int, int, int]:
+        """Return epoch, batch and checksum of a state.
+
+        Raises:
+            ArgumentError: If it is no state, or the state of another source.
+        """
         try:
             epoch, batch, checksum = (int(state[key]) for key in ("epoch", "batch", "checksum"))
             theirs = dict(state["source"])
@@ -156,6 +156,10 @@ class EpochPosition:
             raise ArgumentError(
                 f"the state is of another feeder: {'; '.join(differing)}; make the feeder as it "
                 "was made then"
+            )
+        if min(epoch, checksum) < 0:
+            raise ArgumentError(
+                f"a state of epoch {epoch}, batch {batch}; an epoch has {self.n_batches} batches"
             )
         return epoch, batch, checksum
 

@@ -11,7 +11,7 @@ from pinfeed.pipeline.loop_functions import LoopFunctions
 from pinfeed.pipeline.recent_rows import RecentRows
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Cancelled, Slot
-from pinfeed.pipeline.sources.base import BatchThunk, HostBatch
+from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, failed_batch
 from pinfeed.pipeline.transfer import Transfer
 from pinfeed.threads.call import Pending
 
@@ -176,20 +176,31 @@ class SlotFiller:
             self._transfer.fill(slot, made, number)
         if functions.device is not None:
             call = functools.partial(functions.device, epoch=functions.epoch, number=number)
-            self._transfer.transform(slot, call)
+            batch = slot.batch
+            assert batch is not None
+            try:
+                self._transfer.transform(slot, call)
+            except Cancelled:
+                raise
+            except Exception as error:
+                if not batch.keeps_errors:
+                    raise
+                self._fail(slot, batch, error, number)
             slot.device_transform_s = functions.device.take_seconds()
 
     def _gather(self, slot: Slot, batch: HostBatch, number: int) -> Slot:
         """Gather the batches of a slot.
 
         If one of several cannot be gathered, the slot carries those before it. The error is raised
-        when the loop asks for the batch that failed.
+        when the loop asks for the batch that failed. A batch that keeps its errors is replaced.
         """
         try:
             return self._transfer.fill(slot, batch, number)
         except Cancelled:
             raise
         except Exception as error:
+            if batch.keeps_errors:
+                return self._fail(slot, batch, error, number)
             n_batches = len(batch.batches)
             n_good = self._n_good(slot, batch, number) if n_batches > 1 else 0
             if n_good in (0, n_batches):
@@ -197,6 +208,12 @@ class SlotFiller:
                 raise
             slot.error = error
         return self._transfer.fill(slot, batch.cut(0, n_good), number)
+
+    def _fail(self, slot: Slot, batch: HostBatch, error: Exception, number: int) -> Slot:
+        """Fill a slot with the error of its batch, in place of the batch."""
+        failed = failed_batch(error)
+        failed.state = batch.state
+        return self._transfer.fill(slot, failed, number)
 
     def _n_good(self, slot: Slot, batch: HostBatch, number: int) -> int:
         """Return the number of batches before the first that cannot be gathered."""

@@ -141,6 +141,11 @@ class Counters:
         if self.timeline is not None:
             self._batch = (number, rows, nbytes)
 
+    def fail(self) -> None:
+        """Do not count the batch of the running request, because the loop gets an error for it."""
+        self.batches -= 1
+        self.late -= self._ready_s > self.asked_s
+
     def receive_none(self) -> None:
         """Note that the running request finds no further batch, or that the loop was left."""
         self._ready_s = self.now()

@@ -7,7 +7,7 @@ import inspect
 import math
 import operator
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, ParamSpec, TypeVar
 
@@ -136,6 +136,12 @@ def check_flag(value: Any, name: str) -> None:
     # Python's bool is "bool", and numpy's is "bool" or "bool_".
     if type(value).__name__ not in ("bool", "bool_"):
         raise ArgumentError(f"{name}={value!r}: expected True or False")
+
+
+def check_choice(value: Any, name: str, choices: Sequence[str]) -> None:
+    """Raise ArgumentError unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ArgumentError(f"{name}={value!r}: expected {' or '.join(map(repr, choices))}")
 
 
 def explain_arguments(

@@ -16,7 +16,7 @@ def check_function(value: Any, name: str) -> Callable[..., Any] | None:
     Raises:
         ArgumentError: If it is neither.
     """
-    if value is None or (callable(value) and not isinstance(value, type)):
+    if value is None or callable(value):
         function: Callable[..., Any] | None = value
         return function
     raise ArgumentError(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 import numpy.typing as npt
 
@@ -96,6 +97,10 @@ class HostBatch:
 
     None if the loop is lent what ``rebuild`` returned.
     """
+    state: Any = None
+    """State of the loader after the batch, where the loader has a state."""
+    keeps_errors: bool = False
+    """Whether the loop continues with the next batch if this one fails."""
 
     def all_parts(self) -> Sequence[HostArray]:
         """Return the parts, and the positions of shared rows if there are any."""
@@ -127,6 +132,16 @@ class HostBatch:
             self.batches[start:stop],
             [group.cut(begin, end) for group in self.groups],
         )
+
+
+def failed_batch(error: Exception) -> HostBatch:
+    """Return a batch without parts, in place of one that failed; ``rebuild`` raises the error."""
+    return HostBatch([], functools.partial(_raise, [error]), [(0, 0)], keeps_errors=True)
+
+
+def _raise(errors: list[Exception], tensors: Iterator[Tensor]) -> NoReturn:
+    # The error's traceback keeps this frame, which must not keep the error.
+    raise errors.pop()
 
 
 BatchThunk = Callable[[], HostBatch]

@@ -35,6 +35,8 @@ class BatchRows:
         self.rows = rows
         self.ids = ids
         self.weight = weight
+        self.sparse = False
+        """Whether lookups give ``weight`` sparse gradients, as ``nn.Embedding(sparse=True)``."""
         self.may_be_trained = False
         """Whether the training step got the rows in training mode.
 

@@ -25,6 +25,7 @@ from pinfeed.training.embeddings.batch_rows import BatchRows, position_in
 from pinfeed.training.embeddings.device_cache import DeviceCacheSize, check_device_cache
 from pinfeed.training.embeddings.initializers import Fill, Init, find_initializer
 from pinfeed.training.embeddings.row_loans import ReadLoans, RowLender
+from pinfeed.training.embeddings.shared_rows import lent_with
 from pinfeed.training.embeddings.table_store import (
     NewTable,
     Path,
@@ -197,7 +198,13 @@ class HostEmbedding(nn.Module):
         """
         positions, weight, padding = self._look_up(integer_tensor(ids, f"{self.name}: ids"))
         return functional.embedding(
-            positions, weight, padding, self.max_norm, self.norm_type, self.scale_grad_by_freq
+            positions,
+            weight,
+            padding,
+            self.max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            self._gives_sparse,
         )
 
     @property
@@ -273,19 +280,32 @@ class HostEmbedding(nn.Module):
     def flush_writes(self) -> None:
         """Write every change of a running loop to the store. Without a loop, do nothing.
 
+        A loop that lends another table with the same rows counts as well.
+
         Raises:
             Exception: If a write-back has failed, its error, as it was.
             ClosedError: If the loop runs in another thread.
         """
-        if (lender := self._running_lender()) is not None:
-            lender.flush_writes()
+        tables = [self, *lent_with(self, [self._store], write=False)]
+        for lender in dict.fromkeys(table._running_lender() for table in tables):
+            if lender is not None:
+                lender.flush_writes()
 
     def land(self) -> None:
         """Call ``flush_writes``, which was named ``land`` before."""
         self.flush_writes()
 
     def require_idle(self) -> None:
-        """Check that no loop lends rows of the table.
+        """Check that no loop lends rows of the table, or of another one that shares them.
+
+        Raises:
+            ClosedError: If a loop does.
+        """
+        for table in (self, *lent_with(self, [self._store], write=True)):
+            table._require_not_lent()
+
+    def _require_not_lent(self) -> None:
+        """Check that no loop lends rows of this very table.
 
         Raises:
             ClosedError: If a loop does.
@@ -405,7 +425,7 @@ class HostEmbedding(nn.Module):
 
     def _take(self, lender: RowLender) -> None:
         """Reserve the table for a loop, which alone lends its rows until ``_release``."""
-        self.require_idle()
+        self._require_not_lent()
         self._lender = lender
 
     def _release(self) -> None:
@@ -443,6 +463,11 @@ class HostEmbedding(nn.Module):
                 f"{what} of {self.name} was asked for inside evaluating(), where rows are read and "
                 "not trained; leave evaluating() first"
             )
+
+    @property
+    def _gives_sparse(self) -> bool:
+        """Whether lookups give the rows of the current batch sparse gradients."""
+        return self._batch_rows is not None and self._batch_rows.sparse
 
     def _running_lender(self) -> RowLender | None:
         """Return the loop that lends rows of the table now."""

@@ -11,7 +11,7 @@ from pinfeed.errors import ClosedError
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.training.embeddings.source import DeviceBatch
 from pinfeed.training.row_loop.evaluation import Evaluation
-from pinfeed.training.row_loop.lent_table import LentTable
+from pinfeed.training.row_loop.lent_table import LentTable, require_separate
 from pinfeed.training.row_loop.verify import SynchronousRows
 
 if TYPE_CHECKING:
@@ -93,8 +93,12 @@ class RowLending:
 
         Raises:
             ClosedError: If another loop lends rows of one of the tables.
+            ArgumentError: If tables that can be trained by now share rows.
         """
         stack.callback(self._end)
+        is_new = [lent.update() for lent in self._tables]
+        if any(is_new):
+            require_separate(self._tables)
         for lent in self._tables:
             lent.begin(loop)
             stack.callback(lent.end)

@@ -9,6 +9,7 @@ import torch
 from pinfeed.errors import ClosedError, WriteBackError
 from pinfeed.training.distributed.table import ShardedEmbedding
 from pinfeed.training.embeddings.batch_rows import BatchRows
+from pinfeed.training.embeddings.shared_rows import forget_lent, note_lent
 from pinfeed.training.embeddings.table import HostEmbedding
 from pinfeed.training.row_loop.lent_table import LentTable, checked_tables
 
@@ -37,6 +38,7 @@ class ReadTable(LentTable):
     def require_idle(self) -> None:
         table = self.table
         table._require_readable()
+        self._require_separate(None)
         if isinstance(table, ShardedEmbedding) and table._lender is not None:
             raise ClosedError(
                 f"read_rows of {table.name}, which is sharded, inside evaluating(): the ranks "
@@ -48,13 +50,25 @@ class ReadTable(LentTable):
         return self._loop is loop
 
     def begin(self, loop: RowLoop) -> None:
-        self.require_idle()
         self._loop = loop
         self.unbind()
+        note_lent(self)
+        try:
+            self.require_idle()
+        except BaseException:
+            self.end()
+            raise
+
+    def _require_other(self, other: HostEmbedding) -> None:
+        other._require_readable()
+
+    def update(self) -> bool:
+        return False
 
     def end(self) -> None:
         if self._loop is not None:
             self.table._read_loans.end(self._loop)
+            forget_lent(self)
         self._loop = None
         self._rows = None
 
