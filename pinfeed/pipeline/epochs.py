@@ -196,6 +196,15 @@ class EpochRunner:
         if not self._try_to_end(_ENDED.format(how)):
             self._active.leave_abandoned(_IS_RUNNING[self._again])
 
+    def leave(self, reason: str) -> None:
+        """End the last run, which this thread iterates, as ``break`` does.
+
+        Args:
+            reason: Error of its iterator, if it is asked for another batch.
+        """
+        if self._active.is_running:
+            self._active.end(reason)
+
     def set_epoch(self, number: int) -> None:
         """Let the next run be epoch ``number``.
 
