@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pinfeed.devices.base import Device
 from pinfeed.errors import ArgumentError
+from pinfeed.feeders.batch_functions import check_seed_of_functions
 from pinfeed.feeders.dataloader import LoaderFeeder
 from pinfeed.feeders.hints import TABLE_LOOP_HINTS
-from pinfeed.feeders.options import TableLoopOptions
+from pinfeed.feeders.options import TableLoopOptions, check_options
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan, check_route
 from pinfeed.pipeline.abandoned import is_abandoned
-from pinfeed.pipeline.active_run import has_ended, is_suspended
+from pinfeed.pipeline.active_run import is_suspended
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.schedule import PrefetchSchedule, n_id_readers
 from pinfeed.training.distributed.table import ShardedEmbedding
@@ -28,7 +29,7 @@ from pinfeed.training.row_loop.lending import RowLending
 from pinfeed.training.row_loop.lent_table import LentTable, RowOptimizers, lent_tables
 from pinfeed.training.row_loop.replay import LoaderReplay, require_row_loop_state
 from pinfeed.training.row_loop.source import row_source
-from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
+from pinfeed.validation.arguments import explain_arguments, whole_number
 from pinfeed.validation.safe_repr import safe_repr
 
 if TYPE_CHECKING:
@@ -95,12 +96,21 @@ def train_rows(
         verify: Whether to keep a copy of every row that was lent, run the synchronous loop on it,
             and raise VerificationError at the first difference. Every batch then waits for the
             device.
+        again: Rule for a loop that begins while another one is left, as for ``Feeder``. The rows
+            of a loop that is ended are written back.
         progress: Whether to show a progress bar.
         timeline: Whether to record what takes time in every batch.
+        host_transform: Function that takes each batch of the loader, before the ids are asked for,
+            and returns a batch of any structure, as for ``wrap_loader``.
+        device_transform: Function that takes each batch on the device, without the rows of tables,
+            and returns what the loop gets, as for ``wrap_loader``. Ids that it returns unchanged
+            are looked up without a search.
+        seed: Seed of the generators of these functions; None is 0.
 
     Raises:
         ArgumentError: If there are no tables, tables share rows, some tables are sharded and some
-            are not, an optimizer is not a RowOptimizer, or a cache does not hold a row.
+            are not, an optimizer is not a RowOptimizer, a cache does not hold a row, a function is
+            not callable, or ``seed`` is given without a function that gets a generator.
         BudgetError: If caches take more memory than ``config`` leaves.
         UnknownArgument: If an argument does not exist. The message says where it belongs.
         DeviceError: If the device does not exist.
@@ -136,8 +146,8 @@ def check_loop_options(
         depth = config.depth
     if look_ahead is not None:
         look_ahead = whole_number(look_ahead, "look_ahead", least=0)
-    for name in ("verify", "progress", "timeline"):
-        check_flag(options[name], name)
+    check_options(options)
+    check_seed_of_functions(options)
     return depth, look_ahead
 
 
@@ -214,9 +224,9 @@ class RowLoop(LoaderFeeder):
         with self._row_source.report_failure():
             self._lending.require_resumed()
         # Checked again when the loop begins, because two iterators may be made before that.
+        self._loop.end_last()
         self._lending.require_idle()
-        lent_batches = self._loop.run(lambda lent: lent, begin=self._begin)
-        generator = self._train(cast("Generator[LentBatch, None, None]", lent_batches))
+        generator = self._loop.run(lambda lent: lent, begin=self._begin, through=self._train)
         self._iterator = weakref.ref(cast("GeneratorType[Any, None, None]", generator))
         return generator
 
@@ -253,8 +263,7 @@ class RowLoop(LoaderFeeder):
     @property
     def is_running(self) -> bool:
         """Whether a loop has begun and has not ended."""
-        generator = self._generator()
-        return generator is not None and not has_ended(generator)
+        return self._loop.is_running
 
     @property
     def is_evaluating(self) -> bool:
@@ -303,7 +312,7 @@ class RowLoop(LoaderFeeder):
             number: Number of the epoch, at least 0.
 
         Raises:
-            ClosedError: If a loop runs, or the loop is closed.
+            ClosedError: If a loop runs that is not ended, or the loop is closed.
         """
         super().set_epoch(number)
         self._replay.note_epoch(number)
@@ -422,15 +431,16 @@ class RowLoop(LoaderFeeder):
         self._replay.begin(self._loop.start)
         self._lending.prepare()
 
-    def _train(self, lent_batches: Generator[LentBatch, None, None]) -> Iterator[Any]:
+    def _train(self, lent_batches: Iterator[LentBatch]) -> Iterator[Any]:
         """Lend the rows of each batch while the caller runs its training step."""
+        batches = cast("Generator[LentBatch, None, None]", lent_batches)
         with contextlib.ExitStack() as stack:
             self._lending.reserve(self, stack)
             stack.enter_context(self._row_source.claim_ranks())
-            stack.enter_context(contextlib.closing(lent_batches))
+            stack.enter_context(contextlib.closing(batches))
             stack.enter_context(self._row_source.in_lockstep())
             self._lending.enter_thread()
-            for lent_batch in lent_batches:
+            for lent_batch in batches:
                 data = self._lending.bind(lent_batch)
                 has_finished = False
                 try:
