@@ -165,8 +165,8 @@ class HostEmbedding(nn.Module):
                 is opened for reading if ``freeze``; otherwise its rows are trained in place.
             freeze: Whether the rows are not trained.
             name: As for the class.
-            pin: ``"auto"`` or False, which leave the rows in their memory. They cannot be page-locked
-                there; give ``PinnedStore(embeddings)``, which copies them to page-locked memory.
+            pin: ``"auto"`` or False, which leave the rows in their memory. They cannot be
+                page-locked there; give ``PinnedStore(embeddings)``, which copies them.
             options: As for the class: ``padding_idx``, ``max_norm``, ``norm_type``,
                 ``scale_grad_by_freq``, ``device_cache``; ``overwrite`` for the files of its
                 optimizer's state.
