@@ -85,7 +85,7 @@ class EpochRunner:
         self._choice = DepthChoice(schedule)
         self._choices = {schedule: self._choice}
         self._progress = progress
-        self._position = EpochPosition(source)
+        self._position = EpochPosition(source, functions.fingerprint)
         self._counters = Counters(timeline=Timeline() if timeline else None)
         self._starvation = StarvationMonitor(self._counters, source.hint, source.transfer_hint)
         transfer = HostTransfer if device.unified else Transfer
