@@ -139,13 +139,11 @@ class RowLending:
         Args:
             check: Whether to raise the error of an earlier write-back that failed.
         """
-        self._end_evaluation()
-        try:
-            self._write_back(copied=False, check=check)
-        finally:
-            self._lent = None
-            for table in self._tables:
-                table.unbind()
+        # The steps are made in reverse order, each one even if the one before it fails.
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._unbind)
+            stack.callback(self._write_back, copied=False, check=check)
+            self._end_evaluation()
 
     def write_copy(self) -> None:
         """Write a copy of the current batch back; the training step may still change the rows.
@@ -236,6 +234,12 @@ class RowLending:
         if self._reference is not None:
             self._reference.check_stores()
 
+    def _unbind(self) -> None:
+        """Take the rows of the current batch from the tables."""
+        self._lent = None
+        for table in self._tables:
+            table.unbind()
+
     def _end(self) -> None:
         """Forget the batch and the thread of a loop that has ended."""
         self._lent = None
@@ -261,9 +265,10 @@ class RowLending:
 
     def _end_evaluation(self) -> None:
         """Lend the rows of the current batch again, if the step is inside ``evaluating()``."""
-        if self._evaluation is not None:
-            self._evaluation.end()
-            self._evaluation = None
+        evaluation = self._evaluation
+        self._evaluation = None
+        if evaluation is not None:
+            evaluation.end()
 
     def _write_back(self, *, copied: bool, check: bool) -> None:
         """Write the changed values of the current batch to the stores, in the background.
