@@ -9,7 +9,7 @@ import torch
 from support.row_optimizers import itself, loss_of, state_of, train_rows
 from support.row_wise_adagrad import RowWiseAdagrad
 from torch import nn
-from torch.optim import SGD, Adagrad, Adam
+from torch.optim import SGD, Adagrad, Adam, SparseAdam
 
 from pinfeed import HostEmbedding, HostEmbeddingBag, RowOptimizer, checkpoint, errors
 
@@ -88,7 +88,7 @@ def test_choices_that_an_optimizer_does_not_take() -> None:
             "no weight decay of sparse .*; expected an optimizer that takes them, and options",
         ),
         (SGD, "sparse", {"momentum": 0.9}, "keeps 'momentum_buffer' as a sparse tensor"),
-        (torch.optim.SparseAdam, "dense", {}, "SparseAdam cannot train rows: .* dense gradients"),
+        (SparseAdam, "dense", {}, "SparseAdam cannot train rows: .* dense gradients"),
     ]:
         with pytest.raises(errors.ArgumentError, match=match):
             RowOptimizer(kind, [table], lr=0.1, gradients=wrong, **options)
@@ -135,6 +135,20 @@ def test_rows_equal_those_of_the_embedding(kind: Any, gradients: Any) -> None:
         (kept,) = state_of(rows, table).values()
         assert torch.equal(torch.from_numpy(kept), state)
         assert kept.shape == ((N,) if sparse else (N, DIM))
+
+
+@pytest.mark.parametrize("kind", [SGD, Adagrad, SparseAdam], ids=lambda kind: kind.__name__)
+def test_optimizers_of_torch_get_the_gradients_of_torch(kind: Any) -> None:
+    """SGD adds the gradients of repeated ids to the row one by one."""
+    plain, table = nn.Embedding(N, DIM, sparse=True), HostEmbedding(N, DIM)
+    plain.weight.data.copy_(table.read(range(N)))
+    optimizer = kind(plain.parameters(), lr=0.1)
+    rows = RowOptimizer(kind, [table], lr=0.1, gradients="sparse")
+    batches = train_rows(loader(), {table: itself}, optimizer=rows, depth=2)
+    assert [step(rows, table, ids) for ids in batches] == [
+        step(optimizer, plain, ids) for ids in loader()
+    ]
+    assert torch.equal(table.read(range(N)), plain.weight)
 
 
 def test_weights_that_are_used_directly() -> None:
