@@ -151,6 +151,25 @@ def test_optimizers_of_torch_get_the_gradients_of_torch(kind: Any) -> None:
     assert torch.equal(table.read(range(N)), plain.weight)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [SGD, Adagrad, SparseAdam, RowWiseAdagrad])
+def test_sparse_gradients_on_a_gpu(kind: Any) -> None:
+    plain = nn.Embedding(N, DIM, sparse=True, device="cuda")
+    table = HostEmbedding(N, DIM, device_cache=0.3)
+    plain.weight.data.copy_(table.read(range(N)))
+    optimizer = kind(plain.parameters(), lr=0.1)
+    rows = RowOptimizer(kind, [table], lr=0.1, gradients="sparse")
+    # The GPU may add gradients of repeated ids in any order.
+    ids = [torch.randperm(N)[:30] for _ in range(8)]
+    batches = train_rows(ids, {table: itself}, optimizer=rows, depth=2, device="cuda")
+    for found, number in zip(batches, ids, strict=True):
+        for module, one, batch in ((table, rows, found), (plain, optimizer, number.cuda())):
+            module(batch).sigmoid().square().sum().backward()
+            one.step()
+            one.zero_grad()
+    assert torch.equal(table.read(range(N)), plain.weight.cpu())
+
+
 def test_weights_that_are_used_directly() -> None:
     """Dense gradients of rows become sparse ones, and those of several lookups are added."""
     table = HostEmbedding(N, DIM)
