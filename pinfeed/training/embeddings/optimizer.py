@@ -218,6 +218,13 @@ class RowOptimizer(torch.optim.Optimizer):
                 f"a state of {len(tables)} tables in {len(groups)} groups; "
                 f"expected {len(self.tables)} in {len(self.param_groups)}"
             )
+        missing = sorted(self._attributes - set(attributes))
+        if missing and any(saved["begun"] for saved in tables):
+            raise ArgumentError(
+                f"a state without {', '.join(missing)} of {type(self.inner).__name__}, which "
+                "earlier versions did not save, so that its next step would begin anew; expected "
+                "what state_dict() of this version returned"
+            )
         for state, saved in zip(self.tables.values(), tables, strict=True):
             state.is_initialized = bool(saved["begun"])
             current = self._state_of(state)

@@ -208,6 +208,13 @@ def test_a_run_is_resumed(tmp_path: Path) -> None:
         table.close()
         return losses, result
 
+    table = HostEmbedding(N, DIM)
+    rows = RowOptimizer(RowWiseAdagrad, [table], lr=0.1, gradients="sparse")
+    for ids in train_rows(loader(1), {table: itself}, optimizer=rows):
+        step(rows, table, ids)
+    older = {key: value for key, value in rows.state_dict().items() if key != "attributes"}
+    with pytest.raises(errors.ArgumentError, match="a state without has_begun of RowWiseAdagrad"):
+        rows.load_state_dict(older)
     whole, result = run(n=12)
     first, _ = run(n=5)
     rest, resumed = run(n=7, resume=True)
