@@ -93,52 +93,23 @@ def _check_given_store(store: Store, table: NewTable, dtype: np.dtype[Any]) -> N
         raise StoreError(f"{table.name}: a store of {store.dtype}; expected {expected}")
 
 
-def open_pretrained(embeddings: Any, *, freeze: bool) -> TableStore:
+def open_pretrained(embeddings: Any, *, freeze: bool, pin: Pin) -> TableStore:
     """Open rows that exist: a 2-d tensor or array, a path of a .npy file, or a Store.
 
     Args:
         embeddings: The rows.
         freeze: Whether a file is opened for reading alone.
+        pin: Whether the rows are copied into page-locked memory; ``"auto"`` leaves them where they
+            are.
     """
+    check_pin(pin)
+    if pin is True:
+        return TableStore(PinnedStore(embeddings, pin=True), is_owned=True)
     if isinstance(embeddings, (str, os.PathLike)):
         return TableStore(MmapStore(embeddings, mode="r" if freeze else "r+"), is_owned=True)
     if isinstance(embeddings, Store):
         return TableStore(embeddings, is_owned=False)
     return TableStore(ArrayStore(embeddings, name="embeddings"), is_owned=False)
-
-
-def check_not_pinned(embeddings: Any, pin: Pin) -> None:
-    """Check that rows which exist are not to be page-locked where they are.
-
-    Page-locked memory must not become copy-on-write, because the driver and the process would then
-    see different pages. A fork, for example for the workers of a DataLoader, does that to the
-    memory of arrays. ``PinnedStore`` hides its memory from forked processes, which end if they
-    touch it. The user's own array must stay readable in them.
-
-    Raises:
-        ArgumentError: If they are.
-    """
-    check_pin(pin)
-    if pin is not True:
-        return
-    asked = "from_pretrained(..., pin=True)"
-    if isinstance(embeddings, (str, os.PathLike)):
-        raise ArgumentError(
-            f"{asked} of {os.fspath(embeddings)!r}: rows of a file are read and trained in the "
-            "file; leave pin out, or give PinnedStore(path), which copies the rows into "
-            "page-locked memory"
-        )
-    if isinstance(embeddings, Store):
-        raise ArgumentError(
-            f"{asked} of a {type(embeddings).__name__}: a store has memory of its own; leave pin "
-            "out, or give PinnedStore(store), which copies the rows into page-locked memory"
-        )
-    raise ArgumentError(
-        f"{asked}: an array that exists cannot be page-locked in place, because a fork (workers of "
-        "a DataLoader) would part the process's pages from the GPU's; leave pin out, or give "
-        "PinnedStore(array), which copies the rows into page-locked memory (the table then trains "
-        "the copy, table.store.array)"
-    )
 
 
 def check_is_table(store: Store) -> None:
