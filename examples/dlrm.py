@@ -154,7 +154,7 @@ def moved(train_loader: Any, test_loader: Any) -> list[float]:
     optimizer = pinfeed.CombinedOptimizer(rows, RowWiseAdagrad(model.parameters()))
     schedule = LinearLR(optimizer, 0.1, total_iters=20)
     ids = {bag: lambda batch, at=at: batch["ids"][at] for at, bag in enumerate(bags)}
-    batches = pinfeed.train_rows(train_loader, ids, optimizer=rows)
+    batches = pinfeed.train_rows(train_loader, ids, optimizer=optimizer)
     results = []
     for number, batch in enumerate(batches, 1):
         results.append(train_step(model, batch, optimizer, schedule))

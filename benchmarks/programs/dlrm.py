@@ -244,7 +244,7 @@ def moved(folder: Path, size: Size, step: Step) -> None:
     optimizer = pinfeed.CombinedOptimizer(rows, dense)
     schedule = LambdaLR(optimizer, warm_up)
     ids = {bag: lambda batch, at=at: batch[1][at] for at, bag in enumerate(bags)}
-    batches = pinfeed.train_rows(train_loader, ids, optimizer=rows, device=DEVICE)
+    batches = pinfeed.train_rows(train_loader, ids, optimizer=optimizer, device=DEVICE)
     for number, batch in enumerate(batches, 1):
         step(*batch, model=model, optimizer=optimizer, schedule=schedule)
         if number % size.test_freq == 0:
