@@ -239,9 +239,10 @@ def moved(folder: Path, size: Size, step: Step) -> None:
         for table in tables
     ]
     model = DLRM(bags, size.n_features).to(DEVICE)
-    rows = pinfeed.RowOptimizer(RowWiseAdagrad, bags, lr=LEARNING_RATE, gradients="sparse")
-    dense = RowWiseAdagrad(model.parameters(), lr=LEARNING_RATE)
-    optimizer = pinfeed.CombinedOptimizer(rows, dense)
+    optimizer = pinfeed.CombinedOptimizer(
+        pinfeed.RowOptimizer(RowWiseAdagrad, bags, lr=LEARNING_RATE, gradients="sparse"),
+        RowWiseAdagrad(model.parameters(), lr=LEARNING_RATE),
+    )
     schedule = LambdaLR(optimizer, warm_up)
     ids = {bag: lambda batch, at=at: batch[1][at] for at, bag in enumerate(bags)}
     batches = pinfeed.train_rows(train_loader, ids, optimizer=optimizer, device=DEVICE)
