@@ -91,6 +91,11 @@ class CudaDevice(DirectAccess):
     def current_stream(self) -> CudaStream:
         return CudaStream(torch.cuda.current_stream(self._device), self)
 
+    @contextlib.contextmanager
+    def in_stream(self, stream: CudaStream) -> Iterator[None]:
+        with torch.cuda.stream(stream.raw):
+            yield
+
     def worker(self, name: str, n_threads: int = 1) -> ThreadPool:
         return ThreadPool(n_threads, name, functools.partial(torch.cuda.set_device, self._device))
 

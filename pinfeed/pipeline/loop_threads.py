@@ -26,7 +26,8 @@ _CLOSED = (
 class LoopThreads:
     """Reader threads and writer threads of one loop.
 
-    ``start_readers`` starts the readers. The writers start with the first write-back: one queues
+    ``start_readers`` starts the readers. The thread that calls functions of batches starts with the
+    first batch. The writers start with the first write-back: one queues
     the copies to the host, the other scatters the rows that have arrived, and may have helpers. At
     depth 0 there are no threads, and the caller makes every call itself. A loop with threads may do
     so, too, while no call of its threads is left.
@@ -55,6 +56,7 @@ class LoopThreads:
         self._joining = threading.Lock()
         self._are_writers_joined = False
         self._reader: Workers | None = None
+        self._transformer: Workers | None = None
         self._writer: Workers | None = None
         self._scatterer: Workers | None = None
         self._scatter_helpers: Workers | None = None
@@ -67,6 +69,12 @@ class LoopThreads:
     def submit_read(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
         """Let a reader thread call ``fn(*args)`` for a batch."""
         return self._submit(self._reader, "read", batch, fn, *args)
+
+    def submit_transform(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
+        """Let one thread call ``fn(*args)`` for a batch, in the order of these calls."""
+        if self._transformer is None:
+            self._transformer = self._device.worker("pinfeed-transform")
+        return self._submit(self._transformer, "transform", batch, fn, *args)
 
     def submit_write(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
         """Let the writer thread call ``fn(*args)`` for a batch."""
@@ -116,9 +124,10 @@ class LoopThreads:
         return self._scatter_helpers
 
     def join_readers(self) -> None:
-        """Wait until the readers have made all calls that were submitted."""
-        if self._reader is not None:
-            self._reader.shutdown(wait=True)
+        """Wait until the readers, and what follows them, have made all calls."""
+        for worker in (self._reader, self._transformer):
+            if worker is not None:
+                worker.shutdown(wait=True)
 
     def join_writers(self) -> None:
         """Wait until the writers have made all calls that were submitted."""

@@ -112,6 +112,15 @@ class SimDevice:
     def current_stream(self) -> SimStream:
         return self._current
 
+    @contextlib.contextmanager
+    def in_stream(self, stream: SimStream) -> Iterator[None]:
+        before = self._current
+        self._current = stream
+        try:
+            yield
+        finally:
+            self._current = before
+
     def worker(self, name: str, n_threads: int = 1) -> Any:
         worker = SimWorker(self, n_threads)
         self._actors[name] = worker
