@@ -52,7 +52,8 @@ class Program:
             ``n_steps``, the batches of a run without a training step and with one.
         prepare: Function that writes the files of a size into a folder.
         ways: Ways to run the program by name: the original first, and pinfeed.
-        make_step: Function that makes the training step of a size, with a model of its own.
+        make_step: Function that makes the training step of a size, with a model of its own unless
+            the program makes it.
         original: Classes and functions that only the original needs.
         moved: Classes and functions that take their place.
     """
