@@ -30,6 +30,7 @@ from pinfeed.training.embeddings.table_store import (
     NewTable,
     Path,
     check_is_table,
+    check_not_pinned,
     export_file,
     fill_store,
     open_pretrained,
@@ -149,7 +150,13 @@ class HostEmbedding(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, embeddings: Any, *, freeze: bool = True, name: str | None = None, **options: Any
+        cls,
+        embeddings: Any,
+        *,
+        freeze: bool = True,
+        name: str | None = None,
+        pin: Pin = "auto",
+        **options: Any,
     ) -> Any:
         """Make a table of existing rows, which it shares.
 
@@ -158,15 +165,19 @@ class HostEmbedding(nn.Module):
                 is opened for reading if ``freeze``; otherwise its rows are trained in place.
             freeze: Whether the rows are not trained.
             name: As for the class.
+            pin: ``"auto"`` or False, which leave the rows in their memory. They cannot be
+                page-locked there; give ``PinnedStore(embeddings)``, which copies them.
             options: As for the class: ``padding_idx``, ``max_norm``, ``norm_type``,
                 ``scale_grad_by_freq``, ``device_cache``; ``overwrite`` for the files of its
                 optimizer's state.
 
         Raises:
             StoreError: If they are not rows of floating point numbers.
-            ArgumentError: If ``freeze`` is neither True nor False, or an option is invalid.
+            ArgumentError: If ``freeze`` is neither True nor False, an option is invalid, or ``pin``
+                is True.
         """
         check_flag(freeze, "freeze")
+        check_not_pinned(embeddings, pin)
         opened = open_pretrained(embeddings, freeze=freeze)
         store = opened.store
         with contextlib.ExitStack() as undo:

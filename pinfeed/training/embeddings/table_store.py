@@ -15,7 +15,7 @@ from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.stores import ArrayStore, MmapStore, PinnedStore, Store
 from pinfeed.stores.base import shape_to_make
 from pinfeed.stores.file import open_created
-from pinfeed.stores.pinned import Pin
+from pinfeed.stores.pinned import Pin, check_pin
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.tensors.numpy_torch import TORCH, to_torch
 from pinfeed.training.atomic_write import atomic_write
@@ -105,6 +105,40 @@ def open_pretrained(embeddings: Any, *, freeze: bool) -> TableStore:
     if isinstance(embeddings, Store):
         return TableStore(embeddings, is_owned=False)
     return TableStore(ArrayStore(embeddings, name="embeddings"), is_owned=False)
+
+
+def check_not_pinned(embeddings: Any, pin: Pin) -> None:
+    """Check that rows which exist are not to be page-locked where they are.
+
+    Page-locked memory must not become copy-on-write, because the driver and the process would then
+    see different pages. A fork, for example for the workers of a DataLoader, does that to the
+    memory of arrays. ``PinnedStore`` hides its memory from forked processes, which end if they
+    touch it. The user's own array must stay readable in them.
+
+    Raises:
+        ArgumentError: If they are.
+    """
+    check_pin(pin)
+    if pin is not True:
+        return
+    asked = "from_pretrained(..., pin=True)"
+    if isinstance(embeddings, (str, os.PathLike)):
+        raise ArgumentError(
+            f"{asked} of {os.fspath(embeddings)!r}: rows of a file are read and trained in the "
+            "file; leave pin out, or give PinnedStore(path), which copies the rows into "
+            "page-locked memory"
+        )
+    if isinstance(embeddings, Store):
+        raise ArgumentError(
+            f"{asked} of a {type(embeddings).__name__}: a store has memory of its own; leave pin "
+            "out, or give PinnedStore(store), which copies the rows into page-locked memory"
+        )
+    raise ArgumentError(
+        f"{asked}: an array that exists cannot be page-locked in place, because a fork (workers of "
+        "a DataLoader) would part the process's pages from the GPU's; leave pin out, or give "
+        "PinnedStore(array), which copies the rows into page-locked memory (the table then trains "
+        "the copy, table.store.array)"
+    )
 
 
 def check_is_table(store: Store) -> None:

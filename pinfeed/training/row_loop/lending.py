@@ -205,13 +205,12 @@ class RowLending:
 
         Raises:
             ClosedError: If the caller is not in a training step of the loop, or is inside this
-                context. At its end, if rows were changed inside it, or a loop over ``read_rows``
-                of the tables still runs.
+                context. At its end, if rows were changed inside it.
             Exception: If a write-back failed; the error as it was.
         """
         self._require_step()
         loop.flush_writes()
-        evaluation = Evaluation([lent.table for lent in self._tables])
+        evaluation = Evaluation(self._tables)
         self._evaluation = evaluation
         try:
             evaluation.begin()
@@ -221,7 +220,6 @@ class RowLending:
                 evaluation.check()
         finally:
             if self._evaluation is evaluation:
-                evaluation.leave_reads()
                 self._end_evaluation()
 
     def check_step(self) -> None:

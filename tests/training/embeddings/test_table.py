@@ -15,7 +15,9 @@ from torch import nn
 from pinfeed import (
     ArrayStore,
     HostEmbedding,
+    HostEmbeddingBag,
     MmapStore,
+    PinnedStore,
     RowOptimizer,
     errors,
 )
@@ -276,3 +278,24 @@ def test_the_store_of_a_file_is_closed(tmp_path: Path) -> None:
     with MmapStore(tmp_path / "t.npy") as store:
         HostEmbedding.from_pretrained(store).close()
         assert store.gather(np.array([1]), np.empty((1, DIM), np.float32)) is None
+
+
+@pytest.mark.parametrize("kind", [HostEmbedding, HostEmbeddingBag])
+def test_rows_that_exist_are_not_pinned_in_place(kind: Any, tmp_path: Path) -> None:
+    rows = np.ones((3, 2), np.float32)
+    np.save(tmp_path / "rows.npy", rows)
+    given: Any
+    for given, match in [
+        (rows, r"pin=True\): an array that exists cannot be page-locked in place, because a fork"),
+        (torch.from_numpy(rows), "or give PinnedStore.array., which copies the rows"),
+        (tmp_path / "rows.npy", r"of '.*rows.npy': rows of a file .*; leave pin out, or give"),
+        (ArrayStore(rows), "of a ArrayStore: a store has memory of its own; leave pin out, or"),
+    ]:
+        with pytest.raises(errors.ArgumentError, match=match):
+            kind.from_pretrained(given, pin=True)
+    with pytest.raises(errors.ArgumentError, match="pin='yes': expected True, False or 'auto'"):
+        kind.from_pretrained(rows, pin="yes")
+    for unpinned in ("auto", False):
+        assert kind.from_pretrained(rows, pin=unpinned).store.array is rows
+    copied = kind.from_pretrained(PinnedStore(rows, pin="auto"), freeze=False)
+    assert copied.read([0, 2]).tolist() == [[1, 1], [1, 1]]
