@@ -50,10 +50,10 @@ class Evaluation:
                 )
 
     def end(self) -> None:
-        """End loops that read the rows, and lend those of the batch again."""
+        """Lend the rows of the batch again, and end the loops that read them."""
+        for table, rows in zip(self._tables, self._kept, strict=True):
+            table._batch_rows = rows
         for lent in self._lent:
             for table in (lent.table, *lent_with(lent.table, lent.stores, write=True)):
                 for loop in table._read_loans.loops:
                     loop.leave(_ENDED)
-        for table, rows in zip(self._tables, self._kept, strict=True):
-            table._batch_rows = rows

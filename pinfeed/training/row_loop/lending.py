@@ -261,9 +261,10 @@ class RowLending:
 
     def _end_evaluation(self) -> None:
         """Lend the rows of the current batch again, if the step is inside ``evaluating()``."""
-        if self._evaluation is not None:
-            self._evaluation.end()
-            self._evaluation = None
+        evaluation = self._evaluation
+        self._evaluation = None
+        if evaluation is not None:
+            evaluation.end()
 
     def _write_back(self, *, copied: bool, check: bool) -> None:
         """Write the changed values of the current batch to the stores, in the background.
