@@ -2,8 +2,8 @@
 
 torchdata's tests are torch's own tests of DataLoader, and tests of states. They run once as they
 are, and once for each depth with ``pinfeed.wrap_loader(loader, device="cpu", on_error="next")`` in
-place of each loader that a test makes. Only the tests of ``EXPECTED`` may fail, for the reason that is given
-there. Run it from the root, with a checkout of github.com/pytorch/data:
+place of each loader that a test makes. Only the tests of ``EXPECTED`` may fail, for the reason that
+is given there. Run it from the root, with a checkout of github.com/pytorch/data:
 
     pip install expecttest parameterized
     # half an hour

@@ -101,7 +101,8 @@ class EpochRunner:
     @property
     def epoch(self) -> int:
         """Number of the epoch that runs, or of the next one."""
-        return self._position.epoch if self._active.is_running else self._position.next()[0]
+        has_begun = self._active.has_begun and self._active.is_running
+        return self._position.epoch if has_begun else self._position.next()[0]
 
     @property
     def is_running(self) -> bool:

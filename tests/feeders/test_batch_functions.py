@@ -12,7 +12,7 @@ import torch
 from support.depth_choices import script
 from torch.utils.data import DataLoader
 
-from pinfeed import ArrayStore, Feeder, HostEmbedding, RowOptimizer, train_rows, wrap_loader
+from pinfeed import ArrayStore, Feeder, HostEmbedding, Ranks, RowOptimizer, train_rows, wrap_loader
 from pinfeed.errors import ArgumentError, RowIndexError, WorkerError, WriteBackError
 
 N, SIZE = 26, 4
@@ -117,6 +117,20 @@ def test_results_are_those_of_the_plain_loop() -> None:
     host = [on_host({"x": x[c], "id": ids[c]}, generator_of(0, i, 0)) for i, c in enumerate(cuts)]
     device = [on_device(batch, generator_of(0, i, 1)) for i, batch in enumerate(host)]
     require_equal(batches_of(feeder_of("several readers"), 1), device)
+
+
+def test_each_rank_of_a_feeder_has_generators_of_its_own() -> None:
+    def drawn(batch: Any, generator: torch.Generator) -> Any:
+        return torch.rand(2, generator=generator)
+
+    for rank in (0, 1):
+        ranks = Ranks("drop", rank=rank, world_size=2)
+        options: Any = {"device": "cpu", "ranks": ranks, "seed": -1, "device_transform": drawn}
+        with Feeder(X, batch_size=SIZE, **options) as feeder:
+            for i, got in enumerate(feeder):
+                state = np.random.SeedSequence((2**64 - 1, 0, i, 1, rank)).generate_state(1, "u8")
+                generator = torch.Generator().manual_seed(int(state[0]))
+                assert torch.equal(got, torch.rand(2, generator=generator))
 
 
 @pytest.mark.parametrize("kind", ["feeder", "table"])

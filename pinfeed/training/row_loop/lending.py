@@ -139,13 +139,11 @@ class RowLending:
         Args:
             check: Whether to raise the error of an earlier write-back that failed.
         """
-        self._end_evaluation()
-        try:
-            self._write_back(copied=False, check=check)
-        finally:
-            self._lent = None
-            for table in self._tables:
-                table.unbind()
+        # The steps are made in reverse order, each one even if the one before it fails.
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._unbind)
+            stack.callback(self._write_back, copied=False, check=check)
+            self._end_evaluation()
 
     def write_copy(self) -> None:
         """Write a copy of the current batch back; the training step may still change the rows.
@@ -235,6 +233,12 @@ class RowLending:
         """
         if self._reference is not None:
             self._reference.check_stores()
+
+    def _unbind(self) -> None:
+        """Take the rows of the current batch from the tables."""
+        self._lent = None
+        for table in self._tables:
+            table.unbind()
 
     def _end(self) -> None:
         """Forget the batch and the thread of a loop that has ended."""

@@ -197,7 +197,7 @@ def test_training_is_refused_inside_evaluating() -> None:
     table, frozen = ones(), ones(name="frozen")
     optimizer = SGD([table])
     ids = {table: itself, frozen.requires_grad_(False): itself}
-    loop = train_rows(TRAINING, ids, optimizer=optimizer, depth=2)
+    loop = train_rows(TRAINING[:2], ids, optimizer=optimizer, depth=2)
     with pytest.raises(ClosedError, match=r"evaluating\(\) outside a training step"):
         loop.evaluating().__enter__()
     for batch in loop:
