@@ -11,7 +11,7 @@ from pinfeed.feeders.base import BaseFeeder, T_co
 from pinfeed.feeders.batch_functions import batch_function, check_seed_of_functions
 from pinfeed.feeders.fetch import FetchStores
 from pinfeed.feeders.hints import LOADER_HINTS
-from pinfeed.feeders.options import LoaderOptions, TableLoopOptions, check_loop_options
+from pinfeed.feeders.options import LoaderOptions, TableLoopOptions, check_options
 from pinfeed.memory.depth import check_optional_depth
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
@@ -185,9 +185,9 @@ def wrap_loader(
         NotEnoughCPUMemory: If the limits of ``config`` cannot hold the chunks that reading needs.
         UnknownArgument: If an argument does not exist. The message says where it belongs.
     """
-    check_loop_options(options)
-    check_seed_of_functions(options)
+    check_options(options)
     check_choice(options["on_error"], "on_error", ("raise", "next"))
+    check_seed_of_functions(options)
     depth = check_optional_depth(depth)
     if config is not None and fetch is None:
         raise ArgumentError(
@@ -259,8 +259,8 @@ class LoaderFeeder(BaseFeeder[T_co]):
             capacity=(),
             progress=options["progress"],
             timeline=options["timeline"],
-            functions=self._functions,
             again=options["again"],
+            functions=self._functions,
         )
 
     @safe_repr

@@ -15,7 +15,7 @@ from pinfeed.feeders.batch import Batch
 from pinfeed.feeders.batch_functions import batch_function, has_functions
 from pinfeed.feeders.function_trial import measure_functions
 from pinfeed.feeders.hints import FEEDER_HINTS
-from pinfeed.feeders.options import FeederOptions, check_loop_options
+from pinfeed.feeders.options import FeederOptions, check_options
 from pinfeed.feeders.row_selection import RowArguments, RowSelection
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth, n_held
 from pinfeed.memory.function_memory import FunctionMemory
@@ -217,7 +217,7 @@ class Feeder(ResumableFeeder[T_co]):
         arguments = RowArguments(batch_size, config, rows, shuffle, seed, drop_last)
         arguments.check()
         check_route(route)
-        check_loop_options(options)
+        check_options(options)
         _check_conflicts(options, route)
         self._verify = options["verify"]
         selection = RowSelection.of(arguments, ranks)
@@ -372,8 +372,8 @@ class Feeder(ResumableFeeder[T_co]):
             schedule=schedule,
             progress=options["progress"],
             timeline=options["timeline"],
-            functions=self._functions,
             again=options["again"],
+            functions=self._functions,
         )
 
     def _functions_of(

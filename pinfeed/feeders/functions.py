@@ -13,7 +13,7 @@ import numpy as np
 from pinfeed.errors import ArgumentError, StoreError, described
 from pinfeed.feeders.base import ResumableFeeder
 from pinfeed.feeders.hints import READER_HINTS
-from pinfeed.feeders.options import ReaderOptions, check_loop_options
+from pinfeed.feeders.options import ReaderOptions, check_options
 from pinfeed.feeders.row_selection import warn_if_empty
 from pinfeed.memory.depth import check_depth
 from pinfeed.pipeline.epochs import EpochRunner
@@ -224,7 +224,7 @@ def _checked_order(options: ReaderOptions) -> Order:
     """Return the order of the identities, after a check of the options that are flags or a seed."""
     check_flag(options["shuffle"], "shuffle")
     check_flag(options["drop_last"], "drop_last")
-    check_loop_options(options)
+    check_options(options)
     seed = check_seed(options["seed"])
     return shuffled(seed) if options["shuffle"] else sequential()
 

@@ -116,6 +116,13 @@ TABLE_LOOP_HINTS = {
 }
 """Advice for ``train_rows``."""
 
+READ_LOOP_HINTS = {
+    **TABLE_LOOP_HINTS,
+    "fetch": 'wrap the loader first: read_rows(wrap_loader(loader, fetch=..., device="cpu"), ...)',
+    "optimizer": "read_rows changes no rows; give the optimizer to train_rows",
+}
+"""Advice for ``read_rows``."""
+
 DATASET_HINTS = {
     **{
         name: "a RowDataset has rows and no batches; give it to "

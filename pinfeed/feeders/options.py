@@ -17,7 +17,7 @@ FUNCTIONS = ("host_transform", "device_transform")
 
 
 class LoopOptions(TypedDict, total=False):
-    """Options that every loop over batches has.
+    """Options that every loop over batches has: what ends it, observes it, or changes its batches.
 
     A function that has a parameter ``generator`` gets a new ``torch.Generator`` for every batch. So
     its results depend neither on ``depth`` nor on resuming. ``host_transform`` gets a generator on
@@ -95,15 +95,14 @@ class ReaderOptions(TypedDict, total=False):
     """Whether to record what takes time in every batch."""
 
 
-def check_loop_options(options: Mapping[str, Any]) -> None:
-    """Check those options of a loop that are flags or functions, and ``again``.
+def check_options(options: Mapping[str, Any]) -> None:
+    """Check the options of a loop that are flags or functions, and ``again``.
 
     Raises:
-        ArgumentError: If one is invalid.
+        ArgumentError: If a flag is not a bool, a function is not callable, or ``again`` is no rule.
     """
     for name in ("verify", "progress", "timeline"):
-        if name in options:
-            check_flag(options[name], name)
+        check_flag(options.get(name, False), name)
     check_choice(options["again"], "again", ("end", "refuse"))
     for name in FUNCTIONS:
         check_function(options.get(name), name)

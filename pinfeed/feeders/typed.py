@@ -67,10 +67,16 @@ class LoaderArguments(LoopArguments, total=False):
 
 
 class TableLoopArguments(LoopArguments, total=False):
-    """Keyword arguments of ``train_rows``, without ``optimizer`` and functions on batches."""
+    """Keyword arguments of ``read_rows``, without functions on batches."""
 
     config: MemoryLimits | None
     look_ahead: int | None
     route: str | None
     verify: bool
     seed: int | None
+
+
+class TrainArguments(TableLoopArguments, total=False):
+    """Keyword arguments of ``train_rows``, without functions on batches."""
+
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]

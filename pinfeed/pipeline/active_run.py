@@ -43,7 +43,8 @@ class ActiveRun:
         self._generator: weakref.ref[GeneratorType[Any, None, None]] | None = None
         # Thread that iterates the run, or has made it.
         self._thread: int | None = None
-        self._has_begun = False
+        self.has_begun = False
+        """Whether the generator was asked for a batch."""
         # Error of an iterator whose run was ended while the program holds it.
         self._reason: str | None = None
 
@@ -79,10 +80,10 @@ class ActiveRun:
         generator = self.generator()
         if generator is None:
             return True
-        if self._thread == threading.get_ident() and not self._has_begun:
+        if self._thread == threading.get_ident() and not self.has_begun:
             # A thread that begins the run now notes itself first, and then looks for a reason.
             self._reason = reason
-            if not self._has_begun:
+            if not self.has_begun:
                 return True
             self._reason = None
         if self._thread != threading.get_ident() or not is_suspended(generator):
@@ -108,7 +109,7 @@ class ActiveRun:
 
     def _iterate(self, batches: Generator[Any, None, None]) -> Generator[Any, None, None]:
         self._thread = threading.get_ident()
-        self._has_begun = True
+        self.has_begun = True
         reason = self._reason
         if reason is None:
             # If ``end`` ends the run, the error waits until the iterator is used again.

@@ -101,7 +101,8 @@ class EpochRunner:
     @property
     def epoch(self) -> int:
         """Number of the epoch that runs, or of the next one."""
-        return self._position.epoch if self._active.is_running else self._position.next()[0]
+        has_begun = self._active.has_begun and self._active.is_running
+        return self._position.epoch if has_begun else self._position.next()[0]
 
     @property
     def is_running(self) -> bool:
@@ -195,6 +196,15 @@ class EpochRunner:
         how = "when another loop over its feeder began; make a second feeder for the other loop"
         if not self._try_to_end(_ENDED.format(how)):
             self._active.leave_abandoned(_IS_RUNNING[self._again])
+
+    def leave(self, reason: str) -> None:
+        """End the last run, which this thread iterates, as ``break`` does.
+
+        Args:
+            reason: Error of its iterator, if it is asked for another batch.
+        """
+        if self._active.is_running:
+            self._active.end(reason)
 
     def set_epoch(self, number: int) -> None:
         """Let the next run be epoch ``number``.

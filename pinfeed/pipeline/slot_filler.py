@@ -182,14 +182,16 @@ class SlotFiller:
             self._transfer.fill(slot, made, number)
         if functions.device is not None:
             call = functions.on_device(slot.tensors, number)
+            batch = slot.batch
+            assert batch is not None
             try:
                 self._transfer.transform(slot, call)
             except Cancelled:
                 raise
             except Exception as error:
-                if slot.batch is None or not slot.batch.keeps_errors:
+                if not batch.keeps_errors:
                     raise
-                slot.batch = _failed(slot.batch, error)
+                self._fail(slot, batch, error, number)
             slot.device_transform_s = self._count("device_transform", functions.device.take_calls())
 
     def _add_read(self, slot: Slot, turn: int, start_s: float, end_s: float) -> None:
@@ -220,7 +222,7 @@ class SlotFiller:
             raise
         except Exception as error:
             if batch.keeps_errors:
-                return self._transfer.fill(slot, _failed(batch, error), number)
+                return self._fail(slot, batch, error, number)
             n_batches = len(batch.batches)
             n_good = self._n_good(slot, batch, number) if n_batches > 1 else 0
             if n_good in (0, n_batches):
@@ -228,6 +230,12 @@ class SlotFiller:
                 raise
             slot.error = error
         return self._transfer.fill(slot, batch.cut(0, n_good), number)
+
+    def _fail(self, slot: Slot, batch: HostBatch, error: Exception, number: int) -> Slot:
+        """Fill a slot with the error of its batch, in place of the batch."""
+        failed = failed_batch(error)
+        failed.state = batch.state
+        return self._transfer.fill(slot, failed, number)
 
     def _n_good(self, slot: Slot, batch: HostBatch, number: int) -> int:
         """Return the number of batches before the first that cannot be gathered."""
@@ -237,13 +245,6 @@ class SlotFiller:
             except Exception:
                 return i
         return len(batch.batches)
-
-
-def _failed(batch: HostBatch, error: Exception) -> HostBatch:
-    """Return a batch in place of one that failed, after which the loop continues."""
-    failed = failed_batch(error)
-    failed.state = batch.state
-    return failed
 
 
 class _Turns:

@@ -86,6 +86,7 @@ def test_a_new_loop_ends_the_one_before_as_break_does(kind: str, depth: int) -> 
         first = iter(feeder)
         got = [taken(first, 2)]
         second = iter(feeder)
+        assert feeder._loop.epoch == 1
         with pytest.raises(ClosedError, match=ANOTHER):
             next(first)
         got.append(taken(second, 2))

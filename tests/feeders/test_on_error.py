@@ -119,6 +119,44 @@ def test_errors_of_ids_of_rows_and_of_copies(depth: int, staged: bool) -> None:
     assert loader.stats.batches == 3
 
 
+@pytest.mark.parametrize("staged", [False, True])
+def test_errors_of_functions(staged: bool) -> None:
+    """Random numbers of the batches that follow are those of the same batches without an error."""
+
+    def drawn(batch: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        if batch[0] == failing[0]:
+            raise KeyError("on the host")
+        return batch + torch.rand(1, generator=generator)
+
+    def moved(batch: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        if int(batch[0]) == failing[1]:
+            raise StopIteration("on the device")
+        return batch * torch.rand(1, generator=generator)
+
+    def found(depth: int) -> list[Any]:
+        loader = wrap_loader(
+            DataLoader(Numbers(bad), batch_size=2),
+            device=CopyingDevice(direct=False) if staged else "cpu",
+            depth=depth,
+            on_error="next",
+            host_transform=drawn,
+            device_transform=moved,
+        )
+        return [event for event, _ in events(loader)]
+
+    failing = [-1, -1]
+    want = found(0)
+    failing = [4, 10]
+    for depth in DEPTHS:
+        got = found(depth)
+        assert [event[0] for event in (got[2], got[5])] == [KeyError, WorkerError]
+        assert all(
+            same([a], [b])
+            for i, (a, b) in enumerate(zip(got, want, strict=True))
+            if i not in (2, 5)
+        )
+
+
 def test_a_loop_that_skips_bad_batches_ends_where_it_is_left() -> None:
     """Neither an error that is kept nor a reference cycle keeps the loop."""
     kept: list[BaseException] = []

@@ -1,6 +1,7 @@
 """Types of batches: mypy checks every ``assert_type``, and the tests check what loops yield."""
 
 import inspect
+import typing
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from pinfeed import (
     Batch,
     Feeder,
     HostEmbedding,
+    read_rows,
     restartable,
     train_rows,
     wrap_loader,
@@ -82,6 +84,7 @@ def test_wrapped_loaders_keep_the_type_of_their_batches() -> None:
     assert_type(next(iter(restartable(loader))), tuple[Tensor, str])
     assert_type(of_table, tuple[Tensor, str])
     assert type(of_table) is tuple
+    assert_type(next(iter(read_rows(BATCHES, {table: 0}, device="cpu"))), tuple[Tensor, str])
     # A DataLoader is typed by its samples, which say nothing about what collate_fn makes of them.
     data = DataLoader(TensorDataset(torch.zeros(4)))
     assert_type(next(iter(wrap_loader(data, device="cpu"))), Any)
@@ -131,9 +134,10 @@ def test_functions_on_batches_decide_their_type() -> None:
     [
         (Feeder, typed.FeederArguments, {"source"}),
         (wrap_loader, typed.LoaderArguments, {"loader", "fetch"}),
-        (train_rows, typed.TableLoopArguments, {"loader", "tables", "optimizer"}),
+        (read_rows, typed.TableLoopArguments, {"loader", "tables"}),
+        (train_rows, typed.TrainArguments, {"loader", "tables"}),
     ],
 )
 def test_type_checkers_know_every_argument(function: Any, arguments: Any, others: set[str]) -> None:
     names = set(inspect.signature(function).parameters) - {"host_transform", "device_transform"}
-    assert names == arguments.__annotations__.keys() | others
+    assert names == typing.get_type_hints(arguments).keys() | others

@@ -100,7 +100,7 @@ class HostBatch:
     state: Any = None
     """State of the loader after the batch, where the loader has a state."""
     keeps_errors: bool = False
-    """Whether the loop continues with the next batch if this one cannot be gathered."""
+    """Whether the loop continues with the next batch if this one fails."""
 
     def all_parts(self) -> Sequence[HostArray]:
         """Return the parts, and the positions of shared rows if there are any."""

@@ -237,7 +237,7 @@ class LoaderSource:
         Reader threads call this, one at a time.
         """
         number = self._number
-        # A batch whose error the loop continues after counts, too.
+        # The number counts batches that fail, too.
         self._number += 1
         batch = next_batch(batches)
         if self.host_transform is None or batch is END:
