@@ -80,8 +80,8 @@ class CudaDevice(DirectAccess):
         return CudaDevice(self._index, priority=self._priority)
 
     def stream(self, name: str) -> CudaStream:
-        # If rows are read and written in turn, both are in one stream. Row indices never are, nor is
-        # the work of functions, behind which the copies of later batches would wait.
+        # If rows are read and written in turn, both are in one stream. Row indices never are, and
+        # functions neither, because the copies of later batches would wait for them.
         is_of_rows = name not in ("index", "transform")
         if is_of_rows and not self.route.duplex and self._side is not None:
             return CudaStream(self._side, self)
