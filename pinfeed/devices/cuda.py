@@ -80,11 +80,13 @@ class CudaDevice(DirectAccess):
         return CudaDevice(self._index, priority=self._priority)
 
     def stream(self, name: str) -> CudaStream:
-        # If rows are read and written in turn, both are in one stream; row indices never are.
-        if name != "index" and not self.route.duplex and self._side is not None:
+        # If rows are read and written in turn, both are in one stream. Row indices never are, and
+        # functions neither, because the copies of later batches would wait for them.
+        is_of_rows = name not in ("index", "transform")
+        if is_of_rows and not self.route.duplex and self._side is not None:
             return CudaStream(self._side, self)
         stream = torch.cuda.Stream(self._device, self._priority)
-        if name != "index":
+        if is_of_rows:
             self._side = stream
         return CudaStream(stream, self)
 

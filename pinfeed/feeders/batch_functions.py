@@ -6,16 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from pinfeed.errors import ArgumentError
-from pinfeed.pipeline.sources.batch_functions import BatchFunction
+from pinfeed.feeders.options import FUNCTIONS
+from pinfeed.pipeline.sources.batch_functions import BatchFunction, Seed
 from pinfeed.validation.arguments import check_seed
 from pinfeed.validation.functions import takes_generator
-
-_NAMES = ("host_transform", "device_transform")
 
 
 def has_functions(options: Mapping[str, Any]) -> bool:
     """Tell whether a function is among the options of a loop."""
-    return any(options[name] is not None for name in _NAMES)
+    return any(options[name] is not None for name in FUNCTIONS)
 
 
 def check_seed_of_functions(options: Mapping[str, Any]) -> None:
@@ -28,7 +27,7 @@ def check_seed_of_functions(options: Mapping[str, Any]) -> None:
     if seed is None:
         return
     check_seed(seed)
-    if not any(takes_generator(options[name]) for name in _NAMES):
+    if not any(takes_generator(options[name]) for name in FUNCTIONS):
         raise ArgumentError(
             f"seed={seed!r} was given, and no function with a parameter generator; the seed is for "
             "the generators of host_transform and device_transform; the DataLoader draws the "
@@ -51,8 +50,5 @@ def batch_function(
     function = options[name]
     if function is None:
         return None
-    first = (seed or 0) % 2**64
-    last = (_NAMES.index(name), *(() if rank is None else (rank,)))
-    return BatchFunction(
-        name, function, lambda epoch, number: (first, epoch, number, *last), device
-    )
+    number = 0 if seed is None else check_seed(seed)
+    return BatchFunction(name, function, Seed(number, FUNCTIONS.index(name), rank), device)

@@ -102,11 +102,11 @@ def wrap_loader(
         config: Memory limits for the files behind ``fetch``, half of which is left for the batches.
             None for the free memory. Its ``depth`` is taken if none is given here.
         again: Rule for a loop that begins while another one is left, as for ``Feeder``.
-        on_error: Effect of an error of one batch: of the loader, a function, ``fetch`` or the copy
-            to the device. With ``"raise"``, the loop ends with the error. With ``"next"``,
-            ``next()`` of the loop's iterator raises it, and another ``next()`` gives the batch
-            after it, as the iterator of a DataLoader does. A loader's generator cannot continue
-            after an error, and then the loop ends.
+        on_error: Effect of an error that a batch raises in the loader, a function, ``fetch`` or the
+            copy to the device. With ``"raise"``, the loop ends with the error. With ``"next"``,
+            ``next()`` of the loop's iterator raises it, and another ``next()`` gives the next
+            batch, as the iterator of a DataLoader does. A loader's generator cannot continue after
+            an error, and then the loop ends.
         progress: Whether to show a progress bar.
         timeline: Whether to record what takes time in every batch.
         host_transform: Function that takes each batch of the loader, before its ids are asked for,

@@ -12,6 +12,9 @@ from pinfeed.validation.arguments import check_choice, check_flag
 from pinfeed.validation.functions import check_function
 from pinfeed.validation.options import Default
 
+FUNCTIONS = ("host_transform", "device_transform")
+"""Names of the options that are functions of batches."""
+
 
 class LoopOptions(TypedDict, total=False):
     """Options that every loop over batches has: what ends it, observes it, or changes its batches.
@@ -24,6 +27,8 @@ class LoopOptions(TypedDict, total=False):
         numbers = (seed, epoch, batch, which)  # and the rank, if a Feeder has ranks
         state = np.random.SeedSequence(numbers).generate_state(1, np.uint64)
         generator = torch.Generator(device).manual_seed(int(state[0]))
+
+    A negative seed counts modulo 2**64.
     """
 
     again: Annotated[Again, Default("end")]
@@ -50,7 +55,6 @@ class LoaderOptions(LoopOptions, total=False):
 
     on_error: Annotated[Literal["raise", "next"], Default("raise")]
     """Whether the error of a batch ends the loop, or the loop can continue with the next batch."""
-
     seed: Annotated[int | None, Default(None)]
     """Seed of the generators of functions; None is 0."""
 
@@ -99,6 +103,6 @@ def check_options(options: Mapping[str, Any]) -> None:
     """
     for name in ("verify", "progress", "timeline"):
         check_flag(options.get(name, False), name)
-    for name in ("host_transform", "device_transform"):
-        check_function(options.get(name), name)
     check_choice(options["again"], "again", ("end", "refuse"))
+    for name in FUNCTIONS:
+        check_function(options.get(name), name)

@@ -85,7 +85,7 @@ class EpochRunner:
         self._choice = DepthChoice(schedule)
         self._choices = {schedule: self._choice}
         self._progress = progress
-        self._position = EpochPosition(source)
+        self._position = EpochPosition(source, functions.fingerprint)
         self._counters = Counters(timeline=Timeline() if timeline else None)
         self._starvation = StarvationMonitor(self._counters, source.hint, source.transfer_hint)
         transfer = HostTransfer if device.unified else Transfer
@@ -196,6 +196,15 @@ class EpochRunner:
         how = "when another loop over its feeder began; make a second feeder for the other loop"
         if not self._try_to_end(_ENDED.format(how)):
             self._active.leave_abandoned(_IS_RUNNING[self._again])
+
+    def leave(self, reason: str) -> None:
+        """End the last run, which this thread iterates, as ``break`` does.
+
+        Args:
+            reason: Error of its iterator, if it is asked for another batch.
+        """
+        if self._active.is_running:
+            self._active.end(reason)
 
     def set_epoch(self, number: int) -> None:
         """Let the next run be epoch ``number``.

@@ -39,8 +39,15 @@ class LoopFunctions:
     @property
     def take_generators(self) -> bool:
         """Whether a function gets a generator."""
-        functions = (self.host, self.device)
-        return any(one is not None and one.takes_generator for one in functions)
+        return bool(self.fingerprint)
+
+    @property
+    def fingerprint(self) -> dict[str, int]:
+        """Seed of the generators, if a function gets one; a resumed loop must have the same."""
+        for function in (self.host, self.device):
+            if function is not None and function.takes_generator:
+                return {"seed of functions": function.seed.number}
+        return {}
 
     @property
     def are_called_in_loop(self) -> bool:

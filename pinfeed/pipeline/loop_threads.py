@@ -26,11 +26,11 @@ _CLOSED = (
 class LoopThreads:
     """Reader threads and writer threads of one loop.
 
-    ``start_readers`` starts the readers. The thread that calls functions of batches starts with the
-    first batch. The writers start with the first write-back: one queues
-    the copies to the host, the other scatters the rows that have arrived, and may have helpers. At
-    depth 0 there are no threads, and the caller makes every call itself. A loop with threads may do
-    so, too, while no call of its threads is left.
+    ``start_readers`` starts the readers, and the thread that calls the user's functions of batches.
+    The writers start with the first write-back: one queues the copies to the host, the other
+    scatters the rows that have arrived, and may have helpers. At depth 0 there are no threads, and
+    the caller makes every call itself. A loop with threads may do so, too, while no call of its
+    threads is left.
 
     Args:
         device: Device that makes the threads.
@@ -61,10 +61,16 @@ class LoopThreads:
         self._scatterer: Workers | None = None
         self._scatter_helpers: Workers | None = None
 
-    def start_readers(self) -> None:
-        """Start the reader threads."""
+    def start_readers(self, *, calls_functions: bool) -> None:
+        """Start the reader threads.
+
+        Args:
+            calls_functions: Whether to start the thread that calls functions of batches, too.
+        """
         if self._schedule.depth and self._reader is None:
             self._reader = self._device.worker("pinfeed-read", self._schedule.n_readers)
+            if calls_functions:
+                self._transformer = self._device.worker("pinfeed-transform")
 
     def submit_read(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
         """Let a reader thread call ``fn(*args)`` for a batch."""
@@ -72,8 +78,6 @@ class LoopThreads:
 
     def submit_transform(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
         """Let one thread call ``fn(*args)`` for a batch, in the order of these calls."""
-        if self._transformer is None:
-            self._transformer = self._device.worker("pinfeed-transform")
         return self._submit(self._transformer, "transform", batch, fn, *args)
 
     def submit_write(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
@@ -124,7 +128,7 @@ class LoopThreads:
         return self._scatter_helpers
 
     def join_readers(self) -> None:
-        """Wait until the readers, and what follows them, have made all calls."""
+        """Wait until the readers, and the thread behind them, have made all calls."""
         for worker in (self._reader, self._transformer):
             if worker is not None:
                 worker.shutdown(wait=True)

@@ -20,10 +20,12 @@ class EpochPosition:
 
     Args:
         source: Source of the batches.
+        fingerprint: Plain values that must be equal for a saved position, besides the source's.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, fingerprint: Mapping[str, Any]) -> None:
         self._source = source
+        self._fingerprint = fingerprint
         self._hooks = source.epoch_hooks
         self.epoch = 0
         """Number of the epoch."""
@@ -107,7 +109,7 @@ class EpochPosition:
             "epoch": epoch,
             "batch": batch,
             "checksum": checksum,
-            "source": dict(self._source.fingerprint),
+            "source": {**self._source.fingerprint, **self._fingerprint},
         }
         return {**state, **self._hooks.state(epoch, batch)}
 
@@ -146,7 +148,7 @@ class EpochPosition:
                 f"not a state of {self._hooks.kind} ({error!r}); expected what state_dict() "
                 "returned"
             ) from None
-        ours = dict(self._source.fingerprint)
+        ours = {**self._source.fingerprint, **self._fingerprint}
         if theirs != ours:
             differing = [
                 f"{key} was {theirs.get(key)!r}, is {ours.get(key)!r}"

@@ -79,7 +79,7 @@ class Prefetcher:
         self._threads = LoopThreads(device, schedule, is_named=is_named)
         self.write_queue = WriteQueue(transfer, self._threads, schedule.max_pending_writes)
         # This is the last step. An interrupt after it would leave threads to the garbage collector.
-        self._threads.start_readers()
+        self._threads.start_readers(calls_functions=functions.are_called_in_loop)
 
     def lend(self, thunks: Generator[BatchThunk, None, None]) -> Iterator[LentBatch]:
         """Lend the batches in order.

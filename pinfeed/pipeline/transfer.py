@@ -4,9 +4,10 @@ Rule 1: every wait, record and sync of batches and rows is in this file, and eac
         hazard that it prevents. Those of caches are in cache_transfer.py, and those of activations
         in training/offload/offload_transfer.py.
 Rule 2: this file knows neither threads nor CUDA. It is given a Device, and its methods say which
-        thread calls them: the consumer (the training thread), a reader or one of two writers.
+        thread calls them: the consumer (the training thread), a reader, the transformer, which
+        calls the user's function of batches, or one of two writers.
 Rule 3: the consumer allocates device memory, on its own stream. So any thread may free it, at any
-        time.
+        time. Only a function of the user allocates on another stream.
 
 A slot is reserved by the consumer, filled by a reader, lent to the consumer, and reserved again.
 Its staging memory stays. Its device memory is new each time, because a batch belongs to the user
@@ -27,8 +28,9 @@ from the moment it is lent.
             read.wait(index)     (3)
             read: store -> memory                            direct route: the device reads rows
             filled = read.record()
-    transform: transform.wait(filled)  (11)
-            transform: function(batch)
+    transform:                       (transformer)
+            transform.wait(filled) (11)
+            transform: function(batch) -> memory <- allocator (transform)
             filled = transform.record()
                                      lend: compute.wait(filled)     (4)
                                            compute.wait(ready)      (5)
@@ -275,9 +277,9 @@ class Transfer:
         return slot
 
     def transform(self, slot: Slot, function: Callable[[Any], Any]) -> None:
-        """Let a function change the batch of a slot that was filled, on the device.
+        """Let a function change the batch of a slot that was filled, on the device (transformer).
 
-        One thread at a time calls this, in the order of batches.
+        This is called in the order of batches.
 
         Args:
             slot: The slot, which has one batch.
@@ -317,7 +319,7 @@ class Transfer:
         assert slot.batch is not None
         assert slot.filled is not None
         compute = self.device.current_stream()
-        compute.wait(slot.filled)  # the rows may not be there yet
+        compute.wait(slot.filled)  # the rows, or what is made of them, may not be there yet
         batch = slot.batch
         for tensor in slot.made:
             self.device.share(tensor, compute)

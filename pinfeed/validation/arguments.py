@@ -248,9 +248,12 @@ class _ArgumentCheck:
         order = ""
         if "rows" in self._known:
             order = f" (an order has its own: rows=pinfeed.rows.shuffled({seed}))"
+        expected = "shuffle=True, which alone uses the seed"
+        if "host_transform" in self._known:
+            expected = "shuffle=True, or a function with a parameter generator, which use the seed"
         raise ArgumentError(
-            f"{seed} was given and shuffle was not; expected shuffle=True, which alone uses the "
-            f"seed; give shuffle=True, or leave seed out{order}"
+            f"{seed} was given and shuffle was not; expected {expected}; give shuffle=True, or "
+            f"leave seed out{order}"
         )
 
     def _advice(self, name: str) -> str:

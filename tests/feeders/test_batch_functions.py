@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.depth_choices import script
 from torch.utils.data import DataLoader
 
-from pinfeed import ArrayStore, Feeder, HostEmbedding, RowOptimizer, train_rows, wrap_loader
+from pinfeed import ArrayStore, Feeder, HostEmbedding, Ranks, RowOptimizer, train_rows, wrap_loader
 from pinfeed.errors import ArgumentError, RowIndexError, WorkerError, WriteBackError
 
 N, SIZE = 26, 4
@@ -97,6 +98,10 @@ def test_results_do_not_depend_on_the_depth(kind: str) -> None:
     want = batches_of(feeder_of(kind, depth=0))
     for depth in DEPTHS[1:]:
         require_equal(batches_of(feeder_of(kind, depth=depth)), want)
+    # A loop that becomes synchronous, and prefetches again.
+    changing = feeder_of(kind, depth=2)
+    script(changing, [False, True, False, True])
+    require_equal(batches_of(changing), want)
 
 
 def test_results_are_those_of_the_plain_loop() -> None:
@@ -114,6 +119,20 @@ def test_results_are_those_of_the_plain_loop() -> None:
     require_equal(batches_of(feeder_of("several readers"), 1), device)
 
 
+def test_each_rank_of_a_feeder_has_generators_of_its_own() -> None:
+    def drawn(batch: Any, generator: torch.Generator) -> Any:
+        return torch.rand(2, generator=generator)
+
+    for rank in (0, 1):
+        ranks = Ranks("drop", rank=rank, world_size=2)
+        options: Any = {"device": "cpu", "ranks": ranks, "seed": -1, "device_transform": drawn}
+        with Feeder(X, batch_size=SIZE, **options) as feeder:
+            for i, got in enumerate(feeder):
+                state = np.random.SeedSequence((2**64 - 1, 0, i, 1, rank)).generate_state(1, "u8")
+                generator = torch.Generator().manual_seed(int(state[0]))
+                assert torch.equal(got, torch.rand(2, generator=generator))
+
+
 @pytest.mark.parametrize("kind", ["feeder", "table"])
 def test_a_resumed_loop_continues_with_the_numbers_of_its_batches(kind: str) -> None:
     want = batches_of(feeder_of(kind))
@@ -126,6 +145,11 @@ def test_a_resumed_loop_continues_with_the_numbers_of_its_batches(kind: str) -> 
         rest = feeder_of(kind)
         if kind == "table":
             rest.table.store.array[:] = first.table.store.array
+    with (
+        feeder_of(kind, seed=4) as other,
+        pytest.raises(ArgumentError, match=r"seed.* was 3, is 4"),
+    ):
+        other.load_state_dict(state)
     rest.load_state_dict(state)
     require_equal(batches_of(rest), want[3:])
 
@@ -338,3 +362,38 @@ def test_bad_arguments_are_refused() -> None:
         refused("^seed=1 was given, and no function", make, seed=1, host_transform=bound)
         refused("^seed='x': expected a whole number", make, seed="x", host_transform=on_host)
         make(seed=-1, host_transform=on_host).close()
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_loop_continues_after_the_error_of_a_function(depth: int) -> None:
+    """The numbers of later batches, and so their generators, are as without the errors."""
+
+    def host(batch: Any, generator: torch.Generator) -> Any:
+        if batch["id"][0] in failing:
+            raise KeyError("on the host")
+        return on_host(batch, generator)
+
+    def device(batch: Any, generator: torch.Generator) -> Any:
+        made = on_device(batch, generator)
+        if batch["id"][-1] in failing:
+            raise KeyError("on the device")
+        return made
+
+    failing: list[int] = []
+    feeder = feeder_of(
+        "loader", host_transform=host, device_transform=device, on_error="next", depth=depth
+    )
+    want = list(feeder)
+    failing += [int(want[1]["id"][0]), int(want[4]["id"][-1])]
+    feeder.set_epoch(0)
+    feeder.sampler.generator.manual_seed(5)
+    feeder.generator.manual_seed(5)
+    got = iter(feeder)
+    for i, batch in enumerate(want):
+        if i in (1, 4):
+            with pytest.raises(KeyError) as found:
+                next(got)
+            assert f"of batch {i}, epoch 0" in found.value.__notes__[0]
+        else:
+            assert torch.equal(next(got)["double"], batch["double"])
+    assert next(got, None) is None

@@ -178,7 +178,7 @@ def test_corner_schedules(kind: str) -> None:
         check(SimTorchDevice(choose(), direct=i % 2 == 0), depth, kind, (None, 3)[i % 3 == 2])
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(1130, 1140))
 def test_random_schedules(seed: int) -> None:
     rng = random.Random(seed)
     device = SimTorchDevice(randomly(seed), direct=rng.random() < 0.5)

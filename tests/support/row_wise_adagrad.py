@@ -35,7 +35,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         if group["weight_decay"]:
             raise RuntimeError("no weight decay of sparse gradients")
         if not self.has_begun:
-            state["momentum"] = torch.zeros(len(weight))
+            state["momentum"] = torch.zeros(len(weight), device=weight.device)
         gradient = gradient.coalesce()
         rows, values = gradient.indices()[0], gradient.values()
         state["momentum"][rows] += values.square().mean(1)

@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from pinfeed.errors import ArgumentError, add_note
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.validation.functions import takes_generator
+
+
+class Seed(NamedTuple):
+    """Numbers that seed the generators of a function, given the epoch and number of a batch."""
+
+    number: int
+    """The user's seed."""
+    which: int
+    """0 for the function on the host, and 1 for that on the device."""
+    rank: int | None
+    """Number of this process, if several share an epoch."""
+
+    def entropy(self, epoch: int, batch: int) -> tuple[int, ...]:
+        """Return what the seed of a batch's generator is made of; ``LoopOptions`` states it."""
+        numbers = (self.number % 2**64, epoch, batch, self.which)
+        return numbers if self.rank is None else (*numbers, self.rank)
 
 
 class BatchFunction:
@@ -22,21 +38,15 @@ class BatchFunction:
     Args:
         name: Name of the argument by which the user gave the function.
         function: The function.
-        entropy: Numbers that the seeds depend on, given the epoch and the number of the batch.
+        seed: Numbers that seed the generators.
         device: Name of the device that the generators draw on.
     """
 
-    def __init__(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        entropy: Callable[[int, int], Sequence[int]],
-        device: str,
-    ) -> None:
+    def __init__(self, name: str, function: Callable[..., Any], seed: Seed, device: str) -> None:
         self.takes_generator = takes_generator(function)
+        self.seed = seed
         self._name = name
         self._function = function
-        self._entropy = entropy
         self._device = device
         self._seconds = 0.0
 
@@ -57,7 +67,7 @@ class BatchFunction:
         which = f"{self._name} of batch {number}, epoch {epoch}"
         function = self._function
         if self.takes_generator:
-            generator = seeded_generator(self._device, self._entropy(epoch, number))
+            generator = seeded_generator(self._device, self.seed.entropy(epoch, number))
             function = functools.partial(function, generator=generator)
         begun_s = time.perf_counter()
         try:

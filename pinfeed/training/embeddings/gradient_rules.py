@@ -34,12 +34,16 @@ def require_one_rule(trial: OptimizerTrial, dim: int, dtype: torch.dtype) -> Non
 
     Raises:
         ArgumentError: If it does not.
+        MemoryError: If the system does not have the memory for the trial.
     """
     # The more exact the weights, the clearer is the difference between a rule and its rounding.
     # Optimizers may be written for one dtype, so others are tried too.
     for precision in dict.fromkeys((torch.float64, torch.float32, dtype)):
         try:
             difference = _difference(trial, dim, precision)
+        except MemoryError:
+            # It says nothing about the optimizer.
+            raise
         except Exception:
             continue
         if difference:

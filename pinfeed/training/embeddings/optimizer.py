@@ -67,9 +67,10 @@ class RowOptimizer(torch.optim.Optimizer):
             default the state is next to the table: in the same kind of memory, or for
             ``users.npy`` in ``users.exp_avg.npy`` and so on. As for tables, an existing file is not
             changed, and can be used once ``checkpoint.resume`` has replaced its rows.
-        gradients: Kind of the gradients that the steps get. ``"sparse"`` gives each row that the
-            batch looks up once, and lookups work as those of ``nn.Embedding(sparse=True)``.
-            ``"dense"`` is ``sparse=False``. None is dense for optimizers that take dense gradients.
+        gradients: Kind of the gradients that the steps get: ``"sparse"``, as
+            ``nn.Embedding(sparse=True)`` gives them, or ``"dense"``, as ``sparse=False`` does. With
+            None, they are dense, or sparse ones of all rows of the batch for optimizers that take
+            no dense ones.
         options: Options of ``optimizer_class``.
 
     Raises:
@@ -137,8 +138,8 @@ class RowOptimizer(torch.optim.Optimizer):
             state.is_stepped |= gradient is not None
             state.has_pending_gradients = False
             state.has_unused_gradients = False
-            if gradient is not None and state.layout.sparse:
-                state.weight.grad = _sparse(gradient)
+            if gradient is not None and state.layout.sparse and not gradient.is_sparse:
+                state.weight.grad = sparse_rows(gradient)
         self._set_group_parameters([state.weight for state in self.tables.values()])
         try:
             self.inner.step()
@@ -216,6 +217,13 @@ class RowOptimizer(torch.optim.Optimizer):
             raise ArgumentError(
                 f"a state of {len(tables)} tables in {len(groups)} groups; "
                 f"expected {len(self.tables)} in {len(self.param_groups)}"
+            )
+        missing = sorted(self._attributes - set(attributes))
+        if missing and any(saved["begun"] for saved in tables):
+            raise ArgumentError(
+                f"a state without {', '.join(missing)} of {type(self.inner).__name__}, which "
+                "earlier versions did not save, so that its next step would begin anew; expected "
+                "what state_dict() of this version returned"
             )
         for state, saved in zip(self.tables.values(), tables, strict=True):
             state.is_initialized = bool(saved["begun"])
@@ -382,11 +390,6 @@ def _layouts(
             if gradients is None and not found[table].sparse:
                 require_one_rule(OptimizerTrial(optimizer_class, options, own), dim, dtype)
     return found
-
-
-def _sparse(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient as a sparse tensor in which each row stands once."""
-    return gradient.coalesce() if gradient.is_sparse else sparse_rows(gradient)
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:

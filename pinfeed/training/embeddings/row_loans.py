@@ -48,8 +48,12 @@ class RowLender(Protocol):
         tracebacks keep its iterator.
         """
 
-    def leave(self) -> None:
-        """End the loop, as ``break`` does, and release the tables. Called by its thread."""
+    def leave(self, reason: str) -> None:
+        """End the loop, as ``break`` does, and release the tables. Called by its thread.
+
+        Args:
+            reason: Error of its iterator, if it is asked for another batch.
+        """
 
 
 class ReadLoans:

@@ -7,6 +7,7 @@ prefetches rows, so it would not see what another loop writes to them.
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Sequence
@@ -33,6 +34,16 @@ class LentRows(Protocol):
 
 _lent: weakref.WeakSet[LentRows] = weakref.WeakSet()
 _lock = threading.Lock()
+
+
+def _forget_all() -> None:
+    """Forget the loops of the parent process, which do not run in a forked one."""
+    global _lent, _lock
+    _lent = weakref.WeakSet()
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_all)
 
 
 def note_lent(rows: LentRows) -> None:

@@ -149,15 +149,26 @@ class HostEmbedding(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, embeddings: Any, *, freeze: bool = True, name: str | None = None, **options: Any
+        cls,
+        embeddings: Any,
+        *,
+        freeze: bool = True,
+        name: str | None = None,
+        pin: Pin = "auto",
+        **options: Any,
     ) -> Any:
-        """Make a table of existing rows, which it shares.
+        """Make a table of existing rows, which it shares unless they are copied to be pinned.
 
         Args:
             embeddings: The rows: a 2-d tensor or array, a path of a .npy file, or a Store. A file
                 is opened for reading if ``freeze``; otherwise its rows are trained in place.
             freeze: Whether the rows are not trained.
             name: As for the class.
+            pin: Whether the rows are copied into page-locked memory, as by
+                ``PinnedStore(embeddings)``, so that a GPU reads them itself. The table then trains
+                the copy, which is ``table.store``. With ``"auto"`` or False, the rows stay where
+                they are. They cannot be pinned there, because a fork would separate the pages of
+                the process from those of the GPU.
             options: As for the class: ``padding_idx``, ``max_norm``, ``norm_type``,
                 ``scale_grad_by_freq``, ``device_cache``; ``overwrite`` for the files of its
                 optimizer's state.
@@ -165,9 +176,11 @@ class HostEmbedding(nn.Module):
         Raises:
             StoreError: If they are not rows of floating point numbers.
             ArgumentError: If ``freeze`` is neither True nor False, or an option is invalid.
+            MissingDependency: If ``pin=True`` without CuPy or without a CUDA device.
+            DeviceError: If ``pin=True``, and the system or the driver refuses to lock so much.
         """
         check_flag(freeze, "freeze")
-        opened = open_pretrained(embeddings, freeze=freeze)
+        opened = open_pretrained(embeddings, freeze=freeze, pin=pin)
         store = opened.store
         with contextlib.ExitStack() as undo:
             if opened.is_owned:

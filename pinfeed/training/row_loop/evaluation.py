@@ -6,7 +6,13 @@ from collections.abc import Sequence
 
 from pinfeed.errors import ClosedError
 from pinfeed.tensors.numpy_torch import version_of
-from pinfeed.training.embeddings.table import HostEmbedding
+from pinfeed.training.embeddings.shared_rows import lent_with
+from pinfeed.training.row_loop.lent_table import LentTable
+
+_ENDED = (
+    "this loop over read_rows was ended at the end of evaluating(), because training changes the "
+    "rows that it has prefetched; iterate what read_rows returned again in the next evaluating()"
+)
 
 
 class Evaluation:
@@ -19,9 +25,10 @@ class Evaluation:
         tables: Tables of the training loop, whose stores have all changes so far.
     """
 
-    def __init__(self, tables: Sequence[HostEmbedding]) -> None:
-        self._tables = tables
-        self._kept = [table.block for table in tables]
+    def __init__(self, tables: Sequence[LentTable]) -> None:
+        self._lent = tables
+        self._tables = [lent.table for lent in tables]
+        self._kept = [table.block for table in self._tables]
         self._versions = [version_of(rows.weight) for rows in self._kept]
 
     def begin(self) -> None:
@@ -30,10 +37,10 @@ class Evaluation:
             table._batch_rows = None
 
     def check(self) -> None:
-        """Check that the rows have not changed, and that no loop over ``read_rows`` runs any more.
+        """Check that the rows have not changed.
 
         Raises:
-            ClosedError: If they have changed, or such a loop runs; it is ended.
+            ClosedError: If they have.
         """
         for table, rows, version in zip(self._tables, self._kept, self._versions, strict=True):
             if version_of(rows.weight) != version:
@@ -41,28 +48,12 @@ class Evaluation:
                     f"rows of {table.name} were changed inside evaluating(), whose lookups do not "
                     "see the change; change them before or after it"
                 )
-        if names := self.leave_reads():
-            raise ClosedError(
-                f"a loop over read_rows of {', '.join(names)} was still running at the end of "
-                "evaluating(), and has been ended; leave its body before (what read_rows returned "
-                "can be iterated again in the next evaluating())"
-            )
-
-    def leave_reads(self) -> list[str]:
-        """End the loops that read the tables; return the names of tables that were being read."""
-        names = []
-        for table in self._tables:
-            for loop in table._read_loans.loops:
-                # This ends the loop if only tracebacks keep it.
-                loop.release_tables()
-            if table._read_loans.loops:
-                names.append(table.name)
-        for table in self._tables:
-            for loop in table._read_loans.loops:
-                loop.leave()
-        return names
 
     def end(self) -> None:
-        """Lend the rows of the batch again."""
+        """Lend the rows of the batch again, and end the loops that read them."""
         for table, rows in zip(self._tables, self._kept, strict=True):
             table._batch_rows = rows
+        for lent in self._lent:
+            for table in (lent.table, *lent_with(lent.table, lent.stores, write=True)):
+                for loop in table._read_loans.loops:
+                    loop.leave(_ENDED)

@@ -139,13 +139,11 @@ class RowLending:
         Args:
             check: Whether to raise the error of an earlier write-back that failed.
         """
-        self._end_evaluation()
-        try:
-            self._write_back(copied=False, check=check)
-        finally:
-            self._lent = None
-            for table in self._tables:
-                table.unbind()
+        # The steps are made in reverse order, each one even if the one before it fails.
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._unbind)
+            stack.callback(self._write_back, copied=False, check=check)
+            self._end_evaluation()
 
     def write_copy(self) -> None:
         """Write a copy of the current batch back; the training step may still change the rows.
@@ -205,13 +203,12 @@ class RowLending:
 
         Raises:
             ClosedError: If the caller is not in a training step of the loop, or is inside this
-                context. At its end, if rows were changed inside it, or a loop over ``read_rows``
-                of the tables still runs.
+                context. At its end, if rows were changed inside it.
             Exception: If a write-back failed; the error as it was.
         """
         self._require_step()
         loop.flush_writes()
-        evaluation = Evaluation([lent.table for lent in self._tables])
+        evaluation = Evaluation(self._tables)
         self._evaluation = evaluation
         try:
             evaluation.begin()
@@ -221,7 +218,6 @@ class RowLending:
                 evaluation.check()
         finally:
             if self._evaluation is evaluation:
-                evaluation.leave_reads()
                 self._end_evaluation()
 
     def check_step(self) -> None:
@@ -237,6 +233,12 @@ class RowLending:
         """
         if self._reference is not None:
             self._reference.check_stores()
+
+    def _unbind(self) -> None:
+        """Take the rows of the current batch from the tables."""
+        self._lent = None
+        for table in self._tables:
+            table.unbind()
 
     def _end(self) -> None:
         """Forget the batch and the thread of a loop that has ended."""
@@ -263,9 +265,10 @@ class RowLending:
 
     def _end_evaluation(self) -> None:
         """Lend the rows of the current batch again, if the step is inside ``evaluating()``."""
-        if self._evaluation is not None:
-            self._evaluation.end()
-            self._evaluation = None
+        evaluation = self._evaluation
+        self._evaluation = None
+        if evaluation is not None:
+            evaluation.end()
 
     def _write_back(self, *, copied: bool, check: bool) -> None:
         """Write the changed values of the current batch to the stores, in the background.

@@ -275,9 +275,10 @@ class RowLoop(LoaderFeeder):
 
         All changes so far are flushed to the stores. Until the context is left, lookups read the
         stores, loops over ``read_rows`` prefetch from them, and no rows are lent for training: no
-        step, no ``weight`` and no lookup in training mode with gradients. The training step then
-        continues with the same rows, gradients and optimizer state. In the meantime, background
-        threads go on reading its next batches.
+        step, no ``weight`` and no lookup in training mode with gradients. At the end, loops over
+        ``read_rows`` of the tables are ended, and their iterators raise ClosedError if they are
+        asked for another batch. The training step then continues with the same rows, gradients and
+        optimizer state. In the meantime, background threads go on reading its next batches.
 
             for step, batch in enumerate(batches):
                 train(batch)
@@ -289,7 +290,7 @@ class RowLoop(LoaderFeeder):
         Raises:
             ClosedError: If the caller is not in a training step of this loop, in its thread, or is
                 inside the context already. At the end of the context, if rows were changed inside
-                it, or if a loop over ``read_rows`` of the tables still runs, which is then ended.
+                it.
             Exception: If a write-back failed; the error as it was.
         """
         return self._lending.evaluating(self)
@@ -380,18 +381,19 @@ class RowLoop(LoaderFeeder):
         """
         if self.is_running and self._iterator is not None and not is_abandoned(self._iterator):
             return
-        self.leave()
-
-    def leave(self) -> None:
-        """End a running loop as ``break`` does, and release its tables.
-
-        Raises:
-            Exception: If a write-back failed; the error as it was.
-        """
         if (generator := self._generator()) is not None:
             generator.close()
         self._lending.release(self)
         self._loop.drain()
+
+    def leave(self, reason: str) -> None:
+        """End the loop, which runs in this thread, as ``break`` does, and release its tables.
+
+        Args:
+            reason: Error of its iterator, if it is asked for another batch.
+        """
+        self._loop.leave(reason)
+        self._lending.release(self)
 
     def close(self) -> None:
         """End a running loop, and complete its write-backs.

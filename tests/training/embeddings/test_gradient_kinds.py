@@ -9,7 +9,7 @@ import torch
 from support.row_optimizers import itself, loss_of, state_of, train_rows
 from support.row_wise_adagrad import RowWiseAdagrad
 from torch import nn
-from torch.optim import SGD, Adagrad, Adam
+from torch.optim import SGD, Adagrad, Adam, SparseAdam
 
 from pinfeed import HostEmbedding, HostEmbeddingBag, RowOptimizer, checkpoint, errors
 
@@ -88,7 +88,7 @@ def test_choices_that_an_optimizer_does_not_take() -> None:
             "no weight decay of sparse .*; expected an optimizer that takes them, and options",
         ),
         (SGD, "sparse", {"momentum": 0.9}, "keeps 'momentum_buffer' as a sparse tensor"),
-        (torch.optim.SparseAdam, "dense", {}, "SparseAdam cannot train rows: .* dense gradients"),
+        (SparseAdam, "dense", {}, "SparseAdam cannot train rows: .* dense gradients"),
     ]:
         with pytest.raises(errors.ArgumentError, match=match):
             RowOptimizer(kind, [table], lr=0.1, gradients=wrong, **options)
@@ -137,6 +137,39 @@ def test_rows_equal_those_of_the_embedding(kind: Any, gradients: Any) -> None:
         assert kept.shape == ((N,) if sparse else (N, DIM))
 
 
+@pytest.mark.parametrize("kind", [SGD, Adagrad, SparseAdam], ids=lambda kind: kind.__name__)
+def test_optimizers_of_torch_get_the_gradients_of_torch(kind: Any) -> None:
+    """SGD adds the gradients of repeated ids to the row one by one."""
+    plain, table = nn.Embedding(N, DIM, sparse=True), HostEmbedding(N, DIM)
+    plain.weight.data.copy_(table.read(range(N)))
+    optimizer = kind(plain.parameters(), lr=0.1)
+    rows = RowOptimizer(kind, [table], lr=0.1, gradients="sparse")
+    batches = train_rows(loader(), {table: itself}, optimizer=rows, depth=2)
+    assert [step(rows, table, ids) for ids in batches] == [
+        step(optimizer, plain, ids) for ids in loader()
+    ]
+    assert torch.equal(table.read(range(N)), plain.weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [SGD, Adagrad, SparseAdam, RowWiseAdagrad])
+def test_sparse_gradients_on_a_gpu(kind: Any) -> None:
+    plain = nn.Embedding(N, DIM, sparse=True, device="cuda")
+    table = HostEmbedding(N, DIM, device_cache=0.3)
+    plain.weight.data.copy_(table.read(range(N)))
+    optimizer = kind(plain.parameters(), lr=0.1)
+    rows = RowOptimizer(kind, [table], lr=0.1, gradients="sparse")
+    # The GPU may add gradients of repeated ids in any order.
+    ids = [torch.randperm(N)[:30] for _ in range(8)]
+    batches = train_rows(ids, {table: itself}, optimizer=rows, depth=2, device="cuda")
+    for found, number in zip(batches, ids, strict=True):
+        for module, one, batch in ((table, rows, found), (plain, optimizer, number.cuda())):
+            module(batch).sigmoid().square().sum().backward()
+            one.step()
+            one.zero_grad()
+    assert torch.equal(table.read(range(N)), plain.weight.cpu())
+
+
 def test_weights_that_are_used_directly() -> None:
     """Dense gradients of rows become sparse ones, and those of several lookups are added."""
     table = HostEmbedding(N, DIM)
@@ -175,6 +208,13 @@ def test_a_run_is_resumed(tmp_path: Path) -> None:
         table.close()
         return losses, result
 
+    table = HostEmbedding(N, DIM)
+    rows = RowOptimizer(RowWiseAdagrad, [table], lr=0.1, gradients="sparse")
+    for ids in train_rows(loader(1), {table: itself}, optimizer=rows):
+        step(rows, table, ids)
+    older = {key: value for key, value in rows.state_dict().items() if key != "attributes"}
+    with pytest.raises(errors.ArgumentError, match="a state without has_begun of RowWiseAdagrad"):
+        rows.load_state_dict(older)
     whole, result = run(n=12)
     first, _ = run(n=5)
     rest, resumed = run(n=7, resume=True)
