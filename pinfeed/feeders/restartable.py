@@ -1,4 +1,4 @@
-"""restartable(): a feeder for frameworks that begin a loop before they release the previous one."""
+"""restartable(): a feeder whose older loop ends without an error when the next one begins."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from pinfeed.validation.safe_repr import safe_repr
 
 
 def restartable(feeder: Iterable[T_co]) -> Restartable[T_co]:
-    """Wrap a feeder, so that a new loop ends the previous one instead of raising ClosedError.
+    """Wrap a feeder, so that a new loop ends the previous one as if its epoch were over.
 
-    Lightning and other frameworks keep the iterator of an epoch while they make the next one, and
-    do not exhaust it. All other attributes are those of the feeder. Each loop is the feeder's next
-    epoch. The wrapper can be resumed if the feeder can.
+    A new loop over a feeder ends the previous one in any case, unless the feeder was made with
+    ``again="refuse"``. The older iterator then raises ClosedError if it is asked for another batch.
+    An iterator of the wrapper ends instead, for frameworks that continue to ask. All other
+    attributes are those of the feeder. Each loop is the feeder's next epoch. The wrapper can be
+    resumed if the feeder can.
 
         trainer.fit(model, pinfeed.restartable(pinfeed.wrap_loader(loader)))
 
