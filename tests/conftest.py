@@ -87,7 +87,7 @@ _frozen = {"modules": 0}
 def freeze_modules() -> None:
     """Freeze modules and test cases, which the collector would examine again in each test.
 
-    That took a fifth of the time. Tests load further large libraries, such as the compiler of torch.
+    That took a fifth of the time. Some tests load large libraries, such as the compiler of torch.
     """
     if len(sys.modules) > _frozen["modules"] + 100:
         gc.collect()
