@@ -1,8 +1,8 @@
 """Lightning: a LightningDataModule with feeders, stopped in the middle of an epoch and resumed.
 
 The batches are on the device already, so that Lightning copies nothing. Each loop over a feeder is
-its next epoch, so that no code sets epochs. ``restartable`` is needed because Lightning begins a
-loop before it ends the previous one. The data module has a ``state_dict`` because Lightning itself
+its next epoch, so that no code sets epochs. Lightning begins a loop before it ends the previous
+one, which the new loop then ends. The data module has a ``state_dict`` because Lightning itself
 restores the position of a loader only in the middle of an epoch.
 """
 
@@ -32,12 +32,10 @@ class Rows(lightning.LightningDataModule):
     def setup(self, stage: str) -> None:
         source = (self.folder / "x.npy", self.folder / "y.npy")
         device = self.trainer.strategy.root_device
-        self.train = pinfeed.restartable(
-            pinfeed.Feeder(source, batch_size=self.batch_size, shuffle=True, seed=1, device=device)
+        self.train = pinfeed.Feeder(
+            source, batch_size=self.batch_size, shuffle=True, seed=1, device=device
         )
-        self.validation = pinfeed.restartable(
-            pinfeed.Feeder(source, batch_size=self.batch_size, device=device)
-        )
+        self.validation = pinfeed.Feeder(source, batch_size=self.batch_size, device=device)
 
     def train_dataloader(self) -> Any:
         return self.train

@@ -25,6 +25,11 @@ def get_batch(path: Path, length: int, batch_size: int) -> tuple[torch.Tensor, t
     return torch.stack(inputs), torch.stack(targets)
 
 
+def split(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs and targets. They are the same tokens, but for one at either end."""
+    return tokens[:, :-1].long(), tokens[:, 1:].long()
+
+
 def main(n_tokens: int = 10_000_000, length: int = 256, n_batches: int = 200) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "train.bin"
@@ -32,13 +37,12 @@ def main(n_tokens: int = 10_000_000, length: int = 256, n_batches: int = 200) ->
         torch.manual_seed(1337)
         expected = [get_batch(path, length, 12) for _ in range(n_batches)]
 
-        # Inputs and targets are the same tokens, but for one at either end.
         with pinfeed.MmapStore.windows(path, length=length + 1, dtype="uint16") as windows:
             torch.manual_seed(1337)
             starts = [torch.randint(windows.n_rows, (12,)) for _ in range(n_batches)]
-            with pinfeed.Feeder(windows, rows=starts) as feeder:
-                for tokens, (want_x, want_y) in zip(feeder, expected, strict=True):
-                    x, y = tokens[:, :-1].long(), tokens[:, 1:].long()
+            # The device splits and casts a batch ahead of the training step.
+            with pinfeed.Feeder(windows, rows=starts, device_transform=split) as feeder:
+                for (x, y), (want_x, want_y) in zip(feeder, expected, strict=True):
                     assert torch.equal(x.cpu(), want_x)
                     assert torch.equal(y.cpu(), want_y)
 

@@ -63,6 +63,9 @@ if TYPE_CHECKING:
     from pinfeed.training.distributed.table import ShardedEmbedding as ShardedEmbedding
     from pinfeed.training.distributed.table import ShardedEmbeddingBag as ShardedEmbeddingBag
     from pinfeed.training.embeddings.bag import HostEmbeddingBag as HostEmbeddingBag
+    from pinfeed.training.embeddings.combined_optimizer import (
+        CombinedOptimizer as CombinedOptimizer,
+    )
     from pinfeed.training.embeddings.optimizer import RowOptimizer as RowOptimizer
     from pinfeed.training.embeddings.table import HostEmbedding as HostEmbedding
     from pinfeed.training.large_batch.big_batch import BigBatch as BigBatch
@@ -70,12 +73,14 @@ if TYPE_CHECKING:
     from pinfeed.training.memory_model.estimate import estimate as estimate
     from pinfeed.training.offload.offload import Offload as Offload
     from pinfeed.training.row_loop.loop import train_rows as train_rows
+    from pinfeed.training.row_loop.read import read_rows as read_rows
     from pinfeed.training.trainer.memory_monitor import MemoryMonitor as MemoryMonitor
     from pinfeed.training.trainer.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
 
 _WITH_TORCH = {
+    "CombinedOptimizer": "training.embeddings.combined_optimizer",
     "Config": "training.memory_model.config",
     "HostEmbedding": "training.embeddings.table",
     "HostEmbeddingBag": "training.embeddings.bag",
@@ -88,6 +93,7 @@ _WITH_TORCH = {
     "Trainer": "training.trainer.trainer",
     "BigBatch": "training.large_batch.big_batch",
     "estimate": "training.memory_model.estimate",
+    "read_rows": "training.row_loop.read",
     "train_rows": "training.row_loop.loop",
 }
 """Modules of the public names that need torch; each is imported when its name is first used."""
@@ -101,6 +107,7 @@ __all__ = [
     "BudgetError",
     "CheckpointError",
     "ClosedError",
+    "CombinedOptimizer",
     "Config",
     "CopyError",
     "DeviceError",
@@ -145,6 +152,7 @@ __all__ = [
     "checkpoint",
     "errors",
     "estimate",
+    "read_rows",
     "restartable",
     "rows",
     "train_rows",

@@ -26,6 +26,8 @@ The built-in class is in brackets, so that existing ``except`` clauses catch the
 
 from __future__ import annotations
 
+import sys
+
 
 def described(error: BaseException) -> str:
     """Return the type and the message of an exception, such as ``KeyError: 'lr'``.
@@ -34,6 +36,14 @@ def described(error: BaseException) -> str:
     """
     message = str(error).strip()
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note to an exception, which Python 3.11 and later show below its message."""
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    else:
+        error.__notes__ = [*getattr(error, "__notes__", ()), note]
 
 
 class PinfeedError(Exception):

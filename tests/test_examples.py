@@ -62,6 +62,22 @@ def test_token_batches() -> None:
     example("token_batches").main(n_sequences=200, longest=300)
 
 
+def test_dlrm() -> None:
+    example("dlrm").main(n_batches=30, n_tests=2)
+
+
+def test_augment_images() -> None:
+    example("augment_images").main(n_images=200, n_epochs=2)
+
+
+def test_tokenize_lines() -> None:
+    example("tokenize_lines").main(n_lines=200)
+
+
+def test_bad_samples() -> None:
+    example("bad_samples").main()
+
+
 def test_hdf5_images() -> None:
     example("hdf5_images").main(n_images=500)
 

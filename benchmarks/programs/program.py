@@ -12,7 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-NAMES = ("graphsage", "nanogpt", "forecasting", "token_batches", "hdf5_images", "mnist", "vae")
+import numpy as np
+import torch
+
+NAMES = (
+    "graphsage",
+    "dlrm",
+    "skip_gram",
+    "nanogpt",
+    "forecasting",
+    "token_batches",
+    "hdf5_images",
+    "image_augment",
+    "mnist",
+    "vae",
+)
 """Modules of the programs, in the order of the table."""
 OURS = "pinfeed"
 """Name of the way that uses pinfeed."""
@@ -20,7 +34,10 @@ SEED = 1337
 DEVICE = "cpu"
 
 Step = Callable[..., Any]
-"""A training step, which is called with the tensors of a batch. It returns the loss."""
+"""A training step, which is called with the tensors of a batch. It returns the loss.
+
+A program that makes its model and optimizer itself gives them by keyword.
+"""
 Run = Callable[[Path, Any, Step], None]
 """A program: it is given the folder of its files, its size and a step to call for every batch."""
 
@@ -35,7 +52,8 @@ class Program:
             ``n_steps``, the batches of a run without a training step and with one.
         prepare: Function that writes the files of a size into a folder.
         ways: Ways to run the program by name: the original first, and pinfeed.
-        make_step: Function that makes the training step of a size, with a model of its own.
+        make_step: Function that makes the training step of a size, with a model of its own unless
+            the program makes it.
         original: Classes and functions that only the original needs.
         moved: Classes and functions that take their place.
     """
@@ -77,6 +95,22 @@ def code_lines(code: Any) -> list[str]:
             del body[0]
     lines = [line for line in ast.unparse(tree).splitlines() if line.strip()]
     return textwrap.dedent("\n".join(lines[1:])).splitlines() if inspect.isfunction(code) else lines
+
+
+def generator_of_batch(
+    seed: int, epoch: int, number: int, device: str | None = None
+) -> torch.Generator:
+    """Return the generator that pinfeed gives to a function of a batch.
+
+    Args:
+        seed: Seed of the loop.
+        epoch: Number of the epoch.
+        number: Number of the batch.
+        device: Device of a ``device_transform``; None for a ``host_transform``.
+    """
+    which = 0 if device is None else 1
+    (value,) = np.random.SeedSequence((seed, epoch, number, which)).generate_state(1, np.uint64)
+    return torch.Generator(device or "cpu").manual_seed(int(value))
 
 
 def load(name: str) -> Program:

@@ -29,7 +29,7 @@ class EnoughError(Exception):
 
 
 class Checksums:
-    """Step that keeps a checksum of all tensors of each batch.
+    """Step that keeps a checksum of all tensors of each batch, and trains nothing.
 
     Attributes:
         found: Checksum of each batch.
@@ -38,7 +38,7 @@ class Checksums:
     def __init__(self) -> None:
         self.found: list[int] = []
 
-    def __call__(self, *batch: Any) -> None:
+    def __call__(self, *batch: Any, **_: Any) -> None:
         value = 0
         for tensor in _tensors(batch):
             value = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), value)
@@ -60,8 +60,8 @@ class Losses:
         self._step = step
         self.found: list[float] = []
 
-    def __call__(self, *batch: Any) -> None:
-        self.found.append(float(self._step(*batch)))
+    def __call__(self, *batch: Any, **trained: Any) -> None:
+        self.found.append(float(self._step(*batch, **trained)))
 
 
 class Clock:
@@ -78,10 +78,10 @@ class Clock:
         self._step = step
         self.seconds: list[float] = []
 
-    def __call__(self, *batch: Any) -> None:
+    def __call__(self, *batch: Any, **trained: Any) -> None:
         self.seconds.append(time.perf_counter())
         if self._step is not None:
-            self._step(*batch)
+            self._step(*batch, **trained)
 
 
 def _tensors(batch: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -97,10 +97,10 @@ def run(program: Program, size: Any, way: str, folder: Path, step: Step, n_batch
     """
     n_calls = 0
 
-    def counted(*batch: Any) -> Any:
+    def counted(*batch: Any, **trained: Any) -> Any:
         nonlocal n_calls
         n_calls += 1
-        loss = step(*batch)
+        loss = step(*batch, **trained)
         if n_calls == n_batches:
             raise EnoughError
         return loss

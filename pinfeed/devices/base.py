@@ -86,6 +86,10 @@ class Device(Protocol):
         """Return the stream in which the work of the calling thread runs."""
         ...
 
+    def in_stream(self, stream: Any) -> AbstractContextManager[None]:
+        """Return a context in which ``stream`` is the current stream of the calling thread."""
+        ...
+
     def worker(self, name: str, n_threads: int = 1) -> Workers:
         """Return threads that may use this device.
 

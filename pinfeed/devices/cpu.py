@@ -80,6 +80,9 @@ class HostDevice:
     def current_stream(self) -> HostStream:
         return self._stream
 
+    def in_stream(self, stream: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def worker(self, name: str, n_threads: int = 1) -> ThreadPool:
         return ThreadPool(n_threads, name)
 

@@ -80,16 +80,23 @@ class CudaDevice(DirectAccess):
         return CudaDevice(self._index, priority=self._priority)
 
     def stream(self, name: str) -> CudaStream:
-        # If rows are read and written in turn, both are in one stream; row indices never are.
-        if name != "index" and not self.route.duplex and self._side is not None:
+        # If rows are read and written in turn, both are in one stream. Row indices never are, and
+        # functions neither, because the copies of later batches would wait for them.
+        is_of_rows = name not in ("index", "transform")
+        if is_of_rows and not self.route.duplex and self._side is not None:
             return CudaStream(self._side, self)
         stream = torch.cuda.Stream(self._device, self._priority)
-        if name != "index":
+        if is_of_rows:
             self._side = stream
         return CudaStream(stream, self)
 
     def current_stream(self) -> CudaStream:
         return CudaStream(torch.cuda.current_stream(self._device), self)
+
+    @contextlib.contextmanager
+    def in_stream(self, stream: CudaStream) -> Iterator[None]:
+        with torch.cuda.stream(stream.raw):
+            yield
 
     def worker(self, name: str, n_threads: int = 1) -> ThreadPool:
         return ThreadPool(n_threads, name, functools.partial(torch.cuda.set_device, self._device))

@@ -155,7 +155,7 @@ class ResumableFeeder(BaseFeeder):
 
         Raises:
             ArgumentError: If ``number`` is not a whole number, or is negative.
-            ClosedError: If a loop runs, or the feeder is closed.
+            ClosedError: If a loop runs that is not ended, or the feeder is closed.
         """
         self._loop.set_epoch(number)
 
@@ -179,6 +179,6 @@ class ResumableFeeder(BaseFeeder):
         Raises:
             ArgumentError: If ``state`` is not a state of a feeder, or belongs to a feeder with
                 other rows, order or batch size.
-            ClosedError: If a loop runs, or the feeder is closed.
+            ClosedError: If a loop runs that is not ended, or the feeder is closed.
         """
         self._loop.load_state(state)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from pinfeed.devices.base import Device
+from pinfeed.errors import WriteBackError
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.rows.orders import Rows
@@ -30,16 +31,21 @@ class Batch:
     Attributes:
         rows: Row indices of the batch, shape (n,), int64.
         data: Tensors on the device, in the structure of the source, each of shape (n, *row_shape).
-            Ragged rows have the layout of their ``RaggedStore``. The tensors belong to the caller,
-            who may keep and change them.
+            Ragged rows have the layout of their ``RaggedStore``. With a ``host_transform`` or a
+            ``device_transform``, what the function returned. The tensors belong to the caller, who
+            may keep and change them.
     """
 
-    __slots__ = ("_device", "_lent", "_stores", "data", "rows")
+    __slots__ = ("_device", "_is_source", "_lent", "_stores", "data", "rows")
 
-    def __init__(self, lent: LentBatch, data: Any, stores: StoreTree, device: Device) -> None:
+    def __init__(
+        self, lent: LentBatch, data: Any, stores: StoreTree, device: Device, *, is_source: bool
+    ) -> None:
         self._lent = lent
         self._stores = stores
         self._device = device
+        # Whether the data are rows of the source, and not what a function has made of them.
+        self._is_source = is_source
         self.rows: Rows = lent.groups[0].rows
         self.data = data
 
@@ -63,9 +69,16 @@ class Batch:
 
         Raises:
             WriteBackError: If the structure, shape, dtype or device of ``values`` is wrong, a store
-                is read-only, the batch has a row twice, the batch was written before, or the loop
-                has taken the next batch. No row has changed then.
+                is read-only, the batch has a row twice, the batch was written before, the loop
+                has taken the next batch, or if the feeder has a ``host_transform`` or a
+                ``device_transform``. No row has changed then.
         """
+        if not self._is_source:
+            raise WriteBackError(
+                "write_back in a loop with host_transform or device_transform; expected a loop "
+                "without, because a prefetched batch is changed before newer rows reach it; change "
+                "the batch in the loop"
+            )
         self._lent.require_writable()
         checked = self._stores.check(values, len(self.rows), self._device)
         pairs = zip(self._stores.stores, checked, strict=True)

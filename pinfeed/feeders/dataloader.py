@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base import BaseFeeder
+from pinfeed.feeders.batch_functions import batch_function, check_seed_of_functions
 from pinfeed.feeders.fetch import FetchStores
 from pinfeed.feeders.hints import LOADER_HINTS
+from pinfeed.feeders.options import LoaderOptions, TableLoopOptions, check_options
 from pinfeed.memory.depth import check_optional_depth
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
 from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.lent_batch import LentBatch
+from pinfeed.pipeline.loop_functions import LoopFunctions
 from pinfeed.pipeline.schedule import PrefetchSchedule, measured_schedule
 from pinfeed.pipeline.sources.dataloader import LoaderSource, StatefulSource
-from pinfeed.validation.arguments import check_flag, explain_arguments
+from pinfeed.validation.arguments import check_choice, explain_arguments
 from pinfeed.validation.safe_repr import safe_repr
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _STATE_METHODS = ("state_dict", "load_state_dict")
 
 
-@explain_arguments(LOADER_HINTS)
+@explain_arguments(LOADER_HINTS, options=LoaderOptions)
 def wrap_loader(
     loader: Any,
     *,
@@ -31,8 +37,7 @@ def wrap_loader(
     depth: int | None = None,
     fetch: Mapping[Any, tuple[Any, Any]] | None = None,
     config: MemoryLimits | None = None,
-    progress: bool = False,
-    timeline: bool = False,
+    **options: Unpack[LoaderOptions],
 ) -> LoaderFeeder:
     """Wrap a loader, to get its batches on the device, a few batches ahead.
 
@@ -96,20 +101,35 @@ def wrap_loader(
             thread. A ``HeteroData`` of PyG needs a function: ``lambda batch: batch["item"].n_id``.
         config: Memory limits for the files behind ``fetch``, half of which is left for the batches.
             None for the free memory. Its ``depth`` is taken if none is given here.
+        again: Rule for a loop that begins while another one is left, as for ``Feeder``.
+        on_error: Effect of an error that a batch raises in the loader, a function, ``fetch`` or the
+            copy to the device. With ``"raise"``, the loop ends with the error. With ``"next"``,
+            ``next()`` of the loop's iterator raises it, and another ``next()`` gives the next
+            batch, as the iterator of a DataLoader does. A loader's generator cannot continue after
+            an error, and then the loop ends.
         progress: Whether to show a progress bar.
         timeline: Whether to record what takes time in every batch.
+        host_transform: Function that takes each batch of the loader, before its ids are asked for,
+            and returns a batch of any structure. It is called for one batch at a time, in order, in
+            a background thread. It may have a parameter ``generator``: see ``LoopOptions``.
+        device_transform: Function that takes each batch on the device, or with ``fetch`` the pair
+            of the batch and the dict of rows, and returns what the loop gets. It is called
+            likewise, and its work on a GPU is in a side stream.
+        seed: Seed of the generators of these functions; None is 0.
 
     Raises:
         DeviceError: If the device does not exist.
         ArgumentError: If ``depth`` is not None or a whole number from 0 to 1,024, ``progress`` or
-            ``timeline`` is not a bool, ``loader`` cannot be iterated or does not yield batches, or
-            ``fetch`` is no mapping to pairs.
+            ``timeline`` is not a bool, ``loader`` cannot be iterated or does not yield batches,
+            ``fetch`` is no mapping to pairs, a function is not callable, or ``seed`` is given
+            without a function that gets a generator.
         StoreError: If a source of ``fetch`` cannot be read.
         NotEnoughCPUMemory: If the limits of ``config`` cannot hold the chunks that reading needs.
         UnknownArgument: If an argument does not exist. The message says where it belongs.
     """
-    check_flag(progress, "progress")
-    check_flag(timeline, "timeline")
+    check_options(options)
+    check_choice(options["on_error"], "on_error", ("raise", "next"))
+    check_seed_of_functions(options)
     depth = check_optional_depth(depth)
     if config is not None and fetch is None:
         raise ArgumentError(
@@ -119,14 +139,15 @@ def wrap_loader(
     has_state = all(callable(getattr(loader, name, None)) for name in _STATE_METHODS)
     feeder = StatefulLoaderFeeder if has_state else LoaderFeeder
     source = StatefulSource if has_state else LoaderSource
-    options = {"device": device, "progress": progress, "timeline": timeline}
     batches = source(loader)
+    batches.keeps_errors = options["on_error"] == "next"
     if fetch is None:
         schedule = measured_schedule() if depth is None else PrefetchSchedule(depth)
-        return feeder(batches, schedule=schedule, **options)
+        return feeder(batches, device=device, schedule=schedule, options=options)
     stores = FetchStores(fetch, config)
     try:
-        return feeder(batches, schedule=stores.schedule(depth), fetch=stores, **options)
+        schedule = stores.schedule(depth)
+        return feeder(batches, device=device, schedule=schedule, options=options, fetch=stores)
     except BaseException:
         stores.close()
         raise
@@ -142,8 +163,7 @@ class LoaderFeeder(BaseFeeder):
         source: Source that iterates the loader.
         device: Target device, as the user named it.
         schedule: Number of batches to prefetch; it is measured only if the device permits it.
-        progress: Whether to show a progress bar.
-        timeline: Whether to record what takes time in every batch.
+        options: Options of the loop, with their defaults.
         n_spare: Number of device buffers that may be kept for reuse; None is one per store, or one
             without ``fetch``, for each batch that is on the device at a time.
         fetch: Stores of the rows that the batches name by ids; None if there are none.
@@ -155,8 +175,7 @@ class LoaderFeeder(BaseFeeder):
         *,
         device: Any,
         schedule: PrefetchSchedule,
-        progress: bool,
-        timeline: bool,
+        options: LoaderOptions | TableLoopOptions,
         n_spare: int | None = None,
         fetch: FetchStores | None = None,
     ) -> None:
@@ -169,13 +188,21 @@ class LoaderFeeder(BaseFeeder):
         self._open_device(device, n_spare)
         if fetch is not None:
             source.fetch = fetch.on(self._device)
+        seed = options["seed"]
+        source.host_transform = batch_function("host_transform", options, seed, "cpu")
+        self._functions = LoopFunctions(
+            source.host_transform,
+            batch_function("device_transform", options, seed, self.device),
+        )
         self._loop = EpochRunner(
             source,
             self._device,
             schedule=schedule.on(self._device),
             capacity=(),
-            progress=progress,
-            timeline=timeline,
+            progress=options["progress"],
+            timeline=options["timeline"],
+            again=options["again"],
+            functions=self._functions,
         )
 
     @safe_repr
@@ -210,9 +237,10 @@ class LoaderFeeder(BaseFeeder):
         """Begin the loader's next epoch, with its batches on the device.
 
         Raises:
-            ClosedError: If the feeder is closed, or another loop over it runs.
+            ClosedError: If the feeder is closed, or another loop over it runs that is not ended.
         """
-        return self._loop.run(LentBatch.take, begin=self._source.begin)
+        source = self._source
+        return self._loop.run(LentBatch.take, begin=source.begin, keeps_errors=source.keeps_errors)
 
     def __getattr__(self, name: str) -> Any:
         if name in _STATE_METHODS:
@@ -225,6 +253,17 @@ class LoaderFeeder(BaseFeeder):
             # loader must not answer for the feeder.
             raise AttributeError(name)
         return getattr(self._loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the loader if the loader has it and the feeder has not.
+
+        The loader refuses what cannot be changed, such as the batch size of a DataLoader.
+        """
+        is_own = name.startswith("_") or hasattr(type(self), name)
+        if is_own or not hasattr(self._loader, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._loader, name, value)
 
     def __dir__(self) -> list[str]:
         """Return the names of the feeder's own attributes and of the loader's public ones."""
@@ -242,7 +281,7 @@ class LoaderFeeder(BaseFeeder):
             number: Number of the epoch, at least 0.
 
         Raises:
-            ClosedError: If a loop runs, or the feeder is closed.
+            ClosedError: If a loop runs that is not ended, or the feeder is closed.
         """
         self._loop.set_epoch(number)
         batch_sampler = getattr(self._loader, "batch_sampler", None)
@@ -277,14 +316,15 @@ class StatefulLoaderFeeder(LoaderFeeder):
         """Begin the loader's next epoch, with its batches on the device.
 
         Raises:
-            ClosedError: If the feeder is closed, or another loop over it runs.
+            ClosedError: If the feeder is closed, or another loop over it runs that is not ended.
         """
-        return self._loop.run(self._take, begin=self._begin)
+        return self._loop.run(self._take, begin=self._begin, keeps_errors=self._source.keeps_errors)
 
     def state_dict(self) -> Any:
         """Return the loader's ``state_dict()`` at the position of the loop.
 
-        Batches that are only prefetched do not count.
+        Batches that are only prefetched do not count. If a function gets a generator, the state is
+        a dict of the loader's own state and of the position of the feeder, which seeds it.
 
         Raises:
             Exception: If the loader's ``state_dict()`` failed; its error.
@@ -292,20 +332,35 @@ class StatefulLoaderFeeder(LoaderFeeder):
         state = self._source.state() if self._loop.is_at_rest else self._state
         if isinstance(state, Exception):
             raise state
-        return state
+        if not self._functions.take_generators:
+            return state
+        return {"loader": state, "pinfeed": self._loop.state()}
 
     def load_state_dict(self, state: Any) -> None:
         """Make the next loop continue at a saved position.
 
         Args:
-            state: Return value of ``state_dict`` of this feeder or of the loader itself.
+            state: Return value of ``state_dict`` of this feeder. Unless a function gets a
+                generator, that of the loader itself is one.
 
         Raises:
-            ClosedError: If a loop runs, or the feeder is closed.
+            ArgumentError: If a function gets a generator, and the state does not tell the number of
+                the batch that seeds it.
+            ClosedError: If a loop runs that is not ended, or the feeder is closed.
         """
-        # The loader alone knows the batch. An epoch that was left is not continued.
-        self._loop.load_state(self._loop.state() | {"batch": 0, "checksum": 0})
-        self._loader.load_state_dict(state)
+        is_own = isinstance(state, Mapping) and set(state) == {"loader", "pinfeed"}
+        if not is_own and self._functions.take_generators:
+            raise ArgumentError(
+                "load_state_dict() got a state of the loader itself, which does not tell the "
+                "number of the batch that seeds the generator of host_transform or "
+                "device_transform; expected what state_dict() of this feeder returned"
+            )
+        if is_own and self._functions.take_generators:
+            self._loop.load_state(state["pinfeed"])
+        else:
+            # The loader alone knows the batch. An epoch that was left is not continued.
+            self._loop.load_state(self._loop.state() | {"batch": 0, "checksum": 0})
+        self._loader.load_state_dict(state["loader"] if is_own else state)
 
     def _begin(self) -> None:
         """Begin an epoch of the loader, and keep its state before the first batch."""
@@ -314,6 +369,5 @@ class StatefulLoaderFeeder(LoaderFeeder):
 
     def _take(self, lent: LentBatch) -> Any:
         """Return the data of a batch to the loop, and keep the loader's state after it."""
-        batch, state = lent.take()
-        self._state = state
-        return batch
+        self._state = lent.state
+        return lent.take()

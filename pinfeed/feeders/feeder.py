@@ -9,16 +9,20 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
+from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base import ResumableFeeder
 from pinfeed.feeders.batch import Batch
+from pinfeed.feeders.batch_functions import batch_function, has_functions
 from pinfeed.feeders.hints import FEEDER_HINTS
-from pinfeed.feeders.options import FeederOptions
+from pinfeed.feeders.options import FeederOptions, check_options
 from pinfeed.feeders.row_selection import RowArguments, RowSelection
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth, n_held
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan, check_route
 from pinfeed.pipeline.epochs import EpochRunner
+from pinfeed.pipeline.host_gather import HostGather
 from pinfeed.pipeline.lent_batch import LentBatch
+from pinfeed.pipeline.loop_functions import LoopFunctions
 from pinfeed.pipeline.planner import PlanRequest, make_plan, part_capacity
 from pinfeed.pipeline.rank_plan import plan_of_rank
 from pinfeed.pipeline.schedule import PrefetchSchedule, choose_schedule
@@ -29,7 +33,7 @@ from pinfeed.rows.orders import Order
 from pinfeed.rows.ragged_batches import ElementBatches
 from pinfeed.rows.rank_warnings import note_workers
 from pinfeed.rows.ranks import Ranks
-from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
+from pinfeed.validation.arguments import explain_arguments, whole_number
 from pinfeed.validation.safe_repr import safe_repr
 
 if TYPE_CHECKING:
@@ -72,7 +76,8 @@ class Feeder(ResumableFeeder):
             epoch of the loop. If its owner sets another epoch, the loop takes that one.
         shuffle: Whether every epoch has another order; short for
             ``rows=pinfeed.rows.shuffled(seed)``.
-        seed: Seed of the shuffle, a whole number; the order is a function of (seed, epoch).
+        seed: Seed of the shuffle, a whole number; the order is a function of (seed, epoch). It is
+            also the seed of the generators of functions.
         drop_last: Whether to leave out a last batch that is not full.
         ranks: Rule by which the processes of a job (of torchrun, say) share an epoch if the rows do
             not divide evenly. ``"pad"`` repeats the first rows, ``"drop"`` leaves out the
@@ -91,12 +96,23 @@ class Feeder(ResumableFeeder):
         verify: Compare each batch with its rows in the stores before the loop gets it, and raise
             VerificationError if anything but ``write_back`` has changed them. This reads every row
             twice and waits for write-backs.
+        again: Rule for a loop that begins while the iterator of an older one over this feeder
+            exists. With ``"end"``, the older loop ends as by ``break``, and its iterator raises
+            ClosedError if it is asked for another batch. So do ``set_epoch`` and
+            ``load_state_dict``. With ``"refuse"``, they raise ClosedError instead. A loop in
+            another thread is never ended.
         progress: Show a progress bar.
         timeline: Record what takes time in every batch, and name it for GPU profilers.
+        host_transform: Function that takes each batch as CPU tensors, in the structure of the
+            source, and returns a batch of any structure, whose tensors are copied to the device. A
+            background thread calls it, for one batch at a time, in order. It may have a parameter
+            ``generator``: see ``LoopOptions``.
+        device_transform: Function that takes each batch on the device, and returns what the loop
+            gets. It is called likewise, and its work on a GPU is in a side stream.
 
     Raises:
         ArgumentError: If an argument is invalid, two arguments conflict, or ``seed`` is given
-            without ``shuffle``.
+            without ``shuffle`` or a function that gets a generator.
         UnknownArgument: If an argument does not exist. The message names the one to use.
         StoreError: If a source cannot be read, or sources have different numbers of rows.
         RowIndexError: If a row index is out of range.
@@ -126,17 +142,20 @@ class Feeder(ResumableFeeder):
         arguments = RowArguments(batch_size, config, rows, shuffle, seed, drop_last)
         arguments.check()
         check_route(route)
-        for name, flag in options.items():
-            check_flag(flag, name)
+        check_options(options)
+        _check_conflicts(options, route)
         self._verify = options["verify"]
         selection = RowSelection.of(arguments, ranks)
         self._begin = functools.partial(note_workers, ranks, arguments.order)
         self._stores = StoreTree(source)
         try:
             schedule = choose_schedule(self._stores, selection.batch_size, selection.config, depth)
+            schedule = _schedule_of_single_batches(schedule) if has_functions(options) else schedule
             self._open_device(device, self._n_buffers(schedule))
             schedule = schedule.on(self._device, may_measure=self._may_measure)
+            route = "staged" if options["host_transform"] is not None else route
             batches = self._plan_batches(selection, schedule, route)
+            self._functions = self._loop_functions(options, selection, schedule, seed)
             self._write_schedule = dataclasses.replace(
                 _schedule_with_writes(schedule), repeats=not batches.is_distinct
             )
@@ -169,7 +188,7 @@ class Feeder(ResumableFeeder):
             shape (n, *row_shape); of ragged rows, what the layout of their ``RaggedStore`` says.
 
         Raises:
-            ClosedError: If the feeder is closed, or another loop over it runs.
+            ClosedError: If the feeder is closed, or another loop over it runs that is not ended.
         """
         return self._loop.run(self._take, begin=self._begin)
 
@@ -177,14 +196,17 @@ class Feeder(ResumableFeeder):
         """Begin the next epoch, as ``Batch`` objects with row indices and ``write_back``.
 
         Raises:
-            ClosedError: If the feeder is closed, or another loop over it runs.
+            ClosedError: If the feeder is closed, or another loop over it runs that is not ended.
         """
         take = self._take
         stores = self._stores
         device = self._device
-        schedule = self._write_schedule if any(store.writable for store in stores.stores) else None
+        has_functions = bool(self._functions)
+        may_write = not has_functions and any(store.writable for store in stores.stores)
         return self._loop.run(
-            lambda lent: Batch(lent, take(lent), stores, device), schedule, self._begin
+            lambda lent: Batch(lent, take(lent), stores, device, is_source=not has_functions),
+            self._write_schedule if may_write else None,
+            self._begin,
         )
 
     @property
@@ -246,13 +268,32 @@ class Feeder(ResumableFeeder):
         self._loop = EpochRunner(
             source,
             self._device,
-            capacity=self._capacity,
+            # What a function returns takes other memory than rows.
+            capacity=() if self._functions.host is not None else self._capacity,
             schedule=schedule,
             progress=options["progress"],
             timeline=options["timeline"],
+            again=options["again"],
+            functions=self._functions,
         )
 
+    def _loop_functions(
+        self,
+        options: FeederOptions,
+        selection: RowSelection,
+        schedule: PrefetchSchedule,
+        seed: int,
+    ) -> LoopFunctions:
+        """Return the functions that change each batch."""
+        rank = None if selection.shard is None else selection.shard.rank
+        host = batch_function("host_transform", options, seed, "cpu", rank)
+        device = batch_function("device_transform", options, seed, self.device, rank)
+        gather = None if host is None else HostGather(self._capacity, schedule.n_slots + 1)
+        return LoopFunctions(host, device, gather)
+
     def _close_sources(self, stack: contextlib.ExitStack) -> None:
+        if self._functions.gather is not None:
+            stack.callback(self._functions.gather.close)
         stack.callback(self._stores.close)
         for close in self._read_plan.closes:
             stack.callback(close)
@@ -277,12 +318,31 @@ class Feeder(ResumableFeeder):
         return data
 
 
+def _check_conflicts(options: FeederOptions, route: str | None) -> None:
+    """Raise ArgumentError if an option excludes the functions that change each batch."""
+    if options["verify"] and has_functions(options):
+        raise ArgumentError(
+            "verify=True was given with host_transform or device_transform; verify compares each "
+            "batch with its rows, which these functions change; leave verify or the functions out"
+        )
+    if route == "direct" and options["host_transform"] is not None:
+        raise ArgumentError(
+            "route='direct' was given with host_transform, which needs the rows on the host; leave "
+            "route out, or give device_transform"
+        )
+
+
+def _schedule_of_single_batches(schedule: PrefetchSchedule) -> PrefetchSchedule:
+    """Return a schedule that gathers each batch on its own, and so fewer of them in advance."""
+    if schedule.batches_per_slot == 1:
+        return schedule
+    return dataclasses.replace(schedule, depth=DEFAULT_DEPTH, batches_per_slot=1)
+
+
 def _schedule_with_writes(schedule: PrefetchSchedule) -> PrefetchSchedule:
     """Return the schedule of a loop that writes back.
 
     Every write has to be looked up in all batches that were gathered before it. Far ahead, the
     look-up would cost more than prefetching saves, so such a loop prefetches less.
     """
-    if schedule.batches_per_slot > 1:
-        schedule = dataclasses.replace(schedule, depth=DEFAULT_DEPTH, batches_per_slot=1)
-    return dataclasses.replace(schedule, writes=True)
+    return dataclasses.replace(_schedule_of_single_batches(schedule), writes=True)

@@ -13,7 +13,7 @@ import numpy as np
 from pinfeed.errors import ArgumentError, StoreError, described
 from pinfeed.feeders.base import ResumableFeeder
 from pinfeed.feeders.hints import READER_HINTS
-from pinfeed.feeders.options import ReaderOptions
+from pinfeed.feeders.options import ReaderOptions, check_options
 from pinfeed.feeders.row_selection import warn_if_empty
 from pinfeed.memory.depth import check_depth
 from pinfeed.pipeline.epochs import EpochRunner
@@ -95,6 +95,7 @@ def wrap_readers(
         seed: Seed of the shuffle, a whole number.
         drop_last: Leave out a last batch that is not full.
         ranks: Rule by which the processes of a job share the identities, as for ``Feeder``.
+        again: Rule for a loop that begins while another one is left, as for ``Feeder``.
         progress: Show a progress bar.
         timeline: Record what takes time in every batch.
 
@@ -128,9 +129,7 @@ def wrap_readers(
     )
     _check_reader(input_reader)
     _check_reader(output_reader)
-    settings = ReaderSettings(
-        check_depth(depth), device, n_readers, options["progress"], options["timeline"]
-    )
+    settings = ReaderSettings(check_depth(depth), device, n_readers, options)
     begin = functools.partial(note_workers, options["ranks"], order)
     return ReaderFeeder([input_reader, output_reader], batches, settings, begin)
 
@@ -142,8 +141,7 @@ class ReaderSettings:
     depth: int
     device: Any
     n_readers: int
-    progress: bool
-    timeline: bool
+    options: ReaderOptions
 
 
 class ReaderFeeder(ResumableFeeder):
@@ -173,8 +171,9 @@ class ReaderFeeder(ResumableFeeder):
             device,
             schedule=PrefetchSchedule(depth),
             capacity=(),
-            progress=settings.progress,
-            timeline=settings.timeline,
+            progress=settings.options["progress"],
+            timeline=settings.options["timeline"],
+            again=settings.options["again"],
         )
 
     @safe_repr
@@ -194,7 +193,7 @@ class ReaderFeeder(ResumableFeeder):
             place of its batch, with its own traceback and a note that names the identity.
 
         Raises:
-            ClosedError: If the feeder is closed, or another loop over it runs.
+            ClosedError: If the feeder is closed, or another loop over it runs that is not ended.
         """
         return self._loop.run(LentBatch.take, begin=self._begin)
 
@@ -225,8 +224,7 @@ def _checked_order(options: ReaderOptions) -> Order:
     """Return the order of the identities, after a check of the options that are flags or a seed."""
     check_flag(options["shuffle"], "shuffle")
     check_flag(options["drop_last"], "drop_last")
-    check_flag(options["progress"], "progress")
-    check_flag(options["timeline"], "timeline")
+    check_options(options)
     seed = check_seed(options["seed"])
     return shuffled(seed) if options["shuffle"] else sequential()
 

@@ -23,7 +23,6 @@ _WORKER_ARGUMENTS = (
 _MEMORY_ARGUMENTS = ("pin_memory", "pin_memory_device")
 
 _LIMITS_TOGETHER = "limits are given together: config=pinfeed.Config({}=...)"
-_COLLATE = "change the batch in the loop, or give pinfeed.wrap_loader(DataLoader(...))"
 
 FEEDER_HINTS = {
     **dict.fromkeys(
@@ -59,10 +58,12 @@ FEEDER_HINTS = {
     "fetch": "rows for the ids of a batch belong to pinfeed.wrap_loader(loader, fetch=...)",
     "generator": "give shuffle=True and seed=generator.initial_seed()",
     "in_order": "batches always come in order; leave it out",
-    "collate_fn": f"rows are batched as they are stored; {_COLLATE}",
-    "transform": "apply it to the batch in the loop, on the device; or give "
-    "pinfeed.wrap_loader(DataLoader(...))",
-    "dtype": "batches have the dtype of the source; convert them in the loop",
+    "collate_fn": "rows are batched as they are stored; change each batch by host_transform= or "
+    "device_transform=, or give pinfeed.wrap_loader(DataLoader(...))",
+    "transform": "give device_transform=, or host_transform= for work on the CPU; each takes a "
+    "batch and returns one",
+    "dtype": "batches have the dtype of the source; convert them by device_transform=lambda batch: "
+    "batch.to(dtype)",
 }
 """Advice for ``Feeder``."""
 
@@ -101,10 +102,10 @@ LOADER_HINTS = {
     },
     "prefetch_factor": "give it to the DataLoader, for its worker processes; the batches that are "
     "ready on the device are depth=",
-    "seed": "the DataLoader draws the order: give it generator=torch.Generator().manual_seed(seed)",
     "rows": "the DataLoader has the order: give it sampler= or batch_sampler=",
     "ranks": "the DataLoader has the order: give it sampler=DistributedSampler(dataset)",
-    "transform": "give it to the dataset, or apply it to the batch in the loop",
+    "transform": "give device_transform= for batches on the device, or host_transform= for batches "
+    "on the host; transforms of single samples belong to the dataset",
 }
 """Advice for ``wrap_loader``."""
 
@@ -114,6 +115,13 @@ TABLE_LOOP_HINTS = {
     "fetch": 'wrap the loader first: train_rows(wrap_loader(loader, fetch=..., device="cpu"), ...)',
 }
 """Advice for ``train_rows``."""
+
+READ_LOOP_HINTS = {
+    **TABLE_LOOP_HINTS,
+    "fetch": 'wrap the loader first: read_rows(wrap_loader(loader, fetch=..., device="cpu"), ...)',
+    "optimizer": "read_rows changes no rows; give the optimizer to train_rows",
+}
+"""Advice for ``read_rows``."""
 
 DATASET_HINTS = {
     **{

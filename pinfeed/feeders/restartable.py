@@ -66,6 +66,12 @@ class Restartable:
             raise AttributeError(name)
         return getattr(self._feeder, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._feeder, name, value)
+
     def __dir__(self) -> list[str]:
         of_feeder = {name for name in dir(self._feeder) if not name.startswith("_")}
         return sorted({*super().__dir__(), *of_feeder})

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from types import GeneratorType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from pinfeed.errors import ClosedError
 from pinfeed.pipeline.abandoned import is_abandoned
+
+Again = Literal["end", "refuse"]
+"""Rule for a loop that is asked for while another one over the same feeder has not ended."""
 
 
 def is_suspended(generator: GeneratorType[Any, None, None]) -> bool:
@@ -24,6 +29,10 @@ def has_ended(generator: GeneratorType[Any, None, None]) -> bool:
     return inspect.getgeneratorstate(generator) == inspect.GEN_CLOSED
 
 
+class _RunEnded(GeneratorExit):
+    """The program has ended the run by asking the feeder for something else."""
+
+
 class ActiveRun:
     """The generator of a feeder's last run.
 
@@ -32,34 +41,81 @@ class ActiveRun:
 
     def __init__(self) -> None:
         self._generator: weakref.ref[GeneratorType[Any, None, None]] | None = None
+        # Thread that iterates the run, or has made it.
+        self._thread: int | None = None
+        self.has_begun = False
+        """Whether the generator was asked for a batch."""
+        # Error of an iterator whose run was ended while the program holds it.
+        self._reason: str | None = None
 
-    def set(self, generator: Iterator[Any]) -> None:
-        """Make a generator the active one."""
-        self._generator = weakref.ref(cast("GeneratorType[Any, None, None]", generator))
+    @classmethod
+    def begin(cls, batches: Iterator[Any]) -> tuple[ActiveRun, Generator[Any, None, None]]:
+        """Return a run over batches, and the generator of the run."""
+        run = cls()
+        generator = run._iterate(cast("Generator[Any, None, None]", batches))
+        run._thread = threading.get_ident()
+        run._generator = weakref.ref(cast("GeneratorType[Any, None, None]", generator))
+        return run, generator
 
     @property
     def is_running(self) -> bool:
         """Whether the generator exists and has not ended."""
         generator = self.generator()
-        return generator is not None and not has_ended(generator)
+        return generator is not None and self._reason is None and not has_ended(generator)
 
     def generator(self) -> GeneratorType[Any, None, None] | None:
         """Return the generator, if it still exists."""
         return self._generator() if self._generator is not None else None
 
-    def leave_abandoned(self) -> None:
+    def end(self, reason: str) -> bool:
+        """End the run, as ``break`` does, if this thread iterates it.
+
+        Args:
+            reason: Message of the ClosedError that the generator raises if it is asked for another
+                batch. It must not seem to have reached the end of the epoch.
+
+        Returns:
+            False if another thread iterates the run or has made it, or if it is running now.
+        """
+        generator = self.generator()
+        if generator is None:
+            return True
+        if self._thread == threading.get_ident() and not self.has_begun:
+            # A thread that begins the run now notes itself first, and then looks for a reason.
+            self._reason = reason
+            if not self.has_begun:
+                return True
+            self._reason = None
+        if self._thread != threading.get_ident() or not is_suspended(generator):
+            return False
+        generator.throw(_RunEnded)
+        self._reason = reason
+        return True
+
+    def leave_abandoned(self, message: str) -> None:
         """End the run, if no code can continue it.
+
+        Args:
+            message: Message of the error.
 
         Raises:
             ClosedError: If some code can.
         """
         assert self._generator is not None
         if not is_abandoned(self._generator):
-            raise ClosedError(
-                "a loop over this feeder is running, because the program still holds its "
-                "iterator; close() that iterator, make a second feeder, or iterate "
-                "pinfeed.restartable(feeder), where each loop ends the one before; feeder.close() "
-                "ends this one, and the feeder for good"
-            )
+            raise ClosedError(message)
         if (generator := self.generator()) is not None:
             generator.close()
+
+    def _iterate(self, batches: Generator[Any, None, None]) -> Generator[Any, None, None]:
+        self._thread = threading.get_ident()
+        self.has_begun = True
+        reason = self._reason
+        if reason is None:
+            # If ``end`` ends the run, the error waits until the iterator is used again.
+            with contextlib.suppress(_RunEnded):
+                yield from batches
+                return
+            yield
+            reason = self._reason
+        raise ClosedError(reason)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
 import math
 import threading
@@ -10,14 +12,17 @@ from typing import Any, TypeVar
 
 from pinfeed.devices.base import Device
 from pinfeed.errors import ArgumentError, ClosedError
-from pinfeed.pipeline.active_run import ActiveRun, is_suspended
+from pinfeed.pipeline.active_run import ActiveRun, Again, is_suspended
 from pinfeed.pipeline.depth_choice import DepthChoice
 from pinfeed.pipeline.host_transfer import HostTransfer
+from pinfeed.pipeline.kept_errors import ContinuingIterator, KeptError
 from pinfeed.pipeline.lent_batch import LentBatch
+from pinfeed.pipeline.loop_functions import NO_FUNCTIONS, LoopFunctions
 from pinfeed.pipeline.position import EpochPosition
 from pinfeed.pipeline.prefetcher import Prefetcher
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.base import Source
+from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.pipeline.transfer import Transfer
 from pinfeed.profiling.counters import Counters
 from pinfeed.profiling.starvation import StarvationMonitor
@@ -28,6 +33,21 @@ from pinfeed.validation.arguments import whole_number
 T = TypeVar("T")
 
 logger = logging.getLogger("pinfeed")
+
+_IS_RUNNING = {
+    "refuse": (
+        "a loop over this feeder is running, because the program still holds its iterator; close() "
+        'that iterator, make a second feeder, or give again="end", where each loop ends the one '
+        "before; feeder.close() ends this one, and the feeder for good"
+    ),
+    "end": (
+        "a loop over this feeder is running in another thread, or waits for a batch now; end that "
+        "loop first, or make a second feeder"
+    ),
+}
+"""Errors of a loop that may not begin, by the feeder's ``again``."""
+_ENDED = 'this loop was ended {}, or give again="refuse" to refuse it'
+"""Error of an iterator whose loop was ended."""
 
 
 class EpochRunner:
@@ -42,6 +62,8 @@ class EpochRunner:
         capacity: Bytes of each part of a full batch, as far as they are known.
         progress: Whether to show a progress bar.
         timeline: Whether to record a timeline.
+        again: ``"end"`` if a new run ends the one that runs, ``"refuse"`` if it is refused.
+        functions: Functions of the user that change each batch.
     """
 
     def __init__(
@@ -53,18 +75,22 @@ class EpochRunner:
         capacity: Sequence[int],
         progress: bool,
         timeline: bool,
+        again: Again,
+        functions: LoopFunctions = NO_FUNCTIONS,
     ) -> None:
         self.source = source
+        self._again = again
         self._schedule = schedule
         # Choice of the running loop, or of the last one.
         self._choice = DepthChoice(schedule)
         self._choices = {schedule: self._choice}
         self._progress = progress
-        self._position = EpochPosition(source)
+        self._position = EpochPosition(source, functions.fingerprint)
         self._counters = Counters(timeline=Timeline() if timeline else None)
         self._starvation = StarvationMonitor(self._counters, source.hint, source.transfer_hint)
         transfer = HostTransfer if device.unified else Transfer
-        self._transfer = transfer(device, schedule.n_slots, capacity, self._counters)
+        self._functions = functions
+        self._transfer = transfer(device, schedule.n_slots, capacity, self._counters, functions)
         self._active = ActiveRun()
         # If two threads ask for a run at the same time, one of them gets it.
         self._beginning = threading.Lock()
@@ -75,7 +101,13 @@ class EpochRunner:
     @property
     def epoch(self) -> int:
         """Number of the epoch that runs, or of the next one."""
-        return self._position.epoch if self._active.is_running else self._position.next()[0]
+        has_begun = self._active.has_begun and self._active.is_running
+        return self._position.epoch if has_begun else self._position.next()[0]
+
+    @property
+    def is_running(self) -> bool:
+        """Whether an iterator exists whose run has not ended."""
+        return self._active.is_running
 
     @property
     def start(self) -> int:
@@ -118,7 +150,10 @@ class EpochRunner:
         lend: Callable[[LentBatch], T],
         schedule: PrefetchSchedule | None = None,
         begin: Callable[[], object] = lambda: None,
-    ) -> Iterator[T]:
+        through: Callable[[Iterator[T]], Iterator[Any]] = lambda batches: batches,
+        *,
+        keeps_errors: bool = False,
+    ) -> Iterator[Any]:
         """Return an iterator over the next epoch.
 
         Only the caller's reference keeps the epoch running, so ``break`` ends it.
@@ -128,16 +163,18 @@ class EpochRunner:
             schedule: Schedule of this run, with no more slots than the planned one, which is the
                 default.
             begin: Called here, when an epoch may begin. If it raises, no epoch has begun.
+            through: Generator function that makes the iterator of that over the batches. What it
+                leaves to do when it is closed is done before the next run begins.
+            keeps_errors: Whether the iterator continues after an error of ``lend``.
 
         Raises:
-            ClosedError: If the runner is closed, or an epoch runs.
+            ClosedError: If the runner is closed, or an epoch runs that may not be ended.
         """
+        if keeps_errors:
+            lend = functools.partial(self._lend_or_keep, lend)
         with self._beginning:
-            self._require_open()
-            if self._active.is_running:
-                self._active.leave_abandoned()
+            self.end_last()
             if self._prefetcher is not None:
-                self._prefetcher.require_not_forked()
                 # The readers have ended, unless an interrupt has ended the wait for them.
                 self._prefetcher.end()
             self._raise_failure()
@@ -145,17 +182,39 @@ class EpochRunner:
             schedule = schedule or self._schedule
             choice = self._choices.setdefault(schedule, DepthChoice(schedule))
             self._choice = choice
-            generator = self._run(lend, choice, begin)
-            self._active.set(generator)
-            return generator
+            batches = through(self._run(lend, choice, begin))
+            self._active, generator = ActiveRun.begin(batches)
+            return ContinuingIterator(generator) if keeps_errors else generator
+
+    def end_last(self) -> None:
+        """End the last run if it has not ended, because another one begins.
+
+        Raises:
+            ClosedError: If the runner is closed, or the run may not be ended.
+        """
+        self._require_open()
+        how = "when another loop over its feeder began; make a second feeder for the other loop"
+        if not self._try_to_end(_ENDED.format(how)):
+            self._active.leave_abandoned(_IS_RUNNING[self._again])
+
+    def leave(self, reason: str) -> None:
+        """End the last run, which this thread iterates, as ``break`` does.
+
+        Args:
+            reason: Error of its iterator, if it is asked for another batch.
+        """
+        if self._active.is_running:
+            self._active.end(reason)
 
     def set_epoch(self, number: int) -> None:
         """Let the next run be epoch ``number``.
 
         It begins at a loaded position if that is in this epoch, otherwise at the first batch.
         """
-        self._require_idle("set_epoch()")
-        self._position.set_epoch(whole_number(number, "epoch", least=0))
+        self._require_open()
+        number = whole_number(number, "epoch", least=0)
+        self._leave_for("set_epoch()")
+        self._position.set_epoch(number)
 
     def state(self) -> dict[str, Any]:
         """Return the position of the loop; prefetched batches that were not lent do not count."""
@@ -167,7 +226,9 @@ class EpochRunner:
         Raises:
             ArgumentError: If it is no state, or the state of another source.
         """
-        self._require_idle("load_state_dict()")
+        self._require_open()
+        self._position.check(state)
+        self._leave_for("load_state_dict()")
         self._position.load(state)
 
     def drain(self) -> None:
@@ -247,7 +308,7 @@ class EpochRunner:
         n_batches = position.batch - start
         choice.end(n_batches, counters.now() - entered_s)
         position.complete_epoch()
-        if start and not n_batches and math.isinf(position.n_batches):
+        if start and not n_batches and position.goes_on_at_end:
             # The epoch was complete when the state was taken, which only its end shows.
             begin()
             yield from self._run(lend, choice, begin)
@@ -255,7 +316,8 @@ class EpochRunner:
     def _lend(self, choice: DepthChoice) -> Iterator[LentBatch]:
         """Start the threads of a run; return its batches."""
         position = self._position
-        self._prefetcher = Prefetcher(self._transfer, position.batch, choice)
+        functions = dataclasses.replace(self._functions, epoch=position.epoch)
+        self._prefetcher = Prefetcher(self._transfer, position.batch, choice, functions)
         thunks = self.source.epoch(
             position.epoch,
             position.batch,
@@ -263,6 +325,14 @@ class EpochRunner:
             choice.schedule.batches_per_slot,
         )
         return self._prefetcher.lend(thunks)
+
+    def _lend_or_keep(self, lend: Callable[[LentBatch], Any], lent_batch: LentBatch) -> Any:
+        """Return what is yielded for a batch, or the error in its place."""
+        try:
+            return guarded(lend, lent_batch)
+        except Exception as error:
+            self._counters.fail()
+            return KeptError(error)
 
     def _enter(self, choice: DepthChoice) -> float:
         """Count a loop that begins; return the time."""
@@ -323,12 +393,28 @@ class EpochRunner:
         if self._closed:
             raise ClosedError("the feeder is closed; make a new one")
 
-    def _require_idle(self, what: str) -> None:
-        self._require_open()
-        if self._active.is_running:
+    def _leave_for(self, what: str) -> None:
+        """End the last run, because ``what`` was called.
+
+        Raises:
+            ClosedError: If the run may not be ended.
+        """
+        if not self._try_to_end(_ENDED.format(f"by {what}; call it before the loop")):
             raise ClosedError(
                 f"{what} while a loop over this feeder is running; call it before the loop"
             )
+
+    def _try_to_end(self, reason: str) -> bool:
+        """Return whether no run is left, after ending the last one if that is wanted and possible.
+
+        Args:
+            reason: Error of the iterator whose run is ended.
+        """
+        if self._prefetcher is not None:
+            self._prefetcher.require_not_forked()
+        if not self._active.is_running:
+            return True
+        return self._again == "end" and self._active.end(reason)
 
     def _raise_failure(self) -> None:
         if self._prefetcher is not None:

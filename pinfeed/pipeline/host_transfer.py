@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -48,11 +49,24 @@ class HostTransfer(Transfer):
         else:
             slot.batch_tensors.clear()
         slot.ready_s = self.counters.now()
-        slot.read_s = slot.source_s + slot.ready_s - slot.made_s
+        slot.read_s = slot.source_s + slot.host_transform_s + slot.ready_s - slot.made_s
         if self._timeline is not None:
             start_s = slot.ready_s - slot.read_s
             self._timeline.add("read", number, start_s, slot.ready_s, len(batch.batches))
         return slot
+
+    def transform(self, slot: Slot, function: Callable[[Any], Any]) -> None:
+        """Let a function change the batch of a slot, as ``Transfer.transform`` does."""
+        self.check_stop()
+        batch = slot.batch
+        assert batch is not None
+        tensors = slot.tensors
+        if batch.n_data is None:
+            # The function alone keeps the memory of what it is given.
+            slot.tensors = []
+        made = function(batch.data(tensors))
+        batch.rebuild = lambda tensors: made
+        slot.ready_s = self.counters.now()
 
     def lend(self, slot: Slot) -> deque[list[Tensor]]:
         """Return the tensors of each of the slot's batches (consumer), with newer values."""

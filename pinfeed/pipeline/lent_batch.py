@@ -41,11 +41,15 @@ class LentBatch:
         number: int,
     ) -> None:
         self.number = number
+        self.state = host_batch.state
+        """State of the loader after the batch, where the loader has a state."""
         self.n_rows, self.checksum = host_batch.batches[i]
         self._slot_batches = host_batch.batches
         self._slot_groups = host_batch.groups
         self._i = i
         self._rebuild = host_batch.rebuild
+        self._n_data = host_batch.n_data
+        self._complete = host_batch.complete
         self._tensors = tensors
         self._transfer = transfer
         self._write_queue = write_queue
@@ -56,9 +60,11 @@ class LentBatch:
         """Return the batch in the structure that the user knows."""
         tensors = self._tensors
         rebuild = self._rebuild
-        # rebuild may hold the batch as it was on the host.
-        del self._tensors, self._rebuild
-        return rebuild(iter(tensors))
+        complete = self._complete
+        # The functions may hold the batch as it was on the host.
+        del self._tensors, self._rebuild, self._complete
+        data = rebuild(iter(tensors if self._n_data is None else tensors[: self._n_data]))
+        return data if complete is None else complete(data, tensors)
 
     @functools.cached_property
     def groups(self) -> list[RowGroup]:

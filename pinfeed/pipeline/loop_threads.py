@@ -26,10 +26,11 @@ _CLOSED = (
 class LoopThreads:
     """Reader threads and writer threads of one loop.
 
-    ``start_readers`` starts the readers. The writers start with the first write-back: one queues
-    the copies to the host, the other scatters the rows that have arrived, and may have helpers. At
-    depth 0 there are no threads, and the caller makes every call itself. A loop with threads may do
-    so, too, while no call of its threads is left.
+    ``start_readers`` starts the readers, and the thread that calls the user's functions of batches.
+    The writers start with the first write-back: one queues the copies to the host, the other
+    scatters the rows that have arrived, and may have helpers. At depth 0 there are no threads, and
+    the caller makes every call itself. A loop with threads may do so, too, while no call of its
+    threads is left.
 
     Args:
         device: Device that makes the threads.
@@ -55,18 +56,29 @@ class LoopThreads:
         self._joining = threading.Lock()
         self._are_writers_joined = False
         self._reader: Workers | None = None
+        self._transformer: Workers | None = None
         self._writer: Workers | None = None
         self._scatterer: Workers | None = None
         self._scatter_helpers: Workers | None = None
 
-    def start_readers(self) -> None:
-        """Start the reader threads."""
+    def start_readers(self, *, calls_functions: bool) -> None:
+        """Start the reader threads.
+
+        Args:
+            calls_functions: Whether to start the thread that calls functions of batches, too.
+        """
         if self._schedule.depth and self._reader is None:
             self._reader = self._device.worker("pinfeed-read", self._schedule.n_readers)
+            if calls_functions:
+                self._transformer = self._device.worker("pinfeed-transform")
 
     def submit_read(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
         """Let a reader thread call ``fn(*args)`` for a batch."""
         return self._submit(self._reader, "read", batch, fn, *args)
+
+    def submit_transform(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
+        """Let one thread call ``fn(*args)`` for a batch, in the order of these calls."""
+        return self._submit(self._transformer, "transform", batch, fn, *args)
 
     def submit_write(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
         """Let the writer thread call ``fn(*args)`` for a batch."""
@@ -116,9 +128,10 @@ class LoopThreads:
         return self._scatter_helpers
 
     def join_readers(self) -> None:
-        """Wait until the readers have made all calls that were submitted."""
-        if self._reader is not None:
-            self._reader.shutdown(wait=True)
+        """Wait until the readers, and the thread behind them, have made all calls."""
+        for worker in (self._reader, self._transformer):
+            if worker is not None:
+                worker.shutdown(wait=True)
 
     def join_writers(self) -> None:
         """Wait until the writers have made all calls that were submitted."""

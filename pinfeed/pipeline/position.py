@@ -20,10 +20,12 @@ class EpochPosition:
 
     Args:
         source: Source of the batches.
+        fingerprint: Plain values that must be equal for a saved position, besides the source's.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, fingerprint: Mapping[str, Any]) -> None:
         self._source = source
+        self._fingerprint = fingerprint
         self._hooks = source.epoch_hooks
         self.epoch = 0
         """Number of the epoch."""
@@ -46,6 +48,14 @@ class EpochPosition:
             return len(self._source)
         except TypeError:
             return math.inf
+
+    @property
+    def goes_on_at_end(self) -> bool:
+        """Whether a run that is resumed at the end of its epoch goes on with the next epoch.
+
+        Then only the end shows that the epoch was complete when the state was taken.
+        """
+        return self._hooks.goes_on and math.isinf(self.n_batches)
 
     def next(self) -> tuple[int, int, int]:
         """Return epoch, batch and checksum with which the next run begins."""
@@ -99,7 +109,7 @@ class EpochPosition:
             "epoch": epoch,
             "batch": batch,
             "checksum": checksum,
-            "source": dict(self._source.fingerprint),
+            "source": {**self._source.fingerprint, **self._fingerprint},
         }
         return {**state, **self._hooks.state(epoch, batch)}
 
@@ -110,11 +120,7 @@ class EpochPosition:
             ArgumentError: If it is no state, or the state of another source. The position has not
                 changed then.
         """
-        epoch, batch, checksum = self._read(state)
-        if min(epoch, checksum) < 0:
-            raise ArgumentError(
-                f"a state of epoch {epoch}, batch {batch}; an epoch has {self.n_batches} batches"
-            )
+        epoch, batch, checksum = self.check(state)
         batch, is_complete = self._hooks.resume(state, self.n_batches)
         self._completed = epoch if is_complete else None
         if is_complete:
@@ -126,8 +132,12 @@ class EpochPosition:
         self.is_at_rest = True
         self._hooks.follow(self.epoch)
 
-    def _read(self, state: Mapping[str, Any]) -> tuple[int, int, int]:
-        """Return epoch, batch and checksum of a state, if it is a state of this source."""
+    def check(self, state: Mapping[str, Any]) -> tuple[int, int, int]:
+        """Return epoch, batch and checksum of a state.
+
+        Raises:
+            ArgumentError: If it is no state, or the state of another source.
+        """
         try:
             epoch, batch, checksum = (int(state[key]) for key in ("epoch", "batch", "checksum"))
             theirs = dict(state["source"])
@@ -138,7 +148,7 @@ class EpochPosition:
                 f"not a state of {self._hooks.kind} ({error!r}); expected what state_dict() "
                 "returned"
             ) from None
-        ours = dict(self._source.fingerprint)
+        ours = {**self._source.fingerprint, **self._fingerprint}
         if theirs != ours:
             differing = [
                 f"{key} was {theirs.get(key)!r}, is {ours.get(key)!r}"
@@ -148,6 +158,10 @@ class EpochPosition:
             raise ArgumentError(
                 f"the state is of another feeder: {'; '.join(differing)}; make the feeder as it "
                 "was made then"
+            )
+        if min(epoch, checksum) < 0:
+            raise ArgumentError(
+                f"a state of epoch {epoch}, batch {batch}; an epoch has {self.n_batches} batches"
             )
         return epoch, batch, checksum
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pinfeed.errors import ClosedError
 from pinfeed.pipeline.depth_choice import DepthChoice
 from pinfeed.pipeline.lent_batch import LentBatch
+from pinfeed.pipeline.loop_functions import LoopFunctions
 from pinfeed.pipeline.loop_threads import LoopThreads
 from pinfeed.pipeline.slot import Cancelled, Slot
 from pinfeed.pipeline.slot_filler import SlotFiller
@@ -52,9 +53,12 @@ class Prefetcher:
         first: Number of the first batch.
         choice: Number of batches to prefetch, and of reader threads. It may change between
             prefetching and the synchronous loop while the loop runs.
+        functions: Functions of the user that change each batch.
     """
 
-    def __init__(self, transfer: Transfer, first: int, choice: DepthChoice) -> None:
+    def __init__(
+        self, transfer: Transfer, first: int, choice: DepthChoice, functions: LoopFunctions
+    ) -> None:
         schedule = choice.schedule
         device = transfer.device
         self._transfer = transfer
@@ -62,6 +66,7 @@ class Prefetcher:
         self._first = first
         self._choice = choice
         self._schedule = schedule
+        self._functions = functions
         self._filler: SlotFiller | None = None
         self._turns = itertools.count()
         self.consumer: int | None = None
@@ -74,7 +79,7 @@ class Prefetcher:
         self._threads = LoopThreads(device, schedule, is_named=is_named)
         self.write_queue = WriteQueue(transfer, self._threads, schedule.max_pending_writes)
         # This is the last step. An interrupt after it would leave threads to the garbage collector.
-        self._threads.start_readers()
+        self._threads.start_readers(calls_functions=functions.are_called_in_loop)
 
     def lend(self, thunks: Generator[BatchThunk, None, None]) -> Iterator[LentBatch]:
         """Lend the batches in order.
@@ -203,7 +208,7 @@ class Prefetcher:
         """Begin the loop in this thread; return its slots."""
         schedule = self._schedule
         self.consumer = threading.get_ident()
-        self._filler = SlotFiller(self._transfer, thunks, self._first, schedule)
+        self._filler = SlotFiller(self._transfer, thunks, self._first, schedule, self._functions)
         exit_hook.loops.add(self._reference)
         slots = self._transfer.begin(schedule.n_slots, schedule.batches_per_slot)
         self._choice.begin()
@@ -243,7 +248,11 @@ class Prefetcher:
     def _submit(self, slot: Slot) -> Pending[Slot | None]:
         """Reserve a slot, and let a reader thread fill it."""
         filler, turn = self._reserve(slot)
-        return self._threads.submit_read(filler.number(turn), filler.fill, slot, turn)
+        number = filler.number(turn)
+        filled = self._threads.submit_read(number, filler.fill, slot, turn)
+        if not self._functions.are_called_in_loop:
+            return filled
+        return self._threads.submit_transform(number, filler.transform, filled, turn)
 
     def _reserve(self, slot: Slot) -> tuple[SlotFiller, int]:
         """Reserve a slot; return what fills it, and the number of its turn."""
@@ -264,7 +273,8 @@ class Prefetcher:
         else:
             slot = slots.free.popleft()
             filler, turn = self._reserve(slot)
-            filled = guarded(self._threads.call, "read", number, filler.fill, slot, turn)
+            with self._functions.modes():
+                filled = guarded(self._threads.call, "read", number, filler.fill_now, slot, turn)
         found: Slot | None = filled
         if found is not None and found.batch is None:
             # Another thread closes the feeder now.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from pinfeed.devices.base import Event, Stream, Tensor
 from pinfeed.pipeline.part_memory import Place, Staging
@@ -34,15 +35,19 @@ class Slot:
     released: Event | None = None
     """Event behind the work that may still use what the memory was before."""
     filled: Event | None = None
-    """Event behind the copies of the last fill."""
+    """Event behind the copies of the last fill, and behind the function of its batch."""
     batch: HostBatch | None = None
     """Contents of the slot."""
+    rows: Any = None
+    """Rows on the host, in the structure of their source, which a function is to change."""
     error: Exception | None = None
     """Error of the batch after those that the slot carries, if the slot was to carry it as well."""
     tensors: list[Tensor] = field(default_factory=list)
     """Tensors on the device, one per part."""
     batch_tensors: deque[list[Tensor]] = field(default_factory=deque)
     """Tensors of each batch, on a device whose memory is the host's."""
+    made: list[Tensor] = field(default_factory=list)
+    """Tensors that the user's function of the batch on the device has made."""
     needed: list[int] = field(default_factory=list)
     """Bytes of device memory that each part of this fill took; 0 for a part that was adopted."""
     nbytes: int = 0
@@ -54,11 +59,16 @@ class Slot:
     number: int = 0
     """Number of the first batch."""
     source_s: float = 0.0
-    """Seconds in which the source made the batch."""
+    """Seconds in which the source made the batch, without the user's function of it."""
     made_s: float = 0.0
     """Time at which the source had made the batch."""
     read_s: float = 0.0
-    """Seconds in which the source made the batch and its parts were gathered."""
+    """Seconds in which the source made the batch, its parts were gathered, and ``host_transform``
+    was called."""
+    host_transform_s: float = 0.0
+    """Seconds of the user's function of the batch on the host."""
+    device_transform_s: float = 0.0
+    """Seconds in which the user's function of the batch on the device was called."""
     copy_wait_s: float = 0.0
     """Seconds between ``made_s`` and the gather, mostly a wait for the slot's last copies."""
     ready_s: float = 0.0

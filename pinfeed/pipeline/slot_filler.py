@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 from collections.abc import Generator
 
+from pinfeed.pipeline.loop_functions import LoopFunctions
 from pinfeed.pipeline.recent_rows import RecentRows
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Cancelled, Slot
-from pinfeed.pipeline.sources.base import BatchThunk, HostBatch
+from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, failed_batch
 from pinfeed.pipeline.transfer import Transfer
+from pinfeed.threads.call import Pending
 
 
 class SlotFiller:
@@ -24,6 +27,7 @@ class SlotFiller:
         thunks: Batches of the epoch; closed by ``close``.
         first: Number of the first batch.
         schedule: Number of batches in a slot, and whether the loop may write rows back.
+        functions: Functions of the user that change each batch.
     """
 
     def __init__(
@@ -32,11 +36,13 @@ class SlotFiller:
         thunks: Generator[BatchThunk, None, None],
         first: int,
         schedule: PrefetchSchedule,
+        functions: LoopFunctions,
     ) -> None:
         self._transfer = transfer
         self._counters = transfer.counters
         self._thunks: Generator[BatchThunk, None, None] | None = thunks
         self._first = first
+        self._functions = functions
         self._batches_per_slot = schedule.batches_per_slot
         has_many_readers = schedule.n_readers > 1
         self._drawing = _Turns(is_shared=has_many_readers)
@@ -63,11 +69,15 @@ class SlotFiller:
     def fill(self, slot: Slot, turn: int) -> Slot | None:
         """Fill a slot with the next batches; return None after the last one.
 
+        If a function changes rows on the host, the slot only gets these, and ``transform`` fills
+        it.
+
         Args:
             slot: Slot that was reserved.
             turn: Number of this call. Calls begin in the order of turns, but may reach this
                 function in any order.
         """
+        functions = self._functions
         batch: HostBatch | None = None
         try:
             self._drawing.wait_for(turn)
@@ -76,6 +86,7 @@ class SlotFiller:
                 self._transfer.check_stop()
                 thunk = next(self._thunks, None) if self._thunks is not None else None
             finally:
+                slot.host_transform_s = functions.take_drawing_seconds()
                 self._drawing.end()
             if thunk is not None:
                 batch = thunk()
@@ -90,9 +101,40 @@ class SlotFiller:
                     self._comparing.end()
         if batch is None:
             return None
+        if functions.gather is not None:
+            slot.rows = functions.gather.read(batch, self._transfer.check_stop)
         slot.made_s = self._counters.now()
-        slot.source_s = slot.made_s - start
+        slot.source_s = slot.made_s - start - slot.host_transform_s
+        if functions.gather is not None:
+            slot.batch = batch
+            return slot
         return self._gather(slot, batch, self.number(turn))
+
+    def transform(self, filled: Pending[Slot | None], turn: int) -> Slot | None:
+        """Let functions change the batch of a slot, and return the slot.
+
+        One thread calls this, in the order of turns.
+
+        Args:
+            filled: Call of ``fill``.
+            turn: Number of its turn.
+        """
+        try:
+            slot = filled.result()
+        finally:
+            # The error's traceback keeps this frame. The frame must not keep the call, which keeps
+            # the error.
+            del filled
+        if slot is not None:
+            self._transform(slot, self.number(turn))
+        return slot
+
+    def fill_now(self, slot: Slot, turn: int) -> Slot | None:
+        """Call ``fill`` and ``transform`` in this thread."""
+        filled = self.fill(slot, turn)
+        if filled is not None and self._functions.are_called_in_loop:
+            self._transform(filled, self.number(turn))
+        return filled
 
     def close(self) -> None:
         """Release what the source holds now, not when an error's traceback is freed."""
@@ -116,17 +158,49 @@ class SlotFiller:
             group._replace(repeated=row) for group, row in zip(batch.groups, repeated, strict=True)
         ]
 
+    def _transform(self, slot: Slot, number: int) -> None:
+        """Let functions change the batch of a slot."""
+        functions = self._functions
+        if functions.gather is not None:
+            rows = slot.rows
+            batch = slot.batch
+            assert batch is not None
+            assert functions.host is not None
+            slot.rows = None
+            self._transfer.check_stop()
+            made = functions.on_rows(rows, batch, number)
+            # The function alone keeps the memory of what it was given.
+            del rows, batch
+            slot.host_transform_s = functions.host.take_seconds()
+            slot.made_s = self._counters.now()
+            self._transfer.fill(slot, made, number)
+        if functions.device is not None:
+            call = functools.partial(functions.device, epoch=functions.epoch, number=number)
+            batch = slot.batch
+            assert batch is not None
+            try:
+                self._transfer.transform(slot, call)
+            except Cancelled:
+                raise
+            except Exception as error:
+                if not batch.keeps_errors:
+                    raise
+                self._fail(slot, batch, error, number)
+            slot.device_transform_s = functions.device.take_seconds()
+
     def _gather(self, slot: Slot, batch: HostBatch, number: int) -> Slot:
         """Gather the batches of a slot.
 
         If one of several cannot be gathered, the slot carries those before it. The error is raised
-        when the loop asks for the batch that failed.
+        when the loop asks for the batch that failed. A batch that keeps its errors is replaced.
         """
         try:
             return self._transfer.fill(slot, batch, number)
         except Cancelled:
             raise
         except Exception as error:
+            if batch.keeps_errors:
+                return self._fail(slot, batch, error, number)
             n_batches = len(batch.batches)
             n_good = self._n_good(slot, batch, number) if n_batches > 1 else 0
             if n_good in (0, n_batches):
@@ -134,6 +208,12 @@ class SlotFiller:
                 raise
             slot.error = error
         return self._transfer.fill(slot, batch.cut(0, n_good), number)
+
+    def _fail(self, slot: Slot, batch: HostBatch, error: Exception, number: int) -> Slot:
+        """Fill a slot with the error of its batch, in place of the batch."""
+        failed = failed_batch(error)
+        failed.state = batch.state
+        return self._transfer.fill(slot, failed, number)
 
     def _n_good(self, slot: Slot, batch: HostBatch, number: int) -> int:
         """Return the number of batches before the first that cannot be gathered."""

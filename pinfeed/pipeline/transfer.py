@@ -4,9 +4,10 @@ Rule 1: every wait, record and sync of batches and rows is in this file, and eac
         hazard that it prevents. Those of caches are in cache_transfer.py, and those of activations
         in training/offload/offload_transfer.py.
 Rule 2: this file knows neither threads nor CUDA. It is given a Device, and its methods say which
-        thread calls them: the consumer (the training thread), a reader or one of two writers.
+        thread calls them: the consumer (the training thread), a reader, the transformer, which
+        calls the user's function of batches, or one of two writers.
 Rule 3: the consumer allocates device memory, on its own stream. So any thread may free it, at any
-        time.
+        time. Only a function of the user allocates on another stream.
 
 A slot is reserved by the consumer, filled by a reader, lent to the consumer, and reserved again.
 Its staging memory stays. Its device memory is new each time, because a batch belongs to the user
@@ -27,6 +28,10 @@ from the moment it is lent.
             read.wait(index)     (3)
             read: store -> memory                            direct route: the device reads rows
             filled = read.record()
+    transform:                       (transformer)
+            transform.wait(filled) (11)
+            transform: function(batch) -> memory <- allocator (transform)
+            filled = transform.record()
                                      lend: compute.wait(filled)     (4)
                                            compute.wait(ready)      (5)
                                            compute: newer writes -> memory
@@ -46,6 +51,7 @@ from the moment it is lent.
                                                                  arrived.sync()              (8)
                                                                  staging -> store        (staged)
     quiesce:                         read.record().sync()           (9)
+                                     transform.record().sync()      (12)
 
 Each wait prevents a hazard:
 
@@ -55,7 +61,7 @@ Each wait prevents a hazard:
         may have been in use until now, so that ``released`` is too early for it
     (3) the row indices may not be there yet; they have a stream of their own, so that they are
         copied while kernels read the rows of the batch before
-    (4) the rows may not be there yet
+    (4) the rows may not be there yet, and what a function makes of them may not be computed yet
     (5) newer values may not be computed yet, in another stream
     (6) the scatter of the write before the last one may still read this staging memory; and rows
         that the device writes itself must not overtake the scatter of the last one, which may also
@@ -65,6 +71,15 @@ Each wait prevents a hazard:
     (9) copies may still write memory that was not lent; and those of a write that was begun and,
         after an interrupt or an error, not finished may still use memory that is about to be freed
    (10) work on the cache may not be done yet, in another stream
+   (11) the rows that the function is given may not be there yet
+   (12) work of functions may still use memory that was not lent
+
+A function of the user runs in a stream of its own, so that it overlaps with the training step. What
+it is given was allocated in the stream of the consumer, and stays in the slot until ``lend`` has
+queued (4). What it makes is allocated in its own stream, and so ``lend`` shares it with the
+consumer's: the allocator gives its memory to a later function only when the training step has done
+its work. Tensors that the function has from before the loop need no wait, because (2) and (11)
+order it after all work that the consumer had queued when the slot was reserved.
 
 Two write-backs overlap: the copies of one are queued before the rows of the other are scattered.
 Scatters are in the order of the writes.
@@ -100,6 +115,7 @@ from pinfeed.errors import WriteBackError
 from pinfeed.memory.page_locked import unlock_freed
 from pinfeed.pipeline.cache_transfer import CacheTransfer
 from pinfeed.pipeline.forwarding import Write, WriteLog, forwards
+from pinfeed.pipeline.loop_functions import LoopFunctions
 from pinfeed.pipeline.part_memory import PartMemory, Staging
 from pinfeed.pipeline.pending_write import HeldValues, PendingWrite, StagedRows
 from pinfeed.pipeline.slot import Cancelled, Slot
@@ -132,10 +148,16 @@ class Transfer:
         capacity: Bytes of each part of a full batch, where they are known in advance. The capacity
             grows with the batches that are moved.
         counters: Counters of the time that moving takes.
+        functions: Functions of the user that change each batch.
     """
 
     def __init__(
-        self, device: Device, n_slots: int, capacity: Sequence[int], counters: Counters
+        self,
+        device: Device,
+        n_slots: int,
+        capacity: Sequence[int],
+        counters: Counters,
+        functions: LoopFunctions,
     ) -> None:
         self.device = device
         self.counters = counters
@@ -145,6 +167,7 @@ class Transfer:
         self._read = device.stream("read")
         self._write = device.stream("write")
         self._index = device.stream("index")
+        self._transform = device.stream("transform") if functions.device is not None else None
         self._parts = PartMemory(device, capacity, shares=True)
         self._indices = PartMemory(device, shares=False)
         self._gather = SlotGather(device, self._parts, self._indices, self.check_stop)
@@ -245,13 +268,44 @@ class Transfer:
             # The next fill of this slot waits for the queued copies, after an error too.
             slot.filled = self._read.record(timed=self._timed)
         slot.ready_s = self.counters.now()
-        slot.read_s = slot.source_s + slot.ready_s - start
+        slot.read_s = slot.source_s + slot.host_transform_s + slot.ready_s - start
         if self._timeline is not None:
             n_batches = len(batch.batches)
             self._timeline.add("read", number, slot.ready_s - slot.read_s, slot.ready_s, n_batches)
             if begun is not None:
                 self._timeline.add_timed("copy", number, begun, slot.filled, n_batches)
         return slot
+
+    def transform(self, slot: Slot, function: Callable[[Any], Any]) -> None:
+        """Let a function change the batch of a slot that was filled, on the device (transformer).
+
+        This is called in the order of batches.
+
+        Args:
+            slot: The slot, which has one batch.
+            function: Function of the batch in the structure that the user knows.
+
+        Raises:
+            Cancelled: If ``stop`` was called.
+        """
+        from pinfeed.tensors.tensors_in import tensors_in
+
+        self.check_stop()
+        batch = slot.batch
+        stream = self._transform
+        assert batch is not None
+        assert slot.filled is not None
+        assert stream is not None
+        stream.wait(slot.filled)  # the rows may not be there yet
+        try:
+            with self.device.in_stream(stream):
+                made = function(batch.data(slot.tensors))
+        finally:
+            # After an error, too, the next fill of this slot waits for the work that is queued.
+            slot.filled = stream.record()
+        slot.made = [tensor for tensor in tensors_in(made) if self._is_own(tensor)]
+        batch.rebuild = lambda tensors: made
+        slot.ready_s = self.counters.now()
 
     def is_idle(self) -> bool:
         """Tell whether the device has done all work queued before the last request (consumer)."""
@@ -265,8 +319,11 @@ class Transfer:
         assert slot.batch is not None
         assert slot.filled is not None
         compute = self.device.current_stream()
-        compute.wait(slot.filled)  # the rows may not be there yet
+        compute.wait(slot.filled)  # the rows, or what is made of them, may not be there yet
         batch = slot.batch
+        for tensor in slot.made:
+            self.device.share(tensor, compute)
+        slot.made = []
         if compute != slot.compute:
             on_device = [group.indices for group in batch.groups if group.indices is not None]
             for tensor in (*slot.tensors, *on_device):
@@ -469,6 +526,8 @@ class Transfer:
         No copy uses the slots' memory after this has returned.
         """
         self._read.record().sync()  # copies may still write memory that was not lent
+        if self._transform is not None:
+            self._transform.record().sync()  # functions may still use memory that was not lent
         for pending in self._begun.values():
             if pending.arrived is not None:
                 pending.arrived.sync()  # as above, if an error kept a write from being finished
@@ -482,6 +541,8 @@ class Transfer:
             slot.compute = None
             slot.error = None
             slot.tensors = []
+            slot.made = []
+            slot.rows = None
             slot.batch_tensors = deque()
             slot.memory = []
             slot.index_memory = []
@@ -517,7 +578,14 @@ class Transfer:
         slot.batch = None
         self.counters.read_s += slot.read_s
         self.counters.source_s += slot.source_s
+        self.counters.host_transform_s += slot.host_transform_s
+        self.counters.device_transform_s += slot.device_transform_s
         return tensors
+
+    def _is_own(self, value: Any) -> bool:
+        """Return whether a value is a dense tensor on the device."""
+        found = self.device.describe(value)
+        return found is not None and found[2]
 
     def _cut(self, batch: HostBatch, tensors: list[Tensor]) -> deque[list[Tensor]]:
         """Return the tensors of each of the batches that were gathered together."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,17 +11,10 @@ import numpy as np
 
 from pinfeed.devices.base import Device, Tensor
 from pinfeed.errors import WriteBackError
-from pinfeed.stores import ArrayStore, MmapStore, Store
+from pinfeed.stores import ArrayStore, Store
 from pinfeed.stores.array import SHARED
-from pinfeed.stores.arrow import ArrowStore
-from pinfeed.stores.base import Array
-from pinfeed.stores.chunked import ChunkedStore
-from pinfeed.stores.memory_map import map_below
+from pinfeed.stores.overlap import share_rows
 from pinfeed.tensors.pytree import flatten
-
-# numpy solves an equation to find whether strided arrays overlap. Arrays for which this takes
-# longer count as overlapping.
-_MAX_WORK = 1 << 16
 
 
 class WriteCheck:
@@ -115,16 +107,18 @@ class WriteCheck:
 
     @functools.cached_property
     def _aliases(self) -> str:
-        return aliases((*self._names, *self._ragged), (*self._stores, *self._ragged.values()))
+        stores = (*self._stores, *self._ragged.values())
+        return aliases((*self._names, *self._ragged), stores, [one.writable for one in stores])
 
 
-def aliases(names: Sequence[str], stores: Sequence[Store]) -> str:
-    """Return the names of two stores that share memory or a file, if one of them is writable.
+def aliases(names: Sequence[str], stores: Sequence[Store], written: Sequence[bool]) -> str:
+    """Return the names of two stores that share memory or a file, if one of them is written.
 
     The result is empty if there are none.
     """
-    for (a, one), (b, other) in itertools.combinations(zip(names, stores, strict=True), 2):
-        if (one.writable or other.writable) and _overlap(one, other):
+    named = zip(names, stores, written, strict=True)
+    for (a, one, writes), (b, other, writes_other) in itertools.combinations(named, 2):
+        if (writes or writes_other) and share_rows(one, other):
             return f"{a} and {b}"
     return ""
 
@@ -165,36 +159,3 @@ def _tensor_of(store: Store, n_rows: int, device: Device) -> str:
     """Describe a tensor that can be written to ``n_rows`` rows of a store."""
     shape = (n_rows, *store.row_shape)
     return f"a dense tensor of shape {shape} and dtype {store.dtype} on {device.name}"
-
-
-def _overlap(one: Store, other: Store) -> bool:
-    """Tell whether two stores share memory or a file."""
-    arrays = _arrays(one)
-    other_arrays = _arrays(other)
-    if arrays and other_arrays:
-        return any(itertools.starmap(_share_memory, itertools.product(arrays, other_arrays)))
-    return one is other or not _files(one).isdisjoint(_files(other))
-
-
-def _share_memory(one: Array, other: Array) -> bool:
-    try:
-        return bool(np.shares_memory(one, other, max_work=_MAX_WORK))  # type: ignore[arg-type]
-    except np.exceptions.TooHardError:
-        return True
-
-
-def _arrays(store: Store) -> list[Array]:
-    """Return the arrays in memory whose rows a store shares."""
-    if isinstance(store, ArrayStore):
-        return [store.array]
-    return store.arrays if isinstance(store, ArrowStore) else []
-
-
-def _files(store: Store) -> set[str]:
-    """Return the files that have the rows of a store, memory maps included."""
-    if isinstance(store, (MmapStore, ChunkedStore)):
-        return set(map(os.path.realpath, store.paths))
-    below = map_below(store.array) if isinstance(store, ArrayStore) else None
-    if below is None or below.filename is None or below.mode == "c":
-        return set()
-    return {os.path.realpath(below.filename)}

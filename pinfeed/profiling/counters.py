@@ -48,6 +48,8 @@ class Counters:
         self.first_batch_s = 0.0
         self.read_s = 0.0
         self.source_s = 0.0
+        self.host_transform_s = 0.0
+        self.device_transform_s = 0.0
         self.copy_wait_s = 0.0
         self.write_s = 0.0
         self._cache: dict[str, Any] = dict.fromkeys(_CACHE_COUNTS, 0)
@@ -138,6 +140,11 @@ class Counters:
             self.late += 1
         if self.timeline is not None:
             self._batch = (number, rows, nbytes)
+
+    def fail(self) -> None:
+        """Do not count the batch of the running request, because the loop gets an error for it."""
+        self.batches -= 1
+        self.late -= self._ready_s > self.asked_s
 
     def receive_none(self) -> None:
         """Note that the running request finds no further batch, or that the loop was left."""

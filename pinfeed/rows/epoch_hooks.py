@@ -18,6 +18,8 @@ class EpochHooks:
     """Kind of feeder that a state belongs to, for error messages."""
     state_keys: Sequence[str] = ()
     """Keys that a loaded state must have besides those of every feeder."""
+    goes_on = True
+    """Whether a loop that is resumed at the end of an epoch goes on with the next epoch."""
 
     @property
     def chosen_epoch(self) -> int | None:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, WriteBackError
+from pinfeed.memory.file_mappings import file_key
 from pinfeed.memory.host import free_page_cache_bytes
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
@@ -72,7 +73,7 @@ class LocalFileStore(ShardedStore[FileReader]):
         self._keep_cache = keep_cache
         self._memory_map = memory_map
         super().__init__(layouts)
-        if mode == "r+" and len(set(map(os.path.realpath, self.paths))) < len(self.paths):
+        if mode == "r+" and len(set(map(file_key, self.paths))) < len(self.paths):
             raise ArgumentError(
                 f"a file stands twice among the shards {self.paths}; with mode='r+' give each once"
             )

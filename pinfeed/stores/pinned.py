@@ -275,6 +275,16 @@ class PinnedStore(ArrayStore):
         return self
 
 
+def check_pin(pin: Any) -> None:
+    """Check that an argument is a ``Pin``.
+
+    Raises:
+        ArgumentError: If it is not.
+    """
+    if pin not in (True, False, "auto"):
+        raise ArgumentError(f"pin={pin!r}: expected True, False or 'auto'")
+
+
 def _open(source: Any) -> Store:
     if isinstance(source, tuple) and source and all(isinstance(n, int) for n in source):
         raise StoreError(
@@ -294,8 +304,7 @@ def _chunks(array: Array) -> Iterator[tuple[int, Array]]:
 
 def _cuda_runtime(pin: Pin) -> Any:
     """Return CuPy's CUDA runtime, or None for ordinary memory."""
-    if pin not in (True, False, "auto"):
-        raise ArgumentError(f"pin={pin!r}: expected True, False or 'auto'")
+    check_pin(pin)
     if pin is False:
         return None
     try:

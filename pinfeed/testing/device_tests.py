@@ -233,6 +233,15 @@ class DeviceTests:
             assert device.stream("one") != device.stream("other")
             assert device.stream("one") != device.current_stream()
 
+    def test_a_thread_works_in_the_stream_that_it_is_given(self, device: Device) -> None:
+        before = device.current_stream()
+        one = device.stream("one")
+        with device.in_stream(one):
+            assert device.current_stream() == one
+        with pytest.raises(ZeroDivisionError), device.in_stream(one):
+            _ = 1 / 0
+        assert device.current_stream() == before
+
     def test_memory_of_the_host_is_an_array(self, device: Device) -> None:
         if not device.unified:
             pytest.skip("its memory is not the host's")

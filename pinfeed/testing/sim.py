@@ -93,6 +93,8 @@ class SimDevice:
         self._deaf_to = deaf_to
         self._actors: dict[str, SimStream | SimWorker] = {}
         self._turning = False
+        # Whether workers wait for an operation of the host to end.
+        self._are_workers_late = False
         self._free: dict[str, list[npt.NDArray[np.uint8]]] = {}
         self._pinned: weakref.WeakValueDictionary[int, Array] = weakref.WeakValueDictionary()
         self._compute = self.stream("compute")
@@ -111,6 +113,15 @@ class SimDevice:
 
     def current_stream(self) -> SimStream:
         return self._current
+
+    @contextlib.contextmanager
+    def in_stream(self, stream: SimStream) -> Iterator[None]:
+        before = self._current
+        self._current = stream
+        try:
+            yield
+        finally:
+            self._current = before
 
     def worker(self, name: str, n_threads: int = 1) -> Any:
         worker = SimWorker(self, n_threads)
@@ -242,12 +253,18 @@ class SimDevice:
             return
         self._turning = True
         try:
-            while name := self._choose(
-                [name for name, actor in self._actors.items() if actor._ready]
-            ):
+            while name := self._choose(self._ready_names()):
                 self._actors[name]._advance()
         finally:
             self._turning = False
+
+    def _ready_names(self) -> list[str]:
+        """Return the names of the streams and workers that can advance."""
+        return [
+            name
+            for name, actor in self._actors.items()
+            if actor._ready and not (self._are_workers_late and isinstance(actor, SimWorker))
+        ]
 
     def _force(self, event: SimEvent) -> None:
         """Run the work that ``event`` depends on and no other, because the host waits for it."""

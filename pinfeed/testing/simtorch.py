@@ -137,7 +137,19 @@ class SimTorchDevice(SimDevice):
 
     # ---- torch -----------------------------------------------------------------------------------
     def _do(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Execute an operation of torch, or queue it in the current stream."""
+        """Execute an operation of torch, or queue it in the current stream.
+
+        Streams may advance meanwhile. Workers may not, because a function that they call would run
+        inside of the operation, where torch's modes are off.
+        """
+        was_inside = self._are_workers_late
+        self._are_workers_late = True
+        try:
+            return self._done_or_queued(func, args, kwargs)
+        finally:
+            self._are_workers_late = was_inside
+
+    def _done_or_queued(self, func: Any, args: Any, kwargs: Any) -> Any:
         operation = _Operation(func, args, kwargs)
         if operation.is_view:
             leaves = tree_iter((args, kwargs))

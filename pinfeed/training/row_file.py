@@ -66,7 +66,7 @@ def check_rows_file(path: str, store: Store) -> None:
         )
 
 
-def read_rows(path: str, store: Store) -> None:
+def restore_rows(path: str, store: Store) -> None:
     """Copy all rows of a file into a store, and flush the store.
 
     Raises:

@@ -7,11 +7,12 @@ import inspect
 import math
 import operator
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, ParamSpec, TypeVar
 
 from pinfeed.errors import ArgumentError, FileMissing, StoreError, UnknownArgument
+from pinfeed.validation.functions import takes_generator
 from pinfeed.validation.options import defaults_of, with_options
 
 P = ParamSpec("P")
@@ -137,14 +138,21 @@ def check_flag(value: Any, name: str) -> None:
         raise ArgumentError(f"{name}={value!r}: expected True or False")
 
 
+def check_choice(value: Any, name: str, choices: Sequence[str]) -> None:
+    """Raise ArgumentError unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ArgumentError(f"{name}={value!r}: expected {' or '.join(map(repr, choices))}")
+
+
 def explain_arguments(
     hints: Mapping[str, str], example: str = "", options: Any = None
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorate a function, or an ``__init__``, so that a wrong argument gets helpful advice.
 
     Editors and type checkers still see the function's own signature. A ``seed`` without
-    ``shuffle`` is refused here too, because such a seed would shuffle nothing. Only here can the
-    arguments that the caller typed be told from defaults.
+    ``shuffle`` is refused here too, because such a seed would shuffle nothing, unless a function of
+    batches gets a generator. Only here can the arguments that the caller typed be told from
+    defaults.
 
     Args:
         hints: Advice on what to give instead, by the name that other libraries use.
@@ -234,13 +242,18 @@ class _ArgumentCheck:
         """Raise ArgumentError if a seed is given that shuffles nothing."""
         if "seed" not in given or "shuffle" in given or "shuffle" not in self._known:
             return
+        if any(takes_generator(given.get(name)) for name in ("host_transform", "device_transform")):
+            return
         seed = f"seed={given['seed']!r}"
         order = ""
         if "rows" in self._known:
             order = f" (an order has its own: rows=pinfeed.rows.shuffled({seed}))"
+        expected = "shuffle=True, which alone uses the seed"
+        if "host_transform" in self._known:
+            expected = "shuffle=True, or a function with a parameter generator, which use the seed"
         raise ArgumentError(
-            f"{seed} was given and shuffle was not; expected shuffle=True, which alone uses the "
-            f"seed; give shuffle=True, or leave seed out{order}"
+            f"{seed} was given and shuffle was not; expected {expected}; give shuffle=True, or "
+            f"leave seed out{order}"
         )
 
     def _advice(self, name: str) -> str:

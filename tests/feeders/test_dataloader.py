@@ -30,7 +30,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from pinfeed import errors, wrap_loader
+from pinfeed import errors, restartable, wrap_loader
 from pinfeed.tensors.numpy_torch import NUMPY
 
 __all__ = ["queues_closed"]
@@ -258,6 +258,16 @@ def test_attributes_are_the_loaders() -> None:
     assert (loader.batch_size, loader.drop_last, loader.num_workers) == (SIZE, True, 0)
     with pytest.raises(AttributeError, match="no_such_thing"):
         _ = loader.no_such_thing
+    # The loader itself says what cannot be changed.
+    with pytest.raises(ValueError, match="batch_size attribute should not be set after"):
+        loader.batch_size = 7
+    with pytest.raises(ValueError, match="dataset attribute should not be set after"):
+        restartable(loader).dataset = []
+    with pytest.raises(AttributeError):
+        loader.plan = None  # type: ignore[misc,assignment]
+    loader.timeout = 3
+    loader.my_name = "mine"
+    assert (bare.timeout, loader.my_name, hasattr(bare, "my_name")) == (3, "mine", False)
 
 
 def test_an_unknown_length() -> None:
@@ -339,7 +349,7 @@ def test_set_epoch_of_a_loader_without_set_epoch_changes_nothing() -> None:
 
 def test_set_epoch_in_the_loop_is_refused_and_not_passed_on() -> None:
     dataset = Epochs()
-    with wrap_loader(DataLoader(dataset), device="cpu") as loader:
+    with wrap_loader(DataLoader(dataset), device="cpu", again="refuse") as loader:
         for _ in loader:
             with pytest.raises(errors.ClosedError, match="set_epoch"):
                 loader.set_epoch(1)

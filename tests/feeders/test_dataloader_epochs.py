@@ -189,7 +189,7 @@ def test_an_exception_in_the_body_leaves_nothing_behind() -> None:
 
 def test_two_loops_at_a_time() -> None:
     bare = DataLoader(Numbers(), batch_size=SIZE)
-    with wrap_loader(bare, device="cpu") as loader:
+    with wrap_loader(bare, device="cpu", again="refuse") as loader:
         first = iter(loader)
         for _ in range(2):
             # A second loop is refused before the first has yielded a batch, and after.

@@ -142,7 +142,7 @@ def test_a_loop_that_the_garbage_collector_ends_in_its_own_worker(where: str) ->
 
 
 def test_a_second_loop_at_the_same_time(x: np.ndarray) -> None:
-    with Feeder(x, batch_size=10) as feeder:
+    with Feeder(x, batch_size=10, again="refuse") as feeder:
         loop = iter(feeder)
         for second in (lambda: iter(feeder), feeder.batches, lambda: feeder.set_epoch(0)):
             with pytest.raises(errors.ClosedError, match="running"):

@@ -255,8 +255,6 @@ def test_nothing_stays_open(ending: str, depth: int, n_readers: int, applied: bo
 def test_closing() -> None:
     feeder = wrapped()
     loop = iter(feeder)
-    with pytest.raises(errors.ClosedError, match="running"):
-        iter(feeder)
     next(loop)
     feeder.close()
     feeder.close()

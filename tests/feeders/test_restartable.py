@@ -49,7 +49,7 @@ def test_a_new_loop_ends_the_one_before_and_is_the_next_epoch(depth: int) -> Non
 
 def test_it_keeps_no_loop_alive() -> None:
     """``break`` ends the loop, as it ends a loop over the feeder itself."""
-    with feeder() as plain:
+    with feeder(again="refuse") as plain:
         loop = restartable(plain)
         for _ in loop:
             break

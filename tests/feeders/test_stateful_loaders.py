@@ -229,7 +229,7 @@ def test_an_error_comes_and_the_state_is_that_of_the_last_good_batch() -> None:
 
 
 def test_a_state_is_not_loaded_while_a_loop_runs() -> None:
-    loader = wrap_loader(shuffled(0), device="cpu")
+    loader = wrap_loader(shuffled(0), device="cpu", again="refuse")
     for _ in loader:
         state = loader.state_dict()
         with pytest.raises(ClosedError, match="load_state_dict"):

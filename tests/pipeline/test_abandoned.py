@@ -1,5 +1,6 @@
 """Loops that only a traceback keeps give way to the next one; all others are refused."""
 
+import functools
 import itertools
 import sys
 import threading
@@ -22,16 +23,18 @@ pytestmark = pytest.mark.skipif(
 N = 5
 
 
-def rows_loop() -> Any:
-    return train_rows(
-        [torch.tensor([i]) for i in range(N)], {HostEmbedding(N, 2): lambda ids: ids}, device="cpu"
-    )
+def rows_loop(**options: Any) -> Any:
+    batches = [torch.tensor([i]) for i in range(N)]
+    return train_rows(batches, {HostEmbedding(N, 2): lambda ids: ids}, **options)
 
 
-FEEDERS: dict[str, Callable[[], Any]] = {
-    "Feeder": lambda: Feeder(np.zeros((N, 2)), batch_size=1, device="cpu"),
-    "wrap_loader": lambda: wrap_loader(DataLoader(range(N)), device="cpu"),
+KINDS: dict[str, Callable[..., Any]] = {
+    "Feeder": lambda **options: Feeder(np.zeros((N, 2)), batch_size=1, **options),
+    "wrap_loader": lambda **options: wrap_loader(DataLoader(range(N)), **options),
     "train_rows": rows_loop,
+}
+FEEDERS: dict[str, Callable[[], Any]] = {
+    kind: functools.partial(make, device="cpu", again="refuse") for kind, make in KINDS.items()
 }
 
 
@@ -180,6 +183,8 @@ def test_a_loop_that_runs_is_refused(kind: str) -> None:
         for _ in feeder:
             with pytest.raises(ClosedError, match="is running"):
                 iter(feeder)
+    # A loop in another thread is not ended.
+    with KINDS[kind](device="cpu", again="end") as feeder:
         begun = threading.Event()
         go_on = threading.Event()
         n = 0

@@ -151,7 +151,13 @@ class CachedRun:
         source = CachedSource(self.batches, stores, cache, self.n_ahead)
         schedule = PrefetchSchedule(depth, n_readers=1 + depth % 2, writes=True)
         runner = EpochRunner(
-            source, device, schedule=schedule, capacity=(), progress=False, timeline=False
+            source,
+            device,
+            schedule=schedule,
+            capacity=(),
+            progress=False,
+            timeline=False,
+            again="end",
         )
         if self.ways is not None and depth:
             runner._choices[schedule] = ScriptedChoice(schedule, self.ways)

@@ -12,7 +12,7 @@ from support.random_policy import random_policy
 from torch import nn
 from torch.nn import functional
 
-from pinfeed import ArrayStore, HostEmbedding, RowOptimizer, train_rows
+from pinfeed import ArrayStore, HostEmbedding, RowOptimizer, read_rows, train_rows
 from pinfeed.testing.simtorch import META, SimTorchDevice
 
 USERS, ITEMS = (12, 3), (9, 2)
@@ -91,6 +91,13 @@ MIXED = ("step", "by hand", "twice", "nothing", "drop", "look")
 "by hand" changes the rows without a step, "twice" steps twice, "drop" has gradients that no step
 uses, and "look" reads a whole table between two steps, which flushes all writes so far.
 """
+EVALUATING = ("step", "look up", "twice", "read rows", "by hand")
+"""Actions of training steps of which some look up ``TESTS`` after each of two steps.
+
+"look up" does so in eval mode, and "read rows" in a loop over ``read_rows`` in ``evaluating()``.
+"""
+TESTS = [torch.tensor([0, 1, 2, 8]), torch.tensor([[7, 3], [3, 4]]), torch.tensor([6, 5])]
+"""Ids that are looked up in both tables."""
 
 
 class Run:
@@ -165,7 +172,7 @@ class Run:
         what = self.does[i % len(self.does)]
         return (
             what == "by hand",
-            {"step": 1, "drop": 1, "twice": 2, "look": 2}.get(what, 0),
+            {"step": 1, "drop": 1, "by hand": 0, "nothing": 0}.get(what, 2),
             what != "drop",
         )
 
@@ -210,11 +217,15 @@ class Run:
                     optimizer.step()
                 optimizer.zero_grad()
                 self.losses.append(loss.detach())
-                if self.does[i % len(self.does)] == "look":
-                    seen = torch.from_numpy(self.tables[0].copy())
-                    self.losses.append(
-                        seen.index_copy(0, torch.from_numpy(unique[0]), blocks[0].detach())
-                    )
+                what = self.does[i % len(self.does)]
+                seen = [
+                    torch.from_numpy(table).index_copy(0, torch.from_numpy(ids), block.detach())
+                    for table, ids, block in zip(self.tables, unique, blocks, strict=True)
+                ]
+                if what == "look":
+                    self.losses.append(seen[0])
+                if what in ("look up", "read rows"):
+                    self.losses += [table[ids] for ids in TESTS for table in seen]
             for table, block, ids in zip(self.tables, blocks, unique, strict=True):
                 table[ids] = block.detach()
             if n_losses and used:
@@ -252,6 +263,10 @@ class Run:
                 look_ahead=self.look_ahead,
                 verify=verify,
             )
+        self.loop: Any = loop
+        self.reads: Any = read_rows(
+            TESTS, dict.fromkeys((users, items), lambda ids: ids), device=device, depth=depth
+        )
         if self.ways is not None:
             script(loop, self.ways)
         losses: list[torch.Tensor] = []
@@ -304,7 +319,23 @@ class Run:
             losses.append(loss.detach())
             if self.does[i % len(self.does)] == "look":
                 losses.append(users.read(np.arange(USERS[0])))
+            losses += self.evaluated(i, users, items)
         self.temporaries(batch["y"].device, -2.0)
+
+    def evaluated(self, i: int, users: Any, items: Any) -> list[torch.Tensor]:
+        """Return what an evaluation after a step of batch ``i`` looks up."""
+        what = self.does[i % len(self.does)]
+        found: list[torch.Tensor] = []
+        if what == "read rows":
+            with self.loop.evaluating():
+                for ids in self.reads:
+                    found += [users(ids), items(ids)]
+        if what == "look up":
+            tables = nn.ModuleList([users, items]).eval()
+            with torch.no_grad():
+                found += [table(ids) for ids in TESTS for table in tables]
+            tables.train()
+        return found
 
     def temporaries(self, device: Any, value: float) -> list[torch.Tensor]:
         """Allocate as a model does, as much as the parts of the largest batch."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 import numpy.typing as npt
 
@@ -89,12 +90,31 @@ class HostBatch:
     """Groups of the parts that are rows of stores."""
     shared: SharedRows | None = None
     """Rows that the batch has in common with earlier ones; None if no written row can recur."""
+    n_data: int | None = None
+    """Number of the first parts, which ``rebuild`` takes; None if it takes all of them."""
+    complete: Callable[[Any, list[Tensor]], Any] | None = None
+    """Makes what the loop is lent from what ``rebuild`` returned and the tensors of all parts.
+
+    None if the loop is lent what ``rebuild`` returned.
+    """
+    state: Any = None
+    """State of the loader after the batch, where the loader has a state."""
+    keeps_errors: bool = False
+    """Whether the loop continues with the next batch if this one fails."""
 
     def all_parts(self) -> Sequence[HostArray]:
         """Return the parts, and the positions of shared rows if there are any."""
         if self.shared is None or not len(self.shared.positions):
             return self.parts
         return [*self.parts, ArrayPart(self.shared.positions)]
+
+    def data(self, tensors: list[Tensor]) -> Any:
+        """Return the batch in the structure that the user knows, which functions take.
+
+        Args:
+            tensors: Tensors of the parts.
+        """
+        return self.rebuild(iter(tensors if self.n_data is None else tensors[: self.n_data]))
 
     def ranges(self) -> list[tuple[int, int]]:
         """Return the range [begin, end) of the rows of each batch."""
@@ -112,6 +132,16 @@ class HostBatch:
             self.batches[start:stop],
             [group.cut(begin, end) for group in self.groups],
         )
+
+
+def failed_batch(error: Exception) -> HostBatch:
+    """Return a batch without parts, in place of one that failed; ``rebuild`` raises the error."""
+    return HostBatch([], functools.partial(_raise, [error]), [(0, 0)], keeps_errors=True)
+
+
+def _raise(errors: list[Exception], tensors: Iterator[Tensor]) -> NoReturn:
+    # The error's traceback keeps this frame, which must not keep the error.
+    raise errors.pop()
 
 
 BatchThunk = Callable[[], HostBatch]

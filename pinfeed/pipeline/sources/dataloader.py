@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, WorkerError
-from pinfeed.pipeline.sources.base import BatchThunk, HostBatch
+from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, failed_batch
+from pinfeed.pipeline.sources.batch_functions import BatchFunction
 from pinfeed.pipeline.sources.fetch import RowFetch
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.rows.epoch_hooks import EpochHooks
@@ -106,6 +107,10 @@ class LoaderSource:
     Attributes:
         fetch: Rows that are added to each batch; None for the loader's batches alone. It is set
             before the first epoch.
+        host_transform: Function that every batch is given to before its ids are asked for; None if
+            there is none. It is set before the first epoch.
+        keeps_errors: Whether the error of a batch takes its place, so that the loop continues. It
+            is set before the first epoch.
 
     Raises:
         ArgumentError: If ``loader`` cannot be iterated, or gives single samples or names.
@@ -117,6 +122,11 @@ class LoaderSource:
         check_loader(loader)
         self.loader = loader
         self.fetch: RowFetch | None = None
+        self.host_transform: BatchFunction | None = None
+        # Epoch and number of the batch that is drawn next.
+        self._epoch = 0
+        self._number = 0
+        self.keeps_errors = False
         self._begun: Iterator[Any] | None = None
         # A loader that is an iterator itself serves one epoch.
         self._is_used_up = False
@@ -184,6 +194,8 @@ class LoaderSource:
         batches = self._begun
         self._begun = None
         assert batches is not None
+        self._epoch = number
+        self._number = start
         return self._draws(batches)
 
     def hint(self, source_share: float) -> str:
@@ -219,14 +231,55 @@ class LoaderSource:
         # the rows.
         return functools.partial(_load_with_rows, self.fetch, batch, self.fetch.ids(batch))
 
+    def next_batch(self, batches: Iterator[Any]) -> Any:
+        """Return the next batch, as ``host_transform`` makes it; ``END`` after the last one.
+
+        Reader threads call this, one at a time.
+        """
+        number = self._number
+        # The number counts batches that fail, too.
+        self._number += 1
+        batch = next_batch(batches)
+        if self.host_transform is None or batch is END:
+            return batch
+        return self.host_transform(batch, self._epoch, number)
+
     def _draws(self, batches: Iterator[Any]) -> Generator[BatchThunk, None, None]:
         with self.fetch.open_epoch() if self.fetch is not None else contextlib.nullcontext():
-            while (batch := next_batch(batches)) is not END:
-                yield self.draw(batch)
+            draw_next = self._draw_next_or_error if self.keeps_errors else self._draw_next
+            while (thunk := draw_next(batches)) is not None:
+                yield thunk
+
+    def _draw_next(self, batches: Iterator[Any]) -> BatchThunk | None:
+        """Return the thunk of the next batch; None after the last one."""
+        batch = self.next_batch(batches)
+        return None if batch is END else self.draw(batch)
+
+    def _draw_next_or_error(self, batches: Iterator[Any]) -> BatchThunk | None:
+        """Return the thunk of the next batch, or of its error; None after the last one."""
+        try:
+            thunk = guarded(self._draw_next, batches)
+        except Exception as error:
+            return functools.partial(failed_batch, error)
+        return None if thunk is None else functools.partial(_load_or_error, thunk)
+
+
+class _OwnPosition(EpochHooks):
+    """Position of a loader that is resumed by its own state, and so may have an empty rest."""
+
+    goes_on = False
+
+    def resume(self, state: Mapping[str, Any], n_batches: float) -> tuple[int, bool]:
+        batch, _ = super().resume(state, n_batches)
+        return batch, False
 
 
 class StatefulSource(LoaderSource):
     """The batches of a loader with ``state_dict``, each with the loader's state after the batch."""
+
+    @property
+    def epoch_hooks(self) -> EpochHooks:
+        return _OwnPosition()
 
     def state(self) -> Any:
         """Return the loader's state, or the error of its ``state_dict``.
@@ -241,14 +294,14 @@ class StatefulSource(LoaderSource):
         except Exception as error:
             return error
 
-    def draw(self, batch: Any) -> BatchThunk:
-        return functools.partial(self._with_state, super().draw(batch), self.state())
+    def _draws(self, batches: Iterator[Any]) -> Generator[BatchThunk, None, None]:
+        for thunk in super()._draws(batches):
+            yield functools.partial(self._with_state, thunk, self.state())
 
     @staticmethod
     def _with_state(thunk: BatchThunk, state: Any) -> HostBatch:
         host_batch = thunk()
-        rebuild = host_batch.rebuild
-        host_batch.rebuild = lambda tensors: (rebuild(tensors), state)
+        host_batch.state = state
         return host_batch
 
 
@@ -288,6 +341,16 @@ def load_of(batch: Any) -> HostBatch:
     if len(parts) < len(leaves):
         rebuild = _with_kept([leaf for _, leaf in leaves], rebuild)
     return HostBatch(parts, rebuild, [(_n_samples(leaves), 0)])
+
+
+def _load_or_error(thunk: BatchThunk) -> HostBatch:
+    """Make a HostBatch, or one of the error. The loop raises the errors, and continues."""
+    try:
+        batch: HostBatch = guarded(thunk)
+    except Exception as error:
+        return failed_batch(error)
+    batch.keeps_errors = True
+    return batch
 
 
 def _load_with_rows(fetch: RowFetch, batch: Any, ids: Sequence[Any]) -> HostBatch:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import reprlib
-import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.errors import ArgumentError, StoreError
+from pinfeed.errors import ArgumentError, StoreError, add_note
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.pipeline.sources.ordered_map import OrderedMap
 from pinfeed.rows.orders import Rows
@@ -136,7 +135,7 @@ class SampleReader:
             batch = guarded(apply, stream())
         except Exception as error:
             shown = _SHORT.repr(identities.tolist())
-            _add_note(error, f"in {self.apply_name} of identities {shown}")
+            add_note(error, f"in {self.apply_name} of identities {shown}")
             raise
         if taken < wanted:
             shown = _SHORT.repr(identities.tolist())
@@ -177,7 +176,7 @@ class SampleReader:
         try:
             return guarded(fn, *args)
         except Exception as error:
-            _add_note(error, f"in {self.call(identity)}")
+            add_note(error, f"in {self.call(identity)}")
             raise
 
 
@@ -235,8 +234,3 @@ class StackedSamples:
                 f"the first one's of its batch (give {reader.kind}_dtype, to convert them)"
             )
         reader.ask(identity, np.copyto, place, sample, "unsafe")
-
-
-def _add_note(error: BaseException, note: str) -> None:
-    if sys.version_info >= (3, 11):
-        error.add_note(note)

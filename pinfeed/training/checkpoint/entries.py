@@ -14,6 +14,11 @@ from pinfeed.stores import Store
 from pinfeed.tensors.numpy_torch import TORCH, to_torch
 from pinfeed.training.distributed.checkpoint import LocalSave, ShardedSave
 from pinfeed.training.distributed.table import ShardedEmbedding
+from pinfeed.training.embeddings.combined_optimizer import (
+    CombinedOptimizer,
+    row_optimizers,
+    row_tables,
+)
 from pinfeed.training.embeddings.optimizer import RowOptimizer
 from pinfeed.training.embeddings.table import HostEmbedding
 
@@ -80,6 +85,12 @@ def entry_for(name: str, value: Any) -> Entry:
     if isinstance(value, RowOptimizer):
         kind = type(value.inner).__name__
         return Entry(name, "row optimizer", _state_stores(name, value), value, optimizer=kind)
+    if isinstance(value, CombinedOptimizer):
+        stores = {}
+        for i, one in enumerate(row_optimizers(value)):
+            stores.update(_state_stores(f"{name}.{i}", one))
+        kinds = [type(getattr(one, "inner", one)).__name__ for one in value.optimizers]
+        return Entry(name, "combined optimizer", stores, value, optimizers=kinds)
     if isinstance(value, Store):
         return Entry(name, "store", {f"{name}.npy": _writable(name, value)})
     if _has_method(value, "state_dict") and _has_method(value, "load_state_dict"):
@@ -98,7 +109,12 @@ def tables_of(value: Any) -> list[HostEmbedding]:
     """Return the tables whose rows an object contains or updates."""
     if isinstance(value, HostEmbedding):
         return [value]
-    return list(value.tables) if isinstance(value, RowOptimizer) else []
+    return row_tables(value)
+
+
+def resumable_parts(value: Any) -> list[HostEmbedding] | list[RowOptimizer]:
+    """Return the tables and RowOptimizers in an object, whose files may await a resume."""
+    return [value] if isinstance(value, HostEmbedding) else row_optimizers(value)
 
 
 def save_location(objects: Iterable[Any]) -> LocalSave:

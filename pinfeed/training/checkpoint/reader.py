@@ -18,6 +18,7 @@ from pinfeed.training.checkpoint.entries import (
     RETURNED_KINDS,
     Entry,
     entry_for,
+    resumable_parts,
     save_location,
     tables_of,
 )
@@ -25,9 +26,7 @@ from pinfeed.training.checkpoint.saves import newest_save, save_numbers
 from pinfeed.training.checkpoint.writer import OBJECTS_BY_NAME
 from pinfeed.training.distributed.checkpoint import LocalSave, rank_directories
 from pinfeed.training.distributed.lockstep import RankStep
-from pinfeed.training.embeddings.optimizer import RowOptimizer
-from pinfeed.training.embeddings.table import HostEmbedding
-from pinfeed.training.row_file import check_rows_file, open_plain, read_rows
+from pinfeed.training.row_file import check_rows_file, open_plain, restore_rows
 from pinfeed.validation.arguments import check_path, explain_arguments
 
 Path = str | os.PathLike[str]
@@ -85,8 +84,8 @@ def resume(path: Path, **objects: Any) -> dict[str, Any]:
         location.wait(RankStep.RESUME)
     _restore(found, states)
     for value in objects.values():
-        if isinstance(value, (HostEmbedding, RowOptimizer)):
-            value.awaits_resume = False
+        for part in resumable_parts(value):
+            part.awaits_resume = False
     rng_state.restore(random)
     return values
 
@@ -206,7 +205,7 @@ def _restore(found: _CheckedSave, states: Mapping[str, Any]) -> None:
             ) from error
     for entry in found.entries.values():
         for store_name, store in entry.stores.items():
-            read_rows(str(found.directory / store_name), store)
+            restore_rows(str(found.directory / store_name), store)
 
 
 def _load(path: pathlib.Path) -> Any:

@@ -14,7 +14,13 @@ import torch
 from pinfeed.errors import ArgumentError, described
 from pinfeed.training import rng_state
 from pinfeed.training.checkpoint import manifest
-from pinfeed.training.checkpoint.entries import Entry, entry_for, save_location, tables_of
+from pinfeed.training.checkpoint.entries import (
+    Entry,
+    entry_for,
+    resumable_parts,
+    save_location,
+    tables_of,
+)
 from pinfeed.training.checkpoint.saves import (
     UNFINISHED,
     remove,
@@ -25,8 +31,6 @@ from pinfeed.training.checkpoint.saves import (
 )
 from pinfeed.training.distributed.checkpoint import LocalSave
 from pinfeed.training.distributed.lockstep import RankStep
-from pinfeed.training.embeddings.optimizer import RowOptimizer
-from pinfeed.training.embeddings.table import HostEmbedding
 from pinfeed.training.row_file import write_rows
 from pinfeed.validation.arguments import check_path, explain_arguments, whole_number
 
@@ -49,11 +53,12 @@ def save(path: Path, *, keep: int = 1, **objects: Any) -> pathlib.Path:
     Args:
         path: Directory, which is made if it does not exist. One process at a time saves there.
         keep: Number of complete saves that are kept, this one included.
-        objects: Objects by any names: tables (``HostEmbedding``), ``RowOptimizer`` s, results of
-            ``train_rows`` and ``Feeder``, Stores, modules, optimizers, schedulers and everything
-            else with ``state_dict`` and ``load_state_dict``; tensors and numpy arrays, each of
-            which is copied first; and plain values. numpy's numbers, alone and in lists and dicts,
-            are saved as Python's numbers, which ``resume`` returns.
+        objects: Objects by any names: tables (``HostEmbedding``), ``RowOptimizer`` s and
+            ``CombinedOptimizer`` s, results of ``train_rows`` and ``Feeder``, Stores, modules,
+            optimizers, schedulers and everything else with ``state_dict`` and
+            ``load_state_dict``; tensors and numpy arrays, each of which is copied first; and plain
+            values. numpy's numbers, alone and in lists and dicts, are saved as Python's numbers,
+            which ``resume`` returns.
 
     Returns:
         The directory of this save.
@@ -66,7 +71,7 @@ def save(path: Path, *, keep: int = 1, **objects: Any) -> pathlib.Path:
     check_path(path)
     whole_number(keep, "keep")
     for value in objects.values():
-        for changing in tables_of(value) if isinstance(value, RowOptimizer) else [value]:
+        for changing in tables_of(value) or [value]:
             if hasattr(changing, "flush_writes"):
                 # Writes of a running loop may be pending.
                 changing.flush_writes()
@@ -85,8 +90,8 @@ def _save(
 ) -> pathlib.Path:
     entries = {name: entry_for(name, value) for name, value in objects.items()}
     for value in objects.values():
-        if isinstance(value, (HostEmbedding, RowOptimizer)):
-            value.require_resumed()
+        for part in resumable_parts(value):
+            part.require_resumed()
     root = location.directory(path)
     root.mkdir(parents=True, exist_ok=True)
     for parent in {path.parent, root.parent}:

@@ -125,8 +125,8 @@ class ShardedBatchRows(BatchRows):
         if self._is_stepped:
             raise ArgumentError(
                 f"{name} was looked up after step(): the updated rows are on the ranks that own "
-                "them, and are sent with the next batch; look up before step(), or read(ids) on "
-                "all ranks"
+                "them, and are sent with the next batch; look up before step(), or on all ranks "
+                "inside evaluating()"
             )
         return super().positions(ids, name)
 

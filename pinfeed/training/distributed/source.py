@@ -17,7 +17,7 @@ from pinfeed.devices.base import Tensor
 from pinfeed.errors import ClosedError
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, RowGroup
-from pinfeed.pipeline.sources.dataloader import END, HostLeaf, next_batch
+from pinfeed.pipeline.sources.dataloader import END, HostLeaf
 from pinfeed.tensors.numpy_torch import to_torch
 from pinfeed.training.distributed.batch_rows import (
     RowPositions,
@@ -33,7 +33,7 @@ from pinfeed.training.distributed.row_exchange import (
     RowExchange,
 )
 from pinfeed.training.distributed.row_partition import RowPartition
-from pinfeed.training.embeddings.lookup import HostLookup, position_parts
+from pinfeed.training.embeddings.lookup import DataOnDevice, HostLookup, position_parts
 from pinfeed.training.embeddings.source import (
     Exchanged,
     TableRowSource,
@@ -187,7 +187,7 @@ class ShardedSource(TableRowSource):
         exchange = RowExchange(self._lockstep, self._exchanged_tables, self.caches)
         for number in itertools.count(self._first):
             try:
-                if (batch := next_batch(batches)) is END:
+                if (batch := self.next_batch(batches)) is END:
                     self._end(exchange, number)
                     return
                 ids = [table.ids_of(batch) for table in self._tables]
@@ -228,25 +228,34 @@ class ShardedSource(TableRowSource):
             tables.append(_BatchTable(spec, lookup, plan.counts, group))
         groups = [table.group for table in tables]
         self._cache_hint.add(groups)
-        rebuild = functools.partial(self._device_batch, load, tables, number)
-        return HostBatch(parts, rebuild, load.batches, groups)
+        data = DataOnDevice(load, lookups)
+        complete = functools.partial(self._lent_batch, data, tables, number)
+        return HostBatch(
+            parts,
+            data.rebuild,
+            load.batches,
+            groups,
+            n_data=data.n_parts,
+            complete=complete,
+        )
 
-    def _device_batch(
+    def _lent_batch(
         self,
-        load: HostBatch,
+        on_device: DataOnDevice,
         tables: Sequence[_BatchTable],
         number: int,
-        tensors: Iterator[Tensor],
+        data: Any,
+        parts: list[Tensor],
     ) -> ShardedDeviceBatch:
-        """Assemble the batch from the parts of ``_sharded_batch``, in their order."""
-        batch = [next(tensors) for _ in load.parts]
+        """Add the rows of each table to the batch, from the parts of ``_sharded_batch``."""
+        tensors = iter(parts[on_device.n_parts :])
         found = []
         for i, table in enumerate(tables):
             ids = next(tensors)
             values = next(tensors)
             row_positions = RowPositions(*(next(tensors) for _ in RowPositions._fields))
             own = take_rows(table.group, tensors)
-            positions = [(batch[part], next(tensors)) for part, _ in table.lookup.positions]
+            positions = on_device.positions(table.lookup, parts, tensors)
             found.append(
                 ShardedDeviceRows(
                     rows=table.group.batch_rows,
@@ -262,4 +271,4 @@ class ShardedSource(TableRowSource):
                     lockstep=self._group.loop_lockstep,
                 )
             )
-        return ShardedDeviceBatch(load.rebuild(iter(batch)), found)
+        return ShardedDeviceBatch(data, found)

@@ -221,6 +221,10 @@ class ShardedEmbedding(HostEmbedding):
         out[order] = memory_of(found)
         return out
 
+    def _may_read_others(self) -> bool:
+        # All ranks read together, and only one of them may look up ids that were not announced.
+        return False
+
     def _write_rows(self, file: Any) -> None:
         write_rows(self._whole, file)
 

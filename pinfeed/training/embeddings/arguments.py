@@ -19,7 +19,8 @@ _PATH_HINT = "the file of the rows is store="
 HINTS = {
     "sparse": (
         "the rows of a batch alone are moved and trained, always; leave it out, and train the "
-        "table with pinfeed.RowOptimizer"
+        "table with pinfeed.RowOptimizer; one whose rule needs sparse gradients, with "
+        'RowOptimizer(..., gradients="sparse")'
     ),
     "device": (
         "the table stays in host memory or in a file; the device of the loop is "

@@ -77,6 +77,7 @@ class HostEmbeddingBag(HostEmbedding):
             norm_type=self.norm_type,
             scale_grad_by_freq=self.scale_grad_by_freq,
             mode=self.mode,
+            sparse=self._gives_sparse,
             per_sample_weights=per_sample_weights,
             include_last_offset=self.include_last_offset,
             padding_idx=padding,

@@ -35,6 +35,13 @@ class BatchRows:
         self.rows = rows
         self.ids = ids
         self.weight = weight
+        self.sparse = False
+        """Whether lookups give ``weight`` sparse gradients, as ``nn.Embedding(sparse=True)``."""
+        self.may_be_trained = False
+        """Whether the training step got the rows in training mode.
+
+        It may then have changed them through ``weight.data``, which torch does not count.
+        """
         self._version = version_of(weight)
         self._prepared = [(known, version_of(known), found) for known, found in positions]
 
@@ -55,27 +62,59 @@ class BatchRows:
             RowIndexError: If an id is not among the rows. On a GPU, an assertion fails on the
                 device instead, so that the host does not wait for the result.
         """
-        if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype is torch.bool:
-            raise RowIndexError(f"{name}: ids of {ids.dtype}; expected integers (mask: ids[mask])")
-        for known, version, found in self._prepared:
-            # The version tells whether the ids were changed after the positions were computed.
-            if ids is known and version_of(ids) == version:
-                return found
-        wanted = ids.to(self.ids.device, torch.int64, non_blocking=True)
-        if not len(self.rows):
-            if ids.numel():
-                raise _not_announced(name, int(wanted.reshape(-1)[0]))
-            return wanted
-        positions = torch.searchsorted(self.ids, wanted).clamp_(max=len(self.rows) - 1)
-        is_found = self.ids[positions] == wanted
-        if self.ids.device.type == "cpu":
+        positions, is_found = self._search(ids, name)
+        if is_found is None:
+            return positions
+        if self.ids.device.type == "cpu" or not len(self.rows):
             if not bool(is_found.all()):
-                raise _not_announced(name, int(wanted[~is_found].reshape(-1)[0]))
+                raise _not_announced(name, int(ids.to(self.ids.device, torch.int64)[~is_found][0]))
         else:
             torch._assert_async(
                 is_found.all(), f"{name}: an id that was not announced to train_rows for this batch"
             )
         return positions
+
+    def find(self, ids: torch.Tensor, name: str) -> torch.Tensor | None:
+        """Return the positions of ids among the rows; None if an id is not among them.
+
+        For ids without prepared positions, the host waits for the device.
+
+        Raises:
+            RowIndexError: If the ids are not integers.
+        """
+        positions, is_found = self._search(ids, name)
+        return positions if is_found is None or bool(is_found.all()) else None
+
+    def newest(self, rows: Rows, values: torch.Tensor) -> torch.Tensor:
+        """Return rows of the table on the device, with the present values of those of this batch.
+
+        Args:
+            rows: Row indices, ascending, each once, shape (n,).
+            values: Values of the rows in the store, on the CPU, shape (n, embedding_dim).
+        """
+        device = self.weight.device
+        found = np.flatnonzero(np.isin(rows, self.rows))
+        positions = torch.from_numpy(np.searchsorted(self.rows, rows[found])).to(device)
+        current = self.weight.detach().index_select(0, positions)
+        return values.to(device).index_copy(0, torch.from_numpy(found).to(device), current)
+
+    def _search(self, ids: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return positions of ids, and which ids are among the rows; None if they were prepared.
+
+        Raises:
+            RowIndexError: If the ids are not integers.
+        """
+        if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype is torch.bool:
+            raise RowIndexError(f"{name}: ids of {ids.dtype}; expected integers (mask: ids[mask])")
+        for known, version, found in self._prepared:
+            # The version tells whether the ids were changed after the positions were computed.
+            if ids is known and version_of(ids) == version:
+                return found, None
+        wanted = ids.to(self.ids.device, torch.int64, non_blocking=True)
+        if not len(self.rows):
+            return wanted, torch.zeros_like(wanted, dtype=torch.bool)
+        positions = torch.searchsorted(self.ids, wanted).clamp_(max=len(self.rows) - 1)
+        return positions, self.ids[positions] == wanted
 
     def collect_gradients(self, every: Sequence[Any]) -> None:
         """Move gradients from ``weight`` to ``owned``, for this table and others of its kind.
@@ -98,5 +137,6 @@ def _not_announced(name: str, row: int) -> RowIndexError:
     return RowIndexError(
         f"{name}: id {row} was not announced for this batch; expected the function that train_rows "
         "was given for this table to return every id that is looked up (a tuple of tensors for "
-        "several inputs). For other rows: read(ids)"
+        "several inputs). To evaluate other rows, use `with batches.evaluating():`, or eval mode "
+        "and torch.no_grad() if the table is not sharded"
     )

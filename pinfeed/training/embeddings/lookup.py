@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from pinfeed.devices.base import Tensor
 from pinfeed.pipeline.sources.base import HostBatch
 from pinfeed.pipeline.sources.dataloader import HostLeaf
 from pinfeed.pipeline.sources.ids import ids_array
 from pinfeed.rows.distinct import distinct_rows
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
+from pinfeed.tensors.numpy_torch import version_of
 
 
 class HostLookup(NamedTuple):
@@ -31,6 +33,44 @@ class HostLookup(NamedTuple):
 def position_parts(lookup: HostLookup) -> list[HostLeaf]:
     """Return the positions of a lookup as parts that are copied to the device."""
     return [HostLeaf(torch.from_numpy(positions)) for _, positions in lookup.positions]
+
+
+class DataOnDevice:
+    """The loader's batch on the device, which a function may change before its rows are lent.
+
+    Args:
+        load: The batch on the host.
+        lookups: Ids that it looks up in each table.
+    """
+
+    def __init__(self, load: HostBatch, lookups: Sequence[HostLookup]) -> None:
+        self.n_parts = len(load.parts)
+        """Number of parts of the batch."""
+        self._rebuild = load.rebuild
+        self._id_parts = {part for lookup in lookups for part, _ in lookup.positions}
+        # For each part that is ids, how often its tensor was changed before the function ran.
+        self._versions: dict[int, int] = {}
+
+    def rebuild(self, tensors: Iterator[Tensor]) -> Any:
+        """Return the batch in the structure that the loader returned."""
+        parts = list(tensors)
+        self._versions = {i: version_of(parts[i]) for i in self._id_parts}
+        return self._rebuild(iter(parts))
+
+    def positions(
+        self, lookup: HostLookup, parts: Sequence[Tensor], positions: Iterator[Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return the tensors of ids that no function has changed, each with their positions.
+
+        Args:
+            lookup: The ids.
+            parts: Tensors of the parts of the batch.
+            positions: Tensors of ``position_parts``.
+        """
+        pairs = [(i, next(positions)) for i, _ in lookup.positions]
+        return [
+            (parts[i], found) for i, found in pairs if version_of(parts[i]) == self._versions[i]
+        ]
 
 
 def look_up(load: HostBatch, ids: Any, name: str, n_rows: int) -> HostLookup:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -13,7 +13,13 @@ from torch import nn
 from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.tensors.numpy_torch import TORCH
 from pinfeed.training.embeddings.batch_rows import BatchRows
-from pinfeed.training.embeddings.optimizer_state import StateLayout, discover, sparse_rows
+from pinfeed.training.embeddings.gradient_rules import require_one_rule
+from pinfeed.training.embeddings.optimizer_state import StateLayout, discover
+from pinfeed.training.embeddings.optimizer_trial import (
+    GradientKind,
+    OptimizerTrial,
+    sparse_rows,
+)
 from pinfeed.training.embeddings.parameter_groups import (
     check_optimizer_class,
     group_options,
@@ -61,11 +67,16 @@ class RowOptimizer(torch.optim.Optimizer):
             default the state is next to the table: in the same kind of memory, or for
             ``users.npy`` in ``users.exp_avg.npy`` and so on. As for tables, an existing file is not
             changed, and can be used once ``checkpoint.resume`` has replaced its rows.
+        gradients: Kind of the gradients that the steps get: ``"sparse"``, as
+            ``nn.Embedding(sparse=True)`` gives them, or ``"dense"``, as ``sparse=False`` does. With
+            None, they are dense, or sparse ones of all rows of the batch for optimizers that take
+            no dense ones.
         options: Options of ``optimizer_class``.
 
     Raises:
         ArgumentError: If there are no tables, a table is frozen or is given twice, or the optimizer
-            cannot train rows.
+            cannot train rows. Also if the optimizer has one rule for dense gradients and another
+            one for sparse ones, and ``gradients`` is None.
         StoreError: If a store has another shape or dtype, or another file exists at its path.
     """
 
@@ -75,13 +86,16 @@ class RowOptimizer(torch.optim.Optimizer):
         tables: Iterable[HostEmbedding | Mapping[str, Any]],
         *,
         state: StateStore | None = None,
+        gradients: GradientKind | None = None,
         **options: Any,
     ) -> None:
         check_optimizer_class(optimizer_class)
+        if gradients not in (None, *get_args(GradientKind)):
+            raise ArgumentError(f"gradients={gradients!r}: expected 'dense', 'sparse' or None")
         groups = table_groups(tables)
-        layouts = _layouts(optimizer_class, groups, options)
+        layouts = _layouts(optimizer_class, groups, options, gradients)
         with contextlib.ExitStack() as undo:
-            stores = StateStores(state, undo)
+            stores = StateStores(state, undo, layouts)
             self.tables = {
                 table: TableState(table, layout, stores.make(table, layout))
                 for table, layout in layouts.items()
@@ -90,6 +104,8 @@ class RowOptimizer(torch.optim.Optimizer):
                 group["params"] = [self.tables[table].weight for table in group["params"]]
             self.inner: torch.optim.Optimizer = optimizer_class(groups, **options)
             undo.pop_all()
+        self.gradients = gradients
+        """Kind of the gradients that the user chose, or None."""
         self._found = stores.found
         self.awaits_resume = bool(self._found)
         """Whether ``checkpoint.resume`` has yet to replace state in existing files."""
@@ -109,6 +125,7 @@ class RowOptimizer(torch.optim.Optimizer):
         Raises:
             ArgumentError: If gradients of an earlier batch were never applied: their rows are no
                 longer on the device. Also if the running loop was not given this optimizer.
+            ClosedError: If the training step is inside ``evaluating()``.
         """
         loss = None
         if closure is not None:
@@ -177,7 +194,9 @@ class RowOptimizer(torch.optim.Optimizer):
         for state in self.tables.values():
             own = state.whole_table_state(self._state_of(state))
             tables.append({"begun": state.is_initialized, "state": own})
-        return {"tables": tables, "param_groups": list(map(group_options, self.param_groups))}
+        groups = list(map(group_options, self.param_groups))
+        attributes = {name: getattr(self.inner, name) for name in self._attributes}
+        return {"tables": tables, "param_groups": groups, "attributes": attributes}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore hyper-parameters and state that ``state_dict`` returned.
@@ -188,6 +207,8 @@ class RowOptimizer(torch.optim.Optimizer):
         try:
             tables = list(state_dict["tables"])
             groups = list(state_dict["param_groups"])
+            # Older states have none.
+            attributes = dict(state_dict.get("attributes", {}))
         except (KeyError, TypeError) as error:
             raise ArgumentError(
                 f"not a state of a RowOptimizer ({error!r}); expected what state_dict() returned"
@@ -197,6 +218,13 @@ class RowOptimizer(torch.optim.Optimizer):
                 f"a state of {len(tables)} tables in {len(groups)} groups; "
                 f"expected {len(self.tables)} in {len(self.param_groups)}"
             )
+        missing = sorted(self._attributes - set(attributes))
+        if missing and any(saved["begun"] for saved in tables):
+            raise ArgumentError(
+                f"a state without {', '.join(missing)} of {type(self.inner).__name__}, which "
+                "earlier versions did not save, so that its next step would begin anew; expected "
+                "what state_dict() of this version returned"
+            )
         for state, saved in zip(self.tables.values(), tables, strict=True):
             state.is_initialized = bool(saved["begun"])
             current = self._state_of(state)
@@ -205,6 +233,8 @@ class RowOptimizer(torch.optim.Optimizer):
             self.inner.state[state.weight] = _copied(saved["state"]) | kept
         for group, saved_group in zip(self.param_groups, groups, strict=True):
             group.update(saved_group)
+        for name in self._attributes & set(attributes):
+            setattr(self.inner, name, attributes[name])
 
     def close(self) -> None:
         """Flush and close the files of row-wise state. A second call does nothing."""
@@ -259,6 +289,12 @@ class RowOptimizer(torch.optim.Optimizer):
         weight = state.no_rows()
         self._switch(table, weight, weight, state.no_row_state())
 
+    @property
+    def _attributes(self) -> frozenset[str]:
+        """Names of plain values of the inner optimizer itself that its steps change."""
+        layouts = [state.layout for state in self.tables.values()]
+        return frozenset().union(*(layout.attributes for layout in layouts))
+
     def _state_of(self, state: TableState) -> dict[str, Any]:
         """Return the inner optimizer's state for the rows of a table."""
         found: dict[str, Any] = self.inner.state.get(state.weight, {})
@@ -285,12 +321,14 @@ class RowOptimizer(torch.optim.Optimizer):
 
         Raises:
             ArgumentError: If the running loop was not given this optimizer.
+            ClosedError: If the training step is inside ``evaluating()``.
         """
         lent: list[BatchRows] = []
         strange = []
         for table, state in self.tables.items():
             batch_rows = table._batch_rows
             if batch_rows is None:
+                table._refuse_in_evaluation("step()")
                 continue
             lent.append(batch_rows)
             if batch_rows.weight is not state.lent:
@@ -336,7 +374,10 @@ class RowOptimizer(torch.optim.Optimizer):
 
 
 def _layouts(
-    optimizer_class: Any, groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    optimizer_class: Any,
+    groups: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    gradients: GradientKind | None,
 ) -> dict[HostEmbedding, StateLayout]:
     """Return the state that the optimizer keeps for each table."""
     found = {}
@@ -344,7 +385,10 @@ def _layouts(
         for table in group["params"]:
             dtype = TORCH[np.dtype(table.store.dtype)]
             dim = table.embedding_dim
-            found[table] = discover(optimizer_class, options, dim, dtype, group_options(group))
+            own = group_options(group)
+            found[table] = discover(optimizer_class, options, dim, dtype, own, gradients)
+            if gradients is None and not found[table].sparse:
+                require_one_rule(OptimizerTrial(optimizer_class, options, own), dim, dtype)
     return found
 
 

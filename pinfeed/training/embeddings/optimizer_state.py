@@ -13,14 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
-from pinfeed.errors import ArgumentError, described
+from pinfeed.errors import ArgumentError
 from pinfeed.tensors.numpy_torch import NUMPY
+from pinfeed.training.embeddings.optimizer_trial import GradientKind, OptimizerTrial
 
 _LENGTHS = (3, 5)
-# Some optimizers make a state tensor only at a later step.
-_STEPS = 8
 _PLAIN = (int, float, bool, str, type(None))
 
 
@@ -46,102 +44,9 @@ class StateLayout:
     created_in_init: frozenset[str]
     """Keys that the optimizer's constructor makes; its first step makes all others."""
     sparse: bool
-    """Whether it takes sparse gradients only."""
-
-
-@dataclass(frozen=True)
-class _Recorded:
-    """State that a run of an optimizer made for one parameter."""
-
-    initial: Mapping[str, Any]
-    """First value of each key."""
-    created_in_init: frozenset[str]
-
-
-@dataclass(frozen=True)
-class _OptimizerTrial:
-    """An optimizer that can be run on small parameters."""
-
-    optimizer_class: Any
-    options: Mapping[str, Any]
-    group: Mapping[str, Any]
-
-    @property
-    def name(self) -> str:
-        """Name of the optimizer in errors."""
-        name: str = getattr(self.optimizer_class, "__name__", str(self.optimizer_class))
-        return name
-
-    def run(self, values: torch.Tensor, sparse: bool) -> _Recorded:
-        """Run some steps on a copy of ``values``."""
-        weight = nn.Parameter(values.clone())
-        optimizer = self.optimizer_class([{**self.group, "params": [weight]}], **self.options)
-        for group in optimizer.param_groups:
-            # Weight decay would be a gradient other than zero.
-            if "weight_decay" in group:
-                group["weight_decay"] = 0
-            # This runs on the CPU, where capturable optimizers are refused.
-            if "capturable" in group:
-                group["capturable"] = False
-        created = dict(optimizer.state.get(weight, {}))
-        state = _RecordingState(created)
-        optimizer.state[weight] = state
-        for _ in range(_STEPS):
-            gradient = torch.zeros_like(values)
-            weight.grad = sparse_rows(gradient) if sparse else gradient
-            optimizer.step()
-        return _Recorded(state.initial, frozenset(created))
-
-    def run_first(self, values: torch.Tensor) -> tuple[_Recorded, bool]:
-        """Run some steps with dense gradients, or with sparse ones if those fail.
-
-        Returns:
-            The state, and whether the gradients were sparse.
-
-        Raises:
-            ArgumentError: If both fail.
-            MemoryError: If the system does not have the memory for the trial.
-        """
-        try:
-            return self.run(values, sparse=False), False
-        except MemoryError as error:
-            raise MemoryError(
-                f"the system has no memory to try {self.name} on a small table "
-                f"({described(error)}); free memory, or raise the limit of the process"
-            ) from error
-        except Exception as dense_error:
-            try:
-                return self.run(values, sparse=True), True
-            except Exception:
-                raise ArgumentError(
-                    f"{self.name} cannot train rows: a step on a small table failed "
-                    f"({described(dense_error)}); expected an optimizer whose step() needs "
-                    "gradients alone, and options that it takes"
-                ) from dense_error
-
-
-class _RecordingState(dict[str, Any]):
-    """A parameter's state that records the first value of each key."""
-
-    def __init__(self, created: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.initial: dict[str, Any] = {}
-        self.update(created)
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if value is not None:
-            first = value.detach().clone() if isinstance(value, torch.Tensor) else value
-            self.initial.setdefault(key, first)
-        super().__setitem__(key, value)
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        if key not in self:
-            self[key] = default
-        return self[key]
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
+    """Whether its steps get sparse gradients."""
+    attributes: frozenset[str]
+    """Attributes of the optimizer itself that steps change, for example whether one was taken."""
 
 
 def discover(
@@ -150,6 +55,7 @@ def discover(
     dim: int,
     dtype: torch.dtype,
     group: Mapping[str, Any] | None = None,
+    gradients: GradientKind | None = None,
 ) -> StateLayout:
     """Find the state that an optimizer keeps for a parameter of shape (n, dim).
 
@@ -160,17 +66,18 @@ def discover(
         dim: Numbers in a row.
         dtype: Dtype of the parameter.
         group: Options of the parameter group.
+        gradients: Kind of the gradients that it gets; None for dense ones if it takes them.
 
     Raises:
         ArgumentError: If it cannot be run step by step, or keeps something that is neither row-wise
             nor independent of the number of rows.
         MemoryError: If the system does not have the memory for the trial.
     """
-    trial = _OptimizerTrial(optimizer_class, options, group or {})
+    trial = OptimizerTrial(optimizer_class, options, group or {})
     # A generator of its own, because making an optimizer must not change a run.
     values = torch.from_numpy(np.random.default_rng(0).uniform(1, 2, (_LENGTHS[0], dim))).to(dtype)
     zeros, more_zeros = (torch.zeros(n, dim, dtype=dtype, device="cpu") for n in _LENGTHS)
-    short, sparse = trial.run_first(zeros)
+    short, sparse = trial.run_first(zeros, gradients)
     long = trial.run(more_zeros, sparse)
     filled = trial.run(values, sparse)
     rows = []
@@ -186,14 +93,7 @@ def discover(
         frozenset(tables),
         short.created_in_init,
         sparse,
-    )
-
-
-def sparse_rows(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient as a sparse tensor of all its rows."""
-    rows = torch.arange(len(gradient), device=gradient.device)
-    return torch.sparse_coo_tensor(
-        rows[None], gradient, gradient.shape, is_coalesced=True, check_invariants=False
+        short.attributes,
     )
 
 
@@ -215,6 +115,11 @@ def _is_row_wise(name: str, key: str, short: Any, long: Any) -> bool:
         raise ArgumentError(
             f"{name} keeps {type(short).__name__} {key!r}, which cannot be split into rows; "
             "expected tensors and numbers"
+        )
+    if short.layout is not torch.strided:
+        raise ArgumentError(
+            f"{name} keeps {key!r} as a sparse tensor, which cannot be split into rows; expected "
+            "dense state; give gradients='dense'"
         )
     if short.shape == long.shape:
         return False

@@ -21,7 +21,6 @@ from pinfeed.pipeline.sources.dataloader import (
     HostLeaf,
     LoaderSource,
     load_of,
-    next_batch,
 )
 from pinfeed.pipeline.sources.ids import IdsOf
 from pinfeed.rows.orders import Rows
@@ -29,7 +28,12 @@ from pinfeed.stores import Store
 from pinfeed.stores.base import HostArray, StoreRows
 from pinfeed.training.embeddings.batch_rows import BatchRows
 from pinfeed.training.embeddings.cache_hint import CacheHint, gains_from_cache
-from pinfeed.training.embeddings.lookup import HostLookup, look_up, position_parts
+from pinfeed.training.embeddings.lookup import (
+    DataOnDevice,
+    HostLookup,
+    look_up,
+    position_parts,
+)
 
 T = TypeVar("T")
 
@@ -228,7 +232,7 @@ class TableRowSource(LoaderSource):
         self, batches: Iterator[Any]
     ) -> Generator[tuple[HostBatch, list[HostLookup]], None, None]:
         """Yield each batch with its lookups, which the caches know from then on."""
-        while (batch := next_batch(batches)) is not END:
+        while (batch := self.next_batch(batches)) is not END:
             load, lookups = self._looked_up(batch, [table.ids_of(batch) for table in self._tables])
             for cache, lookup in zip(self.caches, lookups, strict=True):
                 if cache is not None:
@@ -253,8 +257,16 @@ class TableRowSource(LoaderSource):
             groups.append(add_rows(parts, lookup.rows, table.stores, cached))
             parts += position_parts(lookup)
         self._cache_hint.add(groups)
-        rebuild = functools.partial(self._rebuild, load, groups, lookups)
-        return HostBatch(parts, rebuild, load.batches, groups)
+        data = DataOnDevice(load, lookups)
+        complete = functools.partial(self._device_batch, data, groups, lookups)
+        return HostBatch(
+            parts,
+            data.rebuild,
+            load.batches,
+            groups,
+            n_data=data.n_parts,
+            complete=complete,
+        )
 
     def _looked_up(self, batch: Any, ids: Sequence[Any]) -> tuple[HostBatch, list[HostLookup]]:
         """Return the batch itself, and its lookup in each table."""
@@ -265,21 +277,22 @@ class TableRowSource(LoaderSource):
         ]
 
     @staticmethod
-    def _rebuild(
-        load: HostBatch,
+    def _device_batch(
+        on_device: DataOnDevice,
         groups: Sequence[RowGroup],
         lookups: Sequence[HostLookup],
-        tensors: Iterator[Tensor],
+        data: Any,
+        parts: list[Tensor],
     ) -> DeviceBatch:
-        """Assemble the batch from the parts of ``_host_batch``, in their order."""
-        batch = [next(tensors) for _ in load.parts]
+        """Add the rows of each table to the batch, from the parts of ``_host_batch``."""
+        tensors = iter(parts[on_device.n_parts :])
         tables = []
         for group, lookup in zip(groups, lookups, strict=True):
             ids = next(tensors)
             rows = take_rows(group, tensors)
-            positions = [(batch[part], next(tensors)) for part, _ in lookup.positions]
+            positions = on_device.positions(lookup, parts, tensors)
             tables.append(DeviceRows(lookup.rows, ids, rows, positions))
-        return DeviceBatch(load.rebuild(iter(batch)), tables)
+        return DeviceBatch(data, tables)
 
 
 def _ahead(items: Iterator[T], n: int) -> Generator[T, None, None]:

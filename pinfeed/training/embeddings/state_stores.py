@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from pinfeed.errors import StoreError
 from pinfeed.stores import MmapStore, PinnedStore, Store
 from pinfeed.stores.file import open_created
+from pinfeed.stores.overlap import share_rows
 from pinfeed.training.embeddings.optimizer_state import RowState, StateLayout
 from pinfeed.training.embeddings.table import HostEmbedding
 from pinfeed.training.row_file import row_chunks
@@ -28,11 +29,18 @@ class StateStores:
         make: The user's function; None to keep the state in the same kind of memory as the table,
             or in a file next to the table's.
         undo: Stack that removes new files and closes found ones if the optimizer cannot be made.
+        tables: All tables of the optimizer.
     """
 
-    def __init__(self, make: StateStore | None, undo: contextlib.ExitStack) -> None:
+    def __init__(
+        self,
+        make: StateStore | None,
+        undo: contextlib.ExitStack,
+        tables: Iterable[HostEmbedding],
+    ) -> None:
         self._make = make
         self._undo = undo
+        self._known = [(f"the rows of {table.name}", table.store) for table in tables]
         self.found: list[str] = []
         """Descriptions of files that existed before; they are opened and not changed."""
 
@@ -40,15 +48,31 @@ class StateStores:
         """Return a store for each row-wise state of a table, in the order of ``layout.rows``.
 
         Raises:
-            StoreError: If a store has another shape or dtype, or cannot be written.
+            StoreError: If a store has another shape or dtype, cannot be written, or shares rows
+                with another one.
         """
         return [self._store(table, row) for row in layout.rows]
+
+    def _require_own(self, store: Store, what: str) -> None:
+        """Check that a store shares no rows with tables and other state of the optimizer.
+
+        Raises:
+            StoreError: If it does.
+        """
+        for known, other in self._known:
+            if share_rows(store, other):
+                raise StoreError(
+                    f"{what}: its store has rows in common with {known}; expected a store of its "
+                    "own for each table and each key of the state"
+                )
+        self._known.append((what, store))
 
     def _store(self, table: HostEmbedding, row: RowState) -> Store:
         shape = (table.store.n_rows, *row.row_shape)
         if self._make is not None:
             store = self._make(table, row.key, shape, row.dtype)
             _check(store, table, row)
+            self._require_own(store, f"state {row.key!r} of {table.name}")
             _fill(store, row, table.store)
             return store
         path = _path_next_to(table, row.key)

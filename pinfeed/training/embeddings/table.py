@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from typing import IO, Any, Protocol
+from collections.abc import Sequence
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,8 @@ from pinfeed.training.embeddings.arguments import HINTS, checked_padding, intege
 from pinfeed.training.embeddings.batch_rows import BatchRows, position_in
 from pinfeed.training.embeddings.device_cache import DeviceCacheSize, check_device_cache
 from pinfeed.training.embeddings.initializers import Fill, Init, find_initializer
+from pinfeed.training.embeddings.row_loans import ReadLoans, RowLender
+from pinfeed.training.embeddings.shared_rows import lent_with
 from pinfeed.training.embeddings.table_store import (
     NewTable,
     Path,
@@ -43,25 +46,6 @@ from pinfeed.validation.arguments import (
 )
 
 
-class RowLender(Protocol):
-    """A loop over ``train_rows`` that lends rows to tables."""
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the loop has not ended."""
-        ...
-
-    def flush_writes(self) -> None:
-        """Write every change so far to the stores. Called by the training thread."""
-
-    def release_tables(self) -> None:
-        """Release the tables if the loop has ended without doing so, or cannot go on.
-
-        Interrupts can keep a loop from releasing its tables. A loop cannot go on if only
-        tracebacks keep its iterator.
-        """
-
-
 class HostEmbedding(nn.Module):
     """An embedding table in host memory or in a file, used like ``torch.nn.Embedding``.
 
@@ -70,7 +54,8 @@ class HostEmbedding(nn.Module):
     that the gradients of repeated ids are added. ``weight`` is not a parameter of the module:
     ``parameters()`` and ``state_dict()`` of a model do not contain it, so that a dense optimizer
     leaves it alone. ``RowOptimizer`` trains it. Outside a loop, rows are read from the store,
-    without gradients.
+    without gradients. In a loop over ``read_rows``, rows have no gradients, and are not written
+    back.
 
         users = pinfeed.HostEmbedding(50_000_000, 128)
         optimizer = pinfeed.RowOptimizer(torch.optim.Adam, [users], lr=1e-3)
@@ -114,6 +99,10 @@ class HostEmbedding(nn.Module):
             if the rows of an existing file are used before ``checkpoint.resume`` has replaced them.
     """
 
+    # The training loop that has reserved the table, and the rows of its current batch.
+    _lender: RowLender | None = None
+    _batch_rows: BatchRows | None = None
+
     @explain_arguments(HINTS)
     def __init__(
         self,
@@ -146,8 +135,7 @@ class HostEmbedding(nn.Module):
         fill = find_initializer(init)
         self.overwrite = overwrite
         self.trainable = True
-        self._batch_rows: BatchRows | None = None
-        self._lender: RowLender | None = None
+        self._read_loans = ReadLoans()
         shape = (self._n_own_rows(), self.embedding_dim)
         opened = open_table_store(store, NewTable(self.name, shape, dtype, pin, overwrite))
         self._store = opened.store
@@ -161,15 +149,26 @@ class HostEmbedding(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, embeddings: Any, *, freeze: bool = True, name: str | None = None, **options: Any
+        cls,
+        embeddings: Any,
+        *,
+        freeze: bool = True,
+        name: str | None = None,
+        pin: Pin = "auto",
+        **options: Any,
     ) -> Any:
-        """Make a table of existing rows, which it shares.
+        """Make a table of existing rows, which it shares unless they are copied to be pinned.
 
         Args:
             embeddings: The rows: a 2-d tensor or array, a path of a .npy file, or a Store. A file
                 is opened for reading if ``freeze``; otherwise its rows are trained in place.
             freeze: Whether the rows are not trained.
             name: As for the class.
+            pin: Whether the rows are copied into page-locked memory, as by
+                ``PinnedStore(embeddings)``, so that a GPU reads them itself. The table then trains
+                the copy, which is ``table.store``. With ``"auto"`` or False, the rows stay where
+                they are. They cannot be pinned there, because a fork would separate the pages of
+                the process from those of the GPU.
             options: As for the class: ``padding_idx``, ``max_norm``, ``norm_type``,
                 ``scale_grad_by_freq``, ``device_cache``; ``overwrite`` for the files of its
                 optimizer's state.
@@ -177,9 +176,11 @@ class HostEmbedding(nn.Module):
         Raises:
             StoreError: If they are not rows of floating point numbers.
             ArgumentError: If ``freeze`` is neither True nor False, or an option is invalid.
+            MissingDependency: If ``pin=True`` without CuPy or without a CUDA device.
+            DeviceError: If ``pin=True``, and the system or the driver refuses to lock so much.
         """
         check_flag(freeze, "freeze")
-        opened = open_pretrained(embeddings, freeze=freeze)
+        opened = open_pretrained(embeddings, freeze=freeze, pin=pin)
         store = opened.store
         with contextlib.ExitStack() as undo:
             if opened.is_owned:
@@ -198,16 +199,25 @@ class HostEmbedding(nn.Module):
 
         Returns:
             The rows, shape (*ids.shape, embedding_dim), on the device of the loop, or on that of
-            ``ids`` outside a loop.
+            ``ids`` outside a loop. In a loop, rows of ids that were not announced are read from the
+            store, as they are now, if nothing is to be trained: in eval mode without gradients, or
+            in a loop over ``read_rows``.
 
         Raises:
-            RowIndexError: If an id is out of range, or was not announced to ``train_rows``.
-            ClosedError: If it is called outside a loop, in training mode and with gradients: the
-                rows would not be trained.
+            RowIndexError: If an id is out of range. Also if it was not announced to ``train_rows``,
+                in training mode or with gradients, or if the table is sharded.
+            ClosedError: If it is called outside a loop, or inside ``evaluating()``, in training
+                mode and with gradients: the rows would not be trained.
         """
         positions, weight, padding = self._look_up(integer_tensor(ids, f"{self.name}: ids"))
         return functional.embedding(
-            positions, weight, padding, self.max_norm, self.norm_type, self.scale_grad_by_freq
+            positions,
+            weight,
+            padding,
+            self.max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            self._gives_sparse,
         )
 
     @property
@@ -237,12 +247,18 @@ class HostEmbedding(nn.Module):
         Raises:
             ClosedError: If no loop lends rows of the table.
         """
-        if self._batch_rows is None:
+        lent = self._batch_rows
+        if lent is None:
+            read = self._read_loans.here()
+            if read:
+                return read[0]
+            self._refuse_in_evaluation("weight")
             raise ClosedError(
-                f"{self.name} has rows on the device only in the body of a loop over train_rows; "
-                "outside: read(ids), store"
+                f"{self.name} has rows on the device only in the body of a loop over train_rows or "
+                "read_rows; outside: read(ids), store"
             )
-        return self._batch_rows
+        lent.may_be_trained |= self.training
+        return lent
 
     def requires_grad_(self, requires_grad: bool = True) -> HostEmbedding:
         """Let the table be trained or not, from the next loop on.
@@ -277,19 +293,32 @@ class HostEmbedding(nn.Module):
     def flush_writes(self) -> None:
         """Write every change of a running loop to the store. Without a loop, do nothing.
 
+        A loop that lends another table with the same rows counts as well.
+
         Raises:
             Exception: If a write-back has failed, its error, as it was.
             ClosedError: If the loop runs in another thread.
         """
-        if (lender := self._running_lender()) is not None:
-            lender.flush_writes()
+        tables = [self, *lent_with(self, [self._store], write=False)]
+        for lender in dict.fromkeys(table._running_lender() for table in tables):
+            if lender is not None:
+                lender.flush_writes()
 
     def land(self) -> None:
         """Call ``flush_writes``, which was named ``land`` before."""
         self.flush_writes()
 
     def require_idle(self) -> None:
-        """Check that no loop lends rows of the table.
+        """Check that no loop lends rows of the table, or of another one that shares them.
+
+        Raises:
+            ClosedError: If a loop does.
+        """
+        for table in (self, *lent_with(self, [self._store], write=True)):
+            table._require_not_lent()
+
+    def _require_not_lent(self) -> None:
+        """Check that no loop lends rows of this very table.
 
         Raises:
             ClosedError: If a loop does.
@@ -301,6 +330,7 @@ class HostEmbedding(nn.Module):
                 f"a loop over rows of {self.name} is running; end it first: leave its body, "
                 "or close() what train_rows returned"
             )
+        self._read_loans.require_none(self.name)
 
     def require_resumed(self) -> None:
         """Check that the rows belong to this run.
@@ -408,7 +438,7 @@ class HostEmbedding(nn.Module):
 
     def _take(self, lender: RowLender) -> None:
         """Reserve the table for a loop, which alone lends its rows until ``_release``."""
-        self.require_idle()
+        self._require_not_lent()
         self._lender = lender
 
     def _release(self) -> None:
@@ -418,7 +448,39 @@ class HostEmbedding(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of a model that is made in a training step does not belong to the loop.
-        return {**self.__dict__, "_lender": None}
+        return {**self.__dict__, "_lender": None, "_read_loans": ReadLoans()}
+
+    def _require_readable(self) -> None:
+        """Check that no loop trains rows of the table, or that its step is in ``evaluating()``.
+
+        Raises:
+            ClosedError: If a loop does.
+        """
+        lender = self._lender
+        if lender is not None and not lender.is_evaluating:
+            lender.release_tables()
+        if lender is not None and self._lender is lender:
+            lender.require_evaluating(self.name)
+
+    def _refuse_in_evaluation(self, what: str) -> None:
+        """Check that the training step which lends rows of the table is not evaluating.
+
+        Args:
+            what: Name of what was asked for.
+
+        Raises:
+            ClosedError: If it is.
+        """
+        if self._lender is not None and self._lender.is_evaluating:
+            raise ClosedError(
+                f"{what} of {self.name} was asked for inside evaluating(), where rows are read and "
+                "not trained; leave evaluating() first"
+            )
+
+    @property
+    def _gives_sparse(self) -> bool:
+        """Whether lookups give the rows of the current batch sparse gradients."""
+        return self._batch_rows is not None and self._batch_rows.sparse
 
     def _running_lender(self) -> RowLender | None:
         """Return the loop that lends rows of the table now."""
@@ -428,25 +490,51 @@ class HostEmbedding(nn.Module):
 
     def _look_up(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
         """Return positions of ids in some rows, these rows, and the position of the padding row."""
-        batch_rows = self._batch_rows
-        if batch_rows is not None:
-            return (
-                batch_rows.positions(ids, self.name),
-                batch_rows.weight,
-                batch_rows.position_of(self.padding_idx),
-            )
-        if self.training and self.trainable and torch.is_grad_enabled():
+        lent = self._batch_rows
+        if lent is not None:
+            lent.may_be_trained |= self.training
+        every = self._read_loans.here() if lent is None else [lent]
+        for rows in every:
+            look_for = rows.find if self._may_read_others() else rows.positions
+            positions = look_for(ids, self.name)
+            if positions is not None:
+                return positions, rows.weight, rows.position_of(self.padding_idx)
+        if not every and self.training and self.trainable and torch.is_grad_enabled():
+            self._refuse_in_evaluation("a lookup in training mode, with gradients,")
             raise ClosedError(
                 f"{self.name} was called outside a loop over train_rows, where its rows would not "
                 "be trained; loop over "
                 "pinfeed.train_rows(loader, {table: ids_of_batch}, optimizer=...), "
                 "or use torch.no_grad() or eval()"
             )
+        return self._look_up_in_store(ids, every)
+
+    def _may_read_others(self) -> bool:
+        """Return whether a lookup in a loop may read rows that are not those of the batch."""
+        if self._batch_rows is None:
+            return True
+        # A copy of the table does not know which changes are not in its store yet.
+        return self._lender is not None and not self.training and not torch.is_grad_enabled()
+
+    def _look_up_in_store(
+        self, ids: torch.Tensor, lent: Sequence[BatchRows]
+    ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+        """Look up rows as they are now, of which some may be lent.
+
+        Args:
+            ids: The ids.
+            lent: Rows that are lent; those of a training step are newer than the store.
+        """
         rows, positions = np.unique(np.asarray(ids.detach().cpu()), return_inverse=True)
-        weight = self.read(rows)
-        padding = None if self.padding_idx is None else position_in(rows, self.padding_idx)
+        if self._batch_rows is None:
+            weight = self.read(rows).to(lent[0].weight.device if lent else ids.device)
+        else:
+            check_rows(rows, self.num_embeddings, self.name)
+            assert self._lender is not None
+            self._lender.flush_earlier_writes()
+            weight = self._batch_rows.newest(rows, to_torch(self._gathered(rows)))
         return (
-            torch.from_numpy(positions.reshape(ids.shape)).to(ids.device),
-            weight.to(ids.device),
-            padding,
+            torch.from_numpy(positions.reshape(ids.shape)).to(weight.device),
+            weight,
+            None if self.padding_idx is None else position_in(rows, self.padding_idx),
         )

@@ -15,7 +15,7 @@ from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.stores import ArrayStore, MmapStore, PinnedStore, Store
 from pinfeed.stores.base import shape_to_make
 from pinfeed.stores.file import open_created
-from pinfeed.stores.pinned import Pin
+from pinfeed.stores.pinned import Pin, check_pin
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.tensors.numpy_torch import TORCH, to_torch
 from pinfeed.training.atomic_write import atomic_write
@@ -93,13 +93,18 @@ def _check_given_store(store: Store, table: NewTable, dtype: np.dtype[Any]) -> N
         raise StoreError(f"{table.name}: a store of {store.dtype}; expected {expected}")
 
 
-def open_pretrained(embeddings: Any, *, freeze: bool) -> TableStore:
+def open_pretrained(embeddings: Any, *, freeze: bool, pin: Pin) -> TableStore:
     """Open rows that exist: a 2-d tensor or array, a path of a .npy file, or a Store.
 
     Args:
         embeddings: The rows.
         freeze: Whether a file is opened for reading alone.
+        pin: Whether the rows are copied into page-locked memory; ``"auto"`` leaves them where they
+            are.
     """
+    check_pin(pin)
+    if pin is True:
+        return TableStore(PinnedStore(embeddings, pin=True), is_owned=True)
     if isinstance(embeddings, (str, os.PathLike)):
         return TableStore(MmapStore(embeddings, mode="r" if freeze else "r+"), is_owned=True)
     if isinstance(embeddings, Store):

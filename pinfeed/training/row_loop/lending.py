@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pinfeed.errors import ClosedError
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.training.embeddings.source import DeviceBatch
-from pinfeed.training.row_loop.lent_table import LentTable
+from pinfeed.training.row_loop.evaluation import Evaluation
+from pinfeed.training.row_loop.lent_table import LentTable, require_separate
 from pinfeed.training.row_loop.verify import SynchronousRows
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ class RowLending:
         self._writes_always = writes_always
         self._reference: SynchronousRows | None = None
         self._lent: LentBatch | None = None
+        # None unless the training step is inside evaluating().
+        self._evaluation: Evaluation | None = None
         # Thread of the running loop; None if no loop runs.
         self._thread: int | None = None
 
@@ -41,6 +44,17 @@ class RowLending:
     def is_in_other_thread(self) -> bool:
         """Whether a loop runs in another thread than the caller's."""
         return self._thread not in (None, threading.get_ident())
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether the training step is inside ``evaluating()``."""
+        return self._evaluation is not None
+
+    @property
+    def is_inside_evaluation(self) -> bool:
+        """Whether the tables are read inside ``evaluating()`` of another loop."""
+        lenders = [lent.table._lender for lent in self._tables if not lent.may_write]
+        return any(lender is not None and lender.is_evaluating for lender in lenders)
 
     def __str__(self) -> str:
         """Return the names and shapes of the tables: a part of the loop's ``repr``."""
@@ -65,7 +79,7 @@ class RowLending:
             ClosedError: If a loop does.
         """
         for lent in self._tables:
-            lent.table.require_idle()
+            lent.require_idle()
 
     def prepare(self) -> None:
         """Prepare for an epoch, before its first batch is read."""
@@ -79,8 +93,12 @@ class RowLending:
 
         Raises:
             ClosedError: If another loop lends rows of one of the tables.
+            ArgumentError: If tables that can be trained by now share rows.
         """
         stack.callback(self._end)
+        is_new = [lent.update() for lent in self._tables]
+        if any(is_new):
+            require_separate(self._tables)
         for lent in self._tables:
             lent.begin(loop)
             stack.callback(lent.end)
@@ -88,7 +106,7 @@ class RowLending:
     def release(self, loop: RowLoop) -> None:
         """Release the tables that are still reserved for a loop that has ended."""
         for lent in self._tables:
-            if lent.table._lender is loop:
+            if lent.is_reserved(loop):
                 lent.end()
         self._end()
 
@@ -121,12 +139,11 @@ class RowLending:
         Args:
             check: Whether to raise the error of an earlier write-back that failed.
         """
-        try:
-            self._write_back(copied=False, check=check)
-        finally:
-            self._lent = None
-            for table in self._tables:
-                table.unbind()
+        # The steps are made in reverse order, each one even if the one before it fails.
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._unbind)
+            stack.callback(self._write_back, copied=False, check=check)
+            self._end_evaluation()
 
     def write_copy(self) -> None:
         """Write a copy of the current batch back; the training step may still change the rows.
@@ -134,19 +151,79 @@ class RowLending:
         Raises:
             ClosedError: If a loop runs in another thread.
         """
+        self.require_thread()
+        # Inside evaluating(), a copy was written where it began.
+        if self._lent is not None and not self.is_evaluating:
+            self._write_back(copied=True, check=True)
+
+    def require_thread(self) -> None:
+        """Check that no loop runs in another thread than the caller's.
+
+        Raises:
+            ClosedError: If one does.
+        """
         if self.is_in_other_thread:
             raise ClosedError(
                 "rows were asked for in a thread that is not the one of the loop over train_rows "
                 "which lends them; ask in the training step (the functions that give the ids of a "
                 "batch run in a background thread)"
             )
-        if self._lent is not None:
-            self._write_back(copied=True, check=True)
 
-    def warn_of_unused_gradients(self) -> None:
-        """Warn once for each table whose gradients were not used in the training step."""
+    def require_evaluating(self, table: str) -> None:
+        """Check that the caller is inside ``evaluating()``, in the thread of the loop.
+
+        Args:
+            table: Name of the table that is to be read.
+
+        Raises:
+            ClosedError: If it is not.
+        """
+        if not self.is_evaluating or self.is_in_other_thread:
+            raise ClosedError(
+                f"read_rows of {table} while a loop over train_rows lends its rows; expected "
+                "`with batches.evaluating():` around the loop over read_rows, in the training step "
+                "and its thread, where batches is what train_rows returned"
+            )
+
+    def require_training(self) -> None:
+        """Check that the step which asks for the next batch has left ``evaluating()``.
+
+        Raises:
+            ClosedError: If it has not.
+        """
+        if self.is_evaluating:
+            raise ClosedError(
+                "the next batch was asked for inside evaluating(); leave evaluating() before the "
+                "training step ends"
+            )
+
+    @contextlib.contextmanager
+    def evaluating(self, loop: RowLoop) -> Iterator[None]:
+        """Flush all changes, and lend no rows until the context is left.
+
+        Raises:
+            ClosedError: If the caller is not in a training step of the loop, or is inside this
+                context. At its end, if rows were changed inside it.
+            Exception: If a write-back failed; the error as it was.
+        """
+        self._require_step()
+        loop.flush_writes()
+        evaluation = Evaluation(self._tables)
+        self._evaluation = evaluation
+        try:
+            evaluation.begin()
+            yield
+            # The loop may have been closed inside the context.
+            if self._evaluation is evaluation:
+                evaluation.check()
+        finally:
+            if self._evaluation is evaluation:
+                self._end_evaluation()
+
+    def check_step(self) -> None:
+        """Check each table at the end of a step, as ``LentTable.check_step`` does."""
         for table in self._tables:
-            table.warn_of_unused_gradients()
+            table.check_step()
 
     def check_stores(self) -> None:
         """Compare the stores with the synchronous loop, after an epoch.
@@ -157,11 +234,41 @@ class RowLending:
         if self._reference is not None:
             self._reference.check_stores()
 
+    def _unbind(self) -> None:
+        """Take the rows of the current batch from the tables."""
+        self._lent = None
+        for table in self._tables:
+            table.unbind()
+
     def _end(self) -> None:
         """Forget the batch and the thread of a loop that has ended."""
         self._lent = None
+        self._evaluation = None
         self._reference = None
         self._thread = None
+
+    def _require_step(self) -> None:
+        """Check that the caller is in a training step of the loop, and not in ``evaluating()``.
+
+        Raises:
+            ClosedError: If it is not.
+        """
+        self.require_thread()
+        if self.is_evaluating:
+            raise ClosedError("evaluating() inside evaluating(); expected one at a time")
+        if self._lent is None or not any(table.may_write for table in self._tables):
+            raise ClosedError(
+                "evaluating() outside a training step; expected it in the body of the loop over "
+                "what train_rows returned; outside that loop, call the model, or loop over "
+                "read_rows, without it"
+            )
+
+    def _end_evaluation(self) -> None:
+        """Lend the rows of the current batch again, if the step is inside ``evaluating()``."""
+        evaluation = self._evaluation
+        self._evaluation = None
+        if evaluation is not None:
+            evaluation.end()
 
     def _write_back(self, *, copied: bool, check: bool) -> None:
         """Write the changed values of the current batch to the stores, in the background.

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pinfeed.errors import ArgumentError
+from pinfeed.errors import ArgumentError, ClosedError
 from pinfeed.pipeline.sources.ids import ids_function
 from pinfeed.pipeline.write_check import aliases
 from pinfeed.stores import Store
+from pinfeed.training.distributed.table import ShardedEmbedding
 from pinfeed.training.embeddings.batch_rows import BatchRows
+from pinfeed.training.embeddings.combined_optimizer import row_optimizers
 from pinfeed.training.embeddings.optimizer import RowOptimizer
+from pinfeed.training.embeddings.shared_rows import forget_lent, lent_with, note_lent
 from pinfeed.training.embeddings.source import TableSpec
 from pinfeed.training.embeddings.table import HostEmbedding
 
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
     from pinfeed.training.row_loop.loop import RowLoop
 
 logger = logging.getLogger("pinfeed")
+
+RowOptimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+"""A RowOptimizer, a CombinedOptimizer with some, or several of these."""
 
 
 class LentTable:
@@ -39,6 +45,9 @@ class LentTable:
         trainable: Whether the rows have gradients in the running loop.
     """
 
+    may_write = True
+    """Whether the loop may write the rows back."""
+
     def __init__(self, table: HostEmbedding, ids: Any, optimizer: RowOptimizer | None) -> None:
         self.table = table
         self.optimizer = optimizer
@@ -46,6 +55,12 @@ class LentTable:
         self.names = ["weight"]
         self.stores: list[Store] = [table.store]
         self._ids_of = ids_function(ids, table.name)
+        # The ranks of a sharded table exchange dense gradients; a step gets them as sparse ones.
+        self._sparse = (
+            optimizer is not None
+            and optimizer.gradients == "sparse"
+            and not isinstance(table, ShardedEmbedding)
+        )
         self._has_warned = False
         if optimizer is not None:
             state = optimizer.tables[table]
@@ -68,18 +83,79 @@ class LentTable:
         if self.optimizer is not None:
             self.optimizer.require_resumed()
 
-    def begin(self, loop: RowLoop) -> None:
-        """Reserve the table for ``loop``, which begins."""
-        self.table._take(loop)
+    @property
+    def writes(self) -> bool:
+        """Whether the loop writes rows back. Those of frozen tables change by max_norm alone."""
+        is_changed = self.trainable or self.table.max_norm is not None
+        return self.may_write and is_changed and self.table.store.writable
+
+    def require_idle(self) -> None:
+        """Check that a loop may lend the rows now.
+
+        Raises:
+            ClosedError: If another loop lends them.
+        """
+        self.table._require_not_lent()
+        self._require_separate(None)
+
+    def _require_separate(self, loop: RowLoop | None) -> None:
+        """Check that no loop but ``loop`` lends a table that shares the rows.
+
+        Raises:
+            ClosedError: If one does, and one of the loops writes.
+        """
+        for other in lent_with(self.table, self.stores, write=self.writes):
+            if loop is None or other._lender is not loop:
+                try:
+                    self._require_other(other)
+                except ClosedError as error:
+                    raise ClosedError(
+                        f"{self.table.name} and {other.name} have rows in common, and {error}"
+                    ) from None
+
+    def _require_other(self, other: HostEmbedding) -> None:
+        """Check that the rows may be lent in spite of the loop that lends ``other``.
+
+        Raises:
+            ClosedError: If they may not.
+        """
+        other._require_not_lent()
+
+    def update(self) -> bool:
+        """Note whether the table can be trained now; return whether that is new."""
+        before = self.trainable
         self.trainable = self.table.trainable
+        return self.trainable and not before
+
+    def is_reserved(self, loop: RowLoop) -> bool:
+        """Return whether the table is reserved for ``loop``."""
+        return self.table._lender is loop
+
+    def begin(self, loop: RowLoop) -> None:
+        """Reserve the table for ``loop``, which begins.
+
+        Raises:
+            ClosedError: If another loop lends the rows.
+        """
+        self.table._take(loop)
+        # Two loops that begin in two threads must not miss each other, so that each checks last.
+        note_lent(self)
+        try:
+            self._require_separate(loop)
+        except BaseException:
+            forget_lent(self)
+            self.table._release()
+            raise
 
     def end(self) -> None:
         """End the reservation of ``begin``, after the loop."""
         self.unbind()
+        forget_lent(self)
         self.table._release()
 
     def bind(self, rows: BatchRows, state: list[torch.Tensor]) -> None:
         """Lend the rows of a batch to the table, and their state to its optimizer."""
+        rows.sparse = self._sparse
         self.table._batch_rows = rows
         if self.optimizer is not None:
             self.optimizer.bind(self.table, rows.owned, state, rows.weight)
@@ -90,7 +166,7 @@ class LentTable:
         if self.optimizer is not None:
             self.optimizer.release(self.table)
 
-    def warn_of_unused_gradients(self) -> None:
+    def check_step(self) -> None:
         """Warn once if a training step has ended and gradients of the rows were not used."""
         rows = self.table.block
         if self._has_warned or rows.touched:
@@ -125,12 +201,13 @@ class LentTable:
             state = self.optimizer.changed(self.table)
         if state is None and not touched:
             # torch does not count changes through weight.data.
-            may_be_changed = self.trainable and self.table.training and self.table.store.writable
-            if not may_be_changed:
+            may_be_trained = rows.may_be_trained or self.table.training
+            if not (self.trainable and may_be_trained and self.table.store.writable):
                 return None
         if not self.trainable and not self.table.store.writable:
             # max_norm has changed the rows on the device. Every look-up does so again.
             return None
+        self._check_frozen()
         kept: Sequence[torch.Tensor | None] = [None] * (len(self.stores) - 1)
         if state is not None:
             kept = state
@@ -139,27 +216,51 @@ class LentTable:
             for tensor in (rows.owned, *kept)
         ]
 
+    def _check_frozen(self) -> None:
+        """Check that rows of a frozen table, which were changed by hand, are those of one table.
 
-def lent_tables(tables: Any, optimizer: RowOptimizer | Iterable[RowOptimizer]) -> list[LentTable]:
+        Raises:
+            ArgumentError: If another table that is lent shares them, and would miss the change.
+        """
+        if not self.writes and (others := lent_with(self.table, self.stores, write=True)):
+            raise ArgumentError(
+                f"rows of {self.table.name}, which is frozen, were changed by hand, and "
+                f"{others[0].name} has them in common; nothing of this batch was written; expected "
+                "a loop with one of these tables to change rows"
+            )
+
+
+def lent_tables(tables: Any, optimizer: RowOptimizers) -> list[LentTable]:
     """Return the tables that the user gave to ``train_rows``, each with its optimizer.
 
     Raises:
-        ArgumentError: If ``tables`` does not map tables to their ids, tables share rows,
-            ``optimizer`` is not a RowOptimizer, or a table has two of them.
+        ArgumentError: If ``tables`` does not map tables to their ids, tables share rows that the
+            loop writes,
+            ``optimizer`` has no RowOptimizer, or a table has two of them.
     """
-    optimizers = _optimizers_by_table(_checked_tables(tables), optimizer)
+    optimizers = _optimizers_by_table(checked_tables(tables), optimizer)
     found = [LentTable(table, ids, optimizers.get(table)) for table, ids in tables.items()]
-    names = [f"{lent.table.name}.{name}" for lent in found for name in lent.names]
-    stores = [store for lent in found for store in lent.stores]
-    if shared := aliases(names, stores):
-        raise ArgumentError(
-            f"{shared} have rows in common; pass a shared table once, as a single HostEmbedding, "
-            "looked up several times"
-        )
+    require_separate(found)
     return found
 
 
-def _checked_tables(tables: Any) -> Mapping[HostEmbedding, Any]:
+def require_separate(tables: Sequence[LentTable]) -> None:
+    """Check that the tables of one loop share no rows which it writes.
+
+    Raises:
+        ArgumentError: If two of them do.
+    """
+    names = [f"{lent.table.name}.{name}" for lent in tables for name in lent.names]
+    stores = [store for lent in tables for store in lent.stores]
+    written = [lent.writes and store.writable for lent in tables for store in lent.stores]
+    if shared := aliases(names, stores, written):
+        raise ArgumentError(
+            f"{shared} have rows in common; pass a shared table once, as a single HostEmbedding, "
+            "looked up several times (frozen tables may share rows)"
+        )
+
+
+def checked_tables(tables: Any) -> Mapping[HostEmbedding, Any]:
     """Return the user's ``tables``, if they are a mapping with at least one table."""
     if not isinstance(tables, Mapping):
         kinds = type(tables).__name__
@@ -187,14 +288,16 @@ def _optimizers_by_table(
     if isinstance(optimizer, torch.optim.Optimizer):
         optimizer = [optimizer]
     found: dict[HostEmbedding, RowOptimizer] = {}
-    for one in optimizer or ():
-        if not isinstance(one, RowOptimizer):
+    for given in optimizer or ():
+        rows = row_optimizers(given)
+        if not rows:
             raise ArgumentError(
-                f"optimizer: got {type(one).__name__}; expected RowOptimizers (dense parameters "
-                "are stepped by the loop alone)"
+                f"optimizer: got {type(given).__name__}; expected RowOptimizers, or "
+                "CombinedOptimizers with them (dense parameters are stepped by the loop alone)"
             )
-        for table in one.tables:
-            if table in found:
-                raise ArgumentError(f"{table.name} is trained by two optimizers; expected one")
-            found[table] = one
+        for one in rows:
+            for table in one.tables:
+                if table in found:
+                    raise ArgumentError(f"{table.name} is trained by two optimizers; expected one")
+                found[table] = one
     return found

@@ -4,49 +4,50 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from types import GeneratorType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from pinfeed.devices.base import Device
 from pinfeed.errors import ArgumentError
+from pinfeed.feeders.batch_functions import check_seed_of_functions
 from pinfeed.feeders.dataloader import LoaderFeeder
 from pinfeed.feeders.hints import TABLE_LOOP_HINTS
-from pinfeed.feeders.options import FeederOptions
+from pinfeed.feeders.options import TableLoopOptions, check_options
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan, check_route
 from pinfeed.pipeline.abandoned import is_abandoned
-from pinfeed.pipeline.active_run import has_ended, is_suspended
+from pinfeed.pipeline.active_run import is_suspended
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.schedule import PrefetchSchedule, n_id_readers
 from pinfeed.training.distributed.table import ShardedEmbedding
-from pinfeed.training.embeddings.optimizer import RowOptimizer
 from pinfeed.training.embeddings.source import Exchanged
 from pinfeed.training.embeddings.table import HostEmbedding
 from pinfeed.training.row_loop.caches import cache_allocations, cache_notes, row_caches
 from pinfeed.training.row_loop.lending import RowLending
-from pinfeed.training.row_loop.lent_table import LentTable, lent_tables
+from pinfeed.training.row_loop.lent_table import LentTable, RowOptimizers, lent_tables
 from pinfeed.training.row_loop.replay import LoaderReplay, require_row_loop_state
 from pinfeed.training.row_loop.source import row_source
-from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
+from pinfeed.validation.arguments import explain_arguments, whole_number
 from pinfeed.validation.safe_repr import safe_repr
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-@explain_arguments(TABLE_LOOP_HINTS)
+
+@explain_arguments(TABLE_LOOP_HINTS, options=TableLoopOptions)
 def train_rows(
     loader: Any,
     tables: Mapping[HostEmbedding, Any],
     *,
-    optimizer: RowOptimizer | Iterable[RowOptimizer] = (),
+    optimizer: RowOptimizers = (),
     config: MemoryLimits | None = None,
     depth: int | None = None,
     look_ahead: int | None = None,
     device: Any = "auto",
     route: str | None = None,
-    verify: bool = False,
-    progress: bool = False,
-    timeline: bool = False,
+    **options: Unpack[TableLoopOptions],
 ) -> RowLoop:
     """Iterate a loader's batches on the device, together with the table rows that they look up.
 
@@ -76,8 +77,8 @@ def train_rows(
             of these in a tuple, list or dict. Or the key of the batch under which they are. The
             function is called by a background thread, or by the training thread in the synchronous
             loop, one batch at a time, in order.
-        optimizer: The RowOptimizer, or several, that step in the loop; their state is moved with
-            the rows.
+        optimizer: The RowOptimizer, or several, that step in the loop, alone or in a
+            CombinedOptimizer; their state is moved with the rows.
         config: Memory limits, which bound the caches of tables (``device_cache``). Caches of the
             size ``"auto"`` take ``Config(device_cache=...)`` bytes, or else three quarters of what
             the limits leave, because the rows of the batches need memory, too. None for the free
@@ -95,26 +96,26 @@ def train_rows(
         verify: Whether to keep a copy of every row that was lent, run the synchronous loop on it,
             and raise VerificationError at the first difference. Every batch then waits for the
             device.
+        again: Rule for a loop that begins while another one is left, as for ``Feeder``. The rows
+            of a loop that is ended are written back.
         progress: Whether to show a progress bar.
         timeline: Whether to record what takes time in every batch.
+        host_transform: Function that takes each batch of the loader, before the ids are asked for,
+            and returns a batch of any structure, as for ``wrap_loader``.
+        device_transform: Function that takes each batch on the device, without the rows of tables,
+            and returns what the loop gets, as for ``wrap_loader``. Ids that it returns unchanged
+            are looked up without a search.
+        seed: Seed of the generators of these functions; None is 0.
 
     Raises:
         ArgumentError: If there are no tables, tables share rows, some tables are sharded and some
-            are not, an optimizer is not a RowOptimizer, or a cache does not hold a row.
+            are not, an optimizer is not a RowOptimizer, a cache does not hold a row, a function is
+            not callable, or ``seed`` is given without a function that gets a generator.
         BudgetError: If caches take more memory than ``config`` leaves.
         UnknownArgument: If an argument does not exist. The message says where it belongs.
         DeviceError: If the device does not exist.
     """
-    if config is not None and not isinstance(config, MemoryLimits):
-        raise ArgumentError(f"config={config!r}: expected a pinfeed.Config")
-    depth = check_optional_depth(depth)
-    if depth is None and config is not None:
-        depth = config.depth
-    if look_ahead is not None:
-        look_ahead = whole_number(look_ahead, "look_ahead", least=0)
-    check_flag(verify, "verify")
-    check_flag(progress, "progress")
-    check_flag(timeline, "timeline")
+    depth, look_ahead = check_loop_options(config, depth, look_ahead, options)
     return RowLoop(
         loader,
         lent_tables(tables, optimizer),
@@ -123,14 +124,37 @@ def train_rows(
         look_ahead=look_ahead,
         device=device,
         route=route,
-        options={"verify": verify, "progress": progress, "timeline": timeline},
+        options=options,
     )
+
+
+def check_loop_options(
+    config: MemoryLimits | None,
+    depth: int | None,
+    look_ahead: int | None,
+    options: TableLoopOptions,
+) -> tuple[int | None, int | None]:
+    """Check options of a loop over tables; return its depth and its look-ahead.
+
+    Raises:
+        ArgumentError: If an option is invalid.
+    """
+    if config is not None and not isinstance(config, MemoryLimits):
+        raise ArgumentError(f"config={config!r}: expected a pinfeed.Config")
+    depth = check_optional_depth(depth)
+    if depth is None and config is not None:
+        depth = config.depth
+    if look_ahead is not None:
+        look_ahead = whole_number(look_ahead, "look_ahead", least=0)
+    check_options(options)
+    check_seed_of_functions(options)
+    return depth, look_ahead
 
 
 class RowLoop(LoaderFeeder):
     """Loop over a loader's batches and the table rows that they look up; an epoch per iteration.
 
-    ``train_rows`` returns it.
+    ``train_rows`` and ``read_rows`` return it.
 
     Args:
         loader: Iterable of batches on the host.
@@ -153,7 +177,7 @@ class RowLoop(LoaderFeeder):
         look_ahead: int | None,
         device: Any,
         route: str | None,
-        options: FeederOptions,
+        options: TableLoopOptions,
     ) -> None:
         self._wanted_route = check_route(route)
         self._config = config
@@ -170,8 +194,7 @@ class RowLoop(LoaderFeeder):
             self._row_source,
             device=device,
             schedule=schedule,
-            progress=options["progress"],
-            timeline=options["timeline"],
+            options=options,
             n_spare=n_spare,
         )
         self._replay = LoaderReplay(self._row_source)
@@ -194,16 +217,16 @@ class RowLoop(LoaderFeeder):
 
         Raises:
             ClosedError: If the loop is closed, or another loop over it or over one of its tables
-                runs.
+                runs. A loop over ``read_rows`` may run beside others, and inside ``evaluating()``.
             StoreError: If a table or its optimizer's state is in a file that existed before, and
                 was not resumed.
         """
         with self._row_source.report_failure():
             self._lending.require_resumed()
         # Checked again when the loop begins, because two iterators may be made before that.
+        self._loop.end_last()
         self._lending.require_idle()
-        lent_batches = self._loop.run(lambda lent: lent, begin=self._begin)
-        generator = self._train(cast("Generator[LentBatch, None, None]", lent_batches))
+        generator = self._loop.run(lambda lent: lent, begin=self._begin, through=self._train)
         self._iterator = weakref.ref(cast("GeneratorType[Any, None, None]", generator))
         return generator
 
@@ -215,7 +238,7 @@ class RowLoop(LoaderFeeder):
     @property
     def plan(self) -> Plan:
         """Memory of the caches of the tables. That of the batches is not known in advance."""
-        caches = self._row_source.caches
+        caches = self._caches
         notes = cache_notes(self._tables, caches, self._device)
         is_direct = all(map(self._device.reaches, self._stores))
         return Plan(
@@ -240,8 +263,48 @@ class RowLoop(LoaderFeeder):
     @property
     def is_running(self) -> bool:
         """Whether a loop has begun and has not ended."""
-        generator = self._generator()
-        return generator is not None and not has_ended(generator)
+        return self._loop.is_running
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether the training step is inside ``evaluating()``."""
+        return self._lending.is_evaluating
+
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in a training step, in which tables are read as they are now.
+
+        All changes so far are flushed to the stores. Until the context is left, lookups read the
+        stores, loops over ``read_rows`` prefetch from them, and no rows are lent for training: no
+        step, no ``weight`` and no lookup in training mode with gradients. At the end, loops over
+        ``read_rows`` of the tables are ended, and their iterators raise ClosedError if they are
+        asked for another batch. The training step then continues with the same rows, gradients and
+        optimizer state. In the meantime, background threads go on reading its next batches.
+
+            for step, batch in enumerate(batches):
+                train(batch)
+                if step % 1000 == 0:
+                    with batches.evaluating():
+                        for test in pinfeed.read_rows(test_loader, ids):
+                            ...
+
+        Raises:
+            ClosedError: If the caller is not in a training step of this loop, in its thread, or is
+                inside the context already. At the end of the context, if rows were changed inside
+                it.
+            Exception: If a write-back failed; the error as it was.
+        """
+        return self._lending.evaluating(self)
+
+    def require_evaluating(self, table: str) -> None:
+        """Check that the caller is inside ``evaluating()``, in the thread of the loop.
+
+        Args:
+            table: Name of the table that is to be read.
+
+        Raises:
+            ClosedError: If it is not.
+        """
+        self._lending.require_evaluating(table)
 
     def set_epoch(self, number: int) -> None:
         """Make the next loop epoch ``number``, and tell the loader, as ``wrap_loader`` does.
@@ -250,7 +313,7 @@ class RowLoop(LoaderFeeder):
             number: Number of the epoch, at least 0.
 
         Raises:
-            ClosedError: If a loop runs, or the loop is closed.
+            ClosedError: If a loop runs that is not ended, or the loop is closed.
         """
         super().set_epoch(number)
         self._replay.note_epoch(number)
@@ -293,6 +356,16 @@ class RowLoop(LoaderFeeder):
         self._lending.write_copy()
         self._loop.drain()
 
+    def flush_earlier_writes(self) -> None:
+        """Wait until the changes of all batches before the current one are in the stores.
+
+        Raises:
+            ClosedError: If a loop runs in another thread.
+            Exception: If a write-back failed; the error as it was.
+        """
+        self._lending.require_thread()
+        self._loop.drain()
+
     def land(self) -> None:
         """Call ``flush_writes``, which was named ``land`` before."""
         self.flush_writes()
@@ -312,6 +385,15 @@ class RowLoop(LoaderFeeder):
             generator.close()
         self._lending.release(self)
         self._loop.drain()
+
+    def leave(self, reason: str) -> None:
+        """End the loop, which runs in this thread, as ``break`` does, and release its tables.
+
+        Args:
+            reason: Error of its iterator, if it is asked for another batch.
+        """
+        self._loop.leave(reason)
+        self._lending.release(self)
 
     def close(self) -> None:
         """End a running loop, and complete its write-backs.
@@ -334,7 +416,8 @@ class RowLoop(LoaderFeeder):
         found = super()._open_device(device, n_spare)
         # Chosen before the loop takes its streams, because the route decides how many there are.
         self._route = found.choose_route(self._stores, 0, self._wanted_route)
-        self._row_source.caches = row_caches(self._tables, found, self._config)
+        self._caches = row_caches(self._tables, found, self._config)
+        self._row_source.caches = self._caches
         self._row_source.watch_reuse(is_unified=found.unified)
         return found
 
@@ -344,24 +427,29 @@ class RowLoop(LoaderFeeder):
 
     def _begin(self) -> None:
         """Begin an epoch of the loader where the loop begins."""
+        # The caches of a training loop keep their memory inside evaluating().
+        inside = self._lending.is_inside_evaluation
+        self._row_source.caches = [None] * len(self._tables) if inside else self._caches
         self._replay.begin(self._loop.start)
         self._lending.prepare()
 
-    def _train(self, lent_batches: Generator[LentBatch, None, None]) -> Iterator[Any]:
+    def _train(self, lent_batches: Iterator[LentBatch]) -> Iterator[Any]:
         """Lend the rows of each batch while the caller runs its training step."""
+        batches = cast("Generator[LentBatch, None, None]", lent_batches)
         with contextlib.ExitStack() as stack:
             self._lending.reserve(self, stack)
             stack.enter_context(self._row_source.claim_ranks())
-            stack.enter_context(contextlib.closing(lent_batches))
+            stack.enter_context(contextlib.closing(batches))
             stack.enter_context(self._row_source.in_lockstep())
             self._lending.enter_thread()
-            for lent_batch in lent_batches:
+            for lent_batch in batches:
                 data = self._lending.bind(lent_batch)
                 has_finished = False
                 try:
                     yield data
                     has_finished = True
-                    self._lending.warn_of_unused_gradients()
+                    self._lending.require_training()
+                    self._lending.check_step()
                 finally:
                     # If the loop is left by break or by an error, what the optimizer has done
                     # counts, as it does in the plain loop.
@@ -375,12 +463,13 @@ def _schedule(depth: int | None, tables: Sequence[LentTable], *, verify: bool) -
 
     The ranks of sharded tables must do the same, and a loop that is verified is slow either way.
     """
+    writes = any(lent.may_write for lent in tables)
     if depth is not None:
-        return PrefetchSchedule(depth, n_readers=n_id_readers(depth), writes=True)
+        return PrefetchSchedule(depth, n_readers=n_id_readers(depth), writes=writes)
     is_sharded = any(isinstance(lent.table, ShardedEmbedding) for lent in tables)
     return PrefetchSchedule(
         DEFAULT_DEPTH,
         n_readers=n_id_readers(DEFAULT_DEPTH),
-        writes=True,
+        writes=writes,
         measures_depth=not verify and not is_sharded,
     )

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pinfeed.errors import ArgumentError
-from pinfeed.training.embeddings.optimizer import RowOptimizer
+from pinfeed.training.embeddings.combined_optimizer import row_optimizers
 from pinfeed.training.trainer.loop_checks import MissingStepCheck
 
 
@@ -67,7 +67,7 @@ class OptimizerGroup:
         Raises:
             ArgumentError: If none does.
         """
-        if any(isinstance(optimizer, RowOptimizer) for optimizer in self.optimizers):
+        if any(map(row_optimizers, self.optimizers)):
             return
         modules = [module for module in (model, loss) if isinstance(module, nn.Module)]
         parameters = (p for module in modules for p in module.parameters())

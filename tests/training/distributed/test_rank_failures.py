@@ -1,5 +1,6 @@
 """A rank that fails, leaves or does something else ends the loops of all ranks with an error."""
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -241,3 +242,41 @@ def test_rows_are_not_read_by_a_reader() -> None:
     for error in ranks.run(program):
         assert isinstance(error, ClosedError)
         assert "in a thread that is not the one of the loop" in str(error)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_new_loop_on_every_rank_ends_the_one_before(depth: int) -> None:
+    """Ending a loop is exact: tables and later loops are those after a break on every rank."""
+
+    def program(rank: int, *, ends: bool) -> Any:
+        body = RankLoop(ranks, rank)
+        mine = [batch[rank] for batch in BATCHES]
+        loop = train_rows(
+            mine,
+            {body.table: lambda ids: ids},
+            optimizer=body.optimizer,
+            device="cpu",
+            depth=depth,
+        )
+
+        def train(batches: Iterator[Any]) -> None:
+            for ids in batches:
+                body.table(ids).sum().backward()
+                body.optimizer.step()
+                body.optimizer.zero_grad()
+
+        first = iter(loop)
+        train(itertools.islice(first, 2))
+        if not ends:
+            first.close()  # type: ignore[attr-defined]
+        second = iter(loop)
+        if ends:
+            with pytest.raises(ClosedError, match="another loop over its feeder began"):
+                next(first)
+        train(second)
+        return body.table.read(torch.arange(N)).tolist()
+
+    ranks = RankThreads(2)
+    after_break = ranks.run(lambda rank: program(rank, ends=False))
+    assert not isinstance(after_break[0], Exception)
+    assert ranks.run(lambda rank: program(rank, ends=True)) == after_break

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.row_wise_adagrad import RowWiseAdagrad
 from support.sharded_programs import ADAM, SGD, SHAPES, Batch, joined, trained
 from support.simranks import RankThreads
 from torch import nn
@@ -95,7 +96,9 @@ def sharded(
             assert table.store.n_rows == len(range(rank, table.num_embeddings, size)), (
                 "more than its share"
             )
-        optimizer, seen = RowOptimizer(made, tables, lr=lr), []
+        # Its rule for dense gradients is another one.
+        gradients: Any = "sparse" if made is RowWiseAdagrad else None
+        optimizer, seen = RowOptimizer(made, tables, lr=lr, gradients=gradients), []
         for table, state in optimizer.tables.items():
             assert all(store.n_rows == table.store.n_rows for store in state.stores)
         mine = [[torch.tensor(ids, dtype=torch.int64) for ids in batch[rank]] for batch in batches]
@@ -317,7 +320,9 @@ def test_tables_of_different_dtypes_in_one_exchange() -> None:
 
 
 @pytest.mark.parametrize(
-    "made", [SGD, ADAM, ADAGRAD, torch.optim.SparseAdam], ids=lambda made: made.__name__
+    "made",
+    [SGD, ADAM, ADAGRAD, torch.optim.SparseAdam, RowWiseAdagrad],
+    ids=lambda made: made.__name__,
 )
 def test_every_depth_is_the_synchronous_loop(made: Any) -> None:
     """Results agree bit for bit, however sums are rounded."""

@@ -15,7 +15,9 @@ from torch import nn
 from pinfeed import (
     ArrayStore,
     HostEmbedding,
+    HostEmbeddingBag,
     MmapStore,
+    PinnedStore,
     RowOptimizer,
     errors,
 )
@@ -276,3 +278,32 @@ def test_the_store_of_a_file_is_closed(tmp_path: Path) -> None:
     with MmapStore(tmp_path / "t.npy") as store:
         HostEmbedding.from_pretrained(store).close()
         assert store.gather(np.array([1]), np.empty((1, DIM), np.float32)) is None
+
+
+@pytest.mark.parametrize("kind", [HostEmbedding, HostEmbeddingBag])
+def test_rows_that_exist_are_copied_to_be_pinned(
+    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = np.ones((3, 2), np.float32)
+    np.save(tmp_path / "rows.npy", rows)
+    with pytest.raises(errors.ArgumentError, match="pin='yes': expected True, False or 'auto'"):
+        kind.from_pretrained(rows, pin="yes")
+    for unpinned in ("auto", False):
+        assert kind.from_pretrained(rows, pin=unpinned).store.array is rows
+    # Memory that is locked here is ordinary, because the machine may have no GPU.
+    asked = []
+
+    def lock(store: PinnedStore, shape: Any, dtype: Any, pin: Any) -> None:
+        asked.append(pin)
+        allocate(store, shape, dtype, False)
+
+    allocate = PinnedStore._allocate
+    monkeypatch.setattr(PinnedStore, "_allocate", lock)
+    for given in (rows, torch.from_numpy(rows), tmp_path / "rows.npy", ArrayStore(rows)):
+        table = kind.from_pretrained(given, freeze=False, pin=True)
+        assert isinstance(table.store, PinnedStore)
+        assert table.read([0, 2]).tolist() == [[1, 1], [1, 1]]
+        table.store.array[:] = 7
+    assert asked == [True] * 4
+    assert (rows == 1).all()
+    assert (np.load(tmp_path / "rows.npy") == 1).all()

@@ -1,0 +1,57 @@
+"""Which file is mapped at an address, whoever mapped it: numpy, torch, mmap or shared memory."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+FileKey = tuple[int, int]
+"""Device and inode of a file."""
+
+
+class FileMapping(NamedTuple):
+    """A file whose pages are mapped at some address, so that writes there change the file."""
+
+    file: FileKey
+    offset: int
+    """Offset of the address in the file, in bytes."""
+
+
+def file_key(path: str) -> FileKey | None:
+    """Return the device and inode of a file; None if it does not exist."""
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return None
+    return stat.st_dev, stat.st_ino
+
+
+def mapping_at(address: int) -> FileMapping | None:
+    """Return the file that is mapped at an address, according to proc(5).
+
+    The result is None for other memory, for private mappings, whose writes do not reach the file,
+    and if there is no ``/proc`` to read.
+    """
+    try:
+        with open("/proc/self/maps") as lines:
+            for line in lines:
+                span, permissions, offset, device, inode, *name = line.split(maxsplit=5)
+                start, stop = (int(bound, 16) for bound in span.split("-"))
+                if start <= address < stop:
+                    if inode == "0" or "s" not in permissions:
+                        return None
+                    key = _key(device, int(inode), name[0].rstrip("\n") if name else "")
+                    return FileMapping(key, int(offset, 16) + address - start)
+    except OSError:
+        pass
+    return None
+
+
+def _key(device: str, inode: int, path: str) -> FileKey:
+    """Return the key of a mapped file as ``file_key`` does, if the file still has its name."""
+    found = file_key(path)
+    if found is not None and found[1] == inode:
+        # Some file systems show another device in /proc than to stat(2).
+        return found
+    major, minor = (int(number, 16) for number in device.split(":"))
+    return os.makedev(major, minor), inode

@@ -1,0 +1,97 @@
+"""BatchFunction: a function of the user that changes each batch of a loop."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from pinfeed.errors import ArgumentError, add_note
+from pinfeed.pipeline.sources.guarded import guarded
+from pinfeed.validation.functions import takes_generator
+
+
+class Seed(NamedTuple):
+    """Numbers that seed the generators of a function, given the epoch and number of a batch."""
+
+    number: int
+    """The user's seed."""
+    which: int
+    """0 for the function on the host, and 1 for that on the device."""
+    rank: int | None
+    """Number of this process, if several share an epoch."""
+
+    def entropy(self, epoch: int, batch: int) -> tuple[int, ...]:
+        """Return what the seed of a batch's generator is made of; ``LoopOptions`` states it."""
+        numbers = (self.number % 2**64, epoch, batch, self.which)
+        return numbers if self.rank is None else (*numbers, self.rank)
+
+
+class BatchFunction:
+    """A function of the user that takes a batch and returns one.
+
+    It is called for one batch at a time, in their order. If it has a parameter ``generator``, each
+    call gets a new generator, whose seed is a function of the batch's number. So the result does
+    not depend on what was called before, nor in which thread.
+
+    Args:
+        name: Name of the argument by which the user gave the function.
+        function: The function.
+        seed: Numbers that seed the generators.
+        device: Name of the device that the generators draw on.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any], seed: Seed, device: str) -> None:
+        self.takes_generator = takes_generator(function)
+        self.seed = seed
+        self._name = name
+        self._function = function
+        self._device = device
+        self._seconds = 0.0
+
+    def __call__(self, batch: Any, epoch: int, number: int) -> Any:
+        """Return what the function makes of a batch.
+
+        Args:
+            batch: The batch.
+            epoch: Number of the epoch.
+            number: Number of the batch in its epoch.
+
+        Raises:
+            Exception: If the function raised it; a note names the batch.
+            ArgumentError: If the function returned None.
+        """
+        from pinfeed.tensors.torch_modes import no_grad, seeded_generator
+
+        which = f"{self._name} of batch {number}, epoch {epoch}"
+        function = self._function
+        if self.takes_generator:
+            generator = seeded_generator(self._device, self.seed.entropy(epoch, number))
+            function = functools.partial(function, generator=generator)
+        begun_s = time.perf_counter()
+        try:
+            with no_grad():
+                made = guarded(function, batch)
+        except Exception as error:
+            add_note(error, f"in {which}")
+            raise
+        finally:
+            # An error's traceback keeps this frame, which must not keep the batch.
+            del batch
+            self._seconds += time.perf_counter() - begun_s
+        if made is None:
+            raise ArgumentError(
+                f"{which} returned None; expected a batch; return the batch at the end of the "
+                "function"
+            )
+        return made
+
+    def take_seconds(self) -> float:
+        """Return the seconds of all calls since this was asked last.
+
+        The thread that makes the calls asks.
+        """
+        seconds = self._seconds
+        self._seconds = 0.0
+        return seconds

@@ -1,0 +1,101 @@
+"""Whether two stores have rows in common, in memory or in a file."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+
+import numpy as np
+
+from pinfeed.memory.file_mappings import FileKey, FileMapping, file_key, mapping_at
+from pinfeed.stores.array import ArrayStore
+from pinfeed.stores.arrow import ArrowStore
+from pinfeed.stores.base import Array, Store
+from pinfeed.stores.chunked import ChunkedStore
+from pinfeed.stores.file import MmapStore
+
+# numpy solves an equation to find whether strided arrays overlap. Arrays for which this takes
+# longer count as overlapping.
+_MAX_WORK = 1 << 16
+# Stands for the address of a file's first byte. Strides may be negative.
+_FILE_BASE = 1 << 48
+
+
+# What is mapped where an array is does not change while the array lives.
+_mappings: weakref.WeakKeyDictionary[Store, list[FileMapping | None]] = weakref.WeakKeyDictionary()
+
+
+def share_rows(one: Store, other: Store) -> bool:
+    """Return whether a write to one store can change rows of the other.
+
+    Arrays are compared byte by byte, also if they are memory maps of one file at two addresses. A
+    file that a store reads by its path counts as a whole.
+    """
+    if one is other:
+        return True
+    arrays, other_arrays = _arrays(one), _arrays(other)
+    if not arrays or not other_arrays:
+        return not _files(one).isdisjoint(_files(other))
+    if any(itertools.starmap(_share_memory, itertools.product(arrays, other_arrays))):
+        return True
+    if _files(one).isdisjoint(_files(other)):
+        return False
+    pairs = itertools.product(_in_files(one), _in_files(other))
+    return any(a.file == b.file and _share_memory(a.array, b.array) for a, b in pairs)
+
+
+def _share_memory(one: Array, other: Array) -> bool:
+    try:
+        return bool(np.shares_memory(one, other, max_work=_MAX_WORK))  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _arrays(store: Store) -> list[Array]:
+    """Return the arrays in memory whose rows a store shares."""
+    if isinstance(store, ArrayStore):
+        return [store.array]
+    return store.arrays if isinstance(store, ArrowStore) else []
+
+
+def _files(store: Store) -> set[FileKey | None]:
+    """Return the files that have the rows of a store, those of memory maps included."""
+    if isinstance(store, (MmapStore, ChunkedStore)):
+        return set(map(file_key, store.paths)) - {None}
+    return {mapping.file for mapping in _mappings_of(store) if mapping is not None}
+
+
+def _mappings_of(store: Store) -> list[FileMapping | None]:
+    """Return the file that is mapped where each array of a store is."""
+    arrays = _arrays(store)
+    if not arrays:
+        return []
+    if store not in _mappings:
+        _mappings[store] = [mapping_at(array.ctypes.data) for array in arrays]
+    return _mappings[store]
+
+
+class _FileArray:
+    """An array at the place of its bytes in a file, instead of that in memory.
+
+    Its values are never read. It serves to compare the places of two arrays.
+    """
+
+    def __init__(self, array: Array, mapping: FileMapping) -> None:
+        self.file = mapping.file
+        self.__array_interface__ = {
+            "shape": array.shape,
+            "typestr": f"|V{array.itemsize}",
+            "strides": array.strides,
+            "data": (_FILE_BASE + mapping.offset, True),
+            "version": 3,
+        }
+
+    @property
+    def array(self) -> Array:
+        return np.asarray(self)
+
+
+def _in_files(store: Store) -> list[_FileArray]:
+    pairs = zip(_arrays(store), _mappings_of(store), strict=True)
+    return [_FileArray(array, mapping) for array, mapping in pairs if mapping is not None]

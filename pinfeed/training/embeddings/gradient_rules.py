@@ -1,0 +1,101 @@
+"""Whether an optimizer has one rule for dense and sparse gradients, or one for each of them.
+
+Both are run on a small table, with the same gradients, which contain every row. Results of one rule
+differ by rounding alone. DLRM's RWSAdagrad, for example, keeps one number for each row if gradients
+are sparse, and one for each weight if they are dense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from pinfeed.errors import ArgumentError
+from pinfeed.training.embeddings.optimizer_trial import OptimizerTrial
+
+_N_ROWS = 3
+_N_STEPS = 8
+# Each step rounds a few times. All optimizers of torch stay below 1.
+_ROUNDINGS = 2 * _N_STEPS
+
+
+def require_one_rule(trial: OptimizerTrial, dim: int, dtype: torch.dtype) -> None:
+    """Check that an optimizer does the same with dense and with sparse gradients.
+
+    An optimizer that fails with one kind passes, because it leaves no choice.
+
+    Args:
+        trial: The optimizer.
+        dim: Numbers in a row.
+        dtype: Dtype of the table.
+
+    Raises:
+        ArgumentError: If it does not.
+        MemoryError: If the system does not have the memory for the trial.
+    """
+    # The more exact the weights, the clearer is the difference between a rule and its rounding.
+    # Optimizers may be written for one dtype, so others are tried too.
+    for precision in dict.fromkeys((torch.float64, torch.float32, dtype)):
+        try:
+            difference = _difference(trial, dim, precision)
+        except MemoryError:
+            # It says nothing about the optimizer.
+            raise
+        except Exception:
+            continue
+        if difference:
+            raise ArgumentError(
+                f"{trial.name} has one rule for dense gradients and another one for sparse "
+                f"gradients: {difference} on a small table differs; expected a choice; give "
+                "gradients='sparse' for what it does with nn.Embedding(sparse=True), or "
+                "gradients='dense' for what it does with sparse=False"
+            )
+        return
+
+
+def _difference(trial: OptimizerTrial, dim: int, dtype: torch.dtype) -> str:
+    """Return which result differs between dense and sparse gradients; empty if none does."""
+    numbers = np.random.default_rng(0)
+    values = torch.from_numpy(numbers.uniform(1, 2, (_N_ROWS, dim))).to(dtype)
+    drawn = numbers.standard_normal((_N_STEPS, _N_ROWS, dim))
+    gradients = [torch.from_numpy(gradient).to(dtype) for gradient in drawn]
+    dense, dense_state = trial.train(values, gradients, sparse=False)
+    sparse, sparse_state = trial.train(values, gradients, sparse=True)
+    # Weights are rounded to their dtype, and updates to that of the state, which may be coarser.
+    update = (dense - values).abs().max().double()
+    allowed = _eps(dense) * values.abs().max().double()
+    allowed += max(map(_eps, (dense, *dense_state.values()))) * update
+    if not _agree(dense, sparse, _ROUNDINGS * float(allowed)):
+        return "the result"
+    return _different_state(dense_state, sparse_state)
+
+
+def _different_state(dense: Mapping[str, Any], sparse: Mapping[str, Any]) -> str:
+    """Return the key of some state that differs; empty if none does."""
+    for key in sorted({*dense, *sparse}, key=str):
+        one, other = dense.get(key), sparse.get(key)
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+            largest = float(one.abs().max()) if one.numel() else 0.0
+            is_same = _agree(one, other, _ROUNDINGS * _eps(one) * largest)
+        else:
+            is_same = type(one) is type(other) and one == other
+        if not is_same:
+            return f"state {key!r}"
+    return ""
+
+
+def _agree(one: torch.Tensor, other: torch.Tensor, allowed: float) -> bool:
+    """Return whether two tensors are equal, or differ by ``allowed`` at most."""
+    if one.shape != other.shape:
+        return False
+    return torch.allclose(one.double(), other.double(), rtol=0, atol=allowed, equal_nan=True)
+
+
+def _eps(value: Any) -> float:
+    """Return the relative error of a rounding; 0 for whole numbers, which are not rounded."""
+    if isinstance(value, torch.Tensor) and value.dtype.is_floating_point:
+        return float(torch.finfo(value.dtype).eps)
+    return 0.0

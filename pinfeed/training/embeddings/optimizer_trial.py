@@ -1,0 +1,199 @@
+"""OptimizerTrial: an optimizer that is run on small parameters, to find out what it does."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from pinfeed.errors import ArgumentError, described
+
+GradientKind = Literal["dense", "sparse"]
+"""Kind of the gradients that an optimizer gets."""
+
+# Some optimizers make a state tensor only at a later step.
+_STEPS = 8
+_PLAIN = (int, float, bool, str, type(None))
+
+
+@dataclass(frozen=True)
+class TrialState:
+    """State that a run of an optimizer made for one parameter."""
+
+    initial: Mapping[str, Any]
+    """First value of each key."""
+    created_in_init: frozenset[str]
+    attributes: frozenset[str]
+    """Names of plain values of the optimizer itself that its steps changed."""
+
+
+@dataclass(frozen=True)
+class OptimizerTrial:
+    """An optimizer that can be run on small parameters.
+
+    Random numbers that it draws, and its warnings, do not reach the program.
+    """
+
+    optimizer_class: Any
+    options: Mapping[str, Any]
+    group: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Name of the optimizer in errors."""
+        name: str = getattr(self.optimizer_class, "__name__", str(self.optimizer_class))
+        return name
+
+    def run(self, values: torch.Tensor, sparse: bool) -> TrialState:
+        """Run some steps with gradients of zero on a copy of ``values``."""
+        with _isolated():
+            weight, optimizer = self._make(values)
+            for group in optimizer.param_groups:
+                # Weight decay would be a gradient other than zero.
+                if "weight_decay" in group:
+                    group["weight_decay"] = 0
+            created = dict(optimizer.state.get(weight, {}))
+            state = _RecordingState(created)
+            optimizer.state[weight] = state
+            before = _plain_attributes(optimizer)
+            _step(weight, optimizer, [torch.zeros_like(values)] * _STEPS, sparse)
+            after = _plain_attributes(optimizer)
+        changed = {name for name, value in after.items() if before.get(name, before) != value}
+        return TrialState(state.initial, frozenset(created), frozenset(changed))
+
+    def run_first(
+        self, values: torch.Tensor, gradients: GradientKind | None
+    ) -> tuple[TrialState, bool]:
+        """Run some steps, as ``run`` does, with the kind of gradients that the optimizer takes.
+
+        Args:
+            values: Values of the parameter.
+            gradients: The kind that the user chose; None for dense gradients, or for sparse ones
+                if those fail.
+
+        Returns:
+            The state, and whether the gradients were sparse.
+
+        Raises:
+            ArgumentError: If the steps fail.
+            MemoryError: If the system does not have the memory for the trial.
+        """
+        if gradients == "sparse":
+            return self._run_sparse(values), True
+        try:
+            return self.run(values, sparse=False), False
+        except MemoryError as error:
+            raise MemoryError(
+                f"the system has no memory to try {self.name} on a small table "
+                f"({described(error)}); free memory, or raise the limit of the process"
+            ) from error
+        except Exception as dense_error:
+            try:
+                if gradients is None:
+                    return self.run(values, sparse=True), True
+            except Exception:
+                pass
+            raise ArgumentError(
+                f"{self.name} cannot train rows: a step on a small table failed "
+                f"({described(dense_error)}); expected an optimizer whose step() needs "
+                "gradients alone, and options that it takes"
+            ) from dense_error
+
+    def train(
+        self, values: torch.Tensor, gradients: Sequence[torch.Tensor], *, sparse: bool
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Run a step with each gradient, and return the weights and the state after them.
+
+        State that is a sparse tensor is returned as a dense one.
+        """
+        with _isolated():
+            weight, optimizer = self._make(values)
+            _step(weight, optimizer, gradients, sparse)
+        state = optimizer.state.get(weight, {})
+        return weight.detach(), {key: _dense(value) for key, value in state.items()}
+
+    def _run_sparse(self, values: torch.Tensor) -> TrialState:
+        try:
+            # Options such as weight decay may be refused with sparse gradients alone.
+            self.train(values, [torch.ones_like(values)], sparse=True)
+            return self.run(values, sparse=True)
+        except Exception as error:
+            raise ArgumentError(
+                f"{self.name} with gradients='sparse': a step with sparse gradients on a small "
+                f"table failed ({described(error)}); expected an optimizer that takes them, and "
+                "options that it takes with them; or leave gradients out"
+            ) from error
+
+    def _make(self, values: torch.Tensor) -> tuple[nn.Parameter, Any]:
+        """Make the optimizer for a copy of ``values``."""
+        weight = nn.Parameter(values.clone())
+        optimizer = self.optimizer_class([{**self.group, "params": [weight]}], **self.options)
+        for group in optimizer.param_groups:
+            # This runs on the CPU, where capturable optimizers are refused.
+            if "capturable" in group:
+                group["capturable"] = False
+        return weight, optimizer
+
+
+class _RecordingState(dict[str, Any]):
+    """A parameter's state that records the first value of each key."""
+
+    def __init__(self, created: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.initial: dict[str, Any] = {}
+        self.update(created)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if value is not None:
+            first = value.detach().clone() if isinstance(value, torch.Tensor) else value
+            self.initial.setdefault(key, first)
+        super().__setitem__(key, value)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+
+def sparse_rows(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient as a sparse tensor of all its rows."""
+    rows = torch.arange(len(gradient), device=gradient.device)
+    return torch.sparse_coo_tensor(
+        rows[None], gradient, gradient.shape, is_coalesced=True, check_invariants=False
+    )
+
+
+def _step(
+    weight: nn.Parameter, optimizer: Any, gradients: Sequence[torch.Tensor], sparse: bool
+) -> None:
+    for gradient in gradients:
+        # A copy, because some optimizers keep or change the gradient.
+        weight.grad = sparse_rows(gradient.clone()) if sparse else gradient.clone()
+        optimizer.step()
+
+
+def _dense(value: Any) -> Any:
+    is_sparse = isinstance(value, torch.Tensor) and value.layout is not torch.strided
+    return value.to_dense() if is_sparse else value
+
+
+def _plain_attributes(optimizer: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(optimizer).items() if isinstance(value, _PLAIN)}
+
+
+@contextlib.contextmanager
+def _isolated() -> Iterator[None]:
+    """Keep warnings of a trial, and the random numbers that it draws, from the program."""
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.default_generator.manual_seed(0)
+        yield

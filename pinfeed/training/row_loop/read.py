@@ -1,0 +1,87 @@
+"""read_rows(): a loop over a loader's batches that prefetches rows of tables and changes none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pinfeed.feeders.hints import READ_LOOP_HINTS
+from pinfeed.feeders.options import TableLoopOptions
+from pinfeed.memory.limits import MemoryLimits
+from pinfeed.training.embeddings.table import HostEmbedding
+from pinfeed.training.row_loop.loop import RowLoop, check_loop_options
+from pinfeed.training.row_loop.read_table import read_tables
+from pinfeed.validation.arguments import explain_arguments
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+@explain_arguments(READ_LOOP_HINTS, options=TableLoopOptions)
+def read_rows(
+    loader: Any,
+    tables: Mapping[HostEmbedding, Any],
+    *,
+    config: MemoryLimits | None = None,
+    depth: int | None = None,
+    look_ahead: int | None = None,
+    device: Any = "auto",
+    route: str | None = None,
+    **options: Unpack[TableLoopOptions],
+) -> RowLoop:
+    """Iterate a loader's batches with the table rows that they look up, without training them.
+
+    The rows are prefetched as in ``train_rows``. They have no gradients, in any mode of the model,
+    and are not written back. Optimizer state is not read. Use it to evaluate after an epoch or in a
+    training step, to serve a table that another program has written, or to train a dense model on
+    frozen tables.
+
+        with torch.no_grad():
+            for batch in pinfeed.read_rows(test_loader, {users: "user"}):
+                scores = model(users(batch["user"]), batch)
+
+    Several loops may read a table at the same time, in one thread or in several. Tables may be
+    frozen or read-only, and may share rows. Ids that were not announced are read from the store
+    when they are looked up. While a loop over ``train_rows`` lends rows of one of the tables, loop
+    inside its ``evaluating()``:
+
+        with batches.evaluating():
+            for batch in pinfeed.read_rows(test_loader, ids):
+                ...
+
+    The tables have no cache there (``device_cache``), because those of the training loop keep their
+    memory. Make the loop once and iterate it again in each evaluation, or make a new one: the
+    results are the same.
+
+    As in ``train_rows``, ``max_norm`` renormalises the rows of a batch on the device where they are
+    looked up. The table itself stays as it is.
+
+    Args:
+        loader: As for ``train_rows``.
+        tables: As for ``train_rows``: for each table, a function that returns the ids of a batch,
+            or the key of the batch under which they are.
+        config: As for ``train_rows``.
+        depth: As for ``train_rows``.
+        look_ahead: As for ``train_rows``.
+        device: As for ``train_rows``.
+        route: As for ``train_rows``.
+        options: As for ``train_rows``.
+
+    Raises:
+        ArgumentError: If there are no tables, some are sharded and some are not, or a cache does
+            not hold a row.
+        BudgetError: If caches take more memory than ``config`` leaves.
+        UnknownArgument: If an argument does not exist. The message says where it belongs.
+        DeviceError: If the device does not exist.
+    """
+    depth, look_ahead = check_loop_options(config, depth, look_ahead, options)
+    return RowLoop(
+        loader,
+        read_tables(tables),
+        config=config,
+        depth=depth,
+        look_ahead=look_ahead,
+        device=device,
+        route=route,
+        options=options,
+    )

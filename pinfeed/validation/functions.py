@@ -1,0 +1,41 @@
+"""Checks of functions that the user gives."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from pinfeed.errors import ArgumentError
+
+
+def check_function(value: Any, name: str) -> Callable[..., Any] | None:
+    """Return ``value``, if it is a function or None.
+
+    Raises:
+        ArgumentError: If it is neither.
+    """
+    if value is None or callable(value):
+        function: Callable[..., Any] | None = value
+        return function
+    raise ArgumentError(
+        f"{name}={value!r}: expected a function that takes a batch and returns one; leave it out "
+        "if batches stay as they are"
+    )
+
+
+def takes_generator(function: Any) -> bool:
+    """Tell whether a function has a parameter named ``generator`` that is not bound yet."""
+    if isinstance(function, functools.partial) and "generator" in function.keywords:
+        return False
+    # A torch module is called through its method forward.
+    target = getattr(function, "forward", function)
+    try:
+        parameter = inspect.signature(target).parameters.get("generator")
+    except (TypeError, ValueError):
+        return False
+    return parameter is not None and parameter.kind in (
+        parameter.POSITIONAL_OR_KEYWORD,
+        parameter.KEYWORD_ONLY,
+    )

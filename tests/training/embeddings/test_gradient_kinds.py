@@ -1,0 +1,222 @@
+"""Optimizers with one rule for dense gradients and another one for sparse ones."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.row_optimizers import itself, loss_of, state_of, train_rows
+from support.row_wise_adagrad import RowWiseAdagrad
+from torch import nn
+from torch.optim import SGD, Adagrad, Adam, SparseAdam
+
+from pinfeed import HostEmbedding, HostEmbeddingBag, RowOptimizer, checkpoint, errors
+
+N, DIM = 60, 8
+
+
+class Scaled(SGD):
+    """SGD that scales sparse gradients, which the user may not notice."""
+
+    def __init__(self, params: Any, lr: float, scale: float = 1.0) -> None:
+        super().__init__(params, lr=lr)
+        self.scale = scale
+
+    def step(self, closure: Any = None) -> None:
+        for weight in self.param_groups[0]["params"]:
+            if weight.grad is not None and weight.grad.is_sparse:
+                weight.grad = weight.grad * self.scale
+        super().step()
+
+
+class Noisy(SGD):
+    """SGD that adds noise to the weights, and the sum of gradients in another dtype."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for weight in self.param_groups[0]["params"]:
+            weight.add_(torch.randn(weight.shape, dtype=weight.dtype), alpha=0.01)
+            state = self.state[weight]
+            if not state:
+                state["sum"] = torch.zeros(weight.shape, dtype=torch.bfloat16)
+            state["sum"].add_(weight.grad.to_dense())
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
+def test_two_rules_need_a_choice(dtype: torch.dtype) -> None:
+    """A difference of a rule is found, however small, and rounding is none."""
+    for dim in (1, 2, 32):
+        table = HostEmbedding(N, dim, dtype=dtype)
+        for kind, options in (
+            (RowWiseAdagrad, {"lr": 1e-7}),
+            (Scaled, {"lr": 1e-3, "scale": 1.001}),
+        ):
+            with pytest.raises(
+                errors.ArgumentError,
+                match=rf"{kind.__name__} has one rule for dense .*; give gradients='sparse' for",
+            ):
+                RowOptimizer(kind, [table], **options)
+            RowOptimizer(kind, [table], gradients="dense", **options)
+            RowOptimizer(kind, [table], gradients="sparse", **options)
+        before = torch.get_rng_state()
+        for kind, options in (
+            (Scaled, {"lr": 1.0}),
+            (Noisy, {"lr": 0.1}),
+            (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+            (SGD, {"lr": 1e3, "momentum": 0.9, "dampening": 0.5, "maximize": True}),
+            (Adagrad, {"lr": 1e-5, "lr_decay": 0.1, "initial_accumulator_value": 1e-3}),
+            (Adagrad, {"lr": 10.0, "eps": 0.1, "foreach": True}),
+        ):
+            RowOptimizer(kind, [table], **options)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_choices_that_an_optimizer_does_not_take() -> None:
+    table = HostEmbedding(N, DIM)
+    wrong: Any
+    for kind, wrong, options, match in [
+        (SGD, "Sparse", {}, "gradients='Sparse': expected 'dense', 'sparse' or None"),
+        (Adam, "sparse", {}, "Adam with gradients='sparse': a step .* does not support sparse"),
+        (
+            RowWiseAdagrad,
+            "sparse",
+            {"weight_decay": 0.1},
+            "no weight decay of sparse .*; expected an optimizer that takes them, and options",
+        ),
+        (SGD, "sparse", {"momentum": 0.9}, "keeps 'momentum_buffer' as a sparse tensor"),
+        (SparseAdam, "dense", {}, "SparseAdam cannot train rows: .* dense gradients"),
+    ]:
+        with pytest.raises(errors.ArgumentError, match=match):
+            RowOptimizer(kind, [table], lr=0.1, gradients=wrong, **options)
+    # Sparse gradients are no choice with weight decay.
+    RowOptimizer(RowWiseAdagrad, [table], lr=0.1, weight_decay=0.1)
+
+
+def loader(n: int = 12) -> list[torch.Tensor]:
+    """Return batches with many repeated ids, which torch adds in an order of its own."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(N, (30, 6), generator=generator) for _ in range(n)]
+
+
+def step(optimizer: Any, module: nn.Module, ids: torch.Tensor) -> float:
+    # Two lookups, of which one leaves rows out.
+    loss = loss_of(module, ids) + loss_of(module, ids[:3]).square()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+@pytest.mark.parametrize("gradients", ["dense", "sparse"])
+@pytest.mark.parametrize("kind", [HostEmbedding, HostEmbeddingBag])
+def test_rows_equal_those_of_the_embedding(kind: Any, gradients: Any) -> None:
+    """Losses, weights and state equal those of nn.Embedding(sparse=...), bit for bit."""
+    sparse = gradients == "sparse"
+    if kind is HostEmbedding:
+        options: dict[str, Any] = {"padding_idx": 3}
+        plain: Any = nn.Embedding(N, DIM, sparse=sparse, **options)
+    else:
+        options = {"mode": "sum"}
+        plain = nn.EmbeddingBag(N, DIM, sparse=sparse, **options)
+    begin = plain.weight.detach().clone()
+    optimizer: Any = RowWiseAdagrad(plain.parameters(), lr=0.1)
+    losses = [step(optimizer, plain, ids) for ids in loader()]
+    (state,) = optimizer.state[plain.weight].values()
+    for depth, cache, verify in itertools.product((0, 2, 5), (None, 0.3), (False, True)):
+        table = kind(N, DIM, init=lambda rows: rows.copy_(begin), device_cache=cache, **options)
+        rows = RowOptimizer(RowWiseAdagrad, [table], lr=0.1, gradients=gradients)
+        batches = train_rows(loader(), {table: itself}, optimizer=rows, depth=depth, verify=verify)
+        assert [step(rows, table, ids) for ids in batches] == losses
+        assert torch.equal(table.read(range(N)), plain.weight)
+        (kept,) = state_of(rows, table).values()
+        assert torch.equal(torch.from_numpy(kept), state)
+        assert kept.shape == ((N,) if sparse else (N, DIM))
+
+
+@pytest.mark.parametrize("kind", [SGD, Adagrad, SparseAdam], ids=lambda kind: kind.__name__)
+def test_optimizers_of_torch_get_the_gradients_of_torch(kind: Any) -> None:
+    """SGD adds the gradients of repeated ids to the row one by one."""
+    plain, table = nn.Embedding(N, DIM, sparse=True), HostEmbedding(N, DIM)
+    plain.weight.data.copy_(table.read(range(N)))
+    optimizer = kind(plain.parameters(), lr=0.1)
+    rows = RowOptimizer(kind, [table], lr=0.1, gradients="sparse")
+    batches = train_rows(loader(), {table: itself}, optimizer=rows, depth=2)
+    assert [step(rows, table, ids) for ids in batches] == [
+        step(optimizer, plain, ids) for ids in loader()
+    ]
+    assert torch.equal(table.read(range(N)), plain.weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [SGD, Adagrad, SparseAdam, RowWiseAdagrad])
+def test_sparse_gradients_on_a_gpu(kind: Any) -> None:
+    plain = nn.Embedding(N, DIM, sparse=True, device="cuda")
+    table = HostEmbedding(N, DIM, device_cache=0.3)
+    plain.weight.data.copy_(table.read(range(N)))
+    optimizer = kind(plain.parameters(), lr=0.1)
+    rows = RowOptimizer(kind, [table], lr=0.1, gradients="sparse")
+    # The GPU may add gradients of repeated ids in any order.
+    ids = [torch.randperm(N)[:30] for _ in range(8)]
+    batches = train_rows(ids, {table: itself}, optimizer=rows, depth=2, device="cuda")
+    for found, number in zip(batches, ids, strict=True):
+        for module, one, batch in ((table, rows, found), (plain, optimizer, number.cuda())):
+            module(batch).sigmoid().square().sum().backward()
+            one.step()
+            one.zero_grad()
+    assert torch.equal(table.read(range(N)), plain.weight.cpu())
+
+
+def test_weights_that_are_used_directly() -> None:
+    """Dense gradients of rows become sparse ones, and those of several lookups are added."""
+    table = HostEmbedding(N, DIM)
+    want = table.to_embedding()
+    plain = Adagrad(want.parameters(), lr=0.1)
+    rows = RowOptimizer(Adagrad, [table], lr=0.1, gradients="sparse")
+    for ids in train_rows([torch.arange(N), torch.arange(N)], {table: itself}, optimizer=rows):
+        for module, optimizer in ((table, rows), (want, plain)):
+            (module(ids).sum() + module.weight.square().sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(table.read(range(N)), want.weight.detach())
+
+
+def test_a_run_is_resumed(tmp_path: Path) -> None:
+    """What the optimizer remembers outside its state is in a checkpoint, too."""
+
+    def run(*, n: int, resume: bool = False) -> tuple[list[float], torch.Tensor]:
+        torch.manual_seed(0)
+        path = tmp_path / ("resumed.npy" if n < 12 or resume else "whole.npy")
+        table = HostEmbedding(N, DIM, store=path, overwrite=True)
+        rows = RowOptimizer(RowWiseAdagrad, [table], lr=0.1, gradients="sparse")
+        batches = train_rows(loader(), {table: itself}, optimizer=rows)
+        parts = {"table": table, "rows": rows, "batches": batches}
+        if resume:
+            checkpoint.resume(tmp_path / "run", **parts)
+        losses = []
+        for ids in batches:
+            losses.append(step(rows, table, ids))
+            if len(losses) == n:
+                checkpoint.save(tmp_path / "run", **parts)
+                break
+        result = table.read(range(N))
+        batches.close()
+        rows.close()
+        table.close()
+        return losses, result
+
+    table = HostEmbedding(N, DIM)
+    rows = RowOptimizer(RowWiseAdagrad, [table], lr=0.1, gradients="sparse")
+    for ids in train_rows(loader(1), {table: itself}, optimizer=rows):
+        step(rows, table, ids)
+    older = {key: value for key, value in rows.state_dict().items() if key != "attributes"}
+    with pytest.raises(errors.ArgumentError, match="a state without has_begun of RowWiseAdagrad"):
+        rows.load_state_dict(older)
+    whole, result = run(n=12)
+    first, _ = run(n=5)
+    rest, resumed = run(n=7, resume=True)
+    assert first + rest == whole
+    assert torch.equal(resumed, result)
