@@ -207,7 +207,8 @@ class LentTable:
         if not self.trainable and not self.table.store.writable:
             # max_norm has changed the rows on the device. Every look-up does so again.
             return None
-        self._check_frozen()
+        if not self.trainable:
+            self._check_frozen()
         kept: Sequence[torch.Tensor | None] = [None] * (len(self.stores) - 1)
         if state is not None:
             kept = state
