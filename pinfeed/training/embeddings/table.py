@@ -67,7 +67,7 @@ class HostEmbedding(nn.Module):
         num_embeddings: Number of rows.
         embedding_dim: Numbers in a row.
         padding_idx: As in ``nn.Embedding``: this row begins as zeros, and its gradient is zero.
-        max_norm: As in ``nn.Embedding``: rows that are longer are renormalised, in the table too,
+        max_norm: As in ``nn.Embedding``: rows that are longer are renormalized, in the table too,
             when they are looked up in a loop.
         norm_type: Order p of the norm that ``max_norm`` limits.
         scale_grad_by_freq: As in ``nn.Embedding``.

@@ -53,7 +53,7 @@ def read_rows(
     memory. Make the loop once and iterate it again in each evaluation, or make a new one: the
     results are the same.
 
-    As in ``train_rows``, ``max_norm`` renormalises the rows of a batch on the device where they are
+    As in ``train_rows``, ``max_norm`` renormalizes the rows of a batch on the device where they are
     looked up. The table itself stays as it is.
 
     Args:
