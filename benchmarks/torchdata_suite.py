@@ -21,7 +21,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,16 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "depth 2": {"depth": 2},
 }
 """Arguments of ``wrap_loader`` for each way; None for the loader itself."""
-EXPECTED: dict[str, str] = {}
+_PRIVATE = "the test reads the private attribute {} of torch's own loader or iterator"
+EXPECTED = {
+    "test_bulk_loading_nobatch": _PRIVATE.format("_auto_collation"),
+    "test_iterable_style_dataset": (
+        "the test expects a warning of the loader at the very batch, and the loader warns when the "
+        "batch is drawn ahead; it also reads the private attribute _workers of torch's iterator"
+    ),
+    "test_partial_workers": _PRIVATE.format("_workers"),
+    "test_shuffler_iterdatapipe": _PRIVATE.format("_iterator"),
+}
 """For each test that may fail with ``wrap_loader``, the reason."""
 
 _OPTIONS = "PINFEED_SUITE_OPTIONS"
@@ -61,11 +70,17 @@ def pytest_configure() -> None:
 
     plain = stateful_dataloader.StatefulDataLoader
 
-    def wrapped(*args: Any, **arguments: Any) -> Any:
-        loader = plain(*args, **arguments)
-        return pinfeed.wrap_loader(loader, device="cpu", on_error="next", **options)
+    class Wrapped:
+        """A class only because tests write ``StatefulDataLoader[int]``."""
 
-    stateful_dataloader.StatefulDataLoader = wrapped
+        def __new__(cls, *args: Any, **arguments: Any) -> Any:
+            loader = plain(*args, **arguments)
+            return pinfeed.wrap_loader(loader, device="cpu", on_error="next", **options)
+
+        def __class_getitem__(cls, item: Any) -> Any:
+            return cls
+
+    stateful_dataloader.StatefulDataLoader = Wrapped
 
 
 def pytest_runtest_logreport(report: Any) -> None:
@@ -85,8 +100,17 @@ def pytest_sessionfinish() -> None:
 
 
 def run(checkout: Path, way: str, select: str) -> Outcomes:
-    """Run the suite in one way, and return the outcome of each test."""
-    folder = checkout / "test" / "stateful_dataloader"
+    """Run the suite in one way, and return the outcome of each test.
+
+    Tests that fail are run once more, because some have time limits that a busy machine exceeds.
+    """
+    found = _pytest(checkout, way, [*FILES, "-k", select])
+    failed = [test for test, outcome in found.items() if outcome == "failed"]
+    return {**found, **_pytest(checkout, way, failed)} if failed else found
+
+
+def _pytest(checkout: Path, way: str, arguments: Sequence[str]) -> Outcomes:
+    """Run pytest in a process of its own."""
     with tempfile.TemporaryDirectory() as made:
         outcomes = Path(made) / "outcomes.json"
         variables = {
@@ -96,8 +120,9 @@ def run(checkout: Path, way: str, select: str) -> Outcomes:
             "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
         }
         plugins = ["-p", "benchmarks.torchdata_suite", "-p", "no:cacheprovider", "-p", "no:xdist"]
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", *plugins, *FILES]
-        subprocess.run([*command, "-k", select], cwd=folder, env=variables, check=False)
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", *plugins, *arguments]
+        folder = checkout / "test" / "stateful_dataloader"
+        subprocess.run(command, cwd=folder, env=variables, check=False)
         found: Outcomes = json.loads(outcomes.read_text())
     return found
 
@@ -130,7 +155,7 @@ def table(found: Mapping[str, Outcomes]) -> str:
         for test, outcome in outcomes.items():
             if outcome == "failed":
                 failed.setdefault(test.split("::", 1)[-1], []).append(way)
-    plain = "torchdata's own loader fails it, too"
+    plain = "it fails without pinfeed, too"
     reasons = [
         [
             test,

@@ -1,10 +1,12 @@
 """Checks around every test: no thread and no file descriptor is left behind.
 
-Route measurements of the tests are kept apart from those of the user.
+Route measurements of the tests are kept apart from those of the user. torch is imported where it is
+needed, because the process that only distributes the tests loads this file, too.
 """
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import os
 import sys
@@ -14,30 +16,32 @@ from collections.abc import Iterator
 from multiprocessing import forkserver
 
 import pytest
-import torch
 from support.programs import Programs, served
-
-from pinfeed.devices import route_cache
 
 # With this setting, cuBLAS products and cuDNN's recurrent layers add in one order, run after run.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# Workers and programs would compile each module again, which took a third of their start.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect the tests without the garbage collector, which finds nothing among them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _rates_apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    from pinfeed.devices import route_cache
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(route_cache, "_cache_folder", lambda: tmp_path_factory.getbasetemp())
         yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _few_objects() -> None:
-    """Freeze the modules and test cases, which the collector would examine again in each test.
-
-    That took a fifth of the time.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -54,6 +58,13 @@ def programs() -> Iterator[Programs]:
         yield programs
 
 
+@functools.cache
+def gpu_is_here() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def open_files() -> set[str]:
     """Return the open file descriptors.
 
@@ -63,15 +74,30 @@ def open_files() -> set[str]:
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             name = os.readlink(f"/proc/self/fd/{number}")
-            if not torch.cuda.is_available() or (
+            if not gpu_is_here() or (
                 name.startswith("/") and not name.startswith(("/dev/", "/proc/", "/sys/"))
             ):
                 found.add(f"{number} {name}")
     return {name for name in found if not name.endswith((".ttf", f"/proc/{os.getpid()}/fd"))}
 
 
+_frozen = {"modules": 0}
+
+
+def freeze_modules() -> None:
+    """Freeze modules and test cases, which the collector would examine again in each test.
+
+    That took a fifth of the time. Some tests load large libraries, such as the compiler of torch.
+    """
+    if len(sys.modules) > _frozen["modules"] + 100:
+        gc.collect()
+        gc.freeze()
+        _frozen["modules"] = len(sys.modules)
+
+
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
+    freeze_modules()
     threads = set(threading.enumerate())
     files = open_files()
     yield
@@ -92,14 +118,18 @@ def unhurried() -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
-@pytest.fixture(autouse=True)
-def gpu_works(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     """End the process if a test has broken its CUDA context, because every later test would fail.
 
     pytest-xdist then starts another process.
     """
     yield
-    if request.node.get_closest_marker("gpu") is None or not torch.cuda.is_initialized():
+    if item.get_closest_marker("gpu") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_initialized():
         return
     try:
         torch.cuda.synchronize()
@@ -107,7 +137,7 @@ def gpu_works(request: pytest.FixtureRequest) -> Iterator[None]:
         if "PYTEST_XDIST_WORKER" in os.environ:
             os._exit(1)
         pytest.exit(
-            f"the GPU failed in {request.node.nodeid}, and would fail in every later test of this "
+            f"the GPU failed in {item.nodeid}, and would fail in every later test of this "
             f"process: {error}",
             returncode=1,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from pinfeed.devices import resolve
 from pinfeed.devices.base import Device
@@ -15,6 +15,8 @@ from pinfeed.profiling.timeline import Timeline
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+T_co = TypeVar("T_co", covariant=True)
 
 
 def no_copy(feeder: object) -> NoReturn:
@@ -46,8 +48,8 @@ def no_items(feeder: object, rows: object) -> NoReturn:
     )
 
 
-class BaseFeeder:
-    """Loop over batches on a device that can be measured and closed.
+class BaseFeeder(Generic[T_co]):
+    """Loop over batches of a type, on a device, that can be measured and closed.
 
     A subclass calls ``_open_device`` and sets ``_loop`` in its constructor, and defines
     ``__iter__`` and ``__len__``.
@@ -127,7 +129,7 @@ class BaseFeeder:
         """Add callbacks that close the sources, which run after the loop has ended."""
 
 
-class ResumableFeeder(BaseFeeder):
+class ResumableFeeder(BaseFeeder[T_co]):
     """Feeder that draws its order itself, so that it knows its epoch and position."""
 
     def __len__(self) -> int:

@@ -6,12 +6,13 @@ import functools
 import logging
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
 
 from pinfeed.devices.base import Device
 from pinfeed.errors import WriteBackError
+from pinfeed.feeders.base import T_co
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.rows.orders import Rows
@@ -22,7 +23,7 @@ from pinfeed.validation.safe_repr import safe_repr
 logger = logging.getLogger("pinfeed")
 
 
-class Batch:
+class Batch(Generic[T_co]):
     """One batch of rows, with its row indices, that can be written back to its sources.
 
         for batch in feeder.batches():
@@ -39,7 +40,7 @@ class Batch:
     __slots__ = ("_device", "_is_source", "_lent", "_stores", "data", "rows")
 
     def __init__(
-        self, lent: LentBatch, data: Any, stores: StoreTree, device: Device, *, is_source: bool
+        self, lent: LentBatch, data: T_co, stores: StoreTree, device: Device, *, is_source: bool
     ) -> None:
         self._lent = lent
         self._stores = stores

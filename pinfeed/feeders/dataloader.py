@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, overload
 
 from pinfeed.errors import ArgumentError
-from pinfeed.feeders.base import BaseFeeder
+from pinfeed.feeders.base import BaseFeeder, T_co
 from pinfeed.feeders.batch_functions import batch_function, check_seed_of_functions
 from pinfeed.feeders.fetch import FetchStores
 from pinfeed.feeders.hints import LOADER_HINTS
@@ -26,7 +26,65 @@ from pinfeed.validation.safe_repr import safe_repr
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from pinfeed.feeders.typed import Fetch, Function, K, LoaderArguments, T, U
+
 _STATE_METHODS = ("state_dict", "load_state_dict")
+
+
+@overload
+def wrap_loader(
+    loader: Any,
+    *,
+    device_transform: Function[U],
+    host_transform: Function[Any] | None = None,
+    fetch: Fetch[Any] | None = None,
+    **options: Unpack[LoaderArguments],
+) -> LoaderFeeder[U]: ...
+
+
+@overload
+def wrap_loader(
+    loader: Any,
+    *,
+    host_transform: Function[U],
+    fetch: Fetch[K],
+    device_transform: None = None,
+    **options: Unpack[LoaderArguments],
+) -> LoaderFeeder[tuple[U, dict[K, Any]]]: ...
+
+
+@overload
+def wrap_loader(
+    loader: Any,
+    *,
+    host_transform: Function[U],
+    fetch: None = None,
+    device_transform: None = None,
+    **options: Unpack[LoaderArguments],
+) -> LoaderFeeder[U]: ...
+
+
+@overload
+def wrap_loader(
+    loader: Iterable[T], *, fetch: Fetch[K], **options: Unpack[LoaderArguments]
+) -> LoaderFeeder[tuple[T, dict[K, Any]]]: ...
+
+
+@overload
+def wrap_loader(
+    loader: Iterable[T], *, fetch: None = None, **options: Unpack[LoaderArguments]
+) -> LoaderFeeder[T]: ...
+
+
+@overload
+def wrap_loader(
+    loader: Any,
+    *,
+    fetch: Fetch[Any] | None = None,
+    host_transform: None = None,
+    device_transform: None = None,
+    **options: Unpack[LoaderArguments],
+) -> LoaderFeeder[Any]: ...
 
 
 @explain_arguments(LOADER_HINTS, options=LoaderOptions)
@@ -38,7 +96,7 @@ def wrap_loader(
     fetch: Mapping[Any, tuple[Any, Any]] | None = None,
     config: MemoryLimits | None = None,
     **options: Unpack[LoaderOptions],
-) -> LoaderFeeder:
+) -> LoaderFeeder[Any]:
     """Wrap a loader, to get its batches on the device, a few batches ahead.
 
         for images, labels in pinfeed.wrap_loader(DataLoader(dataset, batch_size=256)):
@@ -153,7 +211,7 @@ def wrap_loader(
         raise
 
 
-class LoaderFeeder(BaseFeeder):
+class LoaderFeeder(BaseFeeder[T_co]):
     """Loader whose batches are on the device; ``wrap_loader`` returns it.
 
     Attributes that it does not have itself are those of the loader (``dataset``,
@@ -214,10 +272,14 @@ class LoaderFeeder(BaseFeeder):
 
     @property
     def plan(self) -> Plan:
-        """Memory that the files behind ``fetch`` take. That of the batches is not known."""
-        if self._fetch is None:
-            return Plan(0, self._depth, "staged", ())
-        return self._fetch.plan(self._depth, self._device)
+        """Memory that the files behind ``fetch`` take. That of the batches is not known.
+
+        What functions on batches return is counted as measured so far.
+        """
+        plan = Plan(0, self._depth, "staged", ())
+        if self._fetch is not None:
+            plan = self._fetch.plan(self._depth, self._device)
+        return self._functions.with_measured(plan, unified=self._device.unified)
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch, as the loader reports it.
@@ -233,7 +295,7 @@ class LoaderFeeder(BaseFeeder):
                 "of batches is not known; count them in the loop"
             ) from error
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[T_co]:
         """Begin the loader's next epoch, with its batches on the device.
 
         Raises:
@@ -303,7 +365,7 @@ class LoaderFeeder(BaseFeeder):
         stack.callback(self._source.end)
 
 
-class StatefulLoaderFeeder(LoaderFeeder):
+class StatefulLoaderFeeder(LoaderFeeder[T_co]):
     """Loader whose batches are on the device, and that can be resumed; ``wrap_loader`` returns it.
 
     Prefetching moves the loader ahead of the loop. The feeder keeps the state that the loader had
@@ -312,7 +374,7 @@ class StatefulLoaderFeeder(LoaderFeeder):
 
     _source: StatefulSource
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[T_co]:
         """Begin the loader's next epoch, with its batches on the device.
 
         Raises:

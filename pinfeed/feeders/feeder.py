@@ -7,16 +7,18 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from pinfeed.errors import ArgumentError
-from pinfeed.feeders.base import ResumableFeeder
+from pinfeed.feeders.base import ResumableFeeder, T_co
 from pinfeed.feeders.batch import Batch
 from pinfeed.feeders.batch_functions import batch_function, has_functions
+from pinfeed.feeders.function_trial import measure_functions
 from pinfeed.feeders.hints import FEEDER_HINTS
 from pinfeed.feeders.options import FeederOptions, check_options
 from pinfeed.feeders.row_selection import RowArguments, RowSelection
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth, n_held
+from pinfeed.memory.function_memory import FunctionMemory
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan, check_route
 from pinfeed.pipeline.epochs import EpochRunner
@@ -39,10 +41,21 @@ from pinfeed.validation.safe_repr import safe_repr
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from pinfeed.feeders.typed import (
+        FeederArguments,
+        Function,
+        K,
+        NamedSources,
+        S,
+        Tensor,
+        TensorSource,
+        U,
+    )
+
 logger = logging.getLogger("pinfeed")
 
 
-class Feeder(ResumableFeeder):
+class Feeder(ResumableFeeder[T_co]):
     """Iterate rows of host memory or of files as batches on a device, a few batches ahead.
 
     The batches, and the contents of the stores after the loop, equal those of the synchronous loop
@@ -69,7 +82,8 @@ class Feeder(ResumableFeeder):
             their columns. An open ``h5py.Dataset`` or ``zarr.Array`` is one source.
         batch_size: Rows per batch. Give either this or ``config``; give neither if ``rows`` yields
             whole batches.
-        config: Memory limits that decide the batch size.
+        config: Memory limits that decide the batch size. Functions of batches are then called on
+            trial when the feeder is made, with some of the first rows, to predict their memory.
         rows: Sampling order: an order of ``pinfeed.rows``, a torch Sampler or BatchSampler, or an
             iterable of row indices or of whole batches of row indices. None is the order of the
             source. A sampler with an ``epoch`` attribute, such as DistributedSampler, is set to the
@@ -120,6 +134,67 @@ class Feeder(ResumableFeeder):
         DeviceError: If the device does not exist.
     """
 
+    @overload
+    def __init__(
+        self: Feeder[U],
+        source: Any,
+        *,
+        device_transform: Function[U],
+        host_transform: Function[Any] | None = None,
+        **options: Unpack[FeederArguments],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: Feeder[U],
+        source: Any,
+        *,
+        host_transform: Function[U],
+        device_transform: None = None,
+        **options: Unpack[FeederArguments],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: Feeder[Tensor], source: TensorSource, **options: Unpack[FeederArguments]
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: Feeder[Any], source: NamedSources, **options: Unpack[FeederArguments]
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: Feeder[tuple[Tensor, ...]],
+        source: tuple[TensorSource, ...],
+        **options: Unpack[FeederArguments],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: Feeder[list[Tensor]],
+        source: list[S],
+        **options: Unpack[FeederArguments],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: Feeder[dict[K, Tensor]],
+        source: dict[K, S],
+        **options: Unpack[FeederArguments],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: Feeder[Any],
+        source: Any,
+        *,
+        host_transform: None = None,
+        device_transform: None = None,
+        **options: Unpack[FeederArguments],
+    ) -> None: ...
+
     @explain_arguments(FEEDER_HINTS, options=FeederOptions)
     def __init__(
         self,
@@ -153,9 +228,8 @@ class Feeder(ResumableFeeder):
             schedule = _schedule_of_single_batches(schedule) if has_functions(options) else schedule
             self._open_device(device, self._n_buffers(schedule))
             schedule = schedule.on(self._device, may_measure=self._may_measure)
-            route = "staged" if options["host_transform"] is not None else route
-            batches = self._plan_batches(selection, schedule, route)
-            self._functions = self._loop_functions(options, selection, schedule, seed)
+            functions = self._functions_of(options, selection, seed)
+            batches = self._plan_batches(selection, schedule, route, functions)
             self._write_schedule = dataclasses.replace(
                 _schedule_with_writes(schedule), repeats=not batches.is_distinct
             )
@@ -180,7 +254,7 @@ class Feeder(ResumableFeeder):
                 raise
             logger.exception("an error while a feeder was closed, after the error that is raised")
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[T_co]:
         """Begin the next epoch.
 
         Returns:
@@ -192,7 +266,7 @@ class Feeder(ResumableFeeder):
         """
         return self._loop.run(self._take, begin=self._begin)
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[Batch[T_co]]:
         """Begin the next epoch, as ``Batch`` objects with row indices and ``write_back``.
 
         Raises:
@@ -216,8 +290,14 @@ class Feeder(ResumableFeeder):
 
     @property
     def plan(self) -> Plan:
-        """Batch size and memory of every buffer; ``print(feeder.plan)`` explains them in words."""
-        return self._plan
+        """Batch size and memory of every buffer; ``print(feeder.plan)`` explains them in words.
+
+        What functions on batches return is counted as measured so far. With ``config``, it is
+        predicted.
+        """
+        if self._is_limited:
+            return self._plan
+        return self._functions.with_measured(self._plan, unified=self._device.unified)
 
     def flush_writes(self) -> None:
         """Wait until all write-backs so far are in their stores.
@@ -239,7 +319,11 @@ class Feeder(ResumableFeeder):
         return (len(self._stores.stores) + 2 * len(self._stores.ragged)) * n_batches
 
     def _plan_batches(
-        self, selection: RowSelection, schedule: PrefetchSchedule, route: str | None
+        self,
+        selection: RowSelection,
+        schedule: PrefetchSchedule,
+        route: str | None,
+        functions: LoopFunctions,
     ) -> RowBatches:
         """Plan the memory and how each store is read, and return the batches that follow."""
         stores = self._stores.stores
@@ -247,13 +331,28 @@ class Feeder(ResumableFeeder):
         if isinstance(selection.order, ElementBatches):
             for ragged in self._stores.ragged:
                 selection.order.require_bound(ragged.lengths, repr(ragged))
+        self._is_limited = selection.config is not None
+        memory = FunctionMemory(has_host=functions.host is not None) if functions else None
+        if functions and self._is_limited:
+            memory = measure_functions(self._stores, self._device, functions)
         request = PlanRequest(
-            stores, selection.order, selection.batch_size, selection.config, self._stores.ragged
+            stores,
+            selection.order,
+            selection.batch_size,
+            selection.config,
+            self._stores.ragged,
+            memory,
         )
+        # Rows for a function on the host are gathered by the CPU.
+        route = route if functions.host is None else "staged"
         plan, self._read_plan = make_plan(request, schedule, self._device, route)
         batches = selection.batches(n_rows, plan)
         self._plan = plan
         self._capacity = part_capacity(request, plan.batch_size)
+        self._functions = functions
+        if functions.host is not None:
+            gather = HostGather(self._capacity, schedule.n_slots + 1)
+            self._functions = dataclasses.replace(functions, gather=gather)
         if selection.shard is not None:
             self._plan = plan_of_rank(selection.shard, plan, n_rows)
         return batches
@@ -277,19 +376,15 @@ class Feeder(ResumableFeeder):
             functions=self._functions,
         )
 
-    def _loop_functions(
-        self,
-        options: FeederOptions,
-        selection: RowSelection,
-        schedule: PrefetchSchedule,
-        seed: int,
+    def _functions_of(
+        self, options: FeederOptions, selection: RowSelection, seed: int
     ) -> LoopFunctions:
-        """Return the functions that change each batch."""
+        """Return the functions that change each batch, without what reads rows for them."""
         rank = None if selection.shard is None else selection.shard.rank
-        host = batch_function("host_transform", options, seed, "cpu", rank)
-        device = batch_function("device_transform", options, seed, self.device, rank)
-        gather = None if host is None else HostGather(self._capacity, schedule.n_slots + 1)
-        return LoopFunctions(host, device, gather)
+        return LoopFunctions(
+            batch_function("host_transform", options, seed, "cpu", rank),
+            batch_function("device_transform", options, seed, self.device, rank),
+        )
 
     def _close_sources(self, stack: contextlib.ExitStack) -> None:
         if self._functions.gather is not None:
@@ -306,7 +401,7 @@ class Feeder(ResumableFeeder):
         return self._stores.are_in_memory and not self._verify
 
     @property
-    def _take(self) -> Callable[[LentBatch], Any]:
+    def _take(self) -> Callable[[LentBatch], T_co]:
         """Function that returns the data of a batch to the loop."""
         return self._take_verified if self._verify else LentBatch.take
 

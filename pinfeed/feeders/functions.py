@@ -144,7 +144,7 @@ class ReaderSettings:
     options: ReaderOptions
 
 
-class ReaderFeeder(ResumableFeeder):
+class ReaderFeeder(ResumableFeeder[tuple[Any, Any]]):
     """Batches that functions read, epoch by epoch, on the device; ``wrap_readers`` returns it.
 
     Args:
@@ -185,7 +185,7 @@ class ReaderFeeder(ResumableFeeder):
             f"{self.device}, {self._loop}>"
         )
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
         """Begin the next epoch.
 
         Returns:

@@ -112,6 +112,7 @@ LOADER_HINTS = {
 TABLE_LOOP_HINTS = {
     **LOADER_HINTS,
     "device_cache": "give it to the table: HostEmbedding(..., device_cache=...)",
+    "on_error": "a loop over tables ends with its first error; skip bad samples in the dataset",
     "fetch": 'wrap the loader first: train_rows(wrap_loader(loader, fetch=..., device="cpu"), ...)',
 }
 """Advice for ``train_rows``."""

@@ -1,22 +1,24 @@
-"""restartable(): a feeder for frameworks that begin a loop before they release the previous one."""
+"""restartable(): a feeder whose older loop ends without an error when the next one begins."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Generic
 
 from pinfeed.errors import ArgumentError
-from pinfeed.feeders.base import no_items
+from pinfeed.feeders.base import T_co, no_items
 from pinfeed.validation.safe_repr import safe_repr
 
 
-def restartable(feeder: Any) -> Restartable:
-    """Wrap a feeder, so that a new loop ends the previous one instead of raising ClosedError.
+def restartable(feeder: Iterable[T_co]) -> Restartable[T_co]:
+    """Wrap a feeder, so that a new loop ends the previous one as if its epoch were over.
 
-    Lightning and other frameworks keep the iterator of an epoch while they make the next one, and
-    do not exhaust it. All other attributes are those of the feeder. Each loop is the feeder's next
-    epoch. The wrapper can be resumed if the feeder can.
+    A new loop over a feeder ends the previous one in any case, unless the feeder was made with
+    ``again="refuse"``. The older iterator then raises ClosedError if it is asked for another batch.
+    An iterator of the wrapper ends instead, for frameworks that continue to ask. All other
+    attributes are those of the feeder. Each loop is the feeder's next epoch. The wrapper can be
+    resumed if the feeder can.
 
         trainer.fit(model, pinfeed.restartable(pinfeed.wrap_loader(loader)))
 
@@ -28,7 +30,7 @@ def restartable(feeder: Any) -> Restartable:
         ArgumentError: If ``feeder`` is none of these.
     """
     # Only the loops of a feeder can be ended from outside. A list and a DataLoader have no close().
-    if not isinstance(feeder, Iterable) or not callable(getattr(feeder, "close", None)):
+    if not hasattr(feeder, "__iter__") or not callable(getattr(feeder, "close", None)):
         raise ArgumentError(
             f"restartable({feeder!r}): expected a Feeder, or what wrap_loader or wrap_readers "
             "returned; give restartable(pinfeed.wrap_loader(loader)) for a DataLoader"
@@ -37,7 +39,7 @@ def restartable(feeder: Any) -> Restartable:
     return kind(feeder)
 
 
-class Restartable:
+class Restartable(Generic[T_co]):
     """Feeder whose loop ends when the next one begins."""
 
     def __init__(self, feeder: Any) -> None:
@@ -54,10 +56,10 @@ class Restartable:
     def __len__(self) -> int:
         return len(self._feeder)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[T_co]:
         """End a running loop, and begin the next epoch."""
         self.end()
-        batches: Iterator[Any] = iter(self._feeder)
+        batches: Iterator[T_co] = iter(self._feeder)
         self._running = weakref.ref(batches)
         return batches
 
@@ -83,7 +85,7 @@ class Restartable:
             batches.close()
 
 
-class StatefulRestartable(Restartable):
+class StatefulRestartable(Restartable[T_co]):
     """Restartable feeder that can be resumed."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Byte units, and sizes and rates as text."""
+"""Byte units, and sizes, rates and times as text."""
 
 from __future__ import annotations
 
@@ -57,3 +57,12 @@ def human_rate(bytes_per_s: float) -> str:
     if rate >= 9.995:
         return f"{rate:.1f} {unit}"
     return f"{rate:.2f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """Return a time as text for people: ``1.32 ms``, or ``7.64 µs`` below 0.1 ms."""
+    us = seconds * 1e6
+    ms = seconds * 1e3
+    if us < 99.95:
+        return f"{us:.3g} µs"
+    return f"{ms:.3g} ms" if ms < 999.5 else f"{ms:,.0f} ms"

@@ -18,8 +18,8 @@ import dataclasses
 import logging
 import statistics
 
+from pinfeed.memory.units import duration
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.profiling.starvation import duration
 
 WARM_UP_BATCHES = 5
 """First batches of every loop, which are not timed; at least as many as all slots hold."""

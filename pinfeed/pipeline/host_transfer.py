@@ -18,6 +18,7 @@ import numpy.typing as npt
 from pinfeed.devices.base import Stream, Tensor
 from pinfeed.errors import WriteBackError
 from pinfeed.memory.page_locked import unlock_freed
+from pinfeed.pipeline.part_memory import known_nbytes
 from pinfeed.pipeline.pending_write import PendingWrite
 from pinfeed.pipeline.slot import Slot
 from pinfeed.pipeline.sources.base import HostBatch, RowGroup
@@ -40,6 +41,7 @@ class HostTransfer(Transfer):
         slot.batch = batch
         slot.seen = self.log.completed
         slot.needed = []
+        slot.adopted_nbytes = 0
         slot.tensors = []
         for i, part in enumerate(batch.all_parts()):
             slot.tensors.append(self._read_part(slot, i, part))
@@ -49,10 +51,7 @@ class HostTransfer(Transfer):
         else:
             slot.batch_tensors.clear()
         slot.ready_s = self.counters.now()
-        slot.read_s = slot.source_s + slot.host_transform_s + slot.ready_s - slot.made_s
-        if self._timeline is not None:
-            start_s = slot.ready_s - slot.read_s
-            self._timeline.add("read", number, start_s, slot.ready_s, len(batch.batches))
+        slot.read_s = slot.before_s + slot.ready_s - slot.made_s
         return slot
 
     def transform(self, slot: Slot, function: Callable[[Any], Any]) -> None:
@@ -113,6 +112,7 @@ class HostTransfer(Transfer):
         device = self.device
         if (adopted := device.adopt(part, self._read)) is not None:
             slot.needed.append(0)
+            slot.adopted_nbytes += known_nbytes(device, adopted)
             return adopted
         nbytes = part_nbytes(part)
         memory = self._parts.allocate(i, nbytes, self._batches_per_slot, self._read)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pinfeed.devices.base import Tensor
+from pinfeed.memory.function_memory import FunctionMemory, constant
+from pinfeed.memory.plan import Plan
 from pinfeed.pipeline.host_gather import HostGather
 from pinfeed.pipeline.sources.base import HostBatch, RowGroup
-from pinfeed.pipeline.sources.batch_functions import BatchFunction
+from pinfeed.pipeline.sources.batch_functions import BatchFunction, FunctionCall
 from pinfeed.pipeline.sources.dataloader import load_of
 
 
@@ -54,9 +60,51 @@ class LoopFunctions:
         """Whether the loop calls a function; otherwise the source calls the only one."""
         return self.device is not None or self.gather is not None
 
-    def take_drawing_seconds(self) -> float:
-        """Return the seconds in which the source has called ``host`` since this was asked last."""
-        return self.host.take_seconds() if self.host is not None and self.gather is None else 0.0
+    def take_drawing_calls(self) -> list[FunctionCall]:
+        """Return the calls of ``host`` by the source since this was asked last."""
+        return self.host.take_calls() if self.host is not None and self.gather is None else []
+
+    @property
+    def measured_nbytes(self) -> tuple[int, int, int]:
+        """Most bytes so far: what ``host`` returned, the new memory of that, and of ``device``."""
+        host = (0, 0) if self.host is None else (self.host.returned_nbytes, self.host.new_nbytes)
+        return *host, 0 if self.device is None else self.device.new_nbytes
+
+    def with_measured(self, plan: Plan, *, unified: bool) -> Plan:
+        """Return a plan with the memory of what the functions have returned so far.
+
+        Args:
+            plan: Plan without this memory.
+            unified: Whether the batches live in host memory.
+        """
+        if not self:
+            return plan
+        host_returned, host_new, device_new = self.measured_nbytes
+        memory = FunctionMemory(
+            has_host=self.gather is not None,
+            # A plan without the batches of a loader has none that the function makes of them.
+            host_returned=constant(host_returned if self.gather is not None else 0),
+            host_new=constant(host_new),
+            device_new=constant(device_new),
+        )
+        items = memory.allocations(0, plan.depth, unified=unified, when=", as measured so far")
+        if not items:
+            note = "what functions on batches return is counted here when they have returned it"
+            return dataclasses.replace(plan, notes=(*plan.notes, note))
+        return dataclasses.replace(plan, items=(*plan.items, *items))
+
+    def on_device(self, tensors: Sequence[Tensor], number: int) -> Callable[[Any], Any]:
+        """Return a function that calls ``device`` for a batch in the user's structure.
+
+        Args:
+            tensors: Tensors of the batch.
+            number: Number of the batch.
+        """
+        from pinfeed.tensors.tensors_in import memory_of
+
+        assert self.device is not None
+        given = memory_of(tensors)
+        return functools.partial(self.device, epoch=self.epoch, number=number, given=given)
 
     def on_rows(self, rows: Any, batch: HostBatch, number: int) -> HostBatch:
         """Return what ``host`` makes of the rows of a batch.
@@ -66,8 +114,10 @@ class LoopFunctions:
             batch: The batch that they are.
             number: Number of the batch.
         """
+        from pinfeed.tensors.tensors_in import memory_of
+
         assert self.host is not None
-        load = load_of(self.host(rows, self.epoch, number))
+        load = load_of(self.host(rows, self.epoch, number, memory_of(rows)))
         load.batches = batch.batches
         # The loop is told the row indices, and cannot write the rows back.
         load.groups = [RowGroup(group.rows, 0, ()) for group in batch.groups]

@@ -133,6 +133,12 @@ class PartMemory:
         ]
 
 
+def known_nbytes(device: Device, value: Any) -> int:
+    """Return the bytes of a dense tensor; 0 for any other object, whose size is unknown."""
+    shape, dtype, _ = device.describe(value) or ((), None, False)
+    return 0 if dtype is None else math.prod(shape) * dtype.itemsize
+
+
 def shared_nbytes(places: Sequence[Place | None]) -> int:
     """Return the bytes of the buffer that small parts share."""
     ends = [place.offset + place.nbytes for place in places if place and place.is_shared]

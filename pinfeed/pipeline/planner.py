@@ -16,6 +16,7 @@ from pinfeed.memory.demand import (
     resident_allocation,
     window_allocation,
 )
+from pinfeed.memory.function_memory import FunctionMemory
 from pinfeed.memory.host import free_host_bytes, free_page_cache_bytes
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
@@ -40,6 +41,8 @@ class PlanRequest:
     batch_size: int | None
     config: MemoryLimits | None
     ragged: Sequence[RaggedStore] = ()
+    functions: FunctionMemory | None = None
+    """Memory of functions on batches; None without them."""
 
     @property
     def n_rows(self) -> int:
@@ -178,7 +181,8 @@ def _demand(
     )
     return Demand(
         row_nbytes=tuple(row_nbytes(store) for store in stores),
-        writable=tuple(store.writable for store in stores),
+        # What functions return is not written back.
+        writable=tuple(store.writable and request.functions is None for store in stores),
         resident_bytes=sum(store.resident_bytes for store in stores)
         + sum(store.resident_bytes for store in request.ragged),
         n_rows=most,
@@ -187,6 +191,7 @@ def _demand(
         batches_per_slot=schedule.batches_per_slot,
         repeats=not is_distinct(request.rows),
         ragged=tuple(request.sizes(store).most for store in request.ragged),
+        functions=request.functions,
     )
 
 

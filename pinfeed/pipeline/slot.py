@@ -50,6 +50,8 @@ class Slot:
     """Tensors that the user's function of the batch on the device has made."""
     needed: list[int] = field(default_factory=list)
     """Bytes of device memory that each part of this fill took; 0 for a part that was adopted."""
+    adopted_nbytes: int = 0
+    """Bytes of the parts of this fill that were adopted, as far as they are known."""
     nbytes: int = 0
     """Bytes of the batches that were lent from the slot last."""
     index_needed: list[int] = field(default_factory=list)
@@ -61,10 +63,11 @@ class Slot:
     source_s: float = 0.0
     """Seconds in which the source made the batch, without the user's function of it."""
     made_s: float = 0.0
-    """Time at which the source had made the batch."""
+    """Time at which the source, or a function of the user, had made the batch."""
+    rows_s: float = 0.0
+    """Seconds in which rows were read for the user's function of the batch on the host."""
     read_s: float = 0.0
-    """Seconds in which the source made the batch, its parts were gathered, and ``host_transform``
-    was called."""
+    """Seconds in which the source made the batch and its parts were gathered."""
     host_transform_s: float = 0.0
     """Seconds of the user's function of the batch on the host."""
     device_transform_s: float = 0.0
@@ -73,3 +76,8 @@ class Slot:
     """Seconds between ``made_s`` and the gather, mostly a wait for the slot's last copies."""
     ready_s: float = 0.0
     """Time at which the host had filled the slot."""
+
+    @property
+    def before_s(self) -> float:
+        """Seconds of reading before the parts of the batch are gathered."""
+        return self.source_s + self.rows_s

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 from pinfeed.pipeline.loop_functions import LoopFunctions
 from pinfeed.pipeline.recent_rows import RecentRows
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Cancelled, Slot
 from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, failed_batch
+from pinfeed.pipeline.sources.batch_functions import FunctionCall
 from pinfeed.pipeline.transfer import Transfer
+from pinfeed.profiling.spans import Lane
 from pinfeed.threads.call import Pending
 
 
@@ -86,7 +87,8 @@ class SlotFiller:
                 self._transfer.check_stop()
                 thunk = next(self._thunks, None) if self._thunks is not None else None
             finally:
-                slot.host_transform_s = functions.take_drawing_seconds()
+                calls = functions.take_drawing_calls()
+                slot.host_transform_s = self._count("host_transform", calls)
                 self._drawing.end()
             if thunk is not None:
                 batch = thunk()
@@ -101,14 +103,18 @@ class SlotFiller:
                     self._comparing.end()
         if batch is None:
             return None
-        if functions.gather is not None:
-            slot.rows = functions.gather.read(batch, self._transfer.check_stop)
         slot.made_s = self._counters.now()
         slot.source_s = slot.made_s - start - slot.host_transform_s
         if functions.gather is not None:
+            slot.rows = functions.gather.read(batch, self._transfer.check_stop)
             slot.batch = batch
+            slot.rows_s = self._counters.now() - slot.made_s
+            self._add_read(slot, turn, start, slot.made_s + slot.rows_s)
             return slot
-        return self._gather(slot, batch, self.number(turn))
+        self._gather(slot, batch, self.number(turn))
+        took_s = slot.host_transform_s + slot.read_s
+        self._add_read(slot, turn, slot.ready_s - took_s, slot.ready_s)
+        return slot
 
     def transform(self, filled: Pending[Slot | None], turn: int) -> Slot | None:
         """Let functions change the batch of a slot, and return the slot.
@@ -171,11 +177,11 @@ class SlotFiller:
             made = functions.on_rows(rows, batch, number)
             # The function alone keeps the memory of what it was given.
             del rows, batch
-            slot.host_transform_s = functions.host.take_seconds()
+            slot.host_transform_s = self._count("host_transform", functions.host.take_calls())
             slot.made_s = self._counters.now()
             self._transfer.fill(slot, made, number)
         if functions.device is not None:
-            call = functools.partial(functions.device, epoch=functions.epoch, number=number)
+            call = functions.on_device(slot.tensors, number)
             batch = slot.batch
             assert batch is not None
             try:
@@ -186,7 +192,23 @@ class SlotFiller:
                 if not batch.keeps_errors:
                     raise
                 self._fail(slot, batch, error, number)
-            slot.device_transform_s = functions.device.take_seconds()
+            slot.device_transform_s = self._count("device_transform", functions.device.take_calls())
+
+    def _add_read(self, slot: Slot, turn: int, start_s: float, end_s: float) -> None:
+        """Record that a reader has read the rows of a slot."""
+        timeline = self._counters.timeline
+        if timeline is not None and slot.batch is not None:
+            n_batches = len(slot.batch.batches)
+            timeline.add("read", self.number(turn), start_s, end_s, n_batches)
+
+    def _count(self, lane: Lane, calls: Sequence[FunctionCall]) -> float:
+        """Record calls of a function, and return their seconds."""
+        timeline = self._counters.timeline
+        # On an asynchronous device, the transfer records the work that the function queues.
+        if timeline is not None and (lane == "host_transform" or self._transfer.device.unified):
+            for call in calls:
+                timeline.add(lane, *call)
+        return sum(call.end_s - call.start_s for call in calls)
 
     def _gather(self, slot: Slot, batch: HostBatch, number: int) -> Slot:
         """Gather the batches of a slot.

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.devices.base import Buffer, Device, Tensor
-from pinfeed.pipeline.part_memory import SHARED, PartMemory, Place, shared_nbytes
+from pinfeed.pipeline.part_memory import SHARED, PartMemory, Place, known_nbytes, shared_nbytes
 from pinfeed.pipeline.slot import Slot
 from pinfeed.pipeline.sources.base import HostBatch
 from pinfeed.stores.base import HostArray, part_nbytes
@@ -69,6 +69,7 @@ class SlotGather:
         """
         slot.tensors = []
         slot.needed = []
+        slot.adopted_nbytes = 0
         slot.index_needed = []
         slot.sources = []
         gathered = Gathered()
@@ -107,6 +108,7 @@ class SlotGather:
         if tensor is not None:
             gathered.is_late = True
             slot.needed.append(0)
+            slot.adopted_nbytes += known_nbytes(self._device, tensor)
             slot.tensors.append(tensor)
             return None
         nbytes = part_nbytes(part)

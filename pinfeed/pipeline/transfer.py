@@ -93,9 +93,10 @@ its values over those rows.
 
 A device whose memory is the host's needs no waits: see ``host_transfer.py``.
 
-With a timeline, ``released`` and ``filled`` are timed events. Three more events are timed: before
-the copies of ``fill`` (lane "copy", until ``filled``), at the end of ``lend`` (lane "device", until
-the next ``released``), and before the copies of ``begin_write``. No stream waits for them. Their
+With a timeline, ``released`` and ``filled`` are timed events. Four more events are timed: before
+the copies of ``fill`` (lane "copy", until ``filled``), before the function of ``transform`` (lane
+"device_transform", until the later ``filled``), at the end of ``lend`` (lane "device", until the
+next ``released``), and before the copies of ``begin_write``. No stream waits for them. Their
 timestamps are read after they have completed.
 """
 
@@ -268,12 +269,9 @@ class Transfer:
             # The next fill of this slot waits for the queued copies, after an error too.
             slot.filled = self._read.record(timed=self._timed)
         slot.ready_s = self.counters.now()
-        slot.read_s = slot.source_s + slot.host_transform_s + slot.ready_s - start
-        if self._timeline is not None:
-            n_batches = len(batch.batches)
-            self._timeline.add("read", number, slot.ready_s - slot.read_s, slot.ready_s, n_batches)
-            if begun is not None:
-                self._timeline.add_timed("copy", number, begun, slot.filled, n_batches)
+        slot.read_s = slot.before_s + slot.ready_s - start
+        if self._timeline is not None and begun is not None:
+            self._timeline.add_timed("copy", number, begun, slot.filled, len(batch.batches))
         return slot
 
     def transform(self, slot: Slot, function: Callable[[Any], Any]) -> None:
@@ -297,12 +295,15 @@ class Transfer:
         assert slot.filled is not None
         assert stream is not None
         stream.wait(slot.filled)  # the rows may not be there yet
+        begun = stream.record(timed=True) if self._timed else None
         try:
             with self.device.in_stream(stream):
                 made = function(batch.data(slot.tensors))
         finally:
             # After an error, too, the next fill of this slot waits for the work that is queued.
-            slot.filled = stream.record()
+            slot.filled = stream.record(timed=self._timed)
+        if self._timeline is not None and begun is not None:
+            self._timeline.add_timed("device_transform", slot.number, begun, slot.filled)
         slot.made = [tensor for tensor in tensors_in(made) if self._is_own(tensor)]
         batch.rebuild = lambda tensors: made
         slot.ready_s = self.counters.now()
@@ -569,7 +570,7 @@ class Transfer:
                 self._cache_transfer.lend(group, group.cached, tensors, slot.number, compute)
         # The positions of shared rows are not a part of the batch.
         del tensors[len(batch.parts) :]
-        slot.nbytes = sum(slot.needed[: len(batch.parts)])
+        slot.nbytes = sum(slot.needed[: len(batch.parts)]) + slot.adopted_nbytes
         # Most batches take as much as the one before.
         if slot.needed != self._needed:
             self._needed = slot.needed

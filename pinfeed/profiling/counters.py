@@ -221,6 +221,8 @@ class Counters:
             first_batch_s=self.first_batch_s + (starved_s if self._is_first else 0.0),
             read_s=self.read_s,
             source_s=self.source_s,
+            host_transform_s=self.host_transform_s,
+            device_transform_s=self.device_transform_s,
             copy_wait_s=self.copy_wait_s,
             write_s=self.write_s,
             late=self.late,

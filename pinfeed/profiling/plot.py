@@ -10,6 +10,7 @@ import numpy as np
 
 from pinfeed.errors import MissingDependency
 from pinfeed.memory.units import human
+from pinfeed.profiling.bottleneck import NOTABLE
 from pinfeed.profiling.plot_bars import (
     N_BINS,
     Row,
@@ -22,7 +23,7 @@ from pinfeed.profiling.plot_bars import (
 )
 from pinfeed.profiling.plot_style import BAND, COLOURS, FAINT, INK, LANE_NAMES, QUIET, SIGNAL
 from pinfeed.profiling.spans import THREADS, Lane, Span, clipped, extent, starved
-from pinfeed.profiling.stats import NOTABLE, Totals
+from pinfeed.profiling.stats import Totals
 
 _WIDTH_IN = 13.0
 _DPI = 100

@@ -6,7 +6,9 @@ from pinfeed.profiling.spans import WAITING, Lane, Span
 
 COLOURS: dict[Lane, str] = {
     "read": "#5b8db8",
+    "host_transform": "#3f6f9c",
     "copy": "#6bb0a6",
+    "device_transform": "#3f8f7d",
     "wait": "#d7263d",
     "lend": "#3d3d3d",
     "compute": "#e9b44c",
@@ -16,7 +18,9 @@ COLOURS: dict[Lane, str] = {
 }
 LANE_NAMES: dict[Lane, str] = {
     "read": "reading",
+    "host_transform": "host_transform",
     "copy": "copying to the device",
+    "device_transform": "device_transform",
     "wait": "the loop waits for a batch",
     "lend": "is handed it (overhead)",
     "compute": "computes",

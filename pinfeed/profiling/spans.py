@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, get_args
 
 from pinfeed.profiling.stats import Totals
 
-Lane = Literal["read", "copy", "wait", "lend", "compute", "write_wait", "device", "write"]
+Lane = Literal[
+    "read",
+    "host_transform",
+    "copy",
+    "device_transform",
+    "wait",
+    "lend",
+    "compute",
+    "write_wait",
+    "device",
+    "write",
+]
 """The kind of a span:
 
 - ``read``: a reader thread reads rows.
+- ``host_transform``: the user's function of the batch on the host runs. If a loader gives the
+  batch, this is within ``read``.
 - ``copy``: rows are copied to the device.
+- ``device_transform``: the user's function of the batch on the device runs; on an asynchronous
+  device, the work that it queued.
 - ``wait``: the loop has asked for a batch, which is not ready.
 - ``lend``: the batch is ready, and pinfeed hands it to the loop; this is its overhead.
 - ``compute``: the training step runs.
@@ -25,12 +41,17 @@ LANES: tuple[Lane, ...] = get_args(Lane)
 
 THREADS: dict[str, tuple[Lane, ...]] = {
     "read": ("read",),
+    "host_transform": ("host_transform",),
     "copy": ("copy",),
+    "device_transform": ("device_transform",),
     "loop": ("wait", "lend", "compute", "write_wait"),
     "device": ("device",),
     "write": ("write",),
 }
-"""Lanes by thread. Spans of one thread do not overlap, except ``write_wait`` and ``compute``."""
+"""Lanes by thread. Spans of one thread do not overlap, except ``write_wait`` and ``compute``.
+
+Functions of the user run in reader threads or in a stream of the device, and are shown apart.
+"""
 
 WAITING: tuple[Lane, ...] = ("wait", "lend", "write_wait")
 """Lanes of the loop in which it does not compute."""
@@ -133,9 +154,7 @@ def totals(
 ) -> Totals:
     """Return the totals of the time between two moments, as the counters would have counted it."""
     within = clipped(spans, start_s, end_s)
-    spent = dict.fromkeys(LANES, 0.0)
-    for span in within:
-        spent[span.lane] += span.end_s - span.start_s
+    spent = _seconds_by_lane(within)
     has_device = bool(spent["device"])
     lent = [span for span in within if span.lane == "lend"]
     waits = [span for span in within if span.lane == "wait"]
@@ -159,6 +178,8 @@ def totals(
         starved_s=starved_s,
         first_batch_s=min(first_s, starved_s),
         read_s=spent["read"],
+        host_transform_s=spent["host_transform"],
+        device_transform_s=spent["device_transform"],
         # Every reader has to wait for a copy.
         copy_wait_s=spent["copy"] * n_readers,
         write_s=spent["write"],
@@ -167,6 +188,19 @@ def totals(
         n_readers=n_readers,
         watched="device" if has_device else "loop",
     )
+
+
+def _seconds_by_lane(spans: Sequence[Span]) -> dict[str, float]:
+    """Return the seconds of each lane; reading is without the functions that a source called."""
+    spent: dict[str, float] = dict.fromkeys(LANES, 0.0)
+    reads_end = {(span.loop, span.batch): span.end_s for span in spans if span.lane == "read"}
+    for span in spans:
+        seconds = span.end_s - span.start_s
+        spent[span.lane] += seconds
+        read_end = reads_end.get((span.loop, span.batch), -math.inf)
+        if span.lane == "host_transform" and span.end_s <= read_end:
+            spent["read"] -= seconds
+    return spent
 
 
 def ready(spans: Iterable[Span]) -> list[tuple[float, int]]:

@@ -6,9 +6,10 @@ import logging
 import math
 from collections.abc import Callable
 
-from pinfeed.memory.units import human
+from pinfeed.memory.units import duration, human
+from pinfeed.profiling.bottleneck import STARVED, Bottleneck
 from pinfeed.profiling.counters import Counters
-from pinfeed.profiling.stats import STARVED, Bottleneck, Totals
+from pinfeed.profiling.stats import Totals
 
 WARM_UP_BATCHES = 5
 """First batches of every loop, which prove nothing because nothing was read ahead of them."""
@@ -21,6 +22,11 @@ STRETCH_BATCHES = 20
 _LOOK_S = 1.0
 
 _HINTS: dict[Bottleneck, str] = {
+    "host_transform": "It is your host_transform that is waited for, which is called for one batch "
+    "at a time: make it cheaper, or do its work once before training, in the worker processes of "
+    "the DataLoader, or in device_transform.",
+    "device_transform": "It is your device_transform that is waited for, which takes longer than "
+    "the training step: make it cheaper, or do its work once before training.",
     "copying": "Fewer bytes help (a smaller dtype, uint8 images that are converted on the device), "
     "or rows in a PinnedStore, which the GPU can read itself.",
     "writing": "The store's writes are slower than the loop: rows in memory (PinnedStore, "
@@ -34,6 +40,10 @@ _HINTS: dict[Bottleneck, str] = {
 }
 
 _WITHOUT_THREADS = "depth=0 needs no threads, which compete with the training step for the cores."
+
+_OR_FUNCTION = (
+    "If it is device_transform that takes long, which timeline=True tells, make that cheaper."
+)
 
 logger = logging.getLogger("pinfeed")
 
@@ -128,6 +138,8 @@ def explanation(
     change = _HINTS.get(cause) or hint(totals.source_s / totals.read_s if totals.read_s else 0.0)
     if cause in ("copying", "writing"):
         change = f"{change} {transfer_hint()}".rstrip()
+    if cause == "copying" and totals.device_transform_s:
+        change += f" {_OR_FUNCTION}"
     if cause == "overhead" and not totals.is_measured:
         change += f" {_WITHOUT_THREADS}"
     verdict = totals.verdict.replace("of the time", f"of the last {totals.seconds:.1f} s", 1)
@@ -139,12 +151,16 @@ def _numbers(totals: Totals, cause: Bottleneck) -> str:
     n = max(1, totals.batches)
     works = "gives the device its work" if totals.asynchronous else "works"
     threads = f"{totals.n_readers} reading thread{'s' * (totals.n_readers > 1)}"
+    # The bytes of objects that are no tensors are unknown.
+    size = f" ({human(totals.bytes / n)})" if totals.bytes else ""
     numbers = (
-        f"A batch of {totals.rows / n:,.0f} rows ({human(totals.bytes / n)}) takes "
+        f"A batch of {totals.rows / n:,.0f} rows{size} takes "
         f"{duration(totals.read_s / n)} to read, and the loop {works} for "
         f"{duration(totals.compute_s / n)} on it; with {threads}, {totals.readers_busy:.0%} "
         f"busy, and depth={totals.depth}, {totals.late} of {totals.batches} batches were late."
     )
+    if functions := totals.functions_in_words:
+        numbers += f" Functions on a batch take: {functions}."
     if cause == "overhead":
         numbers += f" pinfeed's own work took {duration(totals.overhead_s / n)} a batch."
     if cause == "writing":
@@ -152,12 +168,3 @@ def _numbers(totals: Totals, cause: Bottleneck) -> str:
     if cause == "copying":
         numbers += f" Readers waited for copies for {duration(totals.copy_wait_s / n)} a batch."
     return numbers
-
-
-def duration(seconds: float) -> str:
-    """Return a time as text for people: ``1.32 ms``, or ``7.64 µs`` below 0.1 ms."""
-    us = seconds * 1e6
-    ms = seconds * 1e3
-    if us < 99.95:
-        return f"{us:.3g} µs"
-    return f"{ms:.3g} ms" if ms < 999.5 else f"{ms:,.0f} ms"

@@ -10,46 +10,8 @@ from typing import Literal, TypeVar
 
 from pinfeed.memory.host import resident_bytes
 from pinfeed.memory.page_locked import locked_bytes
-from pinfeed.memory.units import human, human_rate
-
-Bottleneck = Literal[
-    "computing",
-    "reading",
-    "copying",
-    "writing",
-    "overhead",
-    "unevenness",
-    "start",
-    "loop",
-    "depth",
-]
-"""The part of the pipeline that the others wait for.
-
-``overhead``: batches are ready in time, but pinfeed takes long to hand them over. ``start``: loops
-are short, and nothing is read ahead of their first batch. ``loop``: the loop does almost nothing,
-so reading cannot be hidden behind it. ``depth``: nothing is read ahead at all.
-"""
-
-NOTABLE = 0.05
-"""Share of the time; a loop that waits for less computes as fast as it can."""
-STARVED = 0.2
-"""Share of the time; a loop that waits for more starves."""
-LIGHT_LOOP = 0.1
-"""Share of the time; a loop that works for less leaves nothing that reading could hide behind."""
-BUSY_READERS = 0.6
-"""Share of the time; readers that are busy for less would keep up with even batches."""
-
-_SENTENCES: dict[Bottleneck, str] = {
-    "computing": "computing is the bottleneck",
-    "reading": "reading is the bottleneck",
-    "copying": "copying to the device is the bottleneck",
-    "writing": "writing back is the bottleneck",
-    "overhead": "mostly for pinfeed's own work on each batch, not for data",
-    "unevenness": "batches come unevenly, though reading fits on average",
-    "start": "mostly for the first batch of a loop, ahead of which nothing is read",
-    "loop": "it does almost nothing that reading could hide behind",
-    "depth": "nothing is read ahead (depth=0)",
-}
+from pinfeed.memory.units import duration, human, human_rate
+from pinfeed.profiling.bottleneck import Bottleneck, bottleneck_of, verdict_of
 
 T = TypeVar("T", bound="Totals")
 
@@ -104,7 +66,11 @@ class Totals:
     batches: int = 0
     rows: int = 0
     bytes: int = 0
-    """Bytes lent to the loop, without those of rows that were in a cache on the device."""
+    """Bytes lent to the loop, without those of rows that were in a cache on the device.
+
+    An object of a batch that is no dense tensor counts 0, because its size is unknown. With
+    ``device_transform``, these are the bytes that the function is given.
+    """
     seconds: float = 0.0
     """Time within loops, in seconds as all times here."""
     wait_s: float = 0.0
@@ -136,8 +102,18 @@ class Totals:
 
     For a DataLoader it is the time that the loader took for its batch.
     """
+    host_transform_s: float = 0.0
+    """Time in which ``host_transform`` ran."""
+    device_transform_s: float = 0.0
+    """Time in which ``device_transform`` ran.
+
+    On a GPU, the function only queues its work. A timeline has the time of that work.
+    """
     copy_wait_s: float = 0.0
-    """Time in which reader threads waited for copies of earlier batches, summed over threads."""
+    """Time in which reader threads waited for copies of earlier batches, summed over threads.
+
+    The work of ``device_transform`` on these batches is included.
+    """
     write_s: float = 0.0
     """Time in which the writer thread wrote rows back."""
     late: int = 0
@@ -211,8 +187,18 @@ class Totals:
         )
 
     @property
+    def functions_in_words(self) -> str:
+        """Time of a batch in each function on batches; empty without such a function."""
+        n = max(1, self.batches)
+        times = {
+            "host_transform": self.host_transform_s,
+            "device_transform": self.device_transform_s,
+        }
+        return ", ".join(f"{name} {duration(s / n)}" for name, s in times.items() if s)
+
+    @property
     def rates(self) -> str:
-        """Rows and bytes per second as people read them; rows alone if no bytes were moved."""
+        """Rows and bytes per second as people read them; rows alone if the bytes are unknown."""
         moved = f", {human_rate(1e9 * self.gb_per_s)}" if self.bytes else ""
         return f"{self.rows_per_s:,.0f} rows/s{moved}"
 
@@ -224,34 +210,12 @@ class Totals:
     @property
     def bottleneck(self) -> Bottleneck:
         """The part of the pipeline that the others wait for."""
-        if self.starved < NOTABLE:
-            return "computing"
-        if self.depth == 0:
-            return "depth"
-        if self.write_wait_s > self.wait_s + self.overhead_s:
-            return "writing"
-        if self.first_batch_s > self.starved_s / 2:
-            return "start"
-        is_light = self.compute_s < LIGHT_LOOP * self.seconds and not self.asynchronous
-        if self.overhead_s > self.wait_s and not is_light:
-            return "overhead"
-        if self.copy_wait_s > self.read_s:
-            return "copying"
-        if is_light:
-            return "loop"
-        return "reading" if self.readers_busy >= BUSY_READERS else "unevenness"
+        return bottleneck_of(self)
 
     @property
     def verdict(self) -> str:
         """A sentence that says how long the loop waited, and for what."""
-        if not self.seconds:
-            return "no loop has run"
-        because = _SENTENCES[self.bottleneck]
-        if self.bottleneck == "depth" and self.is_measured:
-            because = "prefetching was measured to be slower (depth=0)"
-        if self.bottleneck == "reading" and self.starved < STARVED:
-            because = "reading takes about as long as computing"
-        return f"the {self.watched} waited {self.starved:.0%} of the time: {because}"
+        return verdict_of(self)
 
     def as_dict(self) -> dict[str, float]:
         """Return numbers for a logger, with the units in their names."""
@@ -268,6 +232,8 @@ class Totals:
             "compute_s": self.compute_s,
             "read_s": self.read_s,
             "source_s": self.source_s,
+            "host_transform_s": self.host_transform_s,
+            "device_transform_s": self.device_transform_s,
             "copy_wait_s": self.copy_wait_s,
             "write_s": self.write_s,
             "loop_s": self.seconds,
@@ -297,10 +263,12 @@ class Totals:
 
     def __str__(self) -> str:
         seconds = f"{self.seconds:.2f} s" if self.seconds >= 0.1 else f"{1e3 * self.seconds:.1f} ms"
+        functions = self.functions_in_words
+        per_batch = f"; functions on a batch: {functions}" if functions else ""
         cache = f"; cache: {self.cache_in_words}" if self.cache_lookups else ""
         return (
             f"{self.batches} batches, {self.rows} rows in {seconds}: {self.rates}; {self.verdict}"
-            f"{cache}"
+            f"{per_batch}{cache}"
         )
 
 
@@ -350,6 +318,8 @@ class FeederStats(Totals):
             ("readers were busy", f"{self.readers_busy:.0%} of {threads}"),
             ("prefetching", self.depth_in_words),
         ]
+        if self.functions_in_words:
+            rows.append(("functions on a batch", self.functions_in_words))
         if self.cache_lookups:
             rows.append(("cache", self.cache_in_words))
         rows += [(f"memory, {name}", text) for name, text in self.memory._texts()]

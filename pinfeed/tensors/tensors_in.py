@@ -1,8 +1,10 @@
-"""tensors_in(): the dense tensors that an object consists of."""
+"""tensors_in() and others: the dense tensors of an object, and the memory that they are in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+import math
+from collections.abc import Container, Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -22,6 +24,42 @@ def tensors_in(value: Any) -> list[Any]:
     tensor consists of several.
     """
     return list(_tensors_in(value, set()))
+
+
+def memory_of(value: Any) -> frozenset[int]:
+    """Return a number for each memory that the tensors of an object are in.
+
+    No other memory has the number as long as the object exists.
+    """
+    return frozenset(memory for memory, _ in map(_memory_of, tensors_in(value)))
+
+
+def nbytes_of(value: Any, known: Container[int]) -> tuple[int, int]:
+    """Return the bytes of the tensors of an object, and those of the memory that they are in.
+
+    Args:
+        value: The object.
+        known: Memory that is not counted, as ``memory_of`` numbers it.
+    """
+    tensors = tensors_in(value)
+    memory = dict(map(_memory_of, tensors))
+    new = [nbytes for number, nbytes in memory.items() if number not in known]
+    return sum(map(_nbytes, tensors)), sum(new)
+
+
+def _memory_of(tensor: Any) -> tuple[int, int]:
+    # Some tensors have no storage.
+    with contextlib.suppress(AttributeError, RuntimeError):
+        storage = tensor.untyped_storage()
+        # One without data, such as that of a simulated device, has no address.
+        return storage.data_ptr() or storage._cdata, storage.nbytes()
+    # An array of a simulated device has its memory as an attribute.
+    return id(getattr(tensor, "memory", tensor)), _nbytes(tensor)
+
+
+def _nbytes(tensor: Any) -> int:
+    # Arrays of other libraries have dtypes of their own.
+    return int(math.prod(tensor.shape) * getattr(tensor.dtype, "itemsize", 0))
 
 
 def _tensors_in(value: Any, seen: set[int]) -> Iterator[Any]:

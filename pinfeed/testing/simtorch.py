@@ -14,8 +14,9 @@ Sparse tensors are not simulated. Operations that draw random numbers wait for t
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -151,7 +152,8 @@ class SimTorchDevice(SimDevice):
     def _done_or_queued(self, func: Any, args: Any, kwargs: Any) -> Any:
         operation = _Operation(func, args, kwargs)
         if operation.is_view:
-            memory = next(leaf.memory for leaf in operation.leaves if isinstance(leaf, SimTensor))
+            leaves = tree_iter((args, kwargs))
+            memory = next(leaf.memory for leaf in leaves if isinstance(leaf, SimTensor))
             return tree_map(lambda raw: SimTensor(self, memory, raw), operation.call()())
         if operation.is_in_place:
             self._current._enqueue(operation.call())
@@ -207,7 +209,6 @@ class _Operation:
         self.func = func
         self.args = args
         self.kwargs = kwargs
-        self.leaves, self.spec = tree_flatten((args, kwargs))
         self.slots = func._schema.arguments
         self.returns = func._schema.returns
         self.written = [
@@ -242,15 +243,9 @@ class _Operation:
         Args:
             snapshot: Copy host tensors, so that later changes of them do not matter.
         """
-        func = self.func
-        spec = self.spec
-        leaves = [_raw(leaf, snapshot) for leaf in self.leaves]
-
-        def run() -> Any:
-            args, kwargs = tree_unflatten(leaves, spec)
-            return func(*args, **kwargs)
-
-        return run
+        args = _raw(self.args, snapshot)
+        kwargs = {name: _raw(value, snapshot) for name, value in self.kwargs.items()}
+        return functools.partial(self.func, *args, **kwargs)
 
     def aliased(self) -> Any:
         """Return the arguments that the operation returns."""
@@ -271,31 +266,65 @@ class _Operation:
         """
         if self.written or self._draws or self.kwargs.get("device") == _CPU:
             return None
-        args, kwargs = tree_unflatten([_shape(leaf) for leaf in self.leaves], self.spec)
-        try:
-            found, spec = tree_flatten(self.func(*args, **kwargs))
-        except (NotImplementedError, RuntimeError, TypeError):
-            # torch raises any of these if it needs values. A real mistake is raised again with
-            # values.
-            return None
-        plain = all(
-            isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided for leaf in found
-        )
-        return (found, spec) if found and plain else None
+        kwargs = tuple((name, _frozen(value)) for name, value in self.kwargs.items())
+        return _result_shapes(self.func, _frozen(self.args), kwargs)
 
     def _argument(self, i: int) -> Any:
         return self.args[i] if i < len(self.args) else self.kwargs.get(self.slots[i].name)
 
 
-def _raw(leaf: Any, snapshot: bool) -> Any:
-    if isinstance(leaf, SimTensor):
-        return leaf.raw
-    if isinstance(leaf, torch.Tensor):
-        return leaf.clone() if snapshot else leaf
-    return _CPU if leaf == META else leaf
+def _raw(value: Any, snapshot: bool) -> Any:
+    if isinstance(value, SimTensor):
+        return value.raw
+    if isinstance(value, torch.Tensor):
+        return value.clone() if snapshot else value
+    if isinstance(value, list | tuple):
+        return [_raw(one, snapshot) for one in value]
+    return _CPU if value == META else value
 
 
-def _shape(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=META)
+class _Like(NamedTuple):
+    """Geometry of a tensor."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Typed(NamedTuple):
+    """An argument with its type, because ``1``, ``1.0`` and ``True`` are equal."""
+
+    type: type
+    value: Any
+
+
+def _frozen(value: Any) -> Any:
+    """Return an argument as a key, with the geometry of a tensor in place of the tensor."""
+    if isinstance(value, torch.Tensor):
+        return _Like(tuple(value.shape), value.stride(), value.dtype)
+    if isinstance(value, list | tuple):
+        return tuple(map(_frozen, value))
+    return _Typed(type(value), value)
+
+
+def _shaped(key: Any) -> Any:
+    """Return the argument of a key, with tensors without values."""
+    if isinstance(key, _Like):
+        return torch.empty_strided(key.shape, key.strides, dtype=key.dtype, device=META)
+    return key.value if isinstance(key, _Typed) else [_shaped(one) for one in key]
+
+
+# A loop repeats its operations, and torch takes longer to find a shape than to compute so little.
+@functools.lru_cache(maxsize=1 << 14)
+def _result_shapes(
+    func: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
+) -> tuple[list[torch.Tensor], TreeSpec] | None:
+    try:
+        found, spec = tree_flatten(
+            func(*_shaped(args), **{name: _shaped(value) for name, value in kwargs})
+        )
+    except (NotImplementedError, RuntimeError, TypeError):
+        # torch raises any of these if it needs values. A real mistake is raised again with values.
+        return None
+    plain = all(isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided for leaf in found)
+    return (found, spec) if found and plain else None

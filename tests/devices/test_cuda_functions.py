@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from pinfeed import Feeder, HostEmbedding, PinnedStore, RowOptimizer, train_rows, wrap_loader
+from pinfeed import (
+    Config,
+    Feeder,
+    HostEmbedding,
+    MiB,
+    PinnedStore,
+    RowOptimizer,
+    train_rows,
+    wrap_loader,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -116,3 +125,43 @@ def test_a_loop_that_is_left_has_ended_its_functions() -> None:
         # Memory that the loop has freed.
         ones = [torch.ones((SIZE, 16), device="cuda") for _ in range(8)]
         assert all(bool((one == 1).all()) for one in ones)
+
+
+def test_memory_of_functions_is_within_the_plan() -> None:
+    def worked_on(x: torch.Tensor) -> torch.Tensor:
+        torch.cuda._sleep(LATE)
+        return (x.double() * 2).float()
+
+    x = np.ones((4096, 4096), np.float32)
+    limits = Config(cpu_memory_limit=MiB(64), gpu_memory_limit=MiB(64))
+    before = torch.cuda.memory_allocated()
+    with Feeder(x, config=limits, device="cuda", device_transform=worked_on) as feeder:
+        items = {item.what: item.nbytes for item in feeder.plan.items}
+        nbytes = feeder.plan.batch_size * x.strides[0]
+        assert items["results of device_transform"] == pytest.approx(nbytes, rel=0.1)
+        # Two tensors of double precision, and the batch itself.
+        assert items["work of device_transform"] >= 2 * nbytes
+        torch.cuda.reset_peak_memory_stats()
+        for batch in feeder:
+            torch.cuda._sleep(2 * LATE)
+            del batch
+        assert torch.cuda.max_memory_allocated() - before <= feeder.plan.device_bytes <= MiB(64)
+
+
+def test_a_timeline_has_the_work_of_functions() -> None:
+    def worked_on(x: torch.Tensor) -> torch.Tensor:
+        torch.cuda._sleep(LATE)
+        return x + 1
+
+    with Feeder(
+        X, batch_size=SIZE, device="cuda", device_transform=worked_on, timeline=True
+    ) as feeder:
+        # The first loop sets the clock.
+        list(feeder)
+        list(feeder)
+        spans = [span for span in feeder.timeline.spans if span.loop == 1]
+    worked = [span for span in spans if span.lane == "device_transform"]
+    assert [span.batch for span in worked] == list(range(N // SIZE))
+    assert all(span.end_s - span.start_s > 0.5e-3 for span in worked)
+    copies = {span.batch: span for span in spans if span.lane == "copy"}
+    assert all(copies[span.batch].end_s <= span.start_s + 1e-6 for span in worked)

@@ -303,7 +303,7 @@ def test_a_header_that_numpy_takes_or_refuses(
     same_as_numpy(scratch / "x.npy", content)
 
 
-@settings(max_examples=1000, derandomize=True, **QUIET)
+@settings(max_examples=400, derandomize=True, **QUIET)
 @given(
     header=other_headers,
     version=st.sampled_from([1, 2, 3]),
@@ -313,7 +313,7 @@ def test_any_npy_header(scratch: Path, header: str, version: int, encoding: str)
     same_as_numpy(scratch / "x.npy", npy_file(header, version, 0, encoding))
 
 
-@settings(max_examples=300, **QUIET)
+@settings(max_examples=150, **QUIET)
 @given(content=npy_files)
 def test_any_npy_file(scratch: Path, content: bytes) -> None:
     same_as_numpy(scratch / "x.npy", content)

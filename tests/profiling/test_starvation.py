@@ -13,13 +13,13 @@ from torch.utils.data import DataLoader
 import pinfeed
 from pinfeed import ArrayStore, MmapStore, wrap_readers
 from pinfeed.devices.cpu import HostDevice
+from pinfeed.memory.units import duration
 from pinfeed.pipeline.sources.dataloader import LoaderSource
 from pinfeed.profiling.counters import Counters
 from pinfeed.profiling.starvation import (
     STRETCH_BATCHES,
     WARM_UP_BATCHES,
     StarvationMonitor,
-    duration,
     explanation,
 )
 from pinfeed.profiling.stats import Totals
@@ -113,6 +113,61 @@ def test_seconds_of_a_batch_are_not_written_in_powers_of_ten() -> None:
         depth=2,
     )
     assert "(8 B) takes 12,346 ms to read" in explanation(found, lambda share: "")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "bottleneck", "words"),
+    [
+        ({"read_s": 2.0, "host_transform_s": 7.0}, "host_transform", "It is your host_transform"),
+        # Four threads read, and one at a time calls the function.
+        (
+            {"read_s": 12.0, "host_transform_s": 8.0, "n_readers": 4},
+            "host_transform",
+            "take: host_transform 800 ms.",
+        ),
+        (
+            {"read_s": 1.0, "device_transform_s": 8.0},
+            "device_transform",
+            "device_transform is the bottleneck",
+        ),
+        # One thread calls both functions.
+        (
+            {"host_transform_s": 4.0, "device_transform_s": 5.0},
+            "device_transform",
+            "host_transform 400 ms, device_transform 500 ms",
+        ),
+        ({"read_s": 7.0, "source_s": 3.5, "host_transform_s": 6.5}, "reading", "share 0.50"),
+        (
+            {"read_s": 1.0, "device_transform_s": 0.1, "copy_wait_s": 8.0, "asynchronous": True},
+            "copying",
+            "If it is device_transform that takes long",
+        ),
+        (
+            {"copy_wait_s": 6.0, "device_transform_s": 8.0, "watched": "device"},
+            "device_transform",
+            "takes longer than the training step",
+        ),
+        (
+            {"copy_wait_s": 8.0, "device_transform_s": 7.0, "watched": "device"},
+            "copying",
+            "copying to the device is the bottleneck",
+        ),
+        ({"read_s": 4.0, "host_transform_s": 5.0}, "unevenness", "A higher depth"),
+    ],
+)
+def test_functions_on_batches_that_are_waited_for(
+    seconds: dict[str, Any], bottleneck: str, words: str
+) -> None:
+    found = Totals(batches=10, rows=80, seconds=10.0, wait_s=6.0, starved_s=6.0, depth=2, **seconds)
+    assert found.bottleneck == bottleneck
+    assert words in explanation(found, lambda share: f"share {share:.2f}")
+
+
+def test_unknown_bytes_are_not_named() -> None:
+    found = Totals(
+        batches=1, rows=8, seconds=50.0, wait_s=40.0, starved_s=40.0, read_s=1.0, depth=2
+    )
+    assert "A batch of 8 rows takes 1,000 ms to read" in explanation(found, lambda share: "")
 
 
 @pytest.mark.parametrize(

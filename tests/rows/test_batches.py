@@ -23,36 +23,34 @@ from pinfeed.rows.batches import OrderBatches, RowBatches
 from pinfeed.rows.orders import Order, per_rank, sequential, shuffled
 from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch
 
-
 # -- batches of orders -----------------------------------------------------------------------------
-@pytest.mark.parametrize("drop_last", [False, True])
+SIZES = [
+    (1, 1),
+    (1, 5),
+    (20, 1),
+    (20, 20),
+    (20, 21),
+    (100, 7),
+    (1000, 10),
+    (40_000, 9000),
+    (40_000, 17_000),
+]
+"""Numbers of rows, and of rows in a batch."""
+
+
 @pytest.mark.parametrize("order", ORDERS, ids=repr)
-@pytest.mark.parametrize(
-    ("n", "batch_size"),
-    [
-        (1, 1),
-        (1, 5),
-        (20, 1),
-        (20, 20),
-        (20, 21),
-        (100, 7),
-        (1000, 10),
-        (40_000, 9000),
-        (40_000, 17_000),
-    ],
-)
-def test_batches_of_an_order_are_the_order_in_pieces(
-    order: Order, n: int, batch_size: int, drop_last: bool
-) -> None:
-    batches = OrderBatches(order, n, batch_size, drop_last)
-    got, rows = rows_of(batches, 3), whole(order, n, 3).tolist()
-    want = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
-    if drop_last and want and len(want[-1]) < batch_size:
-        want.pop()
-    assert got == want
-    assert len(batches) == len(got)
-    for start in {0, 1, len(got) // 2, max(0, len(got) - 1), len(got)}:
-        assert rows_of(batches, 3, start) == got[start:]
+def test_batches_of_an_order_are_the_order_in_pieces(order: Order) -> None:
+    for (n, batch_size), drop_last in itertools.product(SIZES, (False, True)):
+        case = f"{n} rows, batch_size={batch_size}, drop_last={drop_last}"
+        batches = OrderBatches(order, n, batch_size, drop_last)
+        got, rows = rows_of(batches, 3), whole(order, n, 3).tolist()
+        want = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
+        if drop_last and want and len(want[-1]) < batch_size:
+            want.pop()
+        assert got == want, case
+        assert len(batches) == len(got), case
+        for start in {0, 1, len(got) // 2, max(0, len(got) - 1), len(got)}:
+            assert rows_of(batches, 3, start) == got[start:], f"{case}, from batch {start}"
 
 
 def test_batches_are_the_users_to_change() -> None:

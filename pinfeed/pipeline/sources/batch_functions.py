@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, NamedTuple
 
 from pinfeed.errors import ArgumentError, add_note
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.validation.functions import takes_generator
+
+
+class FunctionCall(NamedTuple):
+    """Time of a call, on the clock of the loop's counters."""
+
+    number: int
+    """Number of the batch."""
+    start_s: float
+    end_s: float
 
 
 class Seed(NamedTuple):
@@ -48,20 +57,30 @@ class BatchFunction:
         self._name = name
         self._function = function
         self._device = device
-        self._seconds = 0.0
+        self._calls: list[FunctionCall] = []
+        self.returned_nbytes = 0
+        """Most bytes of the tensors that a call has returned so far."""
+        self.new_nbytes = 0
+        """Most bytes of memory that these are in, without the memory of what the call was given."""
+        self.now = time.perf_counter
+        """Clock of the calls, in seconds."""
 
-    def __call__(self, batch: Any, epoch: int, number: int) -> Any:
+    def __call__(
+        self, batch: Any, epoch: int, number: int, given: Container[int] = frozenset()
+    ) -> Any:
         """Return what the function makes of a batch.
 
         Args:
             batch: The batch.
             epoch: Number of the epoch.
             number: Number of the batch in its epoch.
+            given: Memory of the batch that is known to the loop, as ``memory_of`` numbers it.
 
         Raises:
             Exception: If the function raised it; a note names the batch.
             ArgumentError: If the function returned None.
         """
+        from pinfeed.tensors.tensors_in import nbytes_of
         from pinfeed.tensors.torch_modes import no_grad, seeded_generator
 
         which = f"{self._name} of batch {number}, epoch {epoch}"
@@ -69,7 +88,7 @@ class BatchFunction:
         if self.takes_generator:
             generator = seeded_generator(self._device, self.seed.entropy(epoch, number))
             function = functools.partial(function, generator=generator)
-        begun_s = time.perf_counter()
+        start_s = self.now()
         try:
             with no_grad():
                 made = guarded(function, batch)
@@ -79,19 +98,22 @@ class BatchFunction:
         finally:
             # An error's traceback keeps this frame, which must not keep the batch.
             del batch
-            self._seconds += time.perf_counter() - begun_s
+            self._calls.append(FunctionCall(number, start_s, self.now()))
         if made is None:
             raise ArgumentError(
                 f"{which} returned None; expected a batch; return the batch at the end of the "
                 "function"
             )
+        returned_nbytes, new_nbytes = nbytes_of(made, given)
+        self.returned_nbytes = max(self.returned_nbytes, returned_nbytes)
+        self.new_nbytes = max(self.new_nbytes, new_nbytes)
         return made
 
-    def take_seconds(self) -> float:
-        """Return the seconds of all calls since this was asked last.
+    def take_calls(self) -> list[FunctionCall]:
+        """Return all calls since this was asked last.
 
         The thread that makes the calls asks.
         """
-        seconds = self._seconds
-        self._seconds = 0.0
-        return seconds
+        calls = self._calls
+        self._calls = []
+        return calls

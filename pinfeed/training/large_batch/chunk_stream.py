@@ -29,7 +29,7 @@ class ChunkStream:
         self._spec = spec
         self._device = device
         self._loader = ChunkLoader()
-        self._feeder: LoaderFeeder | None = None
+        self._feeder: LoaderFeeder[Any] | None = None
 
     def chunks(self, inputs: Any, targets: Any, size: int) -> Chunks:
         """Yield the chunks of a batch, which may be on the host or on the device."""

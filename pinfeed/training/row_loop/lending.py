@@ -88,7 +88,7 @@ class RowLending:
                 [(lent.table.name, lent.names, lent.stores) for lent in self._tables]
             )
 
-    def reserve(self, loop: RowLoop, stack: contextlib.ExitStack) -> None:
+    def reserve(self, loop: RowLoop[Any], stack: contextlib.ExitStack) -> None:
         """Reserve all tables for a loop that begins, until ``stack`` is closed.
 
         Raises:
@@ -103,7 +103,7 @@ class RowLending:
             lent.begin(loop)
             stack.callback(lent.end)
 
-    def release(self, loop: RowLoop) -> None:
+    def release(self, loop: RowLoop[Any]) -> None:
         """Release the tables that are still reserved for a loop that has ended."""
         for lent in self._tables:
             if lent.is_reserved(loop):
@@ -198,7 +198,7 @@ class RowLending:
             )
 
     @contextlib.contextmanager
-    def evaluating(self, loop: RowLoop) -> Iterator[None]:
+    def evaluating(self, loop: RowLoop[Any]) -> Iterator[None]:
         """Flush all changes, and lend no rows until the context is left.
 
         Raises:

@@ -98,7 +98,7 @@ class LentTable:
         self.table._require_not_lent()
         self._require_separate(None)
 
-    def _require_separate(self, loop: RowLoop | None) -> None:
+    def _require_separate(self, loop: RowLoop[Any] | None) -> None:
         """Check that no loop but ``loop`` lends a table that shares the rows.
 
         Raises:
@@ -127,11 +127,11 @@ class LentTable:
         self.trainable = self.table.trainable
         return self.trainable and not before
 
-    def is_reserved(self, loop: RowLoop) -> bool:
+    def is_reserved(self, loop: RowLoop[Any]) -> bool:
         """Return whether the table is reserved for ``loop``."""
         return self.table._lender is loop
 
-    def begin(self, loop: RowLoop) -> None:
+    def begin(self, loop: RowLoop[Any]) -> None:
         """Reserve the table for ``loop``, which begins.
 
         Raises:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from types import GeneratorType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, overload
 
 from pinfeed.devices.base import Device
 from pinfeed.errors import ArgumentError
+from pinfeed.feeders.base import T_co
 from pinfeed.feeders.batch_functions import check_seed_of_functions
 from pinfeed.feeders.dataloader import LoaderFeeder
 from pinfeed.feeders.hints import TABLE_LOOP_HINTS
@@ -35,6 +36,47 @@ from pinfeed.validation.safe_repr import safe_repr
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from pinfeed.feeders.typed import Function, T, TrainArguments, U
+
+
+@overload
+def train_rows(
+    loader: Any,
+    tables: Mapping[HostEmbedding, Any],
+    *,
+    device_transform: Function[U],
+    host_transform: Function[Any] | None = None,
+    **options: Unpack[TrainArguments],
+) -> RowLoop[U]: ...
+
+
+@overload
+def train_rows(
+    loader: Any,
+    tables: Mapping[HostEmbedding, Any],
+    *,
+    host_transform: Function[U],
+    device_transform: None = None,
+    **options: Unpack[TrainArguments],
+) -> RowLoop[U]: ...
+
+
+@overload
+def train_rows(
+    loader: Iterable[T], tables: Mapping[HostEmbedding, Any], **options: Unpack[TrainArguments]
+) -> RowLoop[T]: ...
+
+
+@overload
+def train_rows(
+    loader: Any,
+    tables: Mapping[HostEmbedding, Any],
+    *,
+    host_transform: None = None,
+    device_transform: None = None,
+    **options: Unpack[TrainArguments],
+) -> RowLoop[Any]: ...
+
 
 @explain_arguments(TABLE_LOOP_HINTS, options=TableLoopOptions)
 def train_rows(
@@ -48,7 +90,7 @@ def train_rows(
     device: Any = "auto",
     route: str | None = None,
     **options: Unpack[TableLoopOptions],
-) -> RowLoop:
+) -> RowLoop[Any]:
     """Iterate a loader's batches on the device, together with the table rows that they look up.
 
     A few batches ahead, background threads ask the loader for a batch, collect the distinct ids
@@ -151,7 +193,7 @@ def check_loop_options(
     return depth, look_ahead
 
 
-class RowLoop(LoaderFeeder):
+class RowLoop(LoaderFeeder[T_co]):
     """Loop over a loader's batches and the table rows that they look up; an epoch per iteration.
 
     ``train_rows`` and ``read_rows`` return it.
@@ -212,7 +254,7 @@ class RowLoop(LoaderFeeder):
             f"{self._loop}>"
         )
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[T_co]:
         """Begin the loader's next epoch, with its batches and the rows of the tables on the device.
 
         Raises:
@@ -237,11 +279,14 @@ class RowLoop(LoaderFeeder):
 
     @property
     def plan(self) -> Plan:
-        """Memory of the caches of the tables. That of the batches is not known in advance."""
+        """Memory of the caches of the tables. That of the batches is not known in advance.
+
+        What functions on batches return is counted as measured so far.
+        """
         caches = self._caches
         notes = cache_notes(self._tables, caches, self._device)
         is_direct = all(map(self._device.reaches, self._stores))
-        return Plan(
+        plan = Plan(
             0,
             self._schedule.depth,
             "direct" if is_direct else "staged",
@@ -249,6 +294,7 @@ class RowLoop(LoaderFeeder):
             notes=(*[self._route] * bool(self._route), *notes),
             measures_depth=self._schedule.measures_depth,
         )
+        return self._functions.with_measured(plan, unified=self._device.unified)
 
     @property
     def exchanged(self) -> Exchanged:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, overload
 
 from pinfeed.feeders.hints import READ_LOOP_HINTS
 from pinfeed.feeders.options import TableLoopOptions
@@ -15,6 +15,47 @@ from pinfeed.validation.arguments import explain_arguments
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from pinfeed.feeders.typed import Function, T, TableLoopArguments, U
+
+
+@overload
+def read_rows(
+    loader: Any,
+    tables: Mapping[HostEmbedding, Any],
+    *,
+    device_transform: Function[U],
+    host_transform: Function[Any] | None = None,
+    **options: Unpack[TableLoopArguments],
+) -> RowLoop[U]: ...
+
+
+@overload
+def read_rows(
+    loader: Any,
+    tables: Mapping[HostEmbedding, Any],
+    *,
+    host_transform: Function[U],
+    device_transform: None = None,
+    **options: Unpack[TableLoopArguments],
+) -> RowLoop[U]: ...
+
+
+@overload
+def read_rows(
+    loader: Iterable[T], tables: Mapping[HostEmbedding, Any], **options: Unpack[TableLoopArguments]
+) -> RowLoop[T]: ...
+
+
+@overload
+def read_rows(
+    loader: Any,
+    tables: Mapping[HostEmbedding, Any],
+    *,
+    host_transform: None = None,
+    device_transform: None = None,
+    **options: Unpack[TableLoopArguments],
+) -> RowLoop[Any]: ...
 
 
 @explain_arguments(READ_LOOP_HINTS, options=TableLoopOptions)
@@ -28,7 +69,7 @@ def read_rows(
     device: Any = "auto",
     route: str | None = None,
     **options: Unpack[TableLoopOptions],
-) -> RowLoop:
+) -> RowLoop[Any]:
     """Iterate a loader's batches with the table rows that they look up, without training them.
 
     The rows are prefetched as in ``train_rows``. They have no gradients, in any mode of the model,

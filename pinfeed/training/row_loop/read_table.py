@@ -32,7 +32,7 @@ class ReadTable(LentTable):
     def __init__(self, table: HostEmbedding, ids: Any) -> None:
         super().__init__(table, ids, None)
         self.trainable = False
-        self._loop: RowLoop | None = None
+        self._loop: RowLoop[Any] | None = None
         self._rows: BatchRows | None = None
 
     def require_idle(self) -> None:
@@ -46,10 +46,10 @@ class ReadTable(LentTable):
                 "on all ranks at once, or loop over read_rows after the epoch"
             )
 
-    def is_reserved(self, loop: RowLoop) -> bool:
+    def is_reserved(self, loop: RowLoop[Any]) -> bool:
         return self._loop is loop
 
-    def begin(self, loop: RowLoop) -> None:
+    def begin(self, loop: RowLoop[Any]) -> None:
         self._loop = loop
         self.unbind()
         note_lent(self)

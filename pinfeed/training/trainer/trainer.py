@@ -365,7 +365,9 @@ def _is_feeder(loader: Any) -> bool:
     return isinstance(loader, (Feeder, LoaderFeeder))
 
 
-def _prefetched(loader: Any, device: torch.device, options: StrategyOptions) -> LoaderFeeder | None:
+def _prefetched(
+    loader: Any, device: torch.device, options: StrategyOptions
+) -> LoaderFeeder[Any] | None:
     """Return a feeder of the loader's batches; None if batches are prefetched in another way.
 
     A limit has batches prefetched in chunks, and a feeder prefetches its own batches.

@@ -357,7 +357,8 @@ def test_rows_that_are_read_at_any_depth(tmp_path: Path, depth: int, cache: Any)
             assert not got.requires_grad
     with torch.inference_mode():
         assert torch.equal(looked_up(table, loop)[0], torch.from_numpy(rows[TESTS[0]]))
-    assert len(loop.plan.items) == (2 if cache else 0)
+    of_caches = [item for item in loop.plan.items if "host_transform" not in item.what]
+    assert len(of_caches) == (2 if cache else 0)
     table.close()
 
 
