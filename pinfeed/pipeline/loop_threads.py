@@ -26,8 +26,8 @@ _CLOSED = (
 class LoopThreads:
     """Reader threads and writer threads of one loop.
 
-    ``start_readers`` starts the readers, and the thread that calls the user's functions of batches.
-    The writers start with the first write-back: one queues the copies to the host, the other
+    ``start_readers`` starts the readers, and the thread that calls functions on batches. The
+    writers start with the first write-back: one queues the copies to the host, the other
     scatters the rows that have arrived, and may have helpers. At depth 0 there are no threads, and
     the caller makes every call itself. A loop with threads may do so, too, while no call of its
     threads is left.
@@ -65,7 +65,7 @@ class LoopThreads:
         """Start the reader threads.
 
         Args:
-            calls_functions: Whether to start the thread that calls functions of batches, too.
+            calls_functions: Whether to start the thread that calls functions on batches, too.
         """
         if self._schedule.depth and self._reader is None:
             self._reader = self._device.worker("pinfeed-read", self._schedule.n_readers)
@@ -128,7 +128,7 @@ class LoopThreads:
         return self._scatter_helpers
 
     def join_readers(self) -> None:
-        """Wait until the readers, and the thread behind them, have made all calls."""
+        """Wait until the readers, and the thread that calls functions on batches, have ended."""
         for worker in (self._reader, self._transformer):
             if worker is not None:
                 worker.shutdown(wait=True)

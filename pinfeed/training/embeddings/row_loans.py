@@ -1,4 +1,4 @@
-"""RowLender and ReadLoans: the loops that lend rows of a table."""
+"""RowLender and ReadLoans: loops that lend rows of a table."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class RowLender(Protocol):
         """
 
     def release_tables(self) -> None:
-        """Release the tables if the loop has ended without doing so, or cannot go on.
+        """Release the tables if the loop has ended without doing so, or cannot continue.
 
-        Interrupts can keep a loop from releasing its tables. A loop cannot go on if only
+        Interrupts can keep a loop from releasing its tables. A loop cannot continue if only
         tracebacks keep its iterator.
         """
 
@@ -97,6 +97,6 @@ class ReadLoans:
             loop.release_tables()
         if self._loans:
             raise ClosedError(
-                f"a loop over read_rows of {table} is running; end it first: leave its body, or "
-                "close() what read_rows returned"
+                f"a loop over read_rows of {table} is running; end it first by break, or by "
+                "close() of what read_rows returned"
             )

@@ -157,7 +157,7 @@ class HostEmbedding(nn.Module):
         pin: Pin = "auto",
         **options: Any,
     ) -> Any:
-        """Make a table of existing rows, which it shares unless they are copied to be pinned.
+        """Make a table of existing rows, which it shares, or copies if ``pin`` is True.
 
         Args:
             embeddings: The rows: a 2-d tensor or array, a path of a .npy file, or a Store. A file
@@ -165,10 +165,10 @@ class HostEmbedding(nn.Module):
             freeze: Whether the rows are not trained.
             name: As for the class.
             pin: Whether the rows are copied into page-locked memory, as by
-                ``PinnedStore(embeddings)``, so that a GPU reads them itself. The table then trains
-                the copy, which is ``table.store``. With ``"auto"`` or False, the rows stay where
-                they are. They cannot be pinned there, because a fork would separate the pages of
-                the process from those of the GPU.
+                ``PinnedStore(embeddings)``, so that a GPU reads them itself. The table then has and
+                trains the copy, which is ``table.store``. With ``"auto"`` or False, the rows stay
+                in their memory. They cannot be pinned there, because a fork would separate the
+                pages of the process from those of the GPU.
             options: As for the class: ``padding_idx``, ``max_norm``, ``norm_type``,
                 ``scale_grad_by_freq``, ``device_cache``; ``overwrite`` for the files of its
                 optimizer's state.
@@ -254,8 +254,8 @@ class HostEmbedding(nn.Module):
                 return read[0]
             self._refuse_in_evaluation("weight")
             raise ClosedError(
-                f"{self.name} has rows on the device only in the body of a loop over train_rows or "
-                "read_rows; outside: read(ids), store"
+                f"{self.name} has rows on the device only inside a loop over train_rows or "
+                "read_rows; outside, use read(ids) or store"
             )
         lent.may_be_trained |= self.training
         return lent
@@ -327,8 +327,8 @@ class HostEmbedding(nn.Module):
             self._lender.release_tables()
         if self._lender is not None:
             raise ClosedError(
-                f"a loop over rows of {self.name} is running; end it first: leave its body, "
-                "or close() what train_rows returned"
+                f"a loop over rows of {self.name} is running; end it first by break, or by close() "
+                "of what train_rows returned"
             )
         self._read_loans.require_none(self.name)
 

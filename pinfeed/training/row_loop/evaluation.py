@@ -11,7 +11,7 @@ from pinfeed.training.row_loop.lent_table import LentTable
 
 _ENDED = (
     "this loop over read_rows was ended at the end of evaluating(), because training changes the "
-    "rows that it has prefetched; iterate what read_rows returned again in the next evaluating()"
+    "rows that it has prefetched; loop over the result of read_rows again in the next evaluating()"
 )
 
 

@@ -138,8 +138,8 @@ def train_rows(
         verify: Whether to keep a copy of every row that was lent, run the synchronous loop on it,
             and raise VerificationError at the first difference. Every batch then waits for the
             device.
-        again: Rule for a loop that begins while another one is left, as for ``Feeder``. The rows
-            of a loop that is ended are written back.
+        again: Rule for a loop that begins while an older one has not ended, as for ``Feeder``. The
+            rows of the older loop are written back.
         progress: Whether to show a progress bar.
         timeline: Whether to record what takes time in every batch.
         host_transform: Function that takes each batch of the loader, before the ids are asked for,
@@ -359,7 +359,7 @@ class RowLoop(LoaderFeeder[T_co]):
             number: Number of the epoch, at least 0.
 
         Raises:
-            ClosedError: If a loop runs that is not ended, or the loop is closed.
+            ClosedError: If a loop runs that may not be ended, or the loop is closed.
         """
         super().set_epoch(number)
         self._replay.note_epoch(number)
