@@ -89,7 +89,7 @@ class LoopFunctions:
         )
         items = memory.allocations(0, plan.depth, unified=unified, when=", as measured so far")
         if not items:
-            note = "what functions on batches return is counted here when they have returned it"
+            note = "results of functions on batches are counted once the loop has batches"
             return dataclasses.replace(plan, notes=(*plan.notes, note))
         return dataclasses.replace(plan, items=(*plan.items, *items))
 
