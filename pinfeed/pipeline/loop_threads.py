@@ -56,7 +56,7 @@ class LoopThreads:
         self._joining = threading.Lock()
         self._are_writers_joined = False
         self._reader: Workers | None = None
-        self._transformer: Workers | None = None
+        self._transform_thread: Workers | None = None
         self._writer: Workers | None = None
         self._scatterer: Workers | None = None
         self._scatter_helpers: Workers | None = None
@@ -70,7 +70,7 @@ class LoopThreads:
         if self._schedule.depth and self._reader is None:
             self._reader = self._device.worker("pinfeed-read", self._schedule.n_readers)
             if calls_functions:
-                self._transformer = self._device.worker("pinfeed-transform")
+                self._transform_thread = self._device.worker("pinfeed-transform")
 
     def submit_read(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
         """Let a reader thread call ``fn(*args)`` for a batch."""
@@ -78,7 +78,7 @@ class LoopThreads:
 
     def submit_transform(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
         """Let one thread call ``fn(*args)`` for a batch, in the order of these calls."""
-        return self._submit(self._transformer, "transform", batch, fn, *args)
+        return self._submit(self._transform_thread, "transform", batch, fn, *args)
 
     def submit_write(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
         """Let the writer thread call ``fn(*args)`` for a batch."""
@@ -129,7 +129,7 @@ class LoopThreads:
 
     def join_readers(self) -> None:
         """Wait until the readers, and the thread that calls functions on batches, have ended."""
-        for worker in (self._reader, self._transformer):
+        for worker in (self._reader, self._transform_thread):
             if worker is not None:
                 worker.shutdown(wait=True)
 
