@@ -259,7 +259,7 @@ class RowLoop(LoaderFeeder[T_co]):
 
         Raises:
             ClosedError: If the loop is closed, or another loop over it or over one of its tables
-                runs. A loop over ``read_rows`` may run beside others, and inside ``evaluating()``.
+                runs. Several loops over ``read_rows`` may run at a time, also in ``evaluating()``.
             StoreError: If a table or its optimizer's state is in a file that existed before, and
                 was not resumed.
         """
