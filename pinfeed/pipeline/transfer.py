@@ -61,8 +61,7 @@ Each wait prevents a hazard:
         may have been in use until now, so that ``released`` is too early for it
     (3) the row indices may not be there yet; they have a stream of their own, so that they are
         copied while kernels read the rows of the batch before
-    (4) the rows may not be there yet, and the results of ``device_transform`` may not be computed
-        yet
+    (4) the rows may not be there yet, and what a function makes of them may not be computed yet
     (5) newer values may not be computed yet, in another stream
     (6) the scatter of the write before the last one may still read this staging memory; and rows
         that the device writes itself must not overtake the scatter of the last one, which may also
@@ -72,14 +71,14 @@ Each wait prevents a hazard:
     (9) copies may still write memory that was not lent; and those of a write that was begun and,
         after an interrupt or an error, not finished may still use memory that is about to be freed
    (10) work on the cache may not be done yet, in another stream
-   (11) the rows that ``device_transform`` is given may not be there yet
-   (12) ``device_transform`` may still use memory that was not lent
+   (11) the rows that the function is given may not be there yet
+   (12) work of functions may still use memory that was not lent
 
-``device_transform`` runs in a stream of its own, so that it overlaps with the training step. Its
-arguments were allocated in the stream of the consumer, and stay in the slot until ``lend`` has
-queued (4). Its results are allocated in its own stream, so ``lend`` shares them with that of the
-consumer. The allocator then gives their memory to a later call only when the training step has done
-its work. Tensors that the function holds from before the loop need no wait, because (2) and (11)
+A function of the user runs in a stream of its own, so that it overlaps with the training step. What
+it is given was allocated in the stream of the consumer, and stays in the slot until ``lend`` has
+queued (4). What it makes is allocated in its own stream, and so ``lend`` shares it with the
+consumer's: the allocator gives its memory to a later function only when the training step has done
+its work. Tensors that the function has from before the loop need no wait, because (2) and (11)
 order it after all work that the consumer had queued when the slot was reserved.
 
 Two write-backs overlap: the copies of one are queued before the rows of the other are scattered.
@@ -282,7 +281,7 @@ class Transfer:
 
         Args:
             slot: The slot, which has one batch.
-            function: Function that takes the batch in the structure that the user knows.
+            function: Function of the batch in the structure that the user knows.
 
         Raises:
             Cancelled: If ``stop`` was called.
@@ -295,7 +294,7 @@ class Transfer:
         assert batch is not None
         assert slot.filled is not None
         assert stream is not None
-        stream.wait(slot.filled)  # the rows that the function is given may not be there yet
+        stream.wait(slot.filled)  # the rows may not be there yet
         begun = stream.record(timed=True) if self._timed else None
         try:
             with self.device.in_stream(stream):
@@ -321,7 +320,7 @@ class Transfer:
         assert slot.batch is not None
         assert slot.filled is not None
         compute = self.device.current_stream()
-        compute.wait(slot.filled)  # the rows, or results of a function, may not be there yet
+        compute.wait(slot.filled)  # the rows, or what is made of them, may not be there yet
         batch = slot.batch
         for tensor in slot.made:
             self.device.share(tensor, compute)
@@ -529,7 +528,7 @@ class Transfer:
         """
         self._read.record().sync()  # copies may still write memory that was not lent
         if self._transform is not None:
-            self._transform.record().sync()  # the function may still use memory that was not lent
+            self._transform.record().sync()  # functions may still use memory that was not lent
         for pending in self._begun.values():
             if pending.arrived is not None:
                 pending.arrived.sync()  # as above, if an error kept a write from being finished
