@@ -22,7 +22,7 @@ class RowLender(Protocol):
         """Whether the training step is inside ``evaluating()``, so that no rows are lent."""
         ...
 
-    def require_evaluating(self, table: str) -> None:
+    def _require_evaluating(self, table: str) -> None:
         """Check that the caller is inside ``evaluating()``, in the thread of the loop.
 
         Args:
@@ -35,7 +35,7 @@ class RowLender(Protocol):
     def flush_writes(self) -> None:
         """Write every change so far to the stores. Called by the training thread."""
 
-    def flush_earlier_writes(self) -> None:
+    def _flush_earlier_writes(self) -> None:
         """Write every change of the batches before the current one to the stores.
 
         Called by the training thread.
@@ -48,7 +48,7 @@ class RowLender(Protocol):
         tracebacks keep its iterator.
         """
 
-    def leave(self, reason: str) -> None:
+    def _leave(self, reason: str) -> None:
         """End the loop, as ``break`` does, and release the tables. Called by its thread.
 
         Args:

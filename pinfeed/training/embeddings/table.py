@@ -460,7 +460,7 @@ class HostEmbedding(nn.Module):
         if lender is not None and not lender.is_evaluating:
             lender.release_tables()
         if lender is not None and self._lender is lender:
-            lender.require_evaluating(self.name)
+            lender._require_evaluating(self.name)
 
     def _refuse_in_evaluation(self, what: str) -> None:
         """Check that the training step which lends rows of the table is not evaluating.
@@ -531,7 +531,7 @@ class HostEmbedding(nn.Module):
         else:
             check_rows(rows, self.num_embeddings, self.name)
             assert self._lender is not None
-            self._lender.flush_earlier_writes()
+            self._lender._flush_earlier_writes()
             weight = self._batch_rows.newest(rows, to_torch(self._gathered(rows)))
         return (
             torch.from_numpy(positions.reshape(ids.shape)).to(weight.device),

@@ -56,4 +56,4 @@ class Evaluation:
         for lent in self._lent:
             for table in (lent.table, *lent_with(lent.table, lent.stores, write=True)):
                 for loop in table._read_loans.loops:
-                    loop.leave(_ENDED)
+                    loop._leave(_ENDED)

@@ -341,7 +341,7 @@ class RowLoop(LoaderFeeder[T_co]):
         """
         return self._lending.evaluating(self)
 
-    def require_evaluating(self, table: str) -> None:
+    def _require_evaluating(self, table: str) -> None:
         """Check that the caller is inside ``evaluating()``, in the thread of the loop.
 
         Args:
@@ -402,7 +402,7 @@ class RowLoop(LoaderFeeder[T_co]):
         self._lending.write_copy()
         self._loop.drain()
 
-    def flush_earlier_writes(self) -> None:
+    def _flush_earlier_writes(self) -> None:
         """Wait until the changes of all batches before the current one are in the stores.
 
         Raises:
@@ -432,7 +432,7 @@ class RowLoop(LoaderFeeder[T_co]):
         self._lending.release(self)
         self._loop.drain()
 
-    def leave(self, reason: str) -> None:
+    def _leave(self, reason: str) -> None:
         """End the loop, which runs in this thread, as ``break`` does, and release its tables.
 
         Args:
