@@ -53,7 +53,7 @@ class Prefetcher:
         first: Number of the first batch.
         choice: Number of batches to prefetch, and of reader threads. It may change between
             prefetching and the synchronous loop while the loop runs.
-        functions: Functions of the user that change each batch.
+        functions: Functions on batches.
     """
 
     def __init__(

@@ -4,10 +4,10 @@ Rule 1: every wait, record and sync of batches and rows is in this file, and eac
         hazard that it prevents. Those of caches are in cache_transfer.py, and those of activations
         in training/offload/offload_transfer.py.
 Rule 2: this file knows neither threads nor CUDA. It is given a Device, and its methods say which
-        thread calls them: the consumer (the training thread), a reader, the transformer, which
-        calls the user's function of batches, or one of two writers.
+        thread calls them: the consumer (the training thread), a reader, the transform thread,
+        which calls functions on batches, or one of two writers.
 Rule 3: the consumer allocates device memory, on its own stream. So any thread may free it, at any
-        time. Only a function of the user allocates on another stream.
+        time. Only ``device_transform`` allocates on another stream.
 
 A slot is reserved by the consumer, filled by a reader, lent to the consumer, and reserved again.
 Its staging memory stays. Its device memory is new each time, because a batch belongs to the user
@@ -28,7 +28,7 @@ from the moment it is lent.
             read.wait(index)     (3)
             read: store -> memory                            direct route: the device reads rows
             filled = read.record()
-    transform:                       (transformer)
+    transform:                       in the transform thread
             transform.wait(filled) (11)
             transform: function(batch) -> memory <- allocator (transform)
             filled = transform.record()
@@ -151,7 +151,7 @@ class Transfer:
         capacity: Bytes of each part of a full batch, where they are known in advance. The capacity
             grows with the batches that are moved.
         counters: Counters of the time that moving takes.
-        functions: Functions of the user that change each batch.
+        functions: Functions on batches.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class Transfer:
         return slot
 
     def transform(self, slot: Slot, function: Callable[[Any], Any]) -> None:
-        """Let a function change the batch of a slot that was filled, on the device (transformer).
+        """Call ``device_transform`` on the batch of a slot that was filled (transform thread).
 
         This is called in the order of batches.
 
