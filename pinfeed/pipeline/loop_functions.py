@@ -14,7 +14,7 @@ from pinfeed.memory.function_memory import FunctionMemory, constant
 from pinfeed.memory.plan import Plan
 from pinfeed.pipeline.host_gather import HostGather
 from pinfeed.pipeline.sources.base import HostBatch, RowGroup
-from pinfeed.pipeline.sources.batch_functions import BatchFunction, FunctionCall
+from pinfeed.pipeline.sources.batch_functions import BatchFunction
 from pinfeed.pipeline.sources.dataloader import load_of
 
 
@@ -36,8 +36,6 @@ class LoopFunctions:
 
     def modes(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which functions run as in a thread of their own."""
-        if not self:
-            return contextlib.nullcontext()
         from pinfeed.tensors.torch_modes import modes_of_a_new_thread
 
         return modes_of_a_new_thread()
@@ -59,10 +57,6 @@ class LoopFunctions:
     def are_called_in_loop(self) -> bool:
         """Whether the loop calls a function; otherwise the source calls the only one."""
         return self.device is not None or self.gather is not None
-
-    def take_drawing_calls(self) -> list[FunctionCall]:
-        """Return the calls of ``host`` by the source since this was asked last."""
-        return self.host.take_calls() if self.host is not None and self.gather is None else []
 
     @property
     def measured_nbytes(self) -> tuple[int, int, int]:

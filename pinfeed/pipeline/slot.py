@@ -76,8 +76,3 @@ class Slot:
     """Seconds between ``made_s`` and the gather, mostly a wait for the slot's last copies."""
     ready_s: float = 0.0
     """Time at which the host had filled the slot."""
-
-    @property
-    def before_s(self) -> float:
-        """Seconds of reading before the parts of the batch are gathered."""
-        return self.source_s + self.rows_s

@@ -54,6 +54,6 @@ class Evaluation:
         for table, rows in zip(self._tables, self._kept, strict=True):
             table._batch_rows = rows
         for lent in self._lent:
-            for table in (lent.table, *lent_with(lent.table, lent.stores, write=True)):
+            for table in (lent.table, *lent_with(lent.table, lent.stores, write=lent.writes)):
                 for loop in table._read_loans.loops:
                     loop._leave(_ENDED)

@@ -139,11 +139,14 @@ class RowLending:
         Args:
             check: Whether to raise the error of an earlier write-back that failed.
         """
-        # The steps are made in reverse order, each one even if the one before it fails.
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._unbind)
-            stack.callback(self._write_back, copied=False, check=check)
+        # Each step is made even if the one before it fails.
+        try:
             self._end_evaluation()
+        finally:
+            try:
+                self._write_back(copied=False, check=check)
+            finally:
+                self._unbind()
 
     def write_copy(self) -> None:
         """Write a copy of the current batch back; the training step may still change the rows.
