@@ -66,25 +66,24 @@ def wrap_loader(
 
 @overload
 def wrap_loader(
-    loader: Iterable[T], *, fetch: Fetch[K], **options: Unpack[LoaderArguments]
+    loader: Iterable[T],
+    *,
+    fetch: Fetch[K],
+    host_transform: None = None,
+    device_transform: None = None,
+    **options: Unpack[LoaderArguments],
 ) -> LoaderFeeder[tuple[T, dict[K, Any]]]: ...
 
 
 @overload
 def wrap_loader(
-    loader: Iterable[T], *, fetch: None = None, **options: Unpack[LoaderArguments]
-) -> LoaderFeeder[T]: ...
-
-
-@overload
-def wrap_loader(
-    loader: Any,
+    loader: Iterable[T],
     *,
-    fetch: Fetch[Any] | None = None,
+    fetch: None = None,
     host_transform: None = None,
     device_transform: None = None,
     **options: Unpack[LoaderArguments],
-) -> LoaderFeeder[Any]: ...
+) -> LoaderFeeder[T]: ...
 
 
 @explain_arguments(LOADER_HINTS, options=LoaderOptions)

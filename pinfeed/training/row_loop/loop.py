@@ -63,19 +63,13 @@ def train_rows(
 
 @overload
 def train_rows(
-    loader: Iterable[T], tables: Mapping[HostEmbedding, Any], **options: Unpack[TrainArguments]
-) -> RowLoop[T]: ...
-
-
-@overload
-def train_rows(
-    loader: Any,
+    loader: Iterable[T],
     tables: Mapping[HostEmbedding, Any],
     *,
     host_transform: None = None,
     device_transform: None = None,
     **options: Unpack[TrainArguments],
-) -> RowLoop[Any]: ...
+) -> RowLoop[T]: ...
 
 
 @explain_arguments(TABLE_LOOP_HINTS, options=TableLoopOptions)

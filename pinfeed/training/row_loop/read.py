@@ -43,19 +43,13 @@ def read_rows(
 
 @overload
 def read_rows(
-    loader: Iterable[T], tables: Mapping[HostEmbedding, Any], **options: Unpack[TableLoopArguments]
-) -> RowLoop[T]: ...
-
-
-@overload
-def read_rows(
-    loader: Any,
+    loader: Iterable[T],
     tables: Mapping[HostEmbedding, Any],
     *,
     host_transform: None = None,
     device_transform: None = None,
     **options: Unpack[TableLoopArguments],
-) -> RowLoop[Any]: ...
+) -> RowLoop[T]: ...
 
 
 @explain_arguments(READ_LOOP_HINTS, options=TableLoopOptions)
