@@ -51,11 +51,11 @@ class HostTransfer(Transfer):
         else:
             slot.batch_tensors.clear()
         slot.ready_s = self.counters.now()
-        slot.read_s = slot.before_s + slot.ready_s - slot.made_s
+        slot.read_s = slot.source_s + slot.rows_s + slot.ready_s - slot.made_s
         return slot
 
     def transform(self, slot: Slot, function: Callable[[Any], Any]) -> None:
-        """Let a function change the batch of a slot, as ``Transfer.transform`` does."""
+        """Call ``device_transform`` on the batch of a slot, as ``Transfer.transform`` does."""
         self.check_stop()
         batch = slot.batch
         assert batch is not None
@@ -112,7 +112,7 @@ class HostTransfer(Transfer):
         device = self.device
         if (adopted := device.adopt(part, self._read)) is not None:
             slot.needed.append(0)
-            slot.adopted_nbytes += known_nbytes(device, adopted)
+            slot.adopted_nbytes += known_nbytes(adopted)
             return adopted
         nbytes = part_nbytes(part)
         memory = self._parts.allocate(i, nbytes, self._batches_per_slot, self._read)

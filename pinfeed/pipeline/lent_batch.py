@@ -47,9 +47,7 @@ class LentBatch:
         self._slot_batches = host_batch.batches
         self._slot_groups = host_batch.groups
         self._i = i
-        self._rebuild = host_batch.rebuild
-        self._n_data = host_batch.n_data
-        self._complete = host_batch.complete
+        self._host_batch = host_batch
         self._tensors = tensors
         self._transfer = transfer
         self._write_queue = write_queue
@@ -59,12 +57,12 @@ class LentBatch:
     def take(self) -> Any:
         """Return the batch in the structure that the user knows."""
         tensors = self._tensors
-        rebuild = self._rebuild
-        complete = self._complete
-        # The functions may hold the batch as it was on the host.
-        del self._tensors, self._rebuild, self._complete
-        data = rebuild(iter(tensors if self._n_data is None else tensors[: self._n_data]))
-        return data if complete is None else complete(data, tensors)
+        host_batch = self._host_batch
+        # It holds the batch as it was on the host.
+        del self._tensors, self._host_batch
+        if host_batch.complete is None:
+            return host_batch.rebuild(iter(tensors))
+        return host_batch.complete(host_batch.data(tensors), tensors)
 
     @functools.cached_property
     def groups(self) -> list[RowGroup]:

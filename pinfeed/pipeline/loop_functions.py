@@ -1,4 +1,4 @@
-"""LoopFunctions: the functions of the user that change each batch of a loop."""
+"""LoopFunctions: the functions on the batches of a loop."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from pinfeed.memory.function_memory import FunctionMemory, constant
 from pinfeed.memory.plan import Plan
 from pinfeed.pipeline.host_gather import HostGather
 from pinfeed.pipeline.sources.base import HostBatch, RowGroup
-from pinfeed.pipeline.sources.batch_functions import BatchFunction, FunctionCall
+from pinfeed.pipeline.sources.batch_functions import BatchFunction
 from pinfeed.pipeline.sources.dataloader import load_of
 
 
 @dataclass(frozen=True)
 class LoopFunctions:
-    """The functions of the user that change each batch of a loop."""
+    """The functions on the batches of a loop."""
 
     host: BatchFunction | None = None
-    """Function of the batch on the host; None if there is none."""
+    """``host_transform``; None if the user gave none."""
     device: BatchFunction | None = None
-    """Function of the batch on the device; None if there is none."""
+    """``device_transform``; None if the user gave none."""
     gather: HostGather | None = None
     """Reads the rows for ``host``, which the loop calls then; None if the source calls it."""
     epoch: int = 0
@@ -36,8 +36,6 @@ class LoopFunctions:
 
     def modes(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which functions run as in a thread of their own."""
-        if not self:
-            return contextlib.nullcontext()
         from pinfeed.tensors.torch_modes import modes_of_a_new_thread
 
         return modes_of_a_new_thread()
@@ -59,10 +57,6 @@ class LoopFunctions:
     def are_called_in_loop(self) -> bool:
         """Whether the loop calls a function; otherwise the source calls the only one."""
         return self.device is not None or self.gather is not None
-
-    def take_drawing_calls(self) -> list[FunctionCall]:
-        """Return the calls of ``host`` by the source since this was asked last."""
-        return self.host.take_calls() if self.host is not None and self.gather is None else []
 
     @property
     def measured_nbytes(self) -> tuple[int, int, int]:
@@ -89,7 +83,7 @@ class LoopFunctions:
         )
         items = memory.allocations(0, plan.depth, unified=unified, when=", as measured so far")
         if not items:
-            note = "what functions on batches return is counted here when they have returned it"
+            note = "results of functions on batches are counted once the loop has batches"
             return dataclasses.replace(plan, notes=(*plan.notes, note))
         return dataclasses.replace(plan, items=(*plan.items, *items))
 

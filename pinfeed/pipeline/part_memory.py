@@ -133,10 +133,13 @@ class PartMemory:
         ]
 
 
-def known_nbytes(device: Device, value: Any) -> int:
-    """Return the bytes of a dense tensor; 0 for any other object, whose size is unknown."""
-    shape, dtype, _ = device.describe(value) or ((), None, False)
-    return 0 if dtype is None else math.prod(shape) * dtype.itemsize
+def known_nbytes(value: Any) -> int:
+    """Return the bytes of an object that tells them, as a dense tensor does; 0 for any other."""
+    try:
+        return int(value.nbytes)
+    except Exception:
+        # A sparse tensor raises an error. Other objects are the user's own.
+        return 0
 
 
 def shared_nbytes(places: Sequence[Place | None]) -> int:

@@ -53,7 +53,7 @@ class Prefetcher:
         first: Number of the first batch.
         choice: Number of batches to prefetch, and of reader threads. It may change between
             prefetching and the synchronous loop while the loop runs.
-        functions: Functions of the user that change each batch.
+        functions: Functions on batches.
     """
 
     def __init__(
@@ -67,6 +67,8 @@ class Prefetcher:
         self._choice = choice
         self._schedule = schedule
         self._functions = functions
+        self._has_functions = bool(functions)
+        self._calls_functions = functions.are_called_in_loop
         self._filler: SlotFiller | None = None
         self._turns = itertools.count()
         self.consumer: int | None = None
@@ -79,7 +81,7 @@ class Prefetcher:
         self._threads = LoopThreads(device, schedule, is_named=is_named)
         self.write_queue = WriteQueue(transfer, self._threads, schedule.max_pending_writes)
         # This is the last step. An interrupt after it would leave threads to the garbage collector.
-        self._threads.start_readers(calls_functions=functions.are_called_in_loop)
+        self._threads.start_readers(calls_functions=self._calls_functions)
 
     def lend(self, thunks: Generator[BatchThunk, None, None]) -> Iterator[LentBatch]:
         """Lend the batches in order.
@@ -250,7 +252,7 @@ class Prefetcher:
         filler, turn = self._reserve(slot)
         number = filler.number(turn)
         filled = self._threads.submit_read(number, filler.fill, slot, turn)
-        if not self._functions.are_called_in_loop:
+        if not self._calls_functions:
             return filled
         return self._threads.submit_transform(number, filler.transform, filled, turn)
 
@@ -273,8 +275,8 @@ class Prefetcher:
         else:
             slot = slots.free.popleft()
             filler, turn = self._reserve(slot)
-            with self._functions.modes():
-                filled = guarded(self._threads.call, "read", number, filler.fill_now, slot, turn)
+            fill = filler.fill_now if self._has_functions else filler.fill
+            filled = guarded(self._threads.call, "read", number, fill, slot, turn)
         found: Slot | None = filled
         if found is not None and found.batch is None:
             # Another thread closes the feeder now.

@@ -28,7 +28,7 @@ class SlotFiller:
         thunks: Batches of the epoch; closed by ``close``.
         first: Number of the first batch.
         schedule: Number of batches in a slot, and whether the loop may write rows back.
-        functions: Functions of the user that change each batch.
+        functions: Functions on batches.
     """
 
     def __init__(
@@ -41,9 +41,12 @@ class SlotFiller:
     ) -> None:
         self._transfer = transfer
         self._counters = transfer.counters
+        self._timeline = transfer.counters.timeline
         self._thunks: Generator[BatchThunk, None, None] | None = thunks
         self._first = first
         self._functions = functions
+        # The source calls the function on the host, unless the loop reads the rows for it.
+        self._source_calls_function = functions.host is not None and functions.gather is None
         self._batches_per_slot = schedule.batches_per_slot
         has_many_readers = schedule.n_readers > 1
         self._drawing = _Turns(is_shared=has_many_readers)
@@ -70,8 +73,8 @@ class SlotFiller:
     def fill(self, slot: Slot, turn: int) -> Slot | None:
         """Fill a slot with the next batches; return None after the last one.
 
-        If a function changes rows on the host, the slot only gets these, and ``transform`` fills
-        it.
+        If ``host_transform`` takes rows of stores, the slot only gets these rows, and ``transform``
+        fills it.
 
         Args:
             slot: Slot that was reserved.
@@ -87,8 +90,8 @@ class SlotFiller:
                 self._transfer.check_stop()
                 thunk = next(self._thunks, None) if self._thunks is not None else None
             finally:
-                calls = functions.take_drawing_calls()
-                slot.host_transform_s = self._count("host_transform", calls)
+                is_called = self._source_calls_function
+                slot.host_transform_s = self._count_host_calls() if is_called else 0.0
                 self._drawing.end()
             if thunk is not None:
                 batch = thunk()
@@ -112,12 +115,13 @@ class SlotFiller:
             self._add_read(slot, turn, start, slot.made_s + slot.rows_s)
             return slot
         self._gather(slot, batch, self.number(turn))
-        took_s = slot.host_transform_s + slot.read_s
-        self._add_read(slot, turn, slot.ready_s - took_s, slot.ready_s)
+        if self._timeline is not None:
+            took_s = slot.host_transform_s + slot.read_s
+            self._add_read(slot, turn, slot.ready_s - took_s, slot.ready_s)
         return slot
 
     def transform(self, filled: Pending[Slot | None], turn: int) -> Slot | None:
-        """Let functions change the batch of a slot, and return the slot.
+        """Call functions on the batch of a slot, and return the slot.
 
         One thread calls this, in the order of turns.
 
@@ -136,10 +140,11 @@ class SlotFiller:
         return slot
 
     def fill_now(self, slot: Slot, turn: int) -> Slot | None:
-        """Call ``fill`` and ``transform`` in this thread."""
-        filled = self.fill(slot, turn)
-        if filled is not None and self._functions.are_called_in_loop:
-            self._transform(filled, self.number(turn))
+        """Call ``fill`` and ``transform`` in this thread, as the threads of a loop do."""
+        with self._functions.modes():
+            filled = self.fill(slot, turn)
+            if filled is not None and self._functions.are_called_in_loop:
+                self._transform(filled, self.number(turn))
         return filled
 
     def close(self) -> None:
@@ -165,7 +170,7 @@ class SlotFiller:
         ]
 
     def _transform(self, slot: Slot, number: int) -> None:
-        """Let functions change the batch of a slot."""
+        """Call functions on the batch of a slot."""
         functions = self._functions
         if functions.gather is not None:
             rows = slot.rows
@@ -177,7 +182,7 @@ class SlotFiller:
             made = functions.on_rows(rows, batch, number)
             # The function alone keeps the memory of what it was given.
             del rows, batch
-            slot.host_transform_s = self._count("host_transform", functions.host.take_calls())
+            slot.host_transform_s = self._count_host_calls()
             slot.made_s = self._counters.now()
             self._transfer.fill(slot, made, number)
         if functions.device is not None:
@@ -196,14 +201,18 @@ class SlotFiller:
 
     def _add_read(self, slot: Slot, turn: int, start_s: float, end_s: float) -> None:
         """Record that a reader has read the rows of a slot."""
-        timeline = self._counters.timeline
-        if timeline is not None and slot.batch is not None:
+        if self._timeline is not None and slot.batch is not None:
             n_batches = len(slot.batch.batches)
-            timeline.add("read", self.number(turn), start_s, end_s, n_batches)
+            self._timeline.add("read", self.number(turn), start_s, end_s, n_batches)
+
+    def _count_host_calls(self) -> float:
+        """Record the calls of the function on the host so far, and return their seconds."""
+        assert self._functions.host is not None
+        return self._count("host_transform", self._functions.host.take_calls())
 
     def _count(self, lane: Lane, calls: Sequence[FunctionCall]) -> float:
         """Record calls of a function, and return their seconds."""
-        timeline = self._counters.timeline
+        timeline = self._timeline
         # On an asynchronous device, the transfer records the work that the function queues.
         if timeline is not None and (lane == "host_transform" or self._transfer.device.unified):
             for call in calls:

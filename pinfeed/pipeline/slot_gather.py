@@ -108,7 +108,7 @@ class SlotGather:
         if tensor is not None:
             gathered.is_late = True
             slot.needed.append(0)
-            slot.adopted_nbytes += known_nbytes(self._device, tensor)
+            slot.adopted_nbytes += known_nbytes(tensor)
             slot.tensors.append(tensor)
             return None
         nbytes = part_nbytes(part)

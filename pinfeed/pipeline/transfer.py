@@ -4,10 +4,10 @@ Rule 1: every wait, record and sync of batches and rows is in this file, and eac
         hazard that it prevents. Those of caches are in cache_transfer.py, and those of activations
         in training/offload/offload_transfer.py.
 Rule 2: this file knows neither threads nor CUDA. It is given a Device, and its methods say which
-        thread calls them: the consumer (the training thread), a reader, the transformer, which
-        calls the user's function of batches, or one of two writers.
+        thread calls them: the consumer (the training thread), a reader, the transform thread,
+        which calls functions on batches, or one of two writers.
 Rule 3: the consumer allocates device memory, on its own stream. So any thread may free it, at any
-        time. Only a function of the user allocates on another stream.
+        time. Only ``device_transform`` allocates on another stream.
 
 A slot is reserved by the consumer, filled by a reader, lent to the consumer, and reserved again.
 Its staging memory stays. Its device memory is new each time, because a batch belongs to the user
@@ -28,7 +28,7 @@ from the moment it is lent.
             read.wait(index)     (3)
             read: store -> memory                            direct route: the device reads rows
             filled = read.record()
-    transform:                       (transformer)
+    transform:                       in the transform thread
             transform.wait(filled) (11)
             transform: function(batch) -> memory <- allocator (transform)
             filled = transform.record()
@@ -72,14 +72,16 @@ Each wait prevents a hazard:
         after an interrupt or an error, not finished may still use memory that is about to be freed
    (10) work on the cache may not be done yet, in another stream
    (11) the rows that the function is given may not be there yet
-   (12) work of functions may still use memory that was not lent
+   (12) functions may still use memory that was not lent, or tensors of their own, which the
+        program may free after the loop
 
 A function of the user runs in a stream of its own, so that it overlaps with the training step. What
 it is given was allocated in the stream of the consumer, and stays in the slot until ``lend`` has
-queued (4). What it makes is allocated in its own stream, and so ``lend`` shares it with the
-consumer's: the allocator gives its memory to a later function only when the training step has done
-its work. Tensors that the function has from before the loop need no wait, because (2) and (11)
-order it after all work that the consumer had queued when the slot was reserved.
+queued (4). It may keep that for later batches and drop it at any time, and so ``transform`` shares
+it with the function's stream. What it makes is allocated in its own stream, and so ``lend`` shares
+it with the consumer's: the allocator gives its memory to a later function only when the training
+step has done its work. Tensors that the function has from before the loop need no wait, because (2)
+and (11) order it after all work that the consumer had queued when the slot was reserved.
 
 Two write-backs overlap: the copies of one are queued before the rows of the other are scattered.
 Scatters are in the order of the writes.
@@ -149,7 +151,7 @@ class Transfer:
         capacity: Bytes of each part of a full batch, where they are known in advance. The capacity
             grows with the batches that are moved.
         counters: Counters of the time that moving takes.
-        functions: Functions of the user that change each batch.
+        functions: Functions on batches.
     """
 
     def __init__(
@@ -269,13 +271,13 @@ class Transfer:
             # The next fill of this slot waits for the queued copies, after an error too.
             slot.filled = self._read.record(timed=self._timed)
         slot.ready_s = self.counters.now()
-        slot.read_s = slot.before_s + slot.ready_s - start
+        slot.read_s = slot.source_s + slot.rows_s + slot.ready_s - start
         if self._timeline is not None and begun is not None:
             self._timeline.add_timed("copy", number, begun, slot.filled, len(batch.batches))
         return slot
 
     def transform(self, slot: Slot, function: Callable[[Any], Any]) -> None:
-        """Let a function change the batch of a slot that was filled, on the device (transformer).
+        """Call ``device_transform`` on the batch of a slot that was filled (transform thread).
 
         This is called in the order of batches.
 
@@ -286,8 +288,6 @@ class Transfer:
         Raises:
             Cancelled: If ``stop`` was called.
         """
-        from pinfeed.tensors.tensors_in import tensors_in
-
         self.check_stop()
         batch = slot.batch
         stream = self._transform
@@ -295,6 +295,9 @@ class Transfer:
         assert slot.filled is not None
         assert stream is not None
         stream.wait(slot.filled)  # the rows may not be there yet
+        for tensor in self._own_tensors_in(slot.tensors[: batch.n_data]):
+            # The function may keep what it is given, and drop it while this stream still uses it.
+            self.device.share(tensor, stream)
         begun = stream.record(timed=True) if self._timed else None
         try:
             with self.device.in_stream(stream):
@@ -304,7 +307,7 @@ class Transfer:
             slot.filled = stream.record(timed=self._timed)
         if self._timeline is not None and begun is not None:
             self._timeline.add_timed("device_transform", slot.number, begun, slot.filled)
-        slot.made = [tensor for tensor in tensors_in(made) if self._is_own(tensor)]
+        slot.made = self._own_tensors_in(made)
         batch.rebuild = lambda tensors: made
         slot.ready_s = self.counters.now()
 
@@ -528,7 +531,7 @@ class Transfer:
         """
         self._read.record().sync()  # copies may still write memory that was not lent
         if self._transform is not None:
-            self._transform.record().sync()  # functions may still use memory that was not lent
+            self._transform.record().sync()  # functions may still use memory that is freed next
         for pending in self._begun.values():
             if pending.arrived is not None:
                 pending.arrived.sync()  # as above, if an error kept a write from being finished
@@ -579,14 +582,17 @@ class Transfer:
         slot.batch = None
         self.counters.read_s += slot.read_s
         self.counters.source_s += slot.source_s
-        self.counters.host_transform_s += slot.host_transform_s
-        self.counters.device_transform_s += slot.device_transform_s
+        if slot.host_transform_s or slot.device_transform_s:
+            self.counters.host_transform_s += slot.host_transform_s
+            self.counters.device_transform_s += slot.device_transform_s
         return tensors
 
-    def _is_own(self, value: Any) -> bool:
-        """Return whether a value is a dense tensor on the device."""
-        found = self.device.describe(value)
-        return found is not None and found[2]
+    def _own_tensors_in(self, value: Any) -> list[Tensor]:
+        """Return the dense tensors on the device that a value consists of."""
+        from pinfeed.tensors.tensors_in import tensors_in
+
+        described = ((tensor, self.device.describe(tensor)) for tensor in tensors_in(value))
+        return [tensor for tensor, found in described if found is not None and found[2]]
 
     def _cut(self, batch: HostBatch, tensors: list[Tensor]) -> deque[list[Tensor]]:
         """Return the tensors of each of the batches that were gathered together."""

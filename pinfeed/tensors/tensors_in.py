@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import deque
 from collections.abc import Container, Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
@@ -101,7 +102,7 @@ def _children(value: Any) -> list[Any]:
     children: list[Any] = []
     if isinstance(value, Mapping):
         children += value.values()
-    elif isinstance(value, (tuple, list, set, frozenset)):
+    elif isinstance(value, (tuple, list, set, frozenset, deque)):
         children += value
     children += getattr(value, "__dict__", {}).values()
     slots = [getattr(kind, "__slots__", ()) for kind in type(value).__mro__]

@@ -385,19 +385,19 @@ def test_stats_count_what_was_lent(device: Any, depth: int) -> None:
     assert loader.stats.seconds >= loader.stats.wait_s > 0
 
 
-def test_stats_count_the_bytes_of_dense_tensors_alone() -> None:
+def test_stats_count_the_bytes_that_tensors_tell() -> None:
     batch = (
         torch.zeros(3, 4).t(),
         torch.nn.Parameter(torch.zeros(2)),
-        # Only the object itself knows how many bytes it takes.
-        torch.eye(3).to_sparse(),
         torch.nested.nested_tensor([torch.zeros(1)]),
+        # These do not tell their bytes.
+        torch.eye(3).to_sparse(),
         collections.UserString("moves"),
     )
     batch[-1].__dict__["to"] = lambda device: "moved"
     loader = wrap_loader([batch], device="cpu")
     assert next(iter(loader))[-1] == "moved"
-    assert loader.stats.bytes == 48 + 8
+    assert loader.stats.bytes == 48 + 8 + 4
 
 
 @pytest.mark.parametrize(

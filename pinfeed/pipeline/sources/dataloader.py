@@ -246,9 +246,13 @@ class LoaderSource:
 
     def _draws(self, batches: Iterator[Any]) -> Generator[BatchThunk, None, None]:
         with self.fetch.open_epoch() if self.fetch is not None else contextlib.nullcontext():
-            draw_next = self._draw_next_or_error if self.keeps_errors else self._draw_next
-            while (thunk := draw_next(batches)) is not None:
-                yield thunk
+            if self.keeps_errors:
+                while (thunk := self._draw_next_or_error(batches)) is not None:
+                    yield thunk
+                return
+            ask = next_batch if self.host_transform is None else self.next_batch
+            while (batch := ask(batches)) is not END:
+                yield self.draw(batch)
 
     def _draw_next(self, batches: Iterator[Any]) -> BatchThunk | None:
         """Return the thunk of the next batch; None after the last one."""

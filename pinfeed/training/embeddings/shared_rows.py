@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -32,30 +31,22 @@ class LentRows(Protocol):
         ...
 
 
-_lent: weakref.WeakSet[LentRows] = weakref.WeakSet()
-_lock = threading.Lock()
+# It has no lock, because the garbage collector may end a loop, which then forgets its rows, while
+# this thread is inside any function here. Each change, and each copy, is one step in C.
+_lent: set[weakref.ref[LentRows]] = set()
 
-
-def _forget_all() -> None:
-    """Forget the loops of the parent process, which do not run in a forked one."""
-    global _lent, _lock
-    _lent = weakref.WeakSet()
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget_all)
+# The loops of the parent process do not run in a forked one.
+os.register_at_fork(after_in_child=_lent.clear)
 
 
 def note_lent(rows: LentRows) -> None:
     """Note that a loop lends rows, until ``forget_lent``."""
-    with _lock:
-        _lent.add(rows)
+    _lent.add(weakref.ref(rows, _lent.discard))
 
 
 def forget_lent(rows: LentRows) -> None:
     """Note that a loop has ended. A second call does nothing."""
-    with _lock:
-        _lent.discard(rows)
+    _lent.discard(weakref.ref(rows))
 
 
 def lent_with(table: HostEmbedding, stores: Sequence[Store], *, write: bool) -> list[HostEmbedding]:
@@ -67,8 +58,8 @@ def lent_with(table: HostEmbedding, stores: Sequence[Store], *, write: bool) -> 
         write: Whether the caller writes to the stores. If not, tables that are only read are left
             out, too.
     """
-    with _lock:
-        others = [lent for lent in _lent if lent.table is not table]
+    every = [reference() for reference in _lent.copy()]
+    others = [lent for lent in every if lent is not None and lent.table is not table]
     return [
         lent.table
         for lent in others

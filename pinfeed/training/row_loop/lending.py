@@ -139,11 +139,14 @@ class RowLending:
         Args:
             check: Whether to raise the error of an earlier write-back that failed.
         """
-        # The steps are made in reverse order, each one even if the one before it fails.
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._unbind)
-            stack.callback(self._write_back, copied=False, check=check)
+        # Each step is made even if the one before it fails.
+        try:
             self._end_evaluation()
+        finally:
+            try:
+                self._write_back(copied=False, check=check)
+            finally:
+                self._unbind()
 
     def write_copy(self) -> None:
         """Write a copy of the current batch back; the training step may still change the rows.
@@ -186,7 +189,7 @@ class RowLending:
             )
 
     def require_training(self) -> None:
-        """Check that the step which asks for the next batch has left ``evaluating()``.
+        """Check that the training step has left ``evaluating()`` before it asks for the next batch.
 
         Raises:
             ClosedError: If it has not.
@@ -258,9 +261,9 @@ class RowLending:
             raise ClosedError("evaluating() inside evaluating(); expected one at a time")
         if self._lent is None or not any(table.may_write for table in self._tables):
             raise ClosedError(
-                "evaluating() outside a training step; expected it in the body of the loop over "
-                "what train_rows returned; outside that loop, call the model, or loop over "
-                "read_rows, without it"
+                "evaluating() outside a training step; expected it inside the loop over what "
+                "train_rows returned; outside that loop, call the model or loop over read_rows "
+                "without evaluating()"
             )
 
     def _end_evaluation(self) -> None:

@@ -138,8 +138,8 @@ def train_rows(
         verify: Whether to keep a copy of every row that was lent, run the synchronous loop on it,
             and raise VerificationError at the first difference. Every batch then waits for the
             device.
-        again: Rule for a loop that begins while another one is left, as for ``Feeder``. The rows
-            of a loop that is ended are written back.
+        again: Rule for a loop that begins while an older one has not ended, as for ``Feeder``. The
+            rows of the older loop are written back.
         progress: Whether to show a progress bar.
         timeline: Whether to record what takes time in every batch.
         host_transform: Function that takes each batch of the loader, before the ids are asked for,
@@ -259,7 +259,7 @@ class RowLoop(LoaderFeeder[T_co]):
 
         Raises:
             ClosedError: If the loop is closed, or another loop over it or over one of its tables
-                runs. A loop over ``read_rows`` may run beside others, and inside ``evaluating()``.
+                runs. Several loops over ``read_rows`` may run at a time, also in ``evaluating()``.
             StoreError: If a table or its optimizer's state is in a file that existed before, and
                 was not resumed.
         """
@@ -341,7 +341,7 @@ class RowLoop(LoaderFeeder[T_co]):
         """
         return self._lending.evaluating(self)
 
-    def require_evaluating(self, table: str) -> None:
+    def _require_evaluating(self, table: str) -> None:
         """Check that the caller is inside ``evaluating()``, in the thread of the loop.
 
         Args:
@@ -359,7 +359,7 @@ class RowLoop(LoaderFeeder[T_co]):
             number: Number of the epoch, at least 0.
 
         Raises:
-            ClosedError: If a loop runs that is not ended, or the loop is closed.
+            ClosedError: If a loop runs that may not be ended, or the loop is closed.
         """
         super().set_epoch(number)
         self._replay.note_epoch(number)
@@ -402,7 +402,7 @@ class RowLoop(LoaderFeeder[T_co]):
         self._lending.write_copy()
         self._loop.drain()
 
-    def flush_earlier_writes(self) -> None:
+    def _flush_earlier_writes(self) -> None:
         """Wait until the changes of all batches before the current one are in the stores.
 
         Raises:
@@ -432,7 +432,7 @@ class RowLoop(LoaderFeeder[T_co]):
         self._lending.release(self)
         self._loop.drain()
 
-    def leave(self, reason: str) -> None:
+    def _leave(self, reason: str) -> None:
         """End the loop, which runs in this thread, as ``break`` does, and release its tables.
 
         Args:

@@ -22,6 +22,7 @@ from pinfeed import (
     errors,
     read_rows,
 )
+from pinfeed.training.embeddings.shared_rows import forget_lent, lent_with, note_lent
 
 N, DIM = 8, 4
 Pair = tuple[Any, Any]
@@ -250,3 +251,44 @@ def test_rows_that_overlap_themselves_are_not_trained(tmp_path: Path) -> None:
     windows.close()
     assert numbers.tolist() == list(range(20))
     assert np.load(tmp_path / "numbers.npy").tolist() == list(range(20))
+
+
+def test_evaluating_ends_no_loop_that_reads_the_rows_of_a_frozen_table() -> None:
+    rows = np.arange(N * DIM, dtype=np.float32).reshape(N, DIM)
+    frozen, other = (HostEmbedding.from_pretrained(rows, name=name) for name in ("one", "other"))
+    trained = HostEmbedding(N, DIM, name="trained")
+    reading = iter(read_rows([{"id": torch.tensor([i])} for i in range(3)], {other: "id"}))
+    next(reading)
+    optimizer = RowOptimizer(torch.optim.SGD, [trained], lr=0.1)
+    loop = train_rows(
+        [{"id": torch.tensor([1])}], {frozen: "id", trained: "id"}, optimizer=optimizer
+    )
+    for _ in loop:
+        with loop.evaluating():
+            pass
+    assert [batch["id"].item() for batch in reading] == [1, 2]
+
+
+def test_the_garbage_collector_may_end_a_loop_while_tables_are_compared() -> None:
+    """It runs at any place, so that no lock may be held there."""
+    table = HostEmbedding(N, DIM, name="table")
+    has_waited = []
+
+    class Collected:
+        """Rows that are forgotten by another thread while they are looked at."""
+
+        stores: tuple[Any, ...] = ()
+        writes = True
+
+        @property
+        def table(self) -> HostEmbedding:
+            thread = threading.Thread(target=forget_lent, args=(self,))
+            thread.start()
+            thread.join(0.5)
+            has_waited.append(thread.is_alive())
+            return table
+
+    rows = Collected()
+    note_lent(rows)
+    assert lent_with(table, [table.store], write=True) == []
+    assert has_waited == [False]
