@@ -274,7 +274,7 @@ class LoaderFeeder(BaseFeeder[T_co]):
     def plan(self) -> Plan:
         """Memory that the files behind ``fetch`` take. That of the batches is not known.
 
-        What functions on batches return is counted as measured so far.
+        Results of functions on batches are counted as measured so far.
         """
         plan = Plan(0, self._depth, "staged", ())
         if self._fetch is not None:

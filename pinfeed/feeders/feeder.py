@@ -292,7 +292,7 @@ class Feeder(ResumableFeeder[T_co]):
     def plan(self) -> Plan:
         """Batch size and memory of every buffer; ``print(feeder.plan)`` explains them in words.
 
-        What functions on batches return is counted as measured so far. With ``config``, it is
+        Results of functions on batches are counted as measured so far, or with ``config`` as
         predicted.
         """
         if self._is_limited:

@@ -281,7 +281,7 @@ class RowLoop(LoaderFeeder[T_co]):
     def plan(self) -> Plan:
         """Memory of the caches of the tables. That of the batches is not known in advance.
 
-        What functions on batches return is counted as measured so far.
+        Results of functions on batches are counted as measured so far.
         """
         caches = self._caches
         notes = cache_notes(self._tables, caches, self._device)
