@@ -44,6 +44,19 @@ class Noisy(SGD):
             state["sum"].add_(weight.grad.to_dense())
 
 
+class Unrepeatable(SGD):
+    """SGD that adds noise from an unseeded generator of its own, and keeps no loss yet."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        generator = torch.Generator()
+        generator.seed()
+        for weight in self.param_groups[0]["params"]:
+            weight.add_(torch.rand(weight.shape, dtype=weight.dtype, generator=generator))
+            self.state[weight]["best loss"] = float("nan")
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
 )
@@ -66,6 +79,7 @@ def test_two_rules_need_a_choice(dtype: torch.dtype) -> None:
         for kind, options in (
             (Scaled, {"lr": 1.0}),
             (Noisy, {"lr": 0.1}),
+            (Unrepeatable, {"lr": 0.1}),
             (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
             (SGD, {"lr": 1e3, "momentum": 0.9, "dampening": 0.5, "maximize": True}),
             (Adagrad, {"lr": 1e-5, "lr_decay": 0.1, "initial_accumulator_value": 1e-3}),
