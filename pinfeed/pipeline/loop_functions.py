@@ -50,7 +50,7 @@ class LoopFunctions:
         """Seed of the generators, if a function gets one; a resumed loop must have the same."""
         for function in (self.host, self.device):
             if function is not None and function.takes_generator:
-                return {"seed of functions": function.seed.number}
+                return {"seed of functions on batches": function.seed.number}
         return {}
 
     @property
