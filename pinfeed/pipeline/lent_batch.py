@@ -84,6 +84,8 @@ class LentBatch:
 
     def finish(self) -> None:
         """Let rows enter and leave their caches, if no write of the batch has done so."""
+        if not self._slot_groups:
+            return
         cached = [group.cached for group in self._slot_groups if group.cached is not None]
         if not cached:
             return

@@ -45,6 +45,7 @@ class SlotFiller:
         self._thunks: Generator[BatchThunk, None, None] | None = thunks
         self._first = first
         self._functions = functions
+        self._host_gather = functions.gather
         # The source calls the function on the host, unless the loop reads the rows for it.
         self._source_calls_function = functions.host is not None and functions.gather is None
         self._batches_per_slot = schedule.batches_per_slot
@@ -81,8 +82,8 @@ class SlotFiller:
             turn: Number of this call. Calls begin in the order of turns, but may reach this
                 function in any order.
         """
-        functions = self._functions
         batch: HostBatch | None = None
+        host_s = 0.0
         try:
             self._drawing.wait_for(turn)
             start = self._counters.now()
@@ -90,8 +91,8 @@ class SlotFiller:
                 self._transfer.check_stop()
                 thunk = next(self._thunks, None) if self._thunks is not None else None
             finally:
-                is_called = self._source_calls_function
-                slot.host_transform_s = self._count_host_calls() if is_called else 0.0
+                if self._source_calls_function:
+                    host_s = self._count_host_calls()
                 self._drawing.end()
             if thunk is not None:
                 batch = thunk()
@@ -107,9 +108,10 @@ class SlotFiller:
         if batch is None:
             return None
         slot.made_s = self._counters.now()
-        slot.source_s = slot.made_s - start - slot.host_transform_s
-        if functions.gather is not None:
-            slot.rows = functions.gather.read(batch, self._transfer.check_stop)
+        slot.host_transform_s = host_s
+        slot.source_s = slot.made_s - start - host_s
+        if self._host_gather is not None:
+            slot.rows = self._host_gather.read(batch, self._transfer.check_stop)
             slot.batch = batch
             slot.rows_s = self._counters.now() - slot.made_s
             self._add_read(slot, turn, start, slot.made_s + slot.rows_s)
