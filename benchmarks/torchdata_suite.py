@@ -71,7 +71,7 @@ def pytest_configure() -> None:
     plain = stateful_dataloader.StatefulDataLoader
 
     class Wrapped:
-        """A class only because tests write ``StatefulDataLoader[int]``."""
+        """Makes wrapped loaders; it is a class because tests write ``StatefulDataLoader[int]``."""
 
         def __new__(cls, *args: Any, **arguments: Any) -> Any:
             loader = plain(*args, **arguments)

@@ -1,9 +1,9 @@
 """Images of bytes, which the device normalizes and flips at random ahead of the training step.
 
-The copy moves a byte for each value. The function of the batch runs on a stream of its own after
-it, and a generator that depends on (seed, epoch, batch) alone makes a loop independent of the
-number of prefetched batches. A run that stops in the middle of an epoch resumes with the batches
-that it would have had.
+The copy moves a byte for each value. ``device_transform`` runs after it in a stream of its own. Its
+generator depends on (seed, epoch, batch) alone, so the batches do not depend on how many are
+prefetched. A run that stops in the middle of an epoch resumes with the batches that it would have
+had.
 """
 
 from __future__ import annotations

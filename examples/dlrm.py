@@ -149,7 +149,7 @@ def moved(train_loader: Any, test_loader: Any) -> list[float]:
         for table in weights()
     ]
     model = Model(bags).to(DEVICE)
-    # Without gradients=, the rule would depend on a choice that nobody made: an error says so.
+    # Without gradients=, an error would ask which of the two rules is wanted.
     rows = pinfeed.RowOptimizer(RowWiseAdagrad, bags, lr=1e-2, gradients="sparse")
     optimizer = pinfeed.CombinedOptimizer(rows, RowWiseAdagrad(model.parameters()))
     schedule = LinearLR(optimizer, 0.1, total_iters=20)

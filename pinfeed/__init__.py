@@ -72,8 +72,8 @@ if TYPE_CHECKING:
     from pinfeed.training.memory_model.config import Config as Config
     from pinfeed.training.memory_model.estimate import estimate as estimate
     from pinfeed.training.offload.offload import Offload as Offload
-    from pinfeed.training.row_loop.loop import train_rows as train_rows
     from pinfeed.training.row_loop.read import read_rows as read_rows
+    from pinfeed.training.row_loop.train import train_rows as train_rows
     from pinfeed.training.trainer.memory_monitor import MemoryMonitor as MemoryMonitor
     from pinfeed.training.trainer.trainer import Trainer as Trainer
 
@@ -94,7 +94,7 @@ _WITH_TORCH = {
     "BigBatch": "training.large_batch.big_batch",
     "estimate": "training.memory_model.estimate",
     "read_rows": "training.row_loop.read",
-    "train_rows": "training.row_loop.loop",
+    "train_rows": "training.row_loop.train",
 }
 """Modules of the public names that need torch; each is imported when its name is first used."""
 

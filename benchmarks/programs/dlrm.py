@@ -18,7 +18,7 @@ import pinfeed
 from benchmarks.programs.program import DEVICE, OURS, SEED, Program, Step
 
 N_NUMBERS = 13
-"""Numbers of a click that are no categories."""
+"""Number of numeric features of a click."""
 LEARNING_RATE = 0.02
 
 Batch = tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor], torch.Tensor]
@@ -100,7 +100,7 @@ class Clicks(Dataset[Batch]):
 
 
 class DLRM(nn.Module):
-    """Products of the bags' features and of those of the numbers, between two networks.
+    """DLRM's network: products of pairs of features, from bags of categories and from numbers.
 
     Args:
         bags: Table of each kind of category.

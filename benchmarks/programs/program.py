@@ -100,7 +100,7 @@ def code_lines(code: Any) -> list[str]:
 def generator_of_batch(
     seed: int, epoch: int, number: int, device: str | None = None
 ) -> torch.Generator:
-    """Return the generator that pinfeed gives to a function of a batch.
+    """Return the generator that pinfeed gives to a function on batches.
 
     Args:
         seed: Seed of the loop.

@@ -157,7 +157,7 @@ class ResumableFeeder(BaseFeeder[T_co]):
 
         Raises:
             ArgumentError: If ``number`` is not a whole number, or is negative.
-            ClosedError: If a loop runs that is not ended, or the feeder is closed.
+            ClosedError: If a loop runs that may not be ended, or the feeder is closed.
         """
         self._loop.set_epoch(number)
 
@@ -181,6 +181,6 @@ class ResumableFeeder(BaseFeeder[T_co]):
         Raises:
             ArgumentError: If ``state`` is not a state of a feeder, or belongs to a feeder with
                 other rows, order or batch size.
-            ClosedError: If a loop runs that is not ended, or the feeder is closed.
+            ClosedError: If a loop runs that may not be ended, or the feeder is closed.
         """
         self._loop.load_state(state)

@@ -33,7 +33,7 @@ class Batch(Generic[T_co]):
         rows: Row indices of the batch, shape (n,), int64.
         data: Tensors on the device, in the structure of the source, each of shape (n, *row_shape).
             Ragged rows have the layout of their ``RaggedStore``. With a ``host_transform`` or a
-            ``device_transform``, what the function returned. The tensors belong to the caller, who
+            ``device_transform``, the result of the function. The tensors belong to the caller, who
             may keep and change them.
     """
 
@@ -45,7 +45,7 @@ class Batch(Generic[T_co]):
         self._lent = lent
         self._stores = stores
         self._device = device
-        # Whether the data are rows of the source, and not what a function has made of them.
+        # Whether the data are rows of the source, and not results of a function on batches.
         self._is_source = is_source
         self.rows: Rows = lent.groups[0].rows
         self.data = data
@@ -71,14 +71,14 @@ class Batch(Generic[T_co]):
         Raises:
             WriteBackError: If the structure, shape, dtype or device of ``values`` is wrong, a store
                 is read-only, the batch has a row twice, the batch was written before, the loop
-                has taken the next batch, or if the feeder has a ``host_transform`` or a
+                has taken the next batch, or the feeder has a ``host_transform`` or a
                 ``device_transform``. No row has changed then.
         """
         if not self._is_source:
             raise WriteBackError(
-                "write_back in a loop with host_transform or device_transform; expected a loop "
-                "without, because a prefetched batch is changed before newer rows reach it; change "
-                "the batch in the loop"
+                "write_back() of a batch that host_transform or device_transform has made; "
+                "expected a loop without functions on batches, because they are called before "
+                "newer rows reach a prefetched batch; change the batch in the training step"
             )
         self._lent.require_writable()
         checked = self._stores.check(values, len(self.rows), self._device)

@@ -1,4 +1,4 @@
-"""Functions of the user that change each batch: their checks, and the seeds of their generators."""
+"""Functions on batches: checks of the options, and the seeds of their generators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pinfeed.validation.functions import takes_generator
 
 
 def has_functions(options: Mapping[str, Any]) -> bool:
-    """Tell whether a function is among the options of a loop."""
+    """Tell whether a loop has functions on batches."""
     return any(options[name] is not None for name in FUNCTIONS)
 
 
@@ -38,7 +38,7 @@ def check_seed_of_functions(options: Mapping[str, Any]) -> None:
 def batch_function(
     name: str, options: Mapping[str, Any], seed: int | None, device: str, rank: int | None = None
 ) -> BatchFunction | None:
-    """Return one of the functions of a loop; None if the user gave none.
+    """Return a function on batches; None if the user gave none.
 
     Args:
         name: Name of the option.

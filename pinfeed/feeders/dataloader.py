@@ -66,25 +66,24 @@ def wrap_loader(
 
 @overload
 def wrap_loader(
-    loader: Iterable[T], *, fetch: Fetch[K], **options: Unpack[LoaderArguments]
+    loader: Iterable[T],
+    *,
+    fetch: Fetch[K],
+    host_transform: None = None,
+    device_transform: None = None,
+    **options: Unpack[LoaderArguments],
 ) -> LoaderFeeder[tuple[T, dict[K, Any]]]: ...
 
 
 @overload
 def wrap_loader(
-    loader: Iterable[T], *, fetch: None = None, **options: Unpack[LoaderArguments]
-) -> LoaderFeeder[T]: ...
-
-
-@overload
-def wrap_loader(
-    loader: Any,
+    loader: Iterable[T],
     *,
-    fetch: Fetch[Any] | None = None,
+    fetch: None = None,
     host_transform: None = None,
     device_transform: None = None,
     **options: Unpack[LoaderArguments],
-) -> LoaderFeeder[Any]: ...
+) -> LoaderFeeder[T]: ...
 
 
 @explain_arguments(LOADER_HINTS, options=LoaderOptions)
@@ -159,20 +158,20 @@ def wrap_loader(
             thread. A ``HeteroData`` of PyG needs a function: ``lambda batch: batch["item"].n_id``.
         config: Memory limits for the files behind ``fetch``, half of which is left for the batches.
             None for the free memory. Its ``depth`` is taken if none is given here.
-        again: Rule for a loop that begins while another one is left, as for ``Feeder``.
-        on_error: Effect of an error that a batch raises in the loader, a function, ``fetch`` or the
-            copy to the device. With ``"raise"``, the loop ends with the error. With ``"next"``,
-            ``next()`` of the loop's iterator raises it, and another ``next()`` gives the next
-            batch, as the iterator of a DataLoader does. A loader's generator cannot continue after
-            an error, and then the loop ends.
+        again: Rule for a loop that begins while an older one has not ended, as for ``Feeder``.
+        on_error: Effect of an error of a batch in the loader, a function, ``fetch`` or the copy to
+            the device. With ``"raise"``, the loop ends with the error. With ``"next"``, ``next()``
+            of the loop's iterator raises the error, and another ``next()`` gives the next batch, as
+            the iterator of a DataLoader does. If the loader is a generator, which cannot continue
+            after an error, the loop ends.
         progress: Whether to show a progress bar.
         timeline: Whether to record what takes time in every batch.
         host_transform: Function that takes each batch of the loader, before its ids are asked for,
             and returns a batch of any structure. It is called for one batch at a time, in order, in
             a background thread. It may have a parameter ``generator``: see ``LoopOptions``.
         device_transform: Function that takes each batch on the device, or with ``fetch`` the pair
-            of the batch and the dict of rows, and returns what the loop gets. It is called
-            likewise, and its work on a GPU is in a side stream.
+            of the batch and the dict of rows, and returns what the loop gets. It is called in the
+            same way. Its work on a GPU runs in a side stream.
         seed: Seed of the generators of these functions; None is 0.
 
     Raises:
@@ -274,7 +273,7 @@ class LoaderFeeder(BaseFeeder[T_co]):
     def plan(self) -> Plan:
         """Memory that the files behind ``fetch`` take. That of the batches is not known.
 
-        What functions on batches return is counted as measured so far.
+        Results of functions on batches are counted as measured so far.
         """
         plan = Plan(0, self._depth, "staged", ())
         if self._fetch is not None:
@@ -299,7 +298,7 @@ class LoaderFeeder(BaseFeeder[T_co]):
         """Begin the loader's next epoch, with its batches on the device.
 
         Raises:
-            ClosedError: If the feeder is closed, or another loop over it runs that is not ended.
+            ClosedError: If the feeder is closed, or a loop over it runs that may not be ended.
         """
         source = self._source
         return self._loop.run(LentBatch.take, begin=source.begin, keeps_errors=source.keeps_errors)
@@ -343,7 +342,7 @@ class LoaderFeeder(BaseFeeder[T_co]):
             number: Number of the epoch, at least 0.
 
         Raises:
-            ClosedError: If a loop runs that is not ended, or the feeder is closed.
+            ClosedError: If a loop runs that may not be ended, or the feeder is closed.
         """
         self._loop.set_epoch(number)
         batch_sampler = getattr(self._loader, "batch_sampler", None)
@@ -378,7 +377,7 @@ class StatefulLoaderFeeder(LoaderFeeder[T_co]):
         """Begin the loader's next epoch, with its batches on the device.
 
         Raises:
-            ClosedError: If the feeder is closed, or another loop over it runs that is not ended.
+            ClosedError: If the feeder is closed, or a loop over it runs that may not be ended.
         """
         return self._loop.run(self._take, begin=self._begin, keeps_errors=self._source.keeps_errors)
 
@@ -386,7 +385,8 @@ class StatefulLoaderFeeder(LoaderFeeder[T_co]):
         """Return the loader's ``state_dict()`` at the position of the loop.
 
         Batches that are only prefetched do not count. If a function gets a generator, the state is
-        a dict of the loader's own state and of the position of the feeder, which seeds it.
+        a dict of the loader's own state and of the position of the feeder, which seeds the
+        generators.
 
         Raises:
             Exception: If the loader's ``state_dict()`` failed; its error.
@@ -402,20 +402,20 @@ class StatefulLoaderFeeder(LoaderFeeder[T_co]):
         """Make the next loop continue at a saved position.
 
         Args:
-            state: Return value of ``state_dict`` of this feeder. Unless a function gets a
-                generator, that of the loader itself is one.
+            state: Return value of ``state_dict`` of this feeder, or of the loader itself if no
+                function gets a generator.
 
         Raises:
-            ArgumentError: If a function gets a generator, and the state does not tell the number of
-                the batch that seeds it.
-            ClosedError: If a loop runs that is not ended, or the feeder is closed.
+            ArgumentError: If a function gets a generator, and the state does not have the number of
+                the batch, which seeds it.
+            ClosedError: If a loop runs that may not be ended, or the feeder is closed.
         """
         is_own = isinstance(state, Mapping) and set(state) == {"loader", "pinfeed"}
         if not is_own and self._functions.take_generators:
             raise ArgumentError(
-                "load_state_dict() got a state of the loader itself, which does not tell the "
-                "number of the batch that seeds the generator of host_transform or "
-                "device_transform; expected what state_dict() of this feeder returned"
+                "load_state_dict() got a state of the loader itself, which does not have the "
+                "number of the batch; expected what state_dict() of this feeder returned, because "
+                "that number seeds the generator of host_transform or device_transform"
             )
         if is_own and self._functions.take_generators:
             self._loop.load_state(state["pinfeed"])

@@ -82,7 +82,7 @@ class Feeder(ResumableFeeder[T_co]):
             their columns. An open ``h5py.Dataset`` or ``zarr.Array`` is one source.
         batch_size: Rows per batch. Give either this or ``config``; give neither if ``rows`` yields
             whole batches.
-        config: Memory limits that decide the batch size. Functions of batches are then called on
+        config: Memory limits that decide the batch size. Functions on batches are then called on
             trial when the feeder is made, with some of the first rows, to predict their memory.
         rows: Sampling order: an order of ``pinfeed.rows``, a torch Sampler or BatchSampler, or an
             iterable of row indices or of whole batches of row indices. None is the order of the
@@ -91,7 +91,7 @@ class Feeder(ResumableFeeder[T_co]):
         shuffle: Whether every epoch has another order; short for
             ``rows=pinfeed.rows.shuffled(seed)``.
         seed: Seed of the shuffle, a whole number; the order is a function of (seed, epoch). It is
-            also the seed of the generators of functions.
+            also the seed of the generators of functions on batches.
         drop_last: Whether to leave out a last batch that is not full.
         ranks: Rule by which the processes of a job (of torchrun, say) share an epoch if the rows do
             not divide evenly. ``"pad"`` repeats the first rows, ``"drop"`` leaves out the
@@ -110,10 +110,10 @@ class Feeder(ResumableFeeder[T_co]):
         verify: Compare each batch with its rows in the stores before the loop gets it, and raise
             VerificationError if anything but ``write_back`` has changed them. This reads every row
             twice and waits for write-backs.
-        again: Rule for a loop that begins while the iterator of an older one over this feeder
-            exists. With ``"end"``, the older loop ends as by ``break``, and its iterator raises
-            ClosedError if it is asked for another batch. So do ``set_epoch`` and
-            ``load_state_dict``. With ``"refuse"``, they raise ClosedError instead. A loop in
+        again: Rule for a loop that begins while an older one over this feeder has not ended. With
+            ``"end"``, the older loop ends as by ``break``, and its iterator raises ClosedError if
+            it is asked for another batch. With ``"refuse"``, the new loop raises ClosedError
+            instead. The rule holds for ``set_epoch`` and ``load_state_dict``, too. A loop in
             another thread is never ended.
         progress: Show a progress bar.
         timeline: Record what takes time in every batch, and name it for GPU profilers.
@@ -122,7 +122,7 @@ class Feeder(ResumableFeeder[T_co]):
             background thread calls it, for one batch at a time, in order. It may have a parameter
             ``generator``: see ``LoopOptions``.
         device_transform: Function that takes each batch on the device, and returns what the loop
-            gets. It is called likewise, and its work on a GPU is in a side stream.
+            gets. It is called in the same way. Its work on a GPU runs in a side stream.
 
     Raises:
         ArgumentError: If an argument is invalid, two arguments conflict, or ``seed`` is given
@@ -262,7 +262,7 @@ class Feeder(ResumableFeeder[T_co]):
             shape (n, *row_shape); of ragged rows, what the layout of their ``RaggedStore`` says.
 
         Raises:
-            ClosedError: If the feeder is closed, or another loop over it runs that is not ended.
+            ClosedError: If the feeder is closed, or a loop over it runs that may not be ended.
         """
         return self._loop.run(self._take, begin=self._begin)
 
@@ -270,7 +270,7 @@ class Feeder(ResumableFeeder[T_co]):
         """Begin the next epoch, as ``Batch`` objects with row indices and ``write_back``.
 
         Raises:
-            ClosedError: If the feeder is closed, or another loop over it runs that is not ended.
+            ClosedError: If the feeder is closed, or a loop over it runs that may not be ended.
         """
         take = self._take
         stores = self._stores
@@ -292,7 +292,7 @@ class Feeder(ResumableFeeder[T_co]):
     def plan(self) -> Plan:
         """Batch size and memory of every buffer; ``print(feeder.plan)`` explains them in words.
 
-        What functions on batches return is counted as measured so far. With ``config``, it is
+        Results of functions on batches are counted as measured so far, or with ``config`` as
         predicted.
         """
         if self._is_limited:
@@ -379,7 +379,7 @@ class Feeder(ResumableFeeder[T_co]):
     def _functions_of(
         self, options: FeederOptions, selection: RowSelection, seed: int
     ) -> LoopFunctions:
-        """Return the functions that change each batch, without what reads rows for them."""
+        """Return the functions on batches, without what reads rows for them."""
         rank = None if selection.shard is None else selection.shard.rank
         return LoopFunctions(
             batch_function("host_transform", options, seed, "cpu", rank),
@@ -414,7 +414,7 @@ class Feeder(ResumableFeeder[T_co]):
 
 
 def _check_conflicts(options: FeederOptions, route: str | None) -> None:
-    """Raise ArgumentError if an option excludes the functions that change each batch."""
+    """Raise ArgumentError if an option excludes functions on batches."""
     if options["verify"] and has_functions(options):
         raise ArgumentError(
             "verify=True was given with host_transform or device_transform; verify compares each "

@@ -44,7 +44,7 @@ def measure_functions(tree: StoreTree, device: Device, functions: LoopFunctions)
     Args:
         tree: Stores of the rows.
         device: Device of the batches.
-        functions: The functions, without what reads rows for them.
+        functions: The functions, without a reader of rows for them.
 
     Raises:
         Exception: If a function raised it; a note tells of the trial.

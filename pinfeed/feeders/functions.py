@@ -95,7 +95,7 @@ def wrap_readers(
         seed: Seed of the shuffle, a whole number.
         drop_last: Leave out a last batch that is not full.
         ranks: Rule by which the processes of a job share the identities, as for ``Feeder``.
-        again: Rule for a loop that begins while another one is left, as for ``Feeder``.
+        again: Rule for a loop that begins while an older one has not ended, as for ``Feeder``.
         progress: Show a progress bar.
         timeline: Record what takes time in every batch.
 
@@ -193,7 +193,7 @@ class ReaderFeeder(ResumableFeeder[tuple[Any, Any]]):
             place of its batch, with its own traceback and a note that names the identity.
 
         Raises:
-            ClosedError: If the feeder is closed, or another loop over it runs that is not ended.
+            ClosedError: If the feeder is closed, or a loop over it runs that may not be ended.
         """
         return self._loop.run(LentBatch.take, begin=self._begin)
 

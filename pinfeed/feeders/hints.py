@@ -82,7 +82,10 @@ READER_HINTS = {
     ),
     **dict.fromkeys(("max_elements", "max_tokens"), "the samples of a batch are batch_size="),
     "collate_fn": "give apply_on_input_batch= and apply_on_output_batch=",
-    "transform": "apply it in read_input, or in apply_on_input_batch=",
+    **dict.fromkeys(
+        ("transform", "host_transform", "device_transform"),
+        "apply it in read_input, or in apply_on_input_batch=",
+    ),
     "dtype": "give input_dtype= and output_dtype=",
 }
 """Advice for ``wrap_readers``."""
@@ -114,6 +117,9 @@ TABLE_LOOP_HINTS = {
     "device_cache": "give it to the table: HostEmbedding(..., device_cache=...)",
     "on_error": "a loop over tables ends with its first error; skip bad samples in the dataset",
     "fetch": 'wrap the loader first: train_rows(wrap_loader(loader, fetch=..., device="cpu"), ...)',
+    **dict.fromkeys(
+        ("gradients", "sparse"), 'give it to the optimizer: RowOptimizer(..., gradients="sparse")'
+    ),
 }
 """Advice for ``train_rows``."""
 

@@ -1,4 +1,4 @@
-"""LoopOptions and others: groups of keyword options, for ``**options: Unpack[...]``."""
+"""LoopOptions and its subclasses: groups of keyword options, for ``**options: Unpack[...]``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pinfeed.validation.functions import check_function
 from pinfeed.validation.options import Default
 
 FUNCTIONS = ("host_transform", "device_transform")
-"""Names of the options that are functions of batches."""
+"""Names of the options that are functions on batches."""
 
 
 class LoopOptions(TypedDict, total=False):
@@ -56,7 +56,7 @@ class LoaderOptions(LoopOptions, total=False):
     on_error: Annotated[Literal["raise", "next"], Default("raise")]
     """Whether the error of a batch ends the loop, or the loop can continue with the next batch."""
     seed: Annotated[int | None, Default(None)]
-    """Seed of the generators of functions; None is 0."""
+    """Seed of the generators of functions on batches; None is 0."""
 
 
 class TableLoopOptions(LoopOptions, total=False):
@@ -65,7 +65,7 @@ class TableLoopOptions(LoopOptions, total=False):
     verify: Annotated[bool, Default(False)]
     """Whether to compare the rows with those of the synchronous loop."""
     seed: Annotated[int | None, Default(None)]
-    """Seed of the generators of functions; None is 0."""
+    """Seed of the generators of functions on batches; None is 0."""
 
 
 class ReaderOptions(TypedDict, total=False):

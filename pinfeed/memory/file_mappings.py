@@ -1,4 +1,4 @@
-"""Which file is mapped at an address, whoever mapped it: numpy, torch, mmap or shared memory."""
+"""mapping_at(): the file that numpy, torch, mmap or shared memory has mapped at an address."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FileKey = tuple[int, int]
 
 
 class FileMapping(NamedTuple):
-    """A file whose pages are mapped at some address, so that writes there change the file."""
+    """A file that is mapped at an address, so that writes to the memory change the file."""
 
     file: FileKey
     offset: int

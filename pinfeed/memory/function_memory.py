@@ -42,20 +42,20 @@ class FunctionMemory:
     """Memory that the functions on the batches of a loop take."""
 
     has_host: bool
-    """Whether rows are read for ``host_transform``. It decides then what is moved to the device."""
+    """Whether rows are read for ``host_transform``, whose results are then moved to the device."""
     host_returned: Nbytes = _NOTHING
-    """Bytes of what ``host_transform`` returns."""
+    """Bytes of the results of ``host_transform``."""
     host_new: Nbytes = _NOTHING
-    """Bytes of host memory that this is in, without the memory of the rows."""
+    """Bytes of new host memory for these results; the memory of the rows does not count."""
     device_new: Nbytes = _NOTHING
-    """Bytes of what ``device_transform`` returns, without the memory of what it is given."""
+    """Bytes of new memory for results of ``device_transform``; that of its batch does not count."""
     device_working: Nbytes = _NOTHING
-    """Bytes of a GPU that ``device_transform`` takes besides, while it runs."""
+    """More bytes of a GPU that ``device_transform`` takes while it runs."""
 
     def allocations(
         self, rows_nbytes: int, depth: int, *, unified: bool, when: str = ""
     ) -> list[Allocation]:
-        """List the memory of what the functions return.
+        """List the memory of results of the functions.
 
         Args:
             rows_nbytes: Bytes of the rows of a batch.

@@ -30,7 +30,7 @@ def has_ended(generator: GeneratorType[Any, None, None]) -> bool:
 
 
 class _RunEnded(GeneratorExit):
-    """The program has ended the run by asking the feeder for something else."""
+    """Raised inside the generator of a run, to end it as ``break`` does."""
 
 
 class ActiveRun:
@@ -72,7 +72,7 @@ class ActiveRun:
 
         Args:
             reason: Message of the ClosedError that the generator raises if it is asked for another
-                batch. It must not seem to have reached the end of the epoch.
+                batch. Without the error, it would seem to have reached the end of the epoch.
 
         Returns:
             False if another thread iterates the run or has made it, or if it is running now.

@@ -63,7 +63,7 @@ class EpochRunner:
         progress: Whether to show a progress bar.
         timeline: Whether to record a timeline.
         again: ``"end"`` if a new run ends the one that runs, ``"refuse"`` if it is refused.
-        functions: Functions of the user that change each batch.
+        functions: Functions on batches.
     """
 
     def __init__(
@@ -163,8 +163,8 @@ class EpochRunner:
             schedule: Schedule of this run, with no more slots than the planned one, which is the
                 default.
             begin: Called here, when an epoch may begin. If it raises, no epoch has begun.
-            through: Generator function that makes the iterator of that over the batches. What it
-                leaves to do when it is closed is done before the next run begins.
+            through: Generator function that takes the iterator over the batches, and whose iterator
+                is returned. When it is closed, it has finished before the next run begins.
             keeps_errors: Whether the iterator continues after an error of ``lend``.
 
         Raises:
@@ -405,7 +405,7 @@ class EpochRunner:
             )
 
     def _try_to_end(self, reason: str) -> bool:
-        """Return whether no run is left, after ending the last one if that is wanted and possible.
+        """End the last run if ``again`` permits it; return whether no run is left.
 
         Args:
             reason: Error of the iterator whose run is ended.

@@ -1,4 +1,4 @@
-"""HostGather: reads the rows of a batch into tensors on the host, for a function of the user."""
+"""HostGather: reads the rows of a batch into tensors on the host, for ``host_transform``."""
 
 from __future__ import annotations
 

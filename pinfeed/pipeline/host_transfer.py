@@ -55,7 +55,7 @@ class HostTransfer(Transfer):
         return slot
 
     def transform(self, slot: Slot, function: Callable[[Any], Any]) -> None:
-        """Let a function change the batch of a slot, as ``Transfer.transform`` does."""
+        """Call ``device_transform`` on the batch of a slot, as ``Transfer.transform`` does."""
         self.check_stop()
         batch = slot.batch
         assert batch is not None

@@ -1,4 +1,4 @@
-"""LoopFunctions: the functions of the user that change each batch of a loop."""
+"""LoopFunctions: the functions on the batches of a loop."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from pinfeed.pipeline.sources.dataloader import load_of
 
 @dataclass(frozen=True)
 class LoopFunctions:
-    """The functions of the user that change each batch of a loop."""
+    """The functions on the batches of a loop."""
 
     host: BatchFunction | None = None
-    """Function of the batch on the host; None if there is none."""
+    """``host_transform``; None if the user gave none."""
     device: BatchFunction | None = None
-    """Function of the batch on the device; None if there is none."""
+    """``device_transform``; None if the user gave none."""
     gather: HostGather | None = None
     """Reads the rows for ``host``, which the loop calls then; None if the source calls it."""
     epoch: int = 0
@@ -50,7 +50,7 @@ class LoopFunctions:
         """Seed of the generators, if a function gets one; a resumed loop must have the same."""
         for function in (self.host, self.device):
             if function is not None and function.takes_generator:
-                return {"seed of functions": function.seed.number}
+                return {"seed of functions on batches": function.seed.number}
         return {}
 
     @property
@@ -83,7 +83,7 @@ class LoopFunctions:
         )
         items = memory.allocations(0, plan.depth, unified=unified, when=", as measured so far")
         if not items:
-            note = "what functions on batches return is counted here when they have returned it"
+            note = "results of functions on batches are counted once the loop has batches"
             return dataclasses.replace(plan, notes=(*plan.notes, note))
         return dataclasses.replace(plan, items=(*plan.items, *items))
 

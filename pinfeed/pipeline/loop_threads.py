@@ -26,8 +26,8 @@ _CLOSED = (
 class LoopThreads:
     """Reader threads and writer threads of one loop.
 
-    ``start_readers`` starts the readers, and the thread that calls the user's functions of batches.
-    The writers start with the first write-back: one queues the copies to the host, the other
+    ``start_readers`` starts the readers, and the thread that calls functions on batches. The
+    writers start with the first write-back: one queues the copies to the host, the other
     scatters the rows that have arrived, and may have helpers. At depth 0 there are no threads, and
     the caller makes every call itself. A loop with threads may do so, too, while no call of its
     threads is left.
@@ -56,7 +56,7 @@ class LoopThreads:
         self._joining = threading.Lock()
         self._are_writers_joined = False
         self._reader: Workers | None = None
-        self._transformer: Workers | None = None
+        self._transform_thread: Workers | None = None
         self._writer: Workers | None = None
         self._scatterer: Workers | None = None
         self._scatter_helpers: Workers | None = None
@@ -65,12 +65,12 @@ class LoopThreads:
         """Start the reader threads.
 
         Args:
-            calls_functions: Whether to start the thread that calls functions of batches, too.
+            calls_functions: Whether to start the thread that calls functions on batches, too.
         """
         if self._schedule.depth and self._reader is None:
             self._reader = self._device.worker("pinfeed-read", self._schedule.n_readers)
             if calls_functions:
-                self._transformer = self._device.worker("pinfeed-transform")
+                self._transform_thread = self._device.worker("pinfeed-transform")
 
     def submit_read(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
         """Let a reader thread call ``fn(*args)`` for a batch."""
@@ -78,7 +78,7 @@ class LoopThreads:
 
     def submit_transform(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
         """Let one thread call ``fn(*args)`` for a batch, in the order of these calls."""
-        return self._submit(self._transformer, "transform", batch, fn, *args)
+        return self._submit(self._transform_thread, "transform", batch, fn, *args)
 
     def submit_write(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
         """Let the writer thread call ``fn(*args)`` for a batch."""
@@ -128,8 +128,8 @@ class LoopThreads:
         return self._scatter_helpers
 
     def join_readers(self) -> None:
-        """Wait until the readers, and the thread behind them, have made all calls."""
-        for worker in (self._reader, self._transformer):
+        """Wait until the readers, and the thread that calls functions on batches, have ended."""
+        for worker in (self._reader, self._transform_thread):
             if worker is not None:
                 worker.shutdown(wait=True)
 

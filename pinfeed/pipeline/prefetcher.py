@@ -53,7 +53,7 @@ class Prefetcher:
         first: Number of the first batch.
         choice: Number of batches to prefetch, and of reader threads. It may change between
             prefetching and the synchronous loop while the loop runs.
-        functions: Functions of the user that change each batch.
+        functions: Functions on batches.
     """
 
     def __init__(
@@ -125,7 +125,8 @@ class Prefetcher:
                     idle = is_unified
                     number += 1
                     write_queue.check()
-                _raise_error(slot)
+                if slot.error is not None:
+                    _raise_error(slot)
                 self._reuse(slots, slot, n_batches)
                 if len(transfer.log):
                     transfer.forget()
@@ -308,9 +309,8 @@ class Prefetcher:
 
 
 def _raise_error(slot: Slot) -> None:
-    """Raise the error of a batch that the slot could not carry, if there is one."""
-    if slot.error is None:
-        return
+    """Raise the error of a batch that the slot could not carry."""
+    assert slot.error is not None
     try:
         raise slot.error
     finally:

@@ -35,11 +35,11 @@ class Slot:
     released: Event | None = None
     """Event behind the work that may still use what the memory was before."""
     filled: Event | None = None
-    """Event behind the copies of the last fill, and behind the function of its batch."""
+    """Event behind the copies of the last fill, and behind ``device_transform``."""
     batch: HostBatch | None = None
     """Contents of the slot."""
     rows: Any = None
-    """Rows on the host, in the structure of their source, which a function is to change."""
+    """Rows for ``host_transform`` on the host, in the structure of their source."""
     error: Exception | None = None
     """Error of the batch after those that the slot carries, if the slot was to carry it as well."""
     tensors: list[Tensor] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Slot:
     batch_tensors: deque[list[Tensor]] = field(default_factory=deque)
     """Tensors of each batch, on a device whose memory is the host's."""
     made: list[Tensor] = field(default_factory=list)
-    """Tensors that the user's function of the batch on the device has made."""
+    """Tensors that ``device_transform`` has returned."""
     needed: list[int] = field(default_factory=list)
     """Bytes of device memory that each part of this fill took; 0 for a part that was adopted."""
     adopted_nbytes: int = 0
@@ -61,17 +61,17 @@ class Slot:
     number: int = 0
     """Number of the first batch."""
     source_s: float = 0.0
-    """Seconds in which the source made the batch, without the user's function of it."""
+    """Seconds in which the source made the batch, without ``host_transform``."""
     made_s: float = 0.0
-    """Time at which the source, or a function of the user, had made the batch."""
+    """Time at which the source or ``host_transform`` had made the batch."""
     rows_s: float = 0.0
-    """Seconds in which rows were read for the user's function of the batch on the host."""
+    """Seconds in which rows were read for ``host_transform``."""
     read_s: float = 0.0
     """Seconds in which the source made the batch and its parts were gathered."""
     host_transform_s: float = 0.0
-    """Seconds of the user's function of the batch on the host."""
+    """Seconds of ``host_transform``."""
     device_transform_s: float = 0.0
-    """Seconds in which the user's function of the batch on the device was called."""
+    """Seconds of ``device_transform``, which on a GPU only queues its work."""
     copy_wait_s: float = 0.0
     """Seconds between ``made_s`` and the gather, mostly a wait for the slot's last copies."""
     ready_s: float = 0.0

@@ -28,7 +28,7 @@ class SlotFiller:
         thunks: Batches of the epoch; closed by ``close``.
         first: Number of the first batch.
         schedule: Number of batches in a slot, and whether the loop may write rows back.
-        functions: Functions of the user that change each batch.
+        functions: Functions on batches.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class SlotFiller:
     def fill(self, slot: Slot, turn: int) -> Slot | None:
         """Fill a slot with the next batches; return None after the last one.
 
-        If a function changes rows on the host, the slot only gets these, and ``transform`` fills
-        it.
+        If ``host_transform`` takes rows of stores, the slot only gets these rows, and ``transform``
+        fills it.
 
         Args:
             slot: Slot that was reserved.
@@ -123,7 +123,7 @@ class SlotFiller:
         return slot
 
     def transform(self, filled: Pending[Slot | None], turn: int) -> Slot | None:
-        """Let functions change the batch of a slot, and return the slot.
+        """Call functions on the batch of a slot, and return the slot.
 
         One thread calls this, in the order of turns.
 
@@ -172,7 +172,7 @@ class SlotFiller:
         ]
 
     def _transform(self, slot: Slot, number: int) -> None:
-        """Let functions change the batch of a slot."""
+        """Call functions on the batch of a slot."""
         functions = self._functions
         if functions.gather is not None:
             rows = slot.rows

@@ -4,10 +4,10 @@ Rule 1: every wait, record and sync of batches and rows is in this file, and eac
         hazard that it prevents. Those of caches are in cache_transfer.py, and those of activations
         in training/offload/offload_transfer.py.
 Rule 2: this file knows neither threads nor CUDA. It is given a Device, and its methods say which
-        thread calls them: the consumer (the training thread), a reader, the transformer, which
-        calls the user's function of batches, or one of two writers.
+        thread calls them: the consumer (the training thread), a reader, the transform thread,
+        which calls functions on batches, or one of two writers.
 Rule 3: the consumer allocates device memory, on its own stream. So any thread may free it, at any
-        time. Only a function of the user allocates on another stream.
+        time. Only ``device_transform`` allocates on another stream.
 
 A slot is reserved by the consumer, filled by a reader, lent to the consumer, and reserved again.
 Its staging memory stays. Its device memory is new each time, because a batch belongs to the user
@@ -28,7 +28,7 @@ from the moment it is lent.
             read.wait(index)     (3)
             read: store -> memory                            direct route: the device reads rows
             filled = read.record()
-    transform:                       (transformer)
+    transform:                       in the transform thread
             transform.wait(filled) (11)
             transform: function(batch) -> memory <- allocator (transform)
             filled = transform.record()
@@ -61,7 +61,7 @@ Each wait prevents a hazard:
         may have been in use until now, so that ``released`` is too early for it
     (3) the row indices may not be there yet; they have a stream of their own, so that they are
         copied while kernels read the rows of the batch before
-    (4) the rows may not be there yet, and what a function makes of them may not be computed yet
+    (4) the rows may not be there yet, and results of ``device_transform`` may not be computed yet
     (5) newer values may not be computed yet, in another stream
     (6) the scatter of the write before the last one may still read this staging memory; and rows
         that the device writes itself must not overtake the scatter of the last one, which may also
@@ -71,17 +71,17 @@ Each wait prevents a hazard:
     (9) copies may still write memory that was not lent; and those of a write that was begun and,
         after an interrupt or an error, not finished may still use memory that is about to be freed
    (10) work on the cache may not be done yet, in another stream
-   (11) the rows that the function is given may not be there yet
-   (12) functions may still use memory that was not lent, or tensors of their own, which the
-        program may free after the loop
+   (11) the rows that ``device_transform`` is given may not be there yet
+   (12) ``device_transform`` may still use memory that was not lent, or tensors of its own, which
+        the program may free after the loop
 
-A function of the user runs in a stream of its own, so that it overlaps with the training step. What
-it is given was allocated in the stream of the consumer, and stays in the slot until ``lend`` has
-queued (4). It may keep that for later batches and drop it at any time, and so ``transform`` shares
-it with the function's stream. What it makes is allocated in its own stream, and so ``lend`` shares
-it with the consumer's: the allocator gives its memory to a later function only when the training
-step has done its work. Tensors that the function has from before the loop need no wait, because (2)
-and (11) order it after all work that the consumer had queued when the slot was reserved.
+``device_transform`` runs in a stream of its own, so that it overlaps with the training step. Its
+batch was allocated in the stream of the consumer, and stays in the slot until ``lend`` has queued
+(4). The function may keep the batch longer and drop it at any time, so ``transform`` shares the
+batch with the function's stream. Its results are allocated in its own stream, so ``lend`` shares
+them with that of the consumer. The allocator then gives their memory to a later call only when the
+training step has done its work. Tensors that the function holds from before the loop need no wait,
+because (2) and (11) order it after all work that the consumer queued before it reserved the slot.
 
 Two write-backs overlap: the copies of one are queued before the rows of the other are scattered.
 Scatters are in the order of the writes.
@@ -151,7 +151,7 @@ class Transfer:
         capacity: Bytes of each part of a full batch, where they are known in advance. The capacity
             grows with the batches that are moved.
         counters: Counters of the time that moving takes.
-        functions: Functions of the user that change each batch.
+        functions: Functions on batches.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class Transfer:
         return slot
 
     def transform(self, slot: Slot, function: Callable[[Any], Any]) -> None:
-        """Let a function change the batch of a slot that was filled, on the device (transformer).
+        """Call ``device_transform`` on the batch of a slot that was filled (transform thread).
 
         This is called in the order of batches.
 

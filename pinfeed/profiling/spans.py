@@ -23,11 +23,9 @@ Lane = Literal[
 """The kind of a span:
 
 - ``read``: a reader thread reads rows.
-- ``host_transform``: the user's function of the batch on the host runs. If a loader gives the
-  batch, this is within ``read``.
+- ``host_transform``: the function runs. If a loader gives the batch, this is within ``read``.
 - ``copy``: rows are copied to the device.
-- ``device_transform``: the user's function of the batch on the device runs; on an asynchronous
-  device, the work that it queued.
+- ``device_transform``: the function runs; on an asynchronous device, the work that it queued.
 - ``wait``: the loop has asked for a batch, which is not ready.
 - ``lend``: the batch is ready, and pinfeed hands it to the loop; this is its overhead.
 - ``compute``: the training step runs.
@@ -50,7 +48,7 @@ THREADS: dict[str, tuple[Lane, ...]] = {
 }
 """Lanes by thread. Spans of one thread do not overlap, except ``write_wait`` and ``compute``.
 
-Functions of the user run in reader threads or in a stream of the device, and are shown apart.
+Functions on batches run in reader threads or in a stream of the device, and are shown apart.
 """
 
 WAITING: tuple[Lane, ...] = ("wait", "lend", "write_wait")

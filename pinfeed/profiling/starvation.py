@@ -22,11 +22,11 @@ STRETCH_BATCHES = 20
 _LOOK_S = 1.0
 
 _HINTS: dict[Bottleneck, str] = {
-    "host_transform": "It is your host_transform that is waited for, which is called for one batch "
-    "at a time: make it cheaper, or do its work once before training, in the worker processes of "
-    "the DataLoader, or in device_transform.",
-    "device_transform": "It is your device_transform that is waited for, which takes longer than "
-    "the training step: make it cheaper, or do its work once before training.",
+    "host_transform": "The loop waits for your host_transform, which is called for one batch at a "
+    "time: make it cheaper, or do its work once before training, in the worker processes of the "
+    "DataLoader, or in device_transform.",
+    "device_transform": "The loop waits for your device_transform, which takes longer than the "
+    "training step: make it cheaper, or do its work once before training.",
     "copying": "Fewer bytes help (a smaller dtype, uint8 images that are converted on the device), "
     "or rows in a PinnedStore, which the GPU can read itself.",
     "writing": "The store's writes are slower than the loop: rows in memory (PinnedStore, "
@@ -41,9 +41,7 @@ _HINTS: dict[Bottleneck, str] = {
 
 _WITHOUT_THREADS = "depth=0 needs no threads, which compete with the training step for the cores."
 
-_OR_FUNCTION = (
-    "If it is device_transform that takes long, which timeline=True tells, make that cheaper."
-)
+_OR_FUNCTION = "If device_transform takes long, which timeline=True shows, make it cheaper."
 
 logger = logging.getLogger("pinfeed")
 

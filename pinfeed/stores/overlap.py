@@ -1,4 +1,4 @@
-"""Whether two stores have rows in common, in memory or in a file."""
+"""share_rows(): whether two stores have rows in common, in memory or in a file."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ _MAX_WORK = 1 << 16
 # Stands for the address of a file's first byte. Strides may be negative.
 _FILE_BASE = 1 << 48
 
-
-# What is mapped where an array is does not change while the array lives.
+# An array stays mapped to the same file while it exists.
 _mappings: weakref.WeakKeyDictionary[Store, list[FileMapping | None]] = weakref.WeakKeyDictionary()
 
 
@@ -66,7 +65,7 @@ def _files(store: Store) -> set[FileKey | None]:
 
 
 def _mappings_of(store: Store) -> list[FileMapping | None]:
-    """Return the file that is mapped where each array of a store is."""
+    """Return the file to which each array of a store is mapped, or None."""
     arrays = _arrays(store)
     if not arrays:
         return []
@@ -76,9 +75,9 @@ def _mappings_of(store: Store) -> list[FileMapping | None]:
 
 
 class _FileArray:
-    """An array at the place of its bytes in a file, instead of that in memory.
+    """An array whose address is its offset in a file, so that places in files can be compared.
 
-    Its values are never read. It serves to compare the places of two arrays.
+    Its values are never read.
     """
 
     def __init__(self, array: Array, mapping: FileMapping) -> None:

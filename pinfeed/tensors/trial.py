@@ -1,4 +1,4 @@
-"""trial(): runs code of the user on trial, without a trace in torch's random numbers."""
+"""trial(): runs the user's code on trial, without changing torch's random numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextlib.contextmanager
 def trial(device: str) -> Iterator[Callable[[], int]]:
-    """Run code on trial: torch's random numbers are then as they were.
+    """Run code on trial, and restore torch's random numbers afterwards.
 
     On a GPU, torch's peak statistics are reset.
 

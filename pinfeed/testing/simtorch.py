@@ -139,8 +139,8 @@ class SimTorchDevice(SimDevice):
     def _do(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Execute an operation of torch, or queue it in the current stream.
 
-        Streams may advance meanwhile. Workers may not, because a function that they call would run
-        inside of the operation, where torch's modes are off.
+        Streams may advance during the operation. Workers may not, because a function that they call
+        would run inside the operation, where torch's modes are off.
         """
         was_inside = self._are_workers_late
         self._are_workers_late = True

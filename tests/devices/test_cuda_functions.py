@@ -1,4 +1,4 @@
-"""Functions of batches on a GPU: their stream, their memory and their generators.
+"""Functions on batches on a GPU: their stream, their memory and their generators.
 
 Run with ``pytest -m gpu``.
 """

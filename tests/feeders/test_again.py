@@ -1,4 +1,4 @@
-"""A loop that begins while an older one over the same feeder is left: again="end", "refuse"."""
+"""A loop that begins while an older one over the same feeder has not ended: ``again``."""
 
 import gc
 import threading
@@ -90,7 +90,7 @@ def test_a_new_loop_ends_the_one_before_as_break_does(kind: str, depth: int) -> 
         with pytest.raises(ClosedError, match=ANOTHER):
             next(first)
         got.append(taken(second, 2))
-        # What the older loop leaves to the garbage collector does not disturb the new one.
+        # Garbage of the older loop does not disturb the new one.
         del first
         gc.collect()
         got[1] += map(str, second)
@@ -163,7 +163,7 @@ def test_a_position_is_set_while_a_loop_is_left(kind: str) -> None:
         want = taken(batches, 2)
         state = feeder.state_dict()
         if "stateful" not in kind:
-            # What is no state ends no loop.
+            # An invalid state ends no loop.
             with pytest.raises(ArgumentError, match="expected what state_dict"):
                 feeder.load_state_dict({"epoch": 0})
         want += taken(batches, 3)

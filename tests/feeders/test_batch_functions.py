@@ -1,4 +1,4 @@
-"""Functions of batches: what they are given, in which order, with which random numbers."""
+"""Functions on batches: what they are given, in which order, with which random numbers."""
 
 import copy
 import functools
@@ -335,7 +335,7 @@ def test_changed_batches_cannot_be_written_back() -> None:
         for i, batch in enumerate(feeder.batches()):
             assert batch.rows.tolist() == list(range(i * SIZE, min((i + 1) * SIZE, N)))
             assert torch.equal(batch.data[0], torch.from_numpy(X[batch.rows]))
-            with pytest.raises(WriteBackError, match="expected a loop without"):
+            with pytest.raises(WriteBackError, match="without functions on batches"):
                 batch.write_back(batch.data[0])
     assert (x == X).all()
 

@@ -71,9 +71,9 @@ def test_results_are_counted_as_measured_or_as_predicted(
     functions: Any = {"host_transform": as_double, "device_transform": on_device}
     first, later = filled(batch_size=100, device=device, **functions)
     assert items(first) == {("rows for host_transform", "host"): (4, 28672)}
-    assert "functions on batches return is counted here when" in str(first)
+    assert "results of functions on batches are counted once" in str(first)
     assert items(later) == wanted
-    assert "functions on batches return" not in str(later)
+    assert "results of functions on batches" not in str(later)
     limits = Config(**LIMITS, preferred_batch_size=100)
     first, later = filled(config=limits, device=device, **functions)
     assert first.batch_size == 100
@@ -151,7 +151,7 @@ def test_results_of_wrapped_loaders_are_counted_as_measured() -> None:
     )
     for loop, name in ((wrapped, "host_transform"), (trained, "device_transform")):
         assert items(loop.plan) == {}
-        assert "is counted here when" in str(loop.plan)
+        assert "are counted once the loop has batches" in str(loop.plan)
         list(loop)
         assert items(loop.plan) == {(f"results of {name}", "host"): (4, 160)}
 

@@ -1,4 +1,4 @@
-"""Functions of batches give what the plain loop gives, whatever the device's schedule."""
+"""Functions on batches give what the plain loop gives, whatever the device's schedule."""
 
 import itertools
 import linecache

@@ -118,7 +118,7 @@ def test_seconds_of_a_batch_are_not_written_in_powers_of_ten() -> None:
 @pytest.mark.parametrize(
     ("seconds", "bottleneck", "words"),
     [
-        ({"read_s": 2.0, "host_transform_s": 7.0}, "host_transform", "It is your host_transform"),
+        ({"read_s": 2.0, "host_transform_s": 7.0}, "host_transform", "for your host_transform"),
         # Four threads read, and one at a time calls the function.
         (
             {"read_s": 12.0, "host_transform_s": 8.0, "n_readers": 4},
@@ -140,7 +140,7 @@ def test_seconds_of_a_batch_are_not_written_in_powers_of_ten() -> None:
         (
             {"read_s": 1.0, "device_transform_s": 0.1, "copy_wait_s": 8.0, "asynchronous": True},
             "copying",
-            "If it is device_transform that takes long",
+            "If device_transform takes long",
         ),
         (
             {"copy_wait_s": 6.0, "device_transform_s": 8.0, "watched": "device"},

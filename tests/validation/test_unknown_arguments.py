@@ -73,7 +73,6 @@ def test_every_word_of_a_dataloader_is_explained(make: Callable[..., Any]) -> No
             {"num_workers": 4},
             "'num_workers'; give it to the DataLoader: DataLoader(dataset, num_workers=",
         ),
-        (wrapped, {"seed": 4}, "generator=torch.Generator().manual_seed(seed)"),
         (wrapped, {"dept": 4}, "did you mean 'depth'?"),
         (
             read,

@@ -1,4 +1,4 @@
-"""BatchFunction: a function of the user that changes each batch of a loop."""
+"""BatchFunction: a function on batches, ``host_transform`` or ``device_transform``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Seed(NamedTuple):
 
 
 class BatchFunction:
-    """A function of the user that takes a batch and returns one.
+    """A function on batches, which takes a batch and returns one.
 
     It is called for one batch at a time, in their order. If it has a parameter ``generator``, each
     call gets a new generator, whose seed is a function of the batch's number. So the result does

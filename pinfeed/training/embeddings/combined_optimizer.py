@@ -14,7 +14,7 @@ from pinfeed.training.embeddings.optimizer import RowOptimizer
 class CombinedOptimizer(torch.optim.Optimizer):
     """Several optimizers used as one, for example those of tables and of dense parameters.
 
-    Its parameter groups are those of all optimizers, the very same objects, in their order. So one
+    Its parameter groups are the groups of all optimizers, the same objects, in order. So one
     scheduler, one ``GradScaler`` and one call of gradient clipping (``optimizer.parameters()``)
     serve all of them. ``train_rows`` takes the RowOptimizers in it, and ``pinfeed.checkpoint``
     saves it with their row-wise state.
@@ -94,7 +94,8 @@ class CombinedOptimizer(torch.optim.Optimizer):
             ArgumentError: Always.
         """
         raise ArgumentError(
-            "add_param_group of a CombinedOptimizer; call that of one of its optimizers"
+            "add_param_group() of a CombinedOptimizer; expected one of its optimizers, which would "
+            "step the group; call optimizer.add_param_group() of that one"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -111,7 +112,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         if len(states) != len(self.optimizers):
             raise ArgumentError(
                 f"a state of {len(states)} optimizers; expected what state_dict() of a "
-                f"CombinedOptimizer with {len(self.optimizers)} returned"
+                f"CombinedOptimizer of {len(self.optimizers)} optimizers returned"
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
@@ -131,15 +132,19 @@ def row_optimizers(optimizer: Any) -> list[RowOptimizer]:
 def _check(optimizers: tuple[Any, ...]) -> None:
     """Check the arguments of ``CombinedOptimizer``."""
     if not optimizers:
-        raise ArgumentError("no optimizers; expected CombinedOptimizer(row_optimizer, optimizer)")
+        raise ArgumentError(
+            "CombinedOptimizer() without optimizers; expected "
+            "CombinedOptimizer(row_optimizer, optimizer)"
+        )
     known: set[int] = set()
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(
             optimizer, CombinedOptimizer
         ):
             raise ArgumentError(
-                f"got {optimizer!r}; expected torch optimizers and RowOptimizers, each as an "
-                "argument of its own: CombinedOptimizer(row_optimizer, optimizer)"
+                f"CombinedOptimizer: got a {type(optimizer).__name__}; expected torch optimizers "
+                "and RowOptimizers, each as an argument of its own: "
+                "CombinedOptimizer(row_optimizer, optimizer)"
             )
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         owned: list[Any] = [*row_tables(optimizer), *parameters]

@@ -1,8 +1,8 @@
-"""Whether an optimizer has one rule for dense and sparse gradients, or one for each of them.
+"""require_one_rule(): refuses optimizers whose rule depends on whether gradients are sparse.
 
-Both are run on a small table, with the same gradients, which contain every row. Results of one rule
-differ by rounding alone. DLRM's RWSAdagrad, for example, keeps one number for each row if gradients
-are sparse, and one for each weight if they are dense.
+An optimizer is run with dense and with sparse gradients on a small table. The gradients are equal,
+and contain every row. Results of one rule differ by rounding alone. DLRM's RWSAdagrad, for example,
+keeps one number for each row if gradients are sparse, and one for each weight if they are dense.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _ROUNDINGS = 2 * _N_STEPS
 
 
 def require_one_rule(trial: OptimizerTrial, dim: int, dtype: torch.dtype) -> None:
-    """Check that an optimizer does the same with dense and with sparse gradients.
+    """Check that an optimizer has the same result with dense and with sparse gradients.
 
-    An optimizer that fails with one kind passes, because it leaves no choice.
+    An optimizer that takes only one kind of gradients passes, because there is no choice.
 
     Args:
         trial: The optimizer.
@@ -36,7 +36,7 @@ def require_one_rule(trial: OptimizerTrial, dim: int, dtype: torch.dtype) -> Non
         dtype: Dtype of the table.
 
     Raises:
-        ArgumentError: If it does not.
+        ArgumentError: If the results differ.
         MemoryError: If the system does not have the memory for the trial.
     """
     # The more exact the weights, the clearer is the difference between a rule and its rounding.
@@ -45,7 +45,7 @@ def require_one_rule(trial: OptimizerTrial, dim: int, dtype: torch.dtype) -> Non
         try:
             difference = _difference(trial, dim, precision)
         except MemoryError:
-            # It says nothing about the optimizer.
+            # The error says nothing about the optimizer.
             raise
         except Exception:
             continue
@@ -53,8 +53,8 @@ def require_one_rule(trial: OptimizerTrial, dim: int, dtype: torch.dtype) -> Non
             raise ArgumentError(
                 f"{trial.name} has one rule for dense gradients and another one for sparse "
                 f"gradients: {difference} on a small table differs; expected a choice; give "
-                "gradients='sparse' for what it does with nn.Embedding(sparse=True), or "
-                "gradients='dense' for what it does with sparse=False"
+                "gradients='sparse' for the rule that nn.Embedding(sparse=True) would get, or "
+                "gradients='dense' for that of sparse=False"
             )
         return
 

@@ -1,4 +1,4 @@
-"""RowLender and ReadLoans: the loops that lend rows of a table."""
+"""RowLender and ReadLoans: loops that lend rows of a table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RowLender(Protocol):
         """Whether the training step is inside ``evaluating()``, so that no rows are lent."""
         ...
 
-    def require_evaluating(self, table: str) -> None:
+    def _require_evaluating(self, table: str) -> None:
         """Check that the caller is inside ``evaluating()``, in the thread of the loop.
 
         Args:
@@ -35,20 +35,20 @@ class RowLender(Protocol):
     def flush_writes(self) -> None:
         """Write every change so far to the stores. Called by the training thread."""
 
-    def flush_earlier_writes(self) -> None:
+    def _flush_earlier_writes(self) -> None:
         """Write every change of the batches before the current one to the stores.
 
         Called by the training thread.
         """
 
     def release_tables(self) -> None:
-        """Release the tables if the loop has ended without doing so, or cannot go on.
+        """Release the tables if the loop has ended without doing so, or cannot continue.
 
-        Interrupts can keep a loop from releasing its tables. A loop cannot go on if only
+        Interrupts can keep a loop from releasing its tables. A loop cannot continue if only
         tracebacks keep its iterator.
         """
 
-    def leave(self, reason: str) -> None:
+    def _leave(self, reason: str) -> None:
         """End the loop, as ``break`` does, and release the tables. Called by its thread.
 
         Args:
@@ -97,6 +97,6 @@ class ReadLoans:
             loop.release_tables()
         if self._loans:
             raise ClosedError(
-                f"a loop over read_rows of {table} is running; end it first: leave its body, or "
-                "close() what read_rows returned"
+                f"a loop over read_rows of {table} is running; end it first by break, or by "
+                "close() of what read_rows returned"
             )

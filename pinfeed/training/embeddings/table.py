@@ -67,7 +67,7 @@ class HostEmbedding(nn.Module):
         num_embeddings: Number of rows.
         embedding_dim: Numbers in a row.
         padding_idx: As in ``nn.Embedding``: this row begins as zeros, and its gradient is zero.
-        max_norm: As in ``nn.Embedding``: rows that are longer are renormalised, in the table too,
+        max_norm: As in ``nn.Embedding``: rows that are longer are renormalized, in the table too,
             when they are looked up in a loop.
         norm_type: Order p of the norm that ``max_norm`` limits.
         scale_grad_by_freq: As in ``nn.Embedding``.
@@ -157,7 +157,7 @@ class HostEmbedding(nn.Module):
         pin: Pin = "auto",
         **options: Any,
     ) -> Any:
-        """Make a table of existing rows, which it shares unless they are copied to be pinned.
+        """Make a table of existing rows, which it shares, or copies if ``pin`` is True.
 
         Args:
             embeddings: The rows: a 2-d tensor or array, a path of a .npy file, or a Store. A file
@@ -165,10 +165,10 @@ class HostEmbedding(nn.Module):
             freeze: Whether the rows are not trained.
             name: As for the class.
             pin: Whether the rows are copied into page-locked memory, as by
-                ``PinnedStore(embeddings)``, so that a GPU reads them itself. The table then trains
-                the copy, which is ``table.store``. With ``"auto"`` or False, the rows stay where
-                they are. They cannot be pinned there, because a fork would separate the pages of
-                the process from those of the GPU.
+                ``PinnedStore(embeddings)``, so that a GPU reads them itself. The table then has and
+                trains the copy, which is ``table.store``. With ``"auto"`` or False, the rows stay
+                in their memory. They cannot be pinned there, because a fork would separate the
+                pages of the process from those of the GPU.
             options: As for the class: ``padding_idx``, ``max_norm``, ``norm_type``,
                 ``scale_grad_by_freq``, ``device_cache``; ``overwrite`` for the files of its
                 optimizer's state.
@@ -254,8 +254,8 @@ class HostEmbedding(nn.Module):
                 return read[0]
             self._refuse_in_evaluation("weight")
             raise ClosedError(
-                f"{self.name} has rows on the device only in the body of a loop over train_rows or "
-                "read_rows; outside: read(ids), store"
+                f"{self.name} has rows on the device only inside a loop over train_rows or "
+                "read_rows; outside, use read(ids) or store"
             )
         lent.may_be_trained |= self.training
         return lent
@@ -327,8 +327,8 @@ class HostEmbedding(nn.Module):
             self._lender.release_tables()
         if self._lender is not None:
             raise ClosedError(
-                f"a loop over rows of {self.name} is running; end it first: leave its body, "
-                "or close() what train_rows returned"
+                f"a loop over rows of {self.name} is running; end it first by break, or by close() "
+                "of what train_rows returned"
             )
         self._read_loans.require_none(self.name)
 
@@ -460,7 +460,7 @@ class HostEmbedding(nn.Module):
         if lender is not None and not lender.is_evaluating:
             lender.release_tables()
         if lender is not None and self._lender is lender:
-            lender.require_evaluating(self.name)
+            lender._require_evaluating(self.name)
 
     def _refuse_in_evaluation(self, what: str) -> None:
         """Check that the training step which lends rows of the table is not evaluating.
@@ -531,7 +531,7 @@ class HostEmbedding(nn.Module):
         else:
             check_rows(rows, self.num_embeddings, self.name)
             assert self._lender is not None
-            self._lender.flush_earlier_writes()
+            self._lender._flush_earlier_writes()
             weight = self._batch_rows.newest(rows, to_torch(self._gathered(rows)))
         return (
             torch.from_numpy(positions.reshape(ids.shape)).to(weight.device),

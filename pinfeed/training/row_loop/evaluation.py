@@ -11,7 +11,7 @@ from pinfeed.training.row_loop.lent_table import LentTable
 
 _ENDED = (
     "this loop over read_rows was ended at the end of evaluating(), because training changes the "
-    "rows that it has prefetched; iterate what read_rows returned again in the next evaluating()"
+    "rows that it has prefetched; loop over the result of read_rows again in the next evaluating()"
 )
 
 
@@ -56,4 +56,4 @@ class Evaluation:
         for lent in self._lent:
             for table in (lent.table, *lent_with(lent.table, lent.stores, write=lent.writes)):
                 for loop in table._read_loans.loops:
-                    loop.leave(_ENDED)
+                    loop._leave(_ENDED)

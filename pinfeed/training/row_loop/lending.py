@@ -189,7 +189,7 @@ class RowLending:
             )
 
     def require_training(self) -> None:
-        """Check that the step which asks for the next batch has left ``evaluating()``.
+        """Check that the training step has left ``evaluating()`` before it asks for the next batch.
 
         Raises:
             ClosedError: If it has not.
@@ -261,9 +261,9 @@ class RowLending:
             raise ClosedError("evaluating() inside evaluating(); expected one at a time")
         if self._lent is None or not any(table.may_write for table in self._tables):
             raise ClosedError(
-                "evaluating() outside a training step; expected it in the body of the loop over "
-                "what train_rows returned; outside that loop, call the model, or loop over "
-                "read_rows, without it"
+                "evaluating() outside a training step; expected it inside the loop over what "
+                "train_rows returned; outside that loop, call the model or loop over read_rows "
+                "without evaluating()"
             )
 
     def _end_evaluation(self) -> None:

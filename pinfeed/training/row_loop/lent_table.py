@@ -85,7 +85,7 @@ class LentTable:
 
     @property
     def writes(self) -> bool:
-        """Whether the loop writes rows back. Those of frozen tables change by max_norm alone."""
+        """Whether the loop writes rows back. Rows of frozen tables change by max_norm alone."""
         is_changed = self.trainable or self.table.max_norm is not None
         return self.may_write and is_changed and self.table.store.writable
 
@@ -236,8 +236,7 @@ def lent_tables(tables: Any, optimizer: RowOptimizers) -> list[LentTable]:
 
     Raises:
         ArgumentError: If ``tables`` does not map tables to their ids, tables share rows that the
-            loop writes,
-            ``optimizer`` has no RowOptimizer, or a table has two of them.
+            loop writes, ``optimizer`` has no RowOptimizer, or a table has two of them.
     """
     optimizers = _optimizers_by_table(checked_tables(tables), optimizer)
     found = [LentTable(table, ids, optimizers.get(table)) for table, ids in tables.items()]

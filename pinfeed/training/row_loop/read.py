@@ -43,19 +43,13 @@ def read_rows(
 
 @overload
 def read_rows(
-    loader: Iterable[T], tables: Mapping[HostEmbedding, Any], **options: Unpack[TableLoopArguments]
-) -> RowLoop[T]: ...
-
-
-@overload
-def read_rows(
-    loader: Any,
+    loader: Iterable[T],
     tables: Mapping[HostEmbedding, Any],
     *,
     host_transform: None = None,
     device_transform: None = None,
     **options: Unpack[TableLoopArguments],
-) -> RowLoop[Any]: ...
+) -> RowLoop[T]: ...
 
 
 @explain_arguments(READ_LOOP_HINTS, options=TableLoopOptions)
@@ -90,23 +84,25 @@ def read_rows(
             for batch in pinfeed.read_rows(test_loader, ids):
                 ...
 
-    The tables have no cache there (``device_cache``), because those of the training loop keep their
-    memory. Make the loop once and iterate it again in each evaluation, or make a new one: the
+    Tables have no cache (``device_cache``) in such a loop, because the caches of the training loop
+    keep their memory. Make the loop once and iterate it in each evaluation, or make a new one: the
     results are the same.
 
-    As in ``train_rows``, ``max_norm`` renormalises the rows of a batch on the device where they are
+    As in ``train_rows``, ``max_norm`` renormalizes the rows of a batch on the device where they are
     looked up. The table itself stays as it is.
 
     Args:
-        loader: As for ``train_rows``.
-        tables: As for ``train_rows``: for each table, a function that returns the ids of a batch,
-            or the key of the batch under which they are.
-        config: As for ``train_rows``.
-        depth: As for ``train_rows``.
-        look_ahead: As for ``train_rows``.
-        device: As for ``train_rows``.
-        route: As for ``train_rows``.
-        options: As for ``train_rows``.
+        loader: A DataLoader, or any iterable of batches on the host, as for ``wrap_loader``.
+        tables: For each table, a function that takes a batch on the host and returns the ids that
+            will be looked up, or the key of the batch under which they are. Forms of ids are those
+            of ``train_rows``.
+        config: Memory limits, which bound the caches of tables, as for ``train_rows``.
+        depth: Number of batches to prefetch; 0 is the synchronous loop. With None, the loop keeps
+            the faster way, as measured.
+        look_ahead: Number of later batches that the caches of tables know, as for ``train_rows``.
+        device: Target device, as for ``Feeder``.
+        route: Route of rows of page-locked stores to a GPU, as for ``Feeder``.
+        options: Functions on batches and other options of ``train_rows``, except ``optimizer``.
 
     Raises:
         ArgumentError: If there are no tables, some are sharded and some are not, or a cache does

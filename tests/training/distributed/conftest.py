@@ -4,6 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from support.without_fsync import without_fsync
+
+__all__ = ["without_fsync"]
 
 
 @pytest.fixture(autouse=True)

@@ -386,7 +386,7 @@ def test_several_loops_read_a_table() -> None:
             table.reset_parameters()
         copy.deepcopy(table).require_idle()
         assert table.read([0]).tolist() == [array[0].tolist()]
-    with pytest.raises(ClosedError, match="has rows on the device only in the body"):
+    with pytest.raises(ClosedError, match="has rows on the device only inside a loop"):
         _ = table.weight
     assert len(list(train_rows(TRAINING, {table: itself}))) == len(TRAINING)
 
