@@ -125,8 +125,7 @@ class Prefetcher:
                     idle = is_unified
                     number += 1
                     write_queue.check()
-                if slot.error is not None:
-                    _raise_error(slot)
+                _raise_error(slot)
                 self._reuse(slots, slot, n_batches)
                 if len(transfer.log):
                     transfer.forget()
@@ -309,8 +308,9 @@ class Prefetcher:
 
 
 def _raise_error(slot: Slot) -> None:
-    """Raise the error of a batch that the slot could not carry."""
-    assert slot.error is not None
+    """Raise the error of a batch that the slot could not carry, if there is one."""
+    if slot.error is None:
+        return
     try:
         raise slot.error
     finally:
