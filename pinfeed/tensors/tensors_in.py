@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -24,7 +24,24 @@ def tensors_in(value: Any) -> list[Any]:
     They are found in containers and in attributes of objects, at any depth. A sparse or nested
     tensor consists of several.
     """
-    return list(_tensors_in(value, set()))
+    found = []
+    # The objects are kept, because the identity of one that is freed would be given to another.
+    seen: dict[int, Any] = {}
+    todo = [value]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, _NEVER_SEARCHED) or id(one) in seen:
+            continue
+        seen[id(one)] = one
+        if isinstance(one, torch.Tensor):
+            parts = _parts_of(one)
+            found += [] if parts else [one]
+            todo += reversed(parts)
+        elif _is_array(one):
+            found.append(one)
+        else:
+            todo += reversed(_children(one))
+    return found
 
 
 def memory_of(value: Any) -> frozenset[int]:
@@ -59,26 +76,20 @@ def _memory_of(tensor: Any) -> tuple[int, int]:
 
 
 def _nbytes(tensor: Any) -> int:
-    # Arrays of other libraries have dtypes of their own.
-    return int(math.prod(tensor.shape) * getattr(tensor.dtype, "itemsize", 0))
+    # Arrays of other libraries have dtypes and shapes of their own.
+    try:
+        return int(math.prod(tensor.shape) * getattr(tensor.dtype, "itemsize", 0))
+    except Exception:
+        return 0
 
 
-def _tensors_in(value: Any, seen: set[int]) -> Iterator[Any]:
-    if isinstance(value, _NEVER_SEARCHED) or id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, torch.Tensor):
-        parts = _parts_of(value)
-        if not parts:
-            yield value
-    elif hasattr(value, "dtype") and hasattr(value, "shape"):
-        # An array of a simulated device, or of numpy.
-        yield value
-        return
-    else:
-        parts = _children(value)
-    for part in parts:
-        yield from _tensors_in(part, seen)
+def _is_array(value: Any) -> bool:
+    """Return whether an object is an array of a simulated device, of numpy, or of its like."""
+    try:
+        return hasattr(value, "dtype") and hasattr(value, "shape")
+    except Exception:
+        # The attributes of the user's own objects may raise any error.
+        return False
 
 
 def _parts_of(tensor: torch.Tensor) -> list[Any]:
@@ -107,5 +118,8 @@ def _children(value: Any) -> list[Any]:
     children += getattr(value, "__dict__", {}).values()
     slots = [getattr(kind, "__slots__", ()) for kind in type(value).__mro__]
     names = [name for one in slots for name in ([one] if isinstance(one, str) else one)]
-    children += [getattr(value, name) for name in names if hasattr(value, name)]
+    for name in names:
+        # A slot may be empty, or hidden by a property of the user's that raises an error.
+        with contextlib.suppress(Exception):
+            children.append(getattr(value, name))
     return children

@@ -1,5 +1,6 @@
 """Functions on batches: what they are given, in which order, with which random numbers."""
 
+import collections
 import copy
 import functools
 import threading
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from pinfeed import ArrayStore, Feeder, HostEmbedding, Ranks, RowOptimizer, train_rows, wrap_loader
 from pinfeed.errors import ArgumentError, RowIndexError, WorkerError, WriteBackError
+from pinfeed.tensors.tensors_in import tensors_in
 
 N, SIZE = 26, 4
 X = np.arange(N * 3, dtype=np.float32).reshape(N, 3)
@@ -397,3 +399,37 @@ def test_a_loop_continues_after_the_error_of_a_function(depth: int) -> None:
         else:
             assert torch.equal(next(got)["double"], batch["double"])
     assert next(got, None) is None
+
+
+class Unsized:
+    """An object that looks like an array, and whose bytes are unknown."""
+
+    dtype = "rows"
+    shape = (None, 3)
+
+
+class Unreadable:
+    """An object whose attributes raise errors."""
+
+    dtype = "rows"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        raise RuntimeError("no rows were read")
+
+
+@pytest.mark.parametrize("name", ["host_transform", "device_transform"])
+def test_functions_may_return_any_object(name: str) -> None:
+    """The bytes of what a function returns are counted where they are known."""
+    made = [Unsized(), Unreadable(), torch.zeros(2)]
+    options: dict[str, Any] = {name: lambda batch: made}
+    (got,) = wrap_loader([1], device="cpu", **options)
+    assert [*map(id, got)] == [*map(id, made)]
+
+
+def test_tensors_are_found_at_any_depth() -> None:
+    tensor = torch.zeros(2)
+    nested: Any = collections.deque([tensor])
+    for _ in range(3000):
+        nested = [nested]
+    assert tensors_in(nested) == [tensor]
