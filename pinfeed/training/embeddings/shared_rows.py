@@ -58,6 +58,8 @@ def lent_with(table: HostEmbedding, stores: Sequence[Store], *, write: bool) -> 
         write: Whether the caller writes to the stores. If not, tables that are only read are left
             out, too.
     """
+    if not _lent:
+        return []
     every = [reference() for reference in _lent.copy()]
     others = [lent for lent in every if lent is not None and lent.table is not table]
     return [
