@@ -29,6 +29,9 @@ class LoopOptions(TypedDict, total=False):
         generator = torch.Generator(device).manual_seed(int(state[0]))
 
     A negative seed counts modulo 2**64.
+
+    A function must not change a batch that it has returned, or return the same memory again with
+    other contents, because prefetched batches still wait for the loop.
     """
 
     again: Annotated[Again, Default("end")]
