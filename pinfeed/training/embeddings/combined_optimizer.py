@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -106,7 +106,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         """Restore a state that ``state_dict`` returned.
 
         Raises:
-            ArgumentError: If it is of other optimizers.
+            ArgumentError: If it is of other optimizers. No optimizer has changed then.
         """
         states = state_dict.get("optimizers", ())
         if len(states) != len(self.optimizers):
@@ -114,8 +114,16 @@ class CombinedOptimizer(torch.optim.Optimizer):
                 f"a state of {len(states)} optimizers; expected what state_dict() of a "
                 f"CombinedOptimizer of {len(self.optimizers)} optimizers returned"
             )
+        earlier = self.state_dict()["optimizers"]
+        try:
+            self._load(states)
+        except BaseException:
+            self._load(earlier)
+            raise
+
+    def _load(self, states: Sequence[Mapping[str, Any]]) -> None:
         for optimizer, state in zip(self.optimizers, states, strict=True):
-            optimizer.load_state_dict(state)
+            optimizer.load_state_dict(dict(state))
 
     def close(self) -> None:
         """Flush and close the files of row-wise state. A second call does nothing."""

@@ -172,6 +172,11 @@ def test_mistakes() -> None:
     for wrong in ({}, dense.state_dict(), CombinedOptimizer(dense).state_dict()):
         with pytest.raises(errors.ArgumentError, match=r"a state of . optimizers; expected what"):
             combined.load_state_dict(wrong)
+    # An optimizer that was loaded before another one refuses its state is as it was.
+    loaded_first = SGD([nn.Parameter(torch.ones(3))], lr=7.0).state_dict()
+    with pytest.raises(errors.ArgumentError, match="not a state of a RowOptimizer"):
+        CombinedOptimizer(dense, rows).load_state_dict({"optimizers": [loaded_first, {}]})
+    assert dense.param_groups[0]["lr"] == 1e-3
     with pytest.raises(errors.ArgumentError, match="users is trained by two optimizers"):
         train_rows([], {table: itself}, optimizer=[combined, rows])
     with pytest.raises(errors.ArgumentError, match="got CombinedOptimizer; expected RowOptimizers"):
