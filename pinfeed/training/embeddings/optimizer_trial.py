@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from pinfeed.errors import ArgumentError, described
+from pinfeed.training import rng_state
 
 GradientKind = Literal["dense", "sparse"]
 """Kind of the gradients that an optimizer gets."""
@@ -193,7 +194,7 @@ def _plain_attributes(optimizer: Any) -> dict[str, Any]:
 @contextlib.contextmanager
 def _isolated() -> Iterator[None]:
     """Keep warnings of a trial, and the random numbers that it draws, from the program."""
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    with rng_state.replayed(rng_state.capture()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.default_generator.manual_seed(0)
         yield

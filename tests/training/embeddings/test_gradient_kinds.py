@@ -1,6 +1,7 @@
 """Optimizers with one rule for dense gradients and another one for sparse ones."""
 
 import itertools
+import random
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ class Unrepeatable(SGD):
         for weight in self.param_groups[0]["params"]:
             weight.add_(torch.rand(weight.shape, dtype=weight.dtype, generator=generator))
             self.state[weight]["best loss"] = float("nan")
+        random.random()
 
 
 @pytest.mark.parametrize(
@@ -76,6 +78,7 @@ def test_two_rules_need_a_choice(dtype: torch.dtype) -> None:
             RowOptimizer(kind, [table], gradients="dense", **options)
             RowOptimizer(kind, [table], gradients="sparse", **options)
         before = torch.get_rng_state()
+        before_in_python = random.getstate()
         for kind, options in (
             (Scaled, {"lr": 1.0}),
             (Noisy, {"lr": 0.1}),
@@ -87,6 +90,7 @@ def test_two_rules_need_a_choice(dtype: torch.dtype) -> None:
         ):
             RowOptimizer(kind, [table], **options)
         assert torch.equal(torch.get_rng_state(), before)
+        assert random.getstate() == before_in_python
 
 
 def test_choices_that_an_optimizer_does_not_take() -> None:
