@@ -36,10 +36,10 @@ from pinfeed.errors import (
     WriteBackError,
 )
 from pinfeed.feeders.batch import Batch
-from pinfeed.feeders.dataloader import wrap_loader
 from pinfeed.feeders.feeder import Feeder
 from pinfeed.feeders.functions import wrap_readers
 from pinfeed.feeders.restartable import restartable
+from pinfeed.feeders.wrap_loader import wrap_loader
 from pinfeed.memory.plan import Plan
 from pinfeed.memory.units import GiB, KiB, MiB
 from pinfeed.profiling.stats import FeederStats

@@ -367,7 +367,7 @@ class Feeder(ResumableFeeder[T_co]):
         self._loop = EpochRunner(
             source,
             self._device,
-            # What a function returns takes other memory than rows.
+            # The results of a function take other memory than rows.
             capacity=() if self._functions.host is not None else self._capacity,
             schedule=schedule,
             progress=options["progress"],

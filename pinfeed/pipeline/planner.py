@@ -181,7 +181,7 @@ def _demand(
     )
     return Demand(
         row_nbytes=tuple(row_nbytes(store) for store in stores),
-        # What functions return is not written back.
+        # The results of functions are not written back.
         writable=tuple(store.writable and request.functions is None for store in stores),
         resident_bytes=sum(store.resident_bytes for store in stores)
         + sum(store.resident_bytes for store in request.ragged),

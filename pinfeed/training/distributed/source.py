@@ -231,12 +231,7 @@ class ShardedSource(TableRowSource):
         data = DataOnDevice(load, lookups)
         complete = functools.partial(self._lent_batch, data, tables, number)
         return HostBatch(
-            parts,
-            data.rebuild,
-            load.batches,
-            groups,
-            n_data=data.n_parts,
-            complete=complete,
+            parts, data.rebuild, load.batches, groups, n_data=data.n_parts, complete=complete
         )
 
     def _lent_batch(

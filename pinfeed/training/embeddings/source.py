@@ -260,12 +260,7 @@ class TableRowSource(LoaderSource):
         data = DataOnDevice(load, lookups)
         complete = functools.partial(self._device_batch, data, groups, lookups)
         return HostBatch(
-            parts,
-            data.rebuild,
-            load.batches,
-            groups,
-            n_data=data.n_parts,
-            complete=complete,
+            parts, data.rebuild, load.batches, groups, n_data=data.n_parts, complete=complete
         )
 
     def _looked_up(self, batch: Any, ids: Sequence[Any]) -> tuple[HostBatch, list[HostLookup]]:

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from pinfeed.feeders.dataloader import LoaderFeeder, wrap_loader
+from pinfeed.feeders.dataloader import LoaderFeeder
+from pinfeed.feeders.wrap_loader import wrap_loader
 from pinfeed.training.large_batch.strategies.micro_batches import (
     Chunk,
     ChunkLoader,

@@ -258,7 +258,10 @@ class RowLending:
         """
         self.require_thread()
         if self.is_evaluating:
-            raise ClosedError("evaluating() inside evaluating(); expected one at a time")
+            raise ClosedError(
+                "evaluating() inside evaluating(); expected one at a time; leave the outer one "
+                "first"
+            )
         if self._lent is None or not any(table.may_write for table in self._tables):
             raise ClosedError(
                 "evaluating() outside a training step; expected it inside the loop over what "

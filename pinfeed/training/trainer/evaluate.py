@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pinfeed.errors import ArgumentError
-from pinfeed.feeders.dataloader import wrap_loader
+from pinfeed.feeders.wrap_loader import wrap_loader
 from pinfeed.training.large_batch.strategies.loss_reduction import count_of, reduction_of
 from pinfeed.training.large_batch.strategies.micro_batches import (
     as_tensors,

@@ -13,8 +13,9 @@ from torch import nn
 
 from pinfeed.devices import torch_device
 from pinfeed.errors import ArgumentError, ClosedError
-from pinfeed.feeders.dataloader import LoaderFeeder, wrap_loader
+from pinfeed.feeders.dataloader import LoaderFeeder
 from pinfeed.feeders.feeder import Feeder
+from pinfeed.feeders.wrap_loader import wrap_loader
 from pinfeed.memory import limits
 from pinfeed.pipeline.sources.dataloader import check_loader
 from pinfeed.training.large_batch.big_batch import BigBatch

@@ -203,7 +203,7 @@ def test_weights_that_are_used_directly() -> None:
 
 
 def test_a_run_is_resumed(tmp_path: Path) -> None:
-    """What the optimizer remembers outside its state is in a checkpoint, too."""
+    """A checkpoint has the values that the optimizer keeps outside its state, too."""
 
     def run(*, n: int, resume: bool = False) -> tuple[list[float], torch.Tensor]:
         torch.manual_seed(0)
