@@ -1,4 +1,4 @@
-"""trial(): runs the user's code on trial, without changing torch's random numbers."""
+"""trial(): runs the user's code on trial, without changing the random numbers of the program."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from pinfeed.tensors import rng_state
+
 
 @contextlib.contextmanager
 def trial(device: str) -> Iterator[Callable[[], int]]:
-    """Run code on trial, and restore torch's random numbers afterwards.
+    """Run code on trial, and restore the global random generators afterwards.
 
     On a GPU, torch's peak statistics are reset.
 
@@ -21,11 +23,10 @@ def trial(device: str) -> Iterator[Callable[[], int]]:
         A function that returns the most bytes of a GPU that the code has taken so far; 0 for any
         other device.
     """
-    if not device.startswith("cuda"):
-        with torch.random.fork_rng([]):
+    with rng_state.replayed(rng_state.capture()):
+        if not device.startswith("cuda"):
             yield lambda: 0
-        return
-    with torch.random.fork_rng([torch.device(device)]):
+            return
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         yield lambda: torch.cuda.max_memory_allocated(device) - before

@@ -1,5 +1,6 @@
 """Functions on batches in the plan: what they return, measured in the loop or on trial."""
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -105,16 +106,19 @@ def test_a_trial_leaves_no_trace_in_the_random_numbers() -> None:
     def noisy(batch: Any, generator: torch.Generator) -> Any:
         n_rows.append(len(batch))
         noise = torch.rand(batch.shape, generator=generator) + torch.rand(batch.shape)
-        return batch + noise
+        return batch + noise + random.random()
 
+    state_in_python = random.getstate()
     state = torch.get_rng_state()
     limits = Config(**LIMITS, preferred_batch_size=100)
     with Feeder(ROWS, config=limits, device="cpu", depth=0, host_transform=noisy) as feeder:
         # Two trial batches of the first rows.
         assert n_rows == [300, 600]
         assert torch.equal(torch.get_rng_state(), state)
+        assert random.getstate() == state_in_python
         first = next(iter(feeder))
     torch.set_rng_state(state)
+    random.setstate(state_in_python)
     with Feeder(ROWS, batch_size=100, device="cpu", depth=0, host_transform=noisy) as feeder:
         assert n_rows == [300, 600, 100]
         assert torch.equal(next(iter(feeder)), first)

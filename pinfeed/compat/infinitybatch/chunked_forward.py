@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from pinfeed.tensors import rng_state
 from pinfeed.tensors.pytree import flatten
-from pinfeed.training import rng_state
 from pinfeed.training.large_batch.strategies.micro_batches import (
     check_output_rows,
     concatenate,

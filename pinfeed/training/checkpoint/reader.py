@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from pinfeed.errors import CheckpointError, StoreError, described
+from pinfeed.tensors import rng_state
 from pinfeed.tensors.numpy_torch import to_numpy
-from pinfeed.training import rng_state
 from pinfeed.training.checkpoint import manifest
 from pinfeed.training.checkpoint.entries import (
     RETURNED_KINDS,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pinfeed.errors import ArgumentError, described
-from pinfeed.training import rng_state
+from pinfeed.tensors import rng_state
 from pinfeed.training.checkpoint import manifest
 from pinfeed.training.checkpoint.entries import (
     Entry,

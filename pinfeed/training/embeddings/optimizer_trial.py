@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pinfeed.errors import ArgumentError, described
-from pinfeed.training import rng_state
+from pinfeed.tensors import rng_state
 
 GradientKind = Literal["dense", "sparse"]
 """Kind of the gradients that an optimizer gets."""

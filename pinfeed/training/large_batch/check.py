@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pinfeed.training import rng_state
+from pinfeed.tensors import rng_state
 from pinfeed.training.large_batch.strategies.recompute import (
     Buffers,
     buffers_of,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pinfeed.memory.host import free_host_bytes
-from pinfeed.training import rng_state
+from pinfeed.tensors import rng_state
 from pinfeed.training.large_batch.chunk_stream import ChunkStream
 from pinfeed.training.large_batch.select import Strategy, StrategyChoice
 from pinfeed.training.large_batch.strategies.accumulation import GradientAccumulator

@@ -15,7 +15,7 @@ from torch import nn
 
 from pinfeed.errors import EstimateError
 from pinfeed.memory.host import resident_bytes
-from pinfeed.training import rng_state
+from pinfeed.tensors import rng_state
 from pinfeed.training.memory_model.estimate import StepEstimator
 from pinfeed.training.memory_model.models import call_model, tensors_of
 from pinfeed.training.memory_model.out_of_memory import is_out_of_memory

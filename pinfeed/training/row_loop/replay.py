@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pinfeed.errors import ArgumentError
-from pinfeed.training import rng_state
+from pinfeed.tensors import rng_state
 from pinfeed.training.embeddings.source import TableRowSource
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pinfeed.training import rng_state
+from pinfeed.tensors import rng_state
 from pinfeed.training.large_batch.equivalence.conditions import (
     ONE_BY_ONE,
     PLAIN_FAILS,

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from pinfeed.tensors import rng_state
 from pinfeed.tensors.pytree import Rebuild, flatten
-from pinfeed.training import rng_state
 from pinfeed.training.large_batch.equivalence.conditions import Conditions, Edges, cloned
 from pinfeed.training.large_batch.equivalence.fixed_random import random_rows
 from pinfeed.training.large_batch.equivalence.model_state import State, state_on_copies

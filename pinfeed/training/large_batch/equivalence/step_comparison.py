@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from pinfeed.tensors import rng_state
 from pinfeed.tensors.pytree import flatten
-from pinfeed.training import rng_state
 from pinfeed.training.large_batch.equivalence.conditions import (
     ONE_BY_ONE,
     Conditions,

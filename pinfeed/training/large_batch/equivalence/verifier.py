@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from pinfeed.errors import ArgumentError
-from pinfeed.training import rng_state
+from pinfeed.tensors import rng_state
 from pinfeed.training.large_batch.equivalence.batch_axis import operations_over_batch
 from pinfeed.training.large_batch.equivalence.comparison import Comparison
 from pinfeed.training.large_batch.equivalence.conditions import (

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pinfeed.errors import ArgumentError
-from pinfeed.training import rng_state
+from pinfeed.tensors import rng_state
 from pinfeed.training.large_batch.strategies.micro_batches import (
     Chunk,
     Chunks,

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from pinfeed.errors import ArgumentError
+from pinfeed.tensors import rng_state
 from pinfeed.tensors.pytree import flatten
-from pinfeed.training import rng_state
 from pinfeed.training.large_batch.strategies.micro_batches import (
     Chunks,
     check_output_rows,
