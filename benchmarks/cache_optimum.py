@@ -58,6 +58,6 @@ class InformedPolicy(CachePolicy):
 
     def __init__(self, probabilities: Probabilities, capacity: int) -> None:
         super().__init__(len(probabilities), capacity)
-        # Any factor is right that leaves counts which float32 can hold.
+        # Any factor works if float32 can represent the counts.
         self._counts[:] = probabilities / probabilities.max()
         self._use = 0.0

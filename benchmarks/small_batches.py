@@ -5,7 +5,7 @@ perceptron on one thread, which takes some hundred microseconds. Run it from the
 
     # one minute
     python -m benchmarks.small_batches
-    # beside two processes that compute all the time
+    # while two processes compute all the time
     python -m benchmarks.small_batches --busy 2
     # with the pinfeed of an earlier commit, too
     python -m benchmarks.small_batches --before CHECKOUT
@@ -222,7 +222,7 @@ def goals(results: list[Figures]) -> str:
                 continue
             reference = next(iter(result["ways"]))
             verdict = "met" if is_met else "missed"
-            lines.append(f"{result['group']}: {name} beside {reference}: {shown}: {verdict}")
+            lines.append(f"{result['group']}: {name} to {reference}: {shown}: {verdict}")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Training rows of a host table whose frequent rows stay on the GPU, and in other ways."""
+"""Training rows of a table in host memory with a device cache, and in other ways."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def caches(run: Run) -> list[Cell]:
     """Return cells of steps with caches of several sizes, without one, and by other ways.
 
     The caches fill in the steps before those that are timed. Each loss of a loop with a cache must
-    be equal to that of the loop without one, bit for bit.
+    equal that of the loop without one, bit for bit.
     """
     names = (STEP_ALONE, "prefetch", "synchronous", *CACHES, "SpeedTorch's", "whole table")
     cells = []

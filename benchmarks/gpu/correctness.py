@@ -124,7 +124,7 @@ def _sanitized(run: Run) -> Fields:
     name = "compute-sanitizer"
     program = shutil.which(name) or shutil.which(f"/usr/local/cuda/bin/{name}")
     if program is None:
-        raise Skipped(f"the program {name} is not there")
+        raise Skipped(f"the program {name} is not installed")
     command = (
         program,
         "--tool",

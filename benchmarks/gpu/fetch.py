@@ -20,7 +20,7 @@ _BY_HAND = "x[ids].to(device)"
 
 
 class FetchBench:
-    """Batches of ids, and the ways to get their rows to the device, beside a matrix product.
+    """Batches of ids, and the ways to get their rows to the device during a matrix product.
 
     Args:
         run: The run.

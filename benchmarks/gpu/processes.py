@@ -54,7 +54,7 @@ def run_parts(
     prefix: str,
     least_s: float = LEAST_S,
 ) -> list[Path]:
-    """Run parts one after the other. Time that a part does not need is left for later ones.
+    """Run parts one after the other. Later parts may use the time that a part does not need.
 
     Args:
         parts: The parts.
@@ -63,7 +63,7 @@ def run_parts(
         device: ``cuda`` or ``cpu``.
         command: The command line, for the results.
         prefix: Beginning of the names of the files.
-        least_s: Minimum time of a part, while time is left.
+        least_s: Minimum time of a part, while time remains.
 
     Returns:
         The paths of the JSON files, one for each part.
