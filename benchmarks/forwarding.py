@@ -142,7 +142,7 @@ def times(cell: ForwardingCell) -> dict[str, Any]:
 
 
 def memory(cell: ForwardingCell) -> dict[str, Any]:
-    """Return the peak of what a loop allocates, and the index in its plan, in bytes.
+    """Return the peak allocation of a loop, and the index in its plan, in bytes.
 
     The allocations include the row indices of prefetched batches, but not the device's memory.
     """

@@ -6,8 +6,8 @@ has real-time priority. Without it, it would run mostly while the sampled thread
 the lock free. On a machine that runs other programs, a thread may be interrupted while it holds the
 lock. That time counts, too.
 
-Nothing is sampled without the privileges for this. Nothing is sampled in CPython 3.12 and later
-either, because they do not keep the holder of the lock in ``_PyRuntime``.
+Sampling needs privileges for this, and CPython 3.11 or older: newer versions do not keep the holder
+of the lock in ``_PyRuntime``. Otherwise nothing is sampled.
 """
 
 from __future__ import annotations

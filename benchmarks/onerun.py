@@ -113,7 +113,9 @@ class Meeting:
         deadline = time.perf_counter() + _MEETING_S
         while len(list(self.folder.glob(f"{name}-*"))) < self.n_processes:
             if time.perf_counter() > deadline:
-                raise TimeoutError(f"not all of {self.n_processes} processes are here: {name}")
+                raise TimeoutError(
+                    f"not all of {self.n_processes} processes have reached this point: {name}"
+                )
             time.sleep(1e-3)
 
 

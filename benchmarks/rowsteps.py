@@ -272,7 +272,7 @@ def timed_step_s(
 
 
 def _chosen_step_s(cell: RowCell, body: Body, timing: Timing) -> tuple[float, str]:
-    """Time the steps after those in which pinfeed measures, which are at most ``_MAX_MEASURED``."""
+    """Time the steps after pinfeed's own measurement, of at most ``_MAX_MEASURED`` steps."""
     loops: list[Any] = []
     ids = _ids(cell, timing.n_warm + timing.n_steps)
     steps = prefetched(cell, body, [*ids, *ids], None, loops)

@@ -23,10 +23,10 @@ _EXPONENTS = (1.05, 1.2)
 
 @dataclass(frozen=True)
 class SkewedCell(RowCell):
-    """A table of which some rows are looked up much more often than others, by Zipf's law.
+    """A table whose row lookups follow Zipf's law.
 
     Args:
-        repeated: Not used, because the law says how many ids repeat.
+        repeated: Not used, because the law determines how many ids repeat.
         exponent: Exponent of the law.
     """
 

@@ -1,4 +1,4 @@
-"""The tests that need a GPU: all in parallel, then each failed one alone; and memcheck."""
+"""The tests that need a GPU, first in parallel, then each failed one alone; and memcheck."""
 
 from __future__ import annotations
 

@@ -227,7 +227,7 @@ def draw_tables(cells: Cells, figure: Any) -> None:
 
 
 def draw_movers(cells: Cells, figure: Any) -> None:
-    """Draw the throughput of every way to move long rows, and its time beside products."""
+    """Draw the throughput of every way to move long rows, and its time with products."""
     ways = list(dict.fromkeys((cell["by"], cell["n_blocks"]) for cell in cells))
     sizes = sorted({cell["row_nbytes"] for cell in cells})
     width = 0.8 / len(ways)

@@ -100,7 +100,7 @@ def run_part(
     }
     path.write_text(json.dumps(header, indent=1) + "\n")
     if limit_s < max(1.0, least_s / 2):
-        print(f"{part.name} is not started: {limit_s:.1f} s are left", flush=True)
+        print(f"{part.name} is not started: {limit_s:.1f} s remain", flush=True)
         return
     begin = time.monotonic()
     exit_status, output = _run(part, path, str(header["device"]), limit_s)

@@ -83,7 +83,7 @@ class Program:
 def code_lines(code: Any) -> list[str]:
     """Return the lines inside a function or the lines of a class, each statement on one line.
 
-    The name of a function and its arguments are left out, because they always differ.
+    The name of a function and its arguments do not count, because they always differ.
     """
     tree = ast.parse(textwrap.dedent(inspect.getsource(code))).body[0]
     for node in ast.walk(tree):
