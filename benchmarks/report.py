@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -160,40 +161,43 @@ def save_picture(results: dict[str, Any], path: Path, environment: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(14, 12), layout="constrained")
+    figure = Figure(layout="constrained")
     FigureCanvasAgg(figure)
     draw(figure, results)
-    figure.suptitle(environment, fontsize=8)
-    figure.savefig(path, dpi=90)
+    figure.supxlabel(textwrap.fill(environment, 80), fontsize=8)
+    figure.savefig(path, dpi=110)
 
 
 def draw(figure: Any, results: dict[str, Any]) -> None:
-    """Draw first and later epochs, cold files, time waited, and memory."""
+    """Draw first and later epochs, cold files, time waited, and memory.
+
+    The panels are in one column, so that a phone shows the text large enough.
+    """
     cells = results["cells"]
     plain = [cell for cell in cells if not cell["step"]]
     warm = [cell for cell in plain if cell["state"] == "warm"]
     cold = [cell for cell in plain if cell["state"] == "cold"]
     stepping = [cell for cell in cells if cell["step"]]
-    axes = figure.subplots(3, 2)
-    axes[0, 0].sharey(axes[0, 1])
-    _bars(axes[0, 0], warm, lambda found: found["first"], "warm file, first epoch, GB/s")
-    _bars(axes[0, 1], warm, lambda found: found["later"], "warm file, later epochs, GB/s")
-    _bars(axes[1, 0], cold, lambda found: found["first"], "cold file, GB/s")
-    axes[2, 0].sharey(axes[2, 1])
-    waited = "share of time that a loop with a step waits"
-    for axis, epoch in ((axes[2, 0], "first"), (axes[2, 1], "later")):
+    figure.set_size_inches(5.2, 15)
+    first, later, cold_axis, waited_first, waited_later, memory = figure.subplots(6, 1)
+    _bars(first, warm, lambda found: found["first"], "warm file, first epoch, GB/s")
+    _bars(later, warm, lambda found: found["later"], "warm file, later epochs, GB/s")
+    later.sharey(first)
+    _bars(cold_axis, cold, lambda found: found["first"], "cold file, GB/s")
+    for axis, epoch in ((waited_first, "first"), (waited_later, "later")):
         key = f"waited_{epoch}"
         found = [cell for cell in stepping if epoch == "first" or cell["state"] == "warm"]
-        title = f"{waited}, {epoch} epoch{'s' * (epoch == 'later')}"
+        epochs = {"first": "first epoch", "later": "later epochs"}[epoch]
+        title = f"share of time that a loop with a step waits, {epochs}"
         _bars(axis, found, lambda found, key=key: found[key], title, ceiling=False)
-    of_memory = [cell for cell in warm if cell["kind"] == "4 KiB"]
-    _memory_bars(axes[1, 1], of_memory)
+    waited_later.sharey(waited_first)
+    _memory_bars(memory, [cell for cell in warm if cell["kind"] == "4 KiB"])
     names = names_in(cells)
     import matplotlib as mpl
 
     handles = [mpl.patches.Patch(color=COLOURS[name], label=name) for name in names]
     handles.append(mpl.lines.Line2D([], [], color="black", label="ceiling"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False)
+    figure.legend(handles=handles, loc="outside upper center", ncols=2, fontsize=9, frameon=False)
 
 
 def _bars(
@@ -223,7 +227,7 @@ def _memory_bars(axis: Any, cells: Cells) -> None:
                 height = max(0.0, found.get(key, 0.0))
                 axis.bar(x, height, width, bottom, color=COLOURS[name], alpha=alpha)
                 bottom += height
-    _finish(axis, cells, "growth of memory, MiB: own (dark), mapped pages of the file (pale)")
+    _finish(axis, cells, "growth of memory, MiB: own (dark), mapped file (pale)")
 
 
 def _places(place: int, cell: dict[str, Any]) -> list[tuple[float, float, str]]:
@@ -236,10 +240,11 @@ def _places(place: int, cell: dict[str, Any]) -> list[tuple[float, float, str]]:
 def _finish(axis: Any, cells: Cells, title: str) -> None:
     labels = []
     for cell in cells:
-        processes = "\n2 processes" if cell["processes"] > 1 else ""
+        processes = "\n2 proc." if cell["processes"] > 1 else ""
         state = f"\n{cell['state']}" if cell["step"] else ""
-        order = cell["order"].replace("block-shuffled", "blocks")
+        order = cell["order"].replace("block-shuffled", "blocks").replace("sequential", "seq.")
         labels.append(f"{cell['kind']}\n{order}{state}{processes}")
-    axis.set_xticks(range(len(cells)), labels, fontsize=8)
+    axis.set_xticks(range(len(cells)), labels, fontsize=9)
+    axis.tick_params(axis="y", labelsize=9)
     axis.set_title(title, fontsize=10, loc="left")
     axis.spines[["top", "right"]].set_visible(False)

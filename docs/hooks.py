@@ -1,10 +1,10 @@
-"""Hooks of the build of the pages: code that tests leave out, and pages that fetch nothing."""
+"""Build hooks for the pages: show code that tests skip, and refuse pages that use the network."""
 
 import re
 from pathlib import Path
 from typing import Any
 
-# A browser loads these by itself, unlike the address of a link in <a>, which a reader follows.
+# A browser loads the addresses in these elements. It loads the address of an <a> only on a click.
 _TAGS = r"audio|embed|iframe|img|link|object|script|source|track|video"
 _ADDRESS = r"((?:https?:)?//[^\"'\s>)]+)"
 _IN_TAG = re.compile(
@@ -16,15 +16,15 @@ _MERMAID = re.compile(r"<\w+\s[^>]*class=[\"']?[^\"'>]*\bmermaid\b")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Show code that the tests leave out (``python no-run``) like other Python code."""
+    """Highlight code that the tests skip (``python no-run``) like other Python code."""
     return markdown.replace("```python no-run\n", "```python\n")
 
 
 def on_post_build(config: Any, **_: Any) -> None:
-    """Check the pages that were built.
+    """Check the built pages.
 
     Raises:
-        PluginError: If a page would fetch something from the network, or if the rule in
+        PluginError: If a page would load something from the network, or if the rule in
             ``style.css`` for the copy button no longer fits the theme.
     """
     from mkdocs.exceptions import PluginError
@@ -33,7 +33,7 @@ def on_post_build(config: Any, **_: Any) -> None:
     for path in sorted([*site.rglob("*.html"), *site.rglob("*.css")]):
         if found := fetched(path.read_text()):
             raise PluginError(
-                f"{path.relative_to(site)} fetches {', '.join(found)}; expected nothing from the "
+                f"{path.relative_to(site)} loads {', '.join(found)}; expected nothing from the "
                 "network; keep a copy in docs/vendor/"
             )
     scripts = [path.read_text() for path in site.glob("assets/javascripts/bundle.*.js")]
@@ -45,6 +45,6 @@ def on_post_build(config: Any, **_: Any) -> None:
 
 
 def fetched(text: str) -> list[str]:
-    """Return the addresses on the network that a page, or a style sheet, makes a browser load."""
+    """Return the network addresses that a page or a style sheet makes a browser load."""
     found = _IN_TAG.findall(text) + _IN_STYLE.findall(text)
     return [*found, "https://unpkg.com/mermaid"] if _MERMAID.search(text) else found

@@ -33,7 +33,7 @@ def main() -> None:
     # A fixed salt gives the same file for the same picture.
     mpl.rcParams["svg.hashsalt"] = "pinfeed"
     for draw in (streaming, rows, memory):
-        figure = Figure(figsize=(11, 6), layout="constrained")
+        figure = Figure(layout="constrained")
         FigureCanvasSVG(figure)
         draw(
             figure,
@@ -44,14 +44,20 @@ def main() -> None:
 
 def streaming(figure: Figure, results: dict[str, Any]) -> None:
     """Draw the GB/s, the time waited and the memory of each loader."""
-    figure.set_size_inches(11, 11)
     report.draw(figure, results)
 
 
 def rows(figure: Figure, results: dict[str, Any]) -> None:
     """Draw the time of a step that trains table rows, relative to the synchronous loop."""
     cells = results["cells"]
-    panels = figure.subplots(1, 2, sharey=True)
+    largest = max(
+        time / cell[key]["synchronous"]
+        for cell in cells
+        for key in ("small_ms", "large_ms")
+        for time in cell[key].values()
+    )
+    figure.set_size_inches(5.2, 13)
+    panels = figure.subplots(2, 1)
     for axis, (key, title) in zip(
         panels,
         {"small_ms": "a small step", "large_ms": "a step about as long as the transfer"}.items(),
@@ -70,32 +76,34 @@ def rows(figure: Figure, results: dict[str, Any]) -> None:
             axis.scatter(ratios, places, color=colour, label=name, zorder=3, **style)
         axis.axvline(1, color=WAYS["synchronous"], linewidth=0.8)
         axis.set_title(title, fontsize=10, loc="left")
-        axis.set_xlabel("time of a step / that of the synchronous loop")
-        axis.set_xlim(0, 2.1)
+        axis.set_xlabel("step time / synchronous loop", fontsize=9)
+        axis.set_xlim(0, largest + 0.1)
+        axis.set_yticks(range(len(cells)), [_short(cell["cell"]) for cell in cells], fontsize=8)
+        axis.invert_yaxis()
         axis.grid(axis="y", color="#eeeeee")
         axis.spines[["top", "right"]].set_visible(False)
-    panels[0].set_yticks(range(len(cells)), [_short(cell["cell"]) for cell in cells], fontsize=8)
-    panels[0].invert_yaxis()
     figure.legend(
-        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=7, frameon=False
+        *panels[0].get_legend_handles_labels(),
+        loc="outside upper center",
+        ncols=2,
+        fontsize=9,
+        frameon=False,
     )
 
 
 def _short(cell: str) -> str:
-    text = (
+    """Return a shorter name of a cell, such as "512 B, 8192 ids, 50% repeated"."""
+    return (
         cell.removeprefix("rows of ")
+        .replace("4096 B", "4 KiB")
         .replace(", 0% repeated", "")
         .replace(" of the rows in the batch before", " shared")
-    )
-    return (
-        text.replace(" ids", " rows")
-        if "repeated" not in cell.replace(", 0% repeated", "")
-        else text
     )
 
 
 def memory(figure: Figure, results: dict[str, Any]) -> None:
-    """Draw predicted peaks of training steps beside measured ones."""
+    """Draw the ratios of predicted to measured peaks of training steps."""
+    figure.set_size_inches(5.2, 6)
     peaks = results["peaks"]
     axis = figure.subplots()
     for i, peak in enumerate(peaks):
@@ -106,16 +114,18 @@ def memory(figure: Figure, results: dict[str, Any]) -> None:
             i,
             f"{peak['ratio']:.3f}   ({peak['measured_mib']:.0f} MiB)",
             va="center",
-            fontsize=8,
+            fontsize=9,
         )
     axis.axvline(1, color="black", linewidth=0.8)
     axis.set_yticks(
-        range(len(peaks)), [f"{peak['model']}, batch {peak['batch']}" for peak in peaks], fontsize=8
+        range(len(peaks)), [f"{peak['model']}, batch {peak['batch']}" for peak in peaks], fontsize=9
     )
     axis.invert_yaxis()
-    axis.set_xlim(0, 1.25)
+    axis.set_xlim(0, 1.7)
+    axis.set_xticks([0, 0.5, 1])
     axis.set_xlabel(
-        "predicted / measured peak; in brackets, measured.  Red: the estimate is of low confidence"
+        "predicted / measured peak\n(measured peak in MiB); red: low confidence",
+        fontsize=9,
     )
     axis.spines[["top", "right"]].set_visible(False)
 

@@ -1,4 +1,4 @@
-"""Draw the pictures of the protocol: a batch in threads and streams, and forwarding of writes."""
+"""Draw the pictures of the protocol: a batch in threads and streams, and forwarding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLOURS = (
 )
 THREAD, STREAM = "#f4efe4", "#e8eef4"
 LANES = (
-    ("training thread", "waits for no device", THREAD),
+    ("training thread", "never waits for the device", THREAD),
     ("reader thread", "store → staging", THREAD),
     ("read stream", "staging → device", STREAM),
     ("compute stream", "your model", STREAM),
@@ -54,7 +54,7 @@ def name(batch: int) -> str:
 
 
 def draw_time() -> Figure:
-    """Draw a loop whose step takes longer than the transfer of a batch, two batches ahead."""
+    """Draw a loop with two prefetched batches, whose step takes longer than a transfer."""
     figure, axes = new_figure(12, 7.2)
     for lane, (title, what, colour) in enumerate(LANES):
         axes.broken_barh([(BEGIN, END - BEGIN)], (lane - 0.44, 0.88), facecolors=colour)
@@ -73,7 +73,7 @@ def draw_time() -> Figure:
     for batch in range(-1, 5):
         bars(axes, batch)
     for batch in range(-1, 5):
-        arrows(axes, batch, told=batch == 0)
+        arrows(axes, batch, is_labelled=batch == 0)
     axes.set_xlim(BEGIN - 4.2, END + 0.1)
     axes.set_ylim(6.35, -0.75)
     axes.annotate(
@@ -83,7 +83,7 @@ def draw_time() -> Figure:
     axes.text(
         BEGIN,
         6.12,
-        "Arrows are events; the waiter is at the head.  Batch k is bold.",
+        "An arrow is an event, and points to the waiter.  Batch k has a bold frame.",
         fontsize=10,
         color="#333333",
     )
@@ -140,21 +140,28 @@ def bar(
         )
 
 
-def arrows(axes: Any, batch: int, *, told: bool) -> None:
-    """Draw the waits of a batch as arrows from event to waiter."""
+def arrows(axes: Any, batch: int, *, is_labelled: bool) -> None:
+    """Draw an arrow from each event of a batch to its waiter."""
     start = PERIOD * batch
     copied = start - DEPTH * PERIOD + 3.3
     computed = start + 4.65
     arrived = start + 6.55
-    arrow(axes, (copied, READ), (start - 0.15, COMPUTE), told, "filled", (-0.9, 0.0))
-    arrow(axes, (computed, COMPUTE), (start + 5.0, WRITE), told, "ready", (-0.62, 0.03))
-    arrow(axes, (arrived, WRITE), (start + 6.75, WRITER), told, "written", (-0.72, 0.03))
-    arrow(axes, (computed, COMPUTE), (start + PERIOD + 1.7, READ), told, "released", (0.85, 0.05))
+    arrow(axes, (copied, READ), (start - 0.15, COMPUTE), is_labelled, "filled", (-0.9, 0.0))
+    arrow(axes, (computed, COMPUTE), (start + 5.0, WRITE), is_labelled, "ready", (-0.62, 0.03))
+    arrow(axes, (arrived, WRITE), (start + 6.75, WRITER), is_labelled, "arrived", (-0.72, 0.03))
+    arrow(
+        axes,
+        (computed, COMPUTE),
+        (start + PERIOD + 1.7, READ),
+        is_labelled,
+        "released",
+        (0.85, 0.05),
+    )
     arrow(
         axes,
         (copied, READ),
         (start + PERIOD - 0.9, READER),
-        told,
+        is_labelled,
         "filled: staging is free again",
         (0.2, 0.0),
     )
@@ -164,7 +171,7 @@ def arrow(
     axes: Any,
     tail: tuple[float, float],
     head: tuple[float, float],
-    told: bool,
+    is_labelled: bool,
     label: str,
     shift: tuple[float, float],
 ) -> None:
@@ -174,8 +181,8 @@ def arrow(
         return
     style = {
         "arrowstyle": "-|>",
-        "color": "black" if told else "#b0b0b0",
-        "linewidth": 1.8 if told else 0.8,
+        "color": "black" if is_labelled else "#b0b0b0",
+        "linewidth": 1.8 if is_labelled else 0.8,
         "shrinkA": 0,
         "shrinkB": 0,
     }
@@ -184,9 +191,9 @@ def arrow(
         (to_x, to_lane - 0.3 * down),
         (x, lane + 0.3 * down),
         arrowprops=style,
-        zorder=5 if told else 3,
+        zorder=5 if is_labelled else 3,
     )
-    if told:
+    if is_labelled:
         middle = (x + to_x) / 2 + shift[0], (lane + to_lane) / 2 + shift[1]
         box = {
             "boxstyle": "round,pad=0.15",
@@ -207,23 +214,33 @@ def arrow(
 
 
 def draw_forwarding() -> Figure:
-    """Draw batch k+1, which was gathered before batch k was written."""
+    """Draw the forwarding of a row that batch k+1 contains in its state before batch k."""
     figure, axes = new_figure(10, 3.6)
     table = [(0, 2, "row 2"), (0, 1, "row 5, old"), (0, 0, "row 9")]
     for x, y, label in table:
         cell(axes, x, y, label, "#f4efe4", "black")
-    axes.text(0, 2.75, "table on the host", ha="center", weight="bold")
+    axes.text(0, 2.75, "table in host memory", ha="center", weight="bold")
     cell(axes, 3.4, 2, "row 2, new", COLOURS[1], "white")
     cell(axes, 3.4, 1, "row 5, new", COLOURS[1], "white")
-    axes.text(3.4, 2.75, "batch k: trained, queued for write-back", ha="center", weight="bold")
+    axes.text(3.4, 2.75, "batch k: trained, write-back queued", ha="center", weight="bold")
     cell(axes, 6.8, 1, "row 5, old → new", COLOURS[2], "white")
     cell(axes, 6.8, 0, "row 9", COLOURS[2], "white")
-    axes.text(6.8, 2.75, "batch k+1: gathered before", ha="center", weight="bold")
+    axes.text(6.8, 2.75, "batch k+1: prefetched earlier", ha="center", weight="bold")
     pointer(axes, (2.55, 2.1), (0.85, 2.1), "", "#777777")
     pointer(axes, (2.55, 1.1), (0.85, 1.1), "write-back, queued", "#777777")
-    pointer(axes, (4.25, 1.0), (5.95, 1.0), "forwarded on the device,\nwhen k+1 is lent", "black")
     pointer(
-        axes, (0.85, -0.05), (5.95, -0.05), "read ahead: row 9, and row 5 as it was then", "#777777"
+        axes,
+        (4.25, 1.0),
+        (5.95, 1.0),
+        "forwarded on the device,\nwhen the loop receives k+1",
+        "black",
+    )
+    pointer(
+        axes,
+        (0.85, -0.05),
+        (5.95, -0.05),
+        "prefetched: row 9, and row 5 before the update",
+        "#777777",
     )
     axes.set_xlim(-1.1, 8)
     axes.set_ylim(-0.6, 3.05)

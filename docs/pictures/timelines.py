@@ -1,7 +1,7 @@
 """Draw the timelines of docs/profiling.md: a starved, a balanced and a computing loop.
 
-A store that sleeps stands for a slow disk, and a step that sleeps for a slow one. The reader
-threads and their schedule are those of the feeder.
+A store that sleeps simulates a slow disk, and a step that sleeps simulates a slow step. The feeder
+and its reader threads are real, so every run draws slightly different pictures.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ CASES = {
     "balanced": (26.0, 8.0, 14.0),
     "computing": (11.0, 2.0, 20.0),
 }
-"""Mean of a read, its standard deviation, and duration of a step, in milliseconds."""
+"""Mean time of a read, its standard deviation, and time of a step, in milliseconds."""
 
 
 class SlowStore(pinfeed.ArrayStore):
-    """Array store whose gathers take a random number of milliseconds."""
+    """Array store whose gathers take random times, in milliseconds."""
 
     def __init__(self, array: np.ndarray[Any, Any], milliseconds: float, spread: float) -> None:
         super().__init__(array)
