@@ -1,4 +1,4 @@
-"""The cost of write-backs per batch, on the training thread and on the other threads.
+"""The cost of write-backs per batch, on the consumer thread and on the other threads.
 
 A loop prefetches four batches and writes each one back. The table and the device do nothing. So
 only pinfeed's own work remains: it draws row indices, checks them, and finds the rows of a batch
@@ -6,7 +6,7 @@ that earlier batches write. Whenever the loop receives a batch, a given number o
 pending (not completed). The batch was gathered four batches earlier, so its rows may be older than
 the pending write-backs and four more. The column "no write" is a loop that writes nothing back.
 
-The training thread is measured twice. First, the CPU's caches hold the code of the loop, because a
+The consumer thread is measured twice. First, the CPU's caches hold the code of the loop, because a
 loop over small batches runs just before. Then it is measured after a pause for the reader threads,
 in which other programs may use the caches. A pause of 4 ms makes the same work several times slower
 at any number of rows, so only the first measurement shows how the work grows.
@@ -117,7 +117,7 @@ def times(cell: ForwardingCell) -> dict[str, Any]:
     """Return microseconds per batch.
 
     Returns:
-        Percentiles of times, and the number of batches. The times are the training thread's CPU
+        Percentiles of times, and the number of batches. The times are the consumer thread's CPU
         time and wall time while the caches hold its code, its CPU time after a pause, and the CPU
         time of all other threads.
     """
@@ -169,9 +169,9 @@ class StepTimes(NamedTuple):
     """Seconds of one batch."""
 
     next_s: float
-    """CPU time in which the training thread takes the batch."""
+    """CPU time in which the consumer thread takes the batch."""
     write_s: float
-    """CPU time in which the training thread writes it back."""
+    """CPU time in which the consumer thread writes it back."""
     wall_s: float
     """Wall time of both."""
     background_s: float
@@ -224,7 +224,7 @@ class WriteLoop:
     """A loop that writes its batches back.
 
     Every slot is filled before a batch is taken, and the queue has room for a write-back. So the
-    training thread never waits for another thread.
+    consumer thread never waits for another thread.
 
     Args:
         feeder: Feeder of the batches.
@@ -334,9 +334,9 @@ def report(results: list[dict[str, Any]]) -> str:
 def _report(results: list[dict[str, Any]], version: str) -> list[str]:
     """Return the tables of this pinfeed, ``"after"``, or of the earlier one, ``"before"``."""
     titles = {
-        "training_us": "CPU time of the training thread, us per batch: median (90 %)",
-        "training_wall_us": "wall time of the training thread, us per batch: median (90 %)",
-        "paused_us": "CPU time of the training thread after a pause, us per batch: median (90 %)",
+        "training_us": "CPU time of the consumer thread, us per batch: median (90 %)",
+        "training_wall_us": "wall time of the consumer thread, us per batch: median (90 %)",
+        "paused_us": "CPU time of the consumer thread after a pause, us per batch: median (90 %)",
         "background_us": "CPU time of all other threads, us per batch: median (90 %)",
     }
     tables = [f"{version}: {titles[key]}\n{_table(results, version, key)}" for key in titles]
@@ -381,7 +381,7 @@ def _goals(results: list[dict[str, Any]], version: str) -> str:
     paused_us = max(times["paused_us"]["p50"] for times in found)
     background_us = max(times["background_us"]["p50"] for times in found)
     return (
-        f"at {GOAL_ROWS:,} rows the training thread takes up to {training_us:,.0f} us per batch "
+        f"at {GOAL_ROWS:,} rows the consumer thread takes up to {training_us:,.0f} us per batch "
         f"(goal: {GOAL_TRAINING_US}; {paused_us:,.0f} after a pause), and all other threads up to "
         f"{background_us:,.0f} us (goal: {GOAL_BACKGROUND_US:,})"
     )

@@ -208,11 +208,11 @@ def _medians(rounds: list[Figures]) -> Figures:
 TABLES = {
     "The time between two batches, in µs (median, 90th percentile)": ("p50", "p90"),
     "The time of the whole loop divided by its batches, in µs": ("mean",),
-    "CPU time of a batch, in µs (training thread, all other threads)": (
+    "CPU time of a batch, in µs (consumer thread, all other threads)": (
         "training_cpu",
         "others_cpu",
     ),
-    "The interpreter's lock, held for a batch, in µs (training thread, all other threads)": (
+    "The interpreter's lock, held for a batch, in µs (consumer thread, all other threads)": (
         "training_lock",
         "others_lock",
     ),

@@ -23,7 +23,7 @@ _HELD = ("pinfeed-write", "pinfeed-scatter")
 class IdleDevice:
     """A device with its own memory, on which all work is done as soon as it is queued.
 
-    No tensor has contents. The thread that makes the device is the training thread.
+    No tensor has contents. The thread that makes the device is the consumer thread.
 
     Args:
         direct: Whether the device reads and writes the rows of stores itself.
@@ -116,7 +116,7 @@ class IdleDevice:
                 workers.wait_for_released()
 
     def complete_next_write(self) -> None:
-        """Complete the oldest write-back (training thread)."""
+        """Complete the oldest write-back (consumer thread)."""
         self.complete_writes(max(workers.n_held for workers in self._workers) - 1)
 
 
@@ -147,7 +147,7 @@ class _Tensor:
 
 
 class _Workers:
-    """Threads that begin the training thread's calls when they are released.
+    """Threads that begin the consumer thread's calls when they are released.
 
     Calls of other threads begin at once: they are parts of calls that were released.
 
@@ -212,7 +212,7 @@ class _Workers:
 
 
 class _HeldCall:
-    """A call that may be held. The training thread can wait for it, which releases it.
+    """A call that may be held. The consumer thread can wait for it, which releases it.
 
     Args:
         workers: Threads that make the call.

@@ -82,7 +82,7 @@ class Overlap:
     def shared(self, n_rows: int, depth: int) -> Fields:
         """Measure batches that have half of their rows in common with the previous batch.
 
-        The time of the training thread should not grow with the rows, nor with the depth.
+        The time of the consumer thread should not grow with the rows, nor with the depth.
         """
         store = as_rows(self.memory, _SHARED_ROW_BYTES)
         # Rows of float32 as long as those of the store.

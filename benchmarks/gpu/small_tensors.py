@@ -74,7 +74,7 @@ class SmallTensors:
     def measure(self, name: str) -> Fields:
         """Compare all values with those of the loader, then time epochs without a step.
 
-        ``host_us`` is CPU time of the training thread, ``process_us`` that of all threads.
+        ``host_us`` is CPU time of the consumer thread, ``process_us`` that of all threads.
         """
         make = self._ways[name]
         with make() as batches:

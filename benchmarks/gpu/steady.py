@@ -1,4 +1,4 @@
-"""The time of a batch in the steady state of a loop: of the device, and of the training thread."""
+"""The time of a batch in the steady state of a loop: of the device, and of the consumer thread."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Timed:
     """Times of a batch in seconds.
 
     Attributes:
-        batch_s: Mean time between two batches in the stream of the training thread.
-        host_s: CPU time of the training thread in the loop's own calls, of each batch. The time in
+        batch_s: Mean time between two batches in the stream of the consumer thread.
+        host_s: CPU time of the consumer thread in the loop's own calls, of each batch. The time in
             which the thread waits is not part of it.
     """
 

@@ -21,7 +21,7 @@ COLOURS = (
 )
 THREAD, STREAM = "#f4efe4", "#e8eef4"
 LANES = (
-    ("training thread", "never waits for the device", THREAD),
+    ("consumer thread", "never waits for the device", THREAD),
     ("reader thread", "store → staging", THREAD),
     ("read stream", "staging → device", STREAM),
     ("compute stream", "your model", STREAM),
@@ -232,7 +232,7 @@ def draw_forwarding() -> Figure:
         axes,
         (4.25, 1.0),
         (5.95, 1.0),
-        "forwarded on the device,\nwhen the loop receives k+1",
+        "forwarded on the device,\nbefore the loop receives k+1",
         "black",
     )
     pointer(
