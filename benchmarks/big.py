@@ -1,4 +1,4 @@
-"""BigBatch: its memory, and the difference of its gradients to those of the plain batch."""
+"""BigBatch: its memory, and the distance of its gradients from those of the plain batch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument(
         "--flat",
         action="store_true",
-        help="train for three epochs of 1,000 batches and say how the process grew",
+        help="train for three epochs of 1,000 batches and print the growth of the process",
     )
     arguments = parser.parse_args()
     if arguments.flat:

@@ -1,6 +1,6 @@
 """Predicted and measured peaks of training steps, and training under a memory limit.
 
-On the CPU the bytes that its allocator is asked for are measured. On a GPU the bytes that torch's
+On the CPU, the bytes requested from its allocator are measured. On a GPU, the bytes that torch's
 allocator reserves are measured.
 """
 
@@ -34,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
-        "--kept", help="train this model under a limit and say what it took, as JSON"
+        "--kept", help="train this model under a limit and print its memory as JSON"
     )
     parser.add_argument("--second", action="store_true", help="measure the second zoo, peaks only")
     arguments = parser.parse_args()

@@ -6,17 +6,18 @@ Rows are counted, not timed, so no GPU is needed. Run it from the root:
     python -m benchmarks.cache --quick    (small tables; saves nothing)
 
 The policy, Belady's offline optimum and a loop without a cache see the same batches; a checksum
-asserts it. Four figures are shares of the rows that travel without a cache, where each distinct row
-of a batch goes to the device and back:
+asserts it. Four figures are relative to a loop without a cache, which copies each distinct row of a
+batch to the device and back:
 
 - *first tenth*: rows to the device in the first tenth of the batches, with an empty cache and no
   counts
 - *late, in* and *late, out*: rows to the device and back in the last quarter of the batches
 - *all*: rows both ways in the whole loop, with the write-back of the cached rows at its end
 
-Misses in the last quarter are compared with Belady's, with those of a cache which has always held
-the most probable rows, and with those of the same policy with probabilities instead of counts. If
-draws are independent and no batch is known ahead, no policy misses fewer rows than the second.
+Misses in the last quarter are compared with three others: Belady's, those of a cache that always
+holds the most probable rows, and those of the same policy with probabilities instead of counts. If
+draws are independent and no batch is known ahead, no policy misses fewer rows than the cache of the
+most probable rows.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def checksum(stream: Stream) -> int:
 
 
 def run(policy: CachePolicy, stream: Stream, n_ahead: int) -> Run:
-    """Run a loop over a stream in which so many batches are announced ahead."""
+    """Run a loop over a stream, with ``n_ahead`` later batches announced."""
     policy.begin()
     n = len(stream.batches)
     n_in = np.empty(n, np.int64)
@@ -149,14 +150,14 @@ def figures(stream: Stream, found: Run, optimum: np.ndarray) -> Record:
     """Return the figures of a loop.
 
     Raises:
-        AssertionError: If the policy saw other rows, or if more rows travelled than without a
+        AssertionError: If the policy saw other rows, or if more rows were copied than without a
             cache.
     """
     n = len(stream.batches)
     everything = slice(0, n)
     late = slice(n * 3 // 4, n)
     assert found.checksum == checksum(stream)
-    # A row that was missed goes back once: bypassed, evicted, or at the end.
+    # A missed row is copied back once: when it is bypassed, when it is evicted, or at the end.
     assert found.n_in.sum() == found.n_out.sum() + found.n_held
     assert link_share(stream, found.n_in, everything) <= 1
     return {
@@ -176,7 +177,7 @@ def figures(stream: Stream, found: Run, optimum: np.ndarray) -> Record:
 
 
 def link_share(stream: Stream, n_rows: np.ndarray, batches: slice) -> float:
-    """Return the share of rows among those that travel without a cache, one way."""
+    """Return the rows in one direction, relative to those without a cache."""
     return float(n_rows[batches].sum() / sum(len(rows) for rows in stream.batches[batches]))
 
 
@@ -210,11 +211,12 @@ def report(records: list[Record]) -> str:
     lines = "\n".join(f"- {line}" for line in goals(records))
     return (
         "<!-- --8<-- [start:tables] -->\n"
-        "Rows that travel to the device (in) and from it (out), as shares of those that travel "
-        "without a cache. Late is the last quarter of the loop. The CPU time and the memory are "
-        f"those of the policy.\n\n{policy}\n\n"
-        "The share of Belady's optimum in the last quarter of the loop, and the misses of policies "
-        "that know the probabilities of all rows, divided by those of the optimum:\n\n"
+        "Rows that are copied to the device (in) and back (out), relative to a loop without a "
+        "cache. *Late* is the last quarter of the loop. The CPU time and the memory are those of "
+        f"the cache's policy.\n\n{policy}\n\n"
+        "The last quarter of the loop: the share of rows that Belady's optimum misses, and the "
+        "misses of policies that know the probabilities of all rows, divided by the misses of the "
+        "optimum:\n\n"
         f"{optima}\n<!-- --8<-- [end:tables] -->\n\n"
         f"Goals, with a look-ahead of {DEFAULT_LOOK_AHEAD} batches, or of {max(LOOK_AHEADS)} for "
         f"misses / Belady:\n\n{lines}"

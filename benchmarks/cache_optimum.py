@@ -1,4 +1,4 @@
-"""The fewest rows that a cache can miss: with the whole future known, and with probabilities."""
+"""The fewest rows that a cache can miss, given the whole future or only probabilities."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Counts = npt.NDArray[np.int64]
 def belady_misses(batches: Sequence[Rows], n_rows: int, capacity: int) -> Counts:
     """Return how many rows of each batch are missed by Belady's offline optimum, with bypass.
 
-    After each batch the cache holds those of its rows and of the rows of the batch that are used
-    next. It is enough to know how many of the cached rows each later batch uses next.
+    After each batch, the cache keeps the rows that are used soonest, from its own rows and those of
+    the batch. So the function only counts how many cached rows each later batch uses next.
     """
     n = len(batches)
     next_use = np.full(n_rows, n, np.int32)
@@ -58,6 +58,6 @@ class InformedPolicy(CachePolicy):
 
     def __init__(self, probabilities: Probabilities, capacity: int) -> None:
         super().__init__(len(probabilities), capacity)
-        # Any factor is right that leaves counts which float32 can hold.
+        # Any factor works if float32 can represent the counts.
         self._counts[:] = probabilities / probabilities.max()
         self._use = 0.0

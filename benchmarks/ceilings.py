@@ -26,7 +26,7 @@ from pinfeed.cli.measure.step import ComputingStep
 
 # Seconds of a measurement with random reads.
 _RANDOM_S = 0.5
-# Sizes of the file that are touched: for the page cache, and for buffers.
+# Memory to touch, as a multiple of the file's size: for the page cache and for buffers.
 _TOUCHED = 1.5
 _REPEATS = 3
 

@@ -78,7 +78,7 @@ class Cell:
 def all_cells() -> list[Cell]:
     """Return all cells.
 
-    Rows of 4 KiB are measured in every way. The others are measured where their size can matter.
+    Rows of 4 KiB are measured in every way. The others are measured if their size can matter.
     """
     small, middle, images = KINDS.values()
     cells = [Cell(kind, order) for kind in (small, images) for order in ORDERS[:2]]

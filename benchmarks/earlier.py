@@ -27,7 +27,7 @@ class Earlier:
     """A process that imports the benchmarks from here and pinfeed from another checkout.
 
     Args:
-        checkout: Folder that has the package ``pinfeed``.
+        checkout: Folder that contains the package ``pinfeed``.
     """
 
     def __init__(self, checkout: Path) -> None:

@@ -1,15 +1,15 @@
-"""The cost of write-backs per batch, on the training thread and on the threads behind it.
+"""The cost of write-backs per batch, on the training thread and on the other threads.
 
-A loop prefetches four batches and writes each one back. The table and the device do nothing, so
-that only pinfeed's own work is left: to draw row indices, to check them, and to find the rows of a
-batch that earlier batches write. A number of write-backs is pending, or not completed, whenever a
-batch is lent. The batch was gathered four batches earlier, so its rows may be older than the
-pending write-backs and four more. The column "no write" is a loop that writes nothing back.
+A loop prefetches four batches and writes each one back. The table and the device do nothing. So
+only pinfeed's own work remains: it draws row indices, checks them, and finds the rows of a batch
+that earlier batches write. Whenever the loop receives a batch, a given number of write-backs is
+pending (not completed). The batch was gathered four batches earlier, so its rows may be older than
+the pending write-backs and four more. The column "no write" is a loop that writes nothing back.
 
-The training thread is measured twice: while the CPU's caches hold the code of the loop, because a
-loop over small batches ran just before, and after a pause for the reader threads, in which other
-programs may have taken the caches. A pause of 4 ms makes the same work several times slower at any
-number of rows, so that only the first shows how the work grows.
+The training thread is measured twice. First, the CPU's caches hold the code of the loop, because a
+loop over small batches runs just before. Then it is measured after a pause for the reader threads,
+in which other programs may use the caches. A pause of 4 ms makes the same work several times slower
+at any number of rows, so only the first measurement shows how the work grows.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class ForwardingCell:
     Args:
         n_rows: Rows of a batch.
         is_sorted: Whether the row indices of a batch ascend.
-        is_shared: Whether half of the rows are also in the batch before. Otherwise a row comes back
-            after 16 batches.
-        n_pending: Write-backs that are not completed when a batch is lent; None for a loop that
-            writes nothing back.
+        is_shared: Whether half of the rows are also in the previous batch. Otherwise a row is
+            repeated after 16 batches.
+        n_pending: Write-backs that are not completed when the loop receives a batch; None for a
+            loop that writes nothing back.
         direct: Whether the device reads and writes the rows of the table itself.
     """
 
@@ -117,9 +117,9 @@ def times(cell: ForwardingCell) -> dict[str, Any]:
     """Return microseconds per batch.
 
     Returns:
-        Percentiles of the training thread's CPU time and wall time while the caches hold its code,
-        those of its CPU time after a pause and of the CPU time of all other threads, and the number
-        of batches.
+        Percentiles of times, and the number of batches. The times are the training thread's CPU
+        time and wall time while the caches hold its code, its CPU time after a pause, and the CPU
+        time of all other threads.
     """
     small = dataclasses.replace(cell, n_rows=_SMALL_ROWS)
     with _running(cell) as loop:
@@ -142,10 +142,9 @@ def times(cell: ForwardingCell) -> dict[str, Any]:
 
 
 def memory(cell: ForwardingCell) -> dict[str, Any]:
-    """Return the peak of what a loop allocates, and the index in its plan, in bytes.
+    """Return the peak allocation of a loop, and the index in its plan, in bytes.
 
-    The allocations include the row indices of the batches under way. The device's memory is not
-    among them.
+    The allocations include the row indices of prefetched batches, but not the device's memory.
     """
     row_indices(cell.n_rows, cell.is_sorted, cell.is_shared)
     tracemalloc.start()
@@ -224,14 +223,14 @@ class RepeatedBatches:
 class WriteLoop:
     """A loop that writes its batches back.
 
-    Every slot is filled before a batch is taken, and the queue has room for a write-back, so that
-    the training thread never waits for another thread.
+    Every slot is filled before a batch is taken, and the queue has room for a write-back. So the
+    training thread never waits for another thread.
 
     Args:
         feeder: Feeder of the batches.
         device: Device of the feeder.
-        n_pending: Write-backs that are not completed when a batch is lent; None for a loop that
-            writes nothing back.
+        n_pending: Write-backs that are not completed when the loop receives a batch; None for a
+            loop that writes nothing back.
     """
 
     def __init__(self, feeder: Feeder, device: IdleDevice, n_pending: int | None) -> None:
@@ -317,7 +316,7 @@ def _distinct_rows(n: int) -> np.ndarray:
 
 
 def _background_s() -> float:
-    """Return the CPU seconds of all threads but this one."""
+    """Return the CPU seconds of all threads except this one."""
     return time.process_time() - time.thread_time()
 
 
@@ -377,7 +376,7 @@ def _goals(results: list[dict[str, Any]], version: str) -> str:
     """Compare the slowest cell of a size with the goals."""
     found = [result[version] for result in results if result["n_rows"] == GOAL_ROWS]
     if not found:
-        return f"{GOAL_ROWS:,} rows, which the goals are for, were not measured"
+        return f"the goals are for {GOAL_ROWS:,} rows, which were not measured"
     training_us = max(times["training_us"]["p50"] for times in found)
     paused_us = max(times["paused_us"]["p50"] for times in found)
     background_us = max(times["background_us"]["p50"] for times in found)

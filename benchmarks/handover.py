@@ -1,12 +1,12 @@
-"""The time between two batches of a loop that does nothing, and what the threads behind it take.
+"""The time between two batches of a loop that does nothing, and the time of its other threads.
 
-The sources have next to nothing to do, so that only pinfeed's own work is left. The time between
+The sources have almost nothing to do, so only pinfeed's own work remains. The time between
 two batches is measured by a clock around the iterator, without the time of ``write_back``. The mean
 is the time of the whole loop, threads started and ended included, divided by its batches.
 
-The threads behind the loop are measured in two ways. Their CPU time includes what the kernel takes
-to wake them, which does not need the interpreter's lock. The time in which they hold the lock is
-sampled in a loop of its own.
+The other threads are measured in two ways. Their CPU time includes the kernel's work to wake them,
+which does not need the interpreter's lock. The time in which they hold the lock is sampled in a
+loop of its own.
 """
 
 from __future__ import annotations
@@ -98,14 +98,14 @@ def gaps(batches: Iterable[Any], body: Body) -> Figures:
 
 
 def _others_s() -> float:
-    """Return the CPU seconds of all threads but this one."""
+    """Return the CPU seconds of all threads except this one."""
     return time.process_time() - time.thread_time()
 
 
 def lock_held(batches: Iterable[Any], body: Body) -> Figures:
     """Measure how long the interpreter's lock is held, by this thread and by all others.
 
-    Nothing is returned where it cannot be sampled.
+    The result is empty if the lock cannot be sampled.
     """
     n = 0
     with LockSampler() as sampler:
@@ -220,7 +220,7 @@ TABLES = {
 
 
 def report(results: dict[str, Results]) -> str:
-    """Return the figures as tables in Markdown; those of an earlier pinfeed stand before arrows."""
+    """Return the figures as Markdown tables, with those of an earlier pinfeed before arrows."""
     parts = []
     for device in results["after"]:
         versions = [by_device[device] for by_device in results.values()]

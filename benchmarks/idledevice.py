@@ -107,7 +107,7 @@ class IdleDevice:
 
     # ---- for the benchmark -----------------------------------------------------------------------
     def complete_writes(self, n_pending: int) -> None:
-        """Complete the oldest write-backs, so that ``n_pending`` are left, and fill all slots."""
+        """Complete the oldest write-backs until ``n_pending`` remain, and fill all slots."""
         for workers in self._workers:
             workers.release(n_pending)
         # A call may submit calls to other workers.

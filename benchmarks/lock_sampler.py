@@ -6,8 +6,8 @@ has real-time priority. Without it, it would run mostly while the sampled thread
 the lock free. On a machine that runs other programs, a thread may be interrupted while it holds the
 lock. That time counts, too.
 
-Nothing is sampled without the privileges for this, and in CPython 3.12 and later, which keep the
-holder of the lock elsewhere than in ``_PyRuntime``.
+Sampling needs privileges for this, and CPython 3.11 or older: newer versions do not keep the holder
+of the lock in ``_PyRuntime``. Otherwise nothing is sampled.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def sample(pid: int, training: int, places: list[int]) -> list[int]:
     Args:
         pid: The process, whose calling thread waits without the lock.
         training: Address of the state of that thread.
-        places: Addresses of which one names the holder.
+        places: Candidate addresses; one of them contains the holder.
 
     Returns:
         The samples in which that thread held the lock, those in which another one did, and all.

@@ -30,9 +30,9 @@ from pinfeed.cli.measure.step import ComputingStep
 _CHECKED_BATCHES = 8
 _CHECKED_FEEDER_BATCHES = 300
 _WARM_EPOCHS = 3
-# Memory to touch before a run, in sizes of the file: for batches, and for a copy of the file that a
-# loader may make; if the file is cold, for the page cache as well. If the host has taken the memory
-# back, touching it takes most of the time of a run.
+# Memory to touch before a run, as a multiple of the file's size. It is for batches and for a copy
+# of the file that a loader may make. If the file is cold, it is for the page cache as well. If the
+# host has taken the memory back, touching it takes most of the time of a run.
 _TOUCHED_WARM = 1.25
 _TOUCHED_COLD = 2.0
 _MEETING_S = 60.0
@@ -42,7 +42,7 @@ def check(path: Path, kind: Kind, order: str, name: str) -> None:
     """Compare the first batches of two epochs with the expected rows.
 
     Raises:
-        AssertionError: If they differ, are no float32 tensors of the right shape on the CPU, or
+        AssertionError: If they differ, are not float32 tensors of the right shape on the CPU, or
             change while later batches are drawn.
     """
     contestant = CONTESTANTS[name]
@@ -113,7 +113,9 @@ class Meeting:
         deadline = time.perf_counter() + _MEETING_S
         while len(list(self.folder.glob(f"{name}-*"))) < self.n_processes:
             if time.perf_counter() > deadline:
-                raise TimeoutError(f"not all of {self.n_processes} processes are here: {name}")
+                raise TimeoutError(
+                    f"not all of {self.n_processes} processes have reached this point: {name}"
+                )
             time.sleep(1e-3)
 
 
@@ -206,7 +208,7 @@ class EpochTiming:
     """Time of an epoch by the clock of the loop.
 
     Attributes:
-        n_rows: Rows that were lent.
+        n_rows: Rows that the loop received.
         seconds: Seconds of the epoch. The first one includes the construction of the loader.
         waited_s: Seconds that the loop waited for batches.
         total: Sum of the first values of all rows.
@@ -286,7 +288,7 @@ def memory() -> dict[str, int]:
 
 
 def _share(path: Path) -> float:
-    """Return the share of the file in the page cache; the kernel tells it for own files."""
+    """Return the share of the file in the page cache, for a file of this user."""
     return cached_share([path]) or 0.0
 
 

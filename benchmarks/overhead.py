@@ -7,9 +7,9 @@ Run it from the root:
     python -m benchmarks.overhead --parts loops         (half a minute)
     python -m benchmarks.overhead --parts write-backs --rows 1024 65536
 
-The first part is ``benchmarks/handover.py``: loops that do nothing, whose sources have nothing to
-do. The time of a bare executor that hands over nothing is measured in the same run. The second part
-is ``benchmarks/forwarding.py``.
+The first part is ``benchmarks/handover.py``: loops that do nothing, over sources that do nothing.
+The same run measures a bare executor that hands over nothing. The second part is
+``benchmarks/forwarding.py``.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Each peer has the settings that won a trial of several. A contestant yields epochs, and an epoch
 yields batches, so that a loader is constructed once and used for all epochs. The batches own their
-memory. Peers are given the row indices (a slice if they are consecutive) and, where they accept
-one, a reader of whole batches. pinfeed makes its order itself.
+memory. Peers get the row indices (a slice if they are consecutive) and, if they accept one, a
+reader of whole batches. pinfeed computes its own order.
 """
 
 from __future__ import annotations
@@ -233,8 +233,8 @@ class Samples:
 def litdata(task: Task) -> Epochs:
     """Use LitData with its own format and, if shuffled, its own order.
 
-    The order has chunks in random order, shuffled within. Two workers were slower, and so was
-    decoding a shuffled batch at once.
+    Its order visits chunks in random order, and shuffles each chunk. Two workers were slower, and
+    so was decoding a whole shuffled batch.
     """
     from litdata import StreamingDataLoader, StreamingDataset
 

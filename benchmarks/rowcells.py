@@ -88,7 +88,7 @@ class RowCell:
 class Body:
     """The computation of a step: a small model, and matrix products.
 
-    ``n_products`` products stand for the rest of a large model.
+    ``n_products`` products simulate the rest of a large model.
     """
 
     def __init__(self, cell: RowCell, device: str, n_products: int = 0) -> None:

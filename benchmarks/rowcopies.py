@@ -91,7 +91,7 @@ def cupy_ways(array: Any, order: np.ndarray, device: torch.device) -> Ways:
             array[cupy.asarray(rows)] = cupy.asarray(block)
 
     return {
-        "SpeedTorch's: CuPy indexes page-locked memory, everything is waited for": speedtorch_rows,
+        "SpeedTorch's: CuPy indexes page-locked memory, and waits for the device": speedtorch_rows,
         "CuPy indexes page-locked memory in torch's stream": uva_rows,
     }
 

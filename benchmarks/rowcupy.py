@@ -54,7 +54,7 @@ def speedtorch(cell: RowCell, body: Body, ids: list[torch.Tensor]) -> Iterator[t
         ):
             array[rows] = cupy.from_dlpack(values)
         _wait_for_all(cupy)
-        # A graph that is kept alive would keep the size of the weight.
+        # The weight can only be resized after its autograd graph has been freed.
         loss = loss.detach()
         yield loss
 
@@ -93,7 +93,7 @@ def uva_gathers(cell: RowCell, body: Body, ids: list[torch.Tensor]) -> Iterator[
                     tables, (weight.data, state["exp_avg"], state["exp_avg_sq"]), strict=True
                 ):
                     array[cupy.asarray(unique)] = cupy.asarray(changed)
-            # A graph that is kept alive would keep the size of the weight.
+            # The weight can only be resized after its autograd graph has been freed.
             loss = loss.detach()
             yield loss
     finally:

@@ -14,7 +14,7 @@ from benchmarks.rowcells import LR, Body, RowCell, start
 def why_no_fbgemm(device: str) -> str:
     """Return why FBGEMM cannot take part on a device; an empty string if it can."""
     if device != "cpu":
-        return "it is measured on the CPU"
+        return "it is measured on the CPU only"
     try:
         import fbgemm_gpu.split_table_batched_embeddings_ops_training  # noqa: F401
     except (ImportError, OSError) as error:
@@ -52,6 +52,6 @@ def fbgemm(cell: RowCell, body: Body, ids: list[torch.Tensor]) -> Iterator[torch
         bags = torch.arange(len(batch) + 1)
         loss = body.loss(table(batch, bags))
         loss.backward()
-        # A graph that is kept alive would keep the size of the weight.
+        # The weight can only be resized after its autograd graph has been freed.
         loss = loss.detach()
         yield loss

@@ -50,7 +50,8 @@ def create(path: Path, kind: Kind, nbytes: int) -> None:
     n_rows = nbytes // kind.row_nbytes
     if n_rows > 1 << 24:
         raise ValueError(
-            f"{n_rows} rows; float32 tells numbers apart up to {1 << 24}: give a smaller --size"
+            f"{n_rows} rows; expected at most {1 << 24}, because float32 "
+            "represents larger indices inexactly; pass a smaller --size"
         )
     step = max(1, _PIECE // kind.row_nbytes)
     with path.open("wb") as file:
@@ -84,5 +85,5 @@ def drop(paths: Iterable[Path]) -> None:
         page_cache.drop([path])
         if share := page_cache.cached_share([path]):
             raise RuntimeError(
-                f"{path}: {share:.1%} of it stays in the page cache: give a --dir on a disk"
+                f"{path}: {share:.1%} of the file stays in the page cache; pass a --dir on a disk"
             )

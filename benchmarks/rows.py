@@ -5,16 +5,16 @@ Run it from the root:
     python -m benchmarks.rows                      (25 minutes)
     python -m benchmarks.rows --quick              (two minutes)
     python -m benchmarks.rows --only Adagrad       (cells whose description contains this)
-    python -m benchmarks.rows --before CHECKOUT    (beside the pinfeed of an earlier commit)
+    python -m benchmarks.rows --before CHECKOUT    (also with the pinfeed of an earlier commit)
 
-Every contestant trains the same rows with the same optimizer: Adam, whose weights and two tensors
-of state are copied, or Adagrad, which FBGEMM has on the CPU. Losses are compared first. Each cell
-is timed twice: with a small model, whose step is mostly the transfer, and with a step that takes
-about as long as the transfer, so that all of it can be hidden. The transfer is the time of the
-synchronous step minus that of a step on rows that are on the device already. "Hidden" is the share
-of the transfer that prefetching saves. "Depth chosen" is the default, which measures both ways
-and keeps the faster one. The contestants of a cell are timed in turn, and an earlier pinfeed runs
-in a process of its own.
+Every contestant trains the same rows with the same optimizer. With Adam, the weights and two
+tensors of state are copied. With Adagrad, FBGEMM takes part, because it has Adagrad on the CPU.
+Losses are compared first. Each cell is timed twice. The step of the small model is mostly the
+transfer. The step of the large model takes about as long as the transfer, so the whole transfer can
+be hidden. The transfer is the time of the synchronous step minus that of a step on rows that are on
+the device already. "Hidden" is the share of the transfer that prefetching saves. "Depth chosen" is
+the default, which measures both ways and keeps the faster one. The contestants of a cell are timed
+in turn, and an earlier pinfeed runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from benchmarks.rowsteps import BEFORE, CHOSEN, STEP_ALONE, Timing
 N_WARM = 8
 N_STEPS = 200
 GOAL_IDS = 8192
-"""Ids from which on prefetching is to be faster than the synchronous loop."""
+"""Goal: from this number of ids on, prefetching is faster than the synchronous loop."""
 NOISE = 1.05
-"""Ratio of two ways up to which they count as equally fast."""
+"""Two ways count as equally fast up to this ratio."""
 BIG_ROWS = 10_000_000
 """Rows of the table whose memory is measured: 5.12 GB."""
 
@@ -192,7 +192,7 @@ def _summary(model: str, times: Times, chosen: str) -> dict[str, Any]:
 
 
 def _to_synchronous(times: Times, name: str) -> float:
-    """Return the time of a contestant in that of the synchronous loop."""
+    """Return the time of a contestant relative to the synchronous loop."""
     pairs = zip(times[name], times["synchronous"], strict=True)
     return round(statistics.median(a / b for a, b in pairs), 3)
 
@@ -211,7 +211,7 @@ def check_earlier(cell: RowCell, device: str, earlier: Earlier) -> None:
 
 
 def as_long_as_the_transfer(transfer_ms: float, cell: RowCell, device: str) -> int:
-    """Return the number of matrix products that take as long, and at least 0.1 ms."""
+    """Return the number of matrix products that take as long as the transfer, at least 0.1 ms."""
     body = Body(cell, device)
     per_product = best(lambda: [body.products(50), wait(body)]) / 50
     return max(1, round(max(0.1, transfer_ms) / 1e3 / per_product))

@@ -53,7 +53,7 @@ def prefetched(
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        # A graph that is kept alive would keep the size of the weight.
+        # The weight can only be resized after its autograd graph has been freed.
         loss = loss.detach()
         yield loss
 
@@ -98,7 +98,7 @@ def gather_and_copy(cell: RowCell, body: Body, ids: list[torch.Tensor]) -> Itera
         weights.index_copy_(0, rows, weight.data.cpu())
         for name, table in tables.items():
             table.index_copy_(0, rows, state[name].cpu())
-        # A graph that is kept alive would keep the size of the weight.
+        # The weight can only be resized after its autograd graph has been freed.
         loss = loss.detach()
         yield loss
 
@@ -115,7 +115,7 @@ def whole_table(cell: RowCell, body: Body, ids: list[torch.Tensor]) -> Iterator[
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        # A graph that is kept alive would keep the size of the weight.
+        # The weight can only be resized after its autograd graph has been freed.
         loss = loss.detach()
         yield loss
 
@@ -123,7 +123,7 @@ def whole_table(cell: RowCell, body: Body, ids: list[torch.Tensor]) -> Iterator[
 def rows_there(cell: RowCell, body: Body, ids: list[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Run the step alone, on rows that stay on the device.
 
-    This is no contestant, but the time that is left if all of the transfer is hidden.
+    This is not a contestant, but the time that remains if the whole transfer is hidden.
     """
     rows, where = ids[0].unique(return_inverse=True)
     weight = nn.Parameter(start(cell)[rows].to(body.device))
@@ -134,7 +134,7 @@ def rows_there(cell: RowCell, body: Body, ids: list[torch.Tensor]) -> Iterator[t
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        # A graph that is kept alive would keep the size of the weight.
+        # The weight can only be resized after its autograd graph has been freed.
         loss = loss.detach()
         yield loss
 
@@ -258,7 +258,7 @@ def timed_step_s(
         given_timing: Fields of the ``Timing``.
 
     Returns:
-        The seconds of a step, and what the loop says of the depth that it has chosen.
+        The seconds of a step, and the depth that the loop has chosen, with its reason.
     """
     cell = RowCell(**given_cell)
     timing = Timing(**given_timing)
@@ -272,7 +272,7 @@ def timed_step_s(
 
 
 def _chosen_step_s(cell: RowCell, body: Body, timing: Timing) -> tuple[float, str]:
-    """Time the steps after those in which pinfeed measures, which are at most ``_MAX_MEASURED``."""
+    """Time the steps after pinfeed's own measurement, of at most ``_MAX_MEASURED`` steps."""
     loops: list[Any] = []
     ids = _ids(cell, timing.n_warm + timing.n_steps)
     steps = prefetched(cell, body, [*ids, *ids], None, loops)

@@ -1,8 +1,8 @@
 """Ways to iterate small batches: rows in memory, and DataLoaders with and without wrap_loader.
 
 The functions are called in a process of their own for each way, by ``benchmarks/earlier.py``. Rows
-are drawn in the order of ``pinfeed.rows.shuffled``, which differs between epochs. Every way draws
-it in its own time.
+are drawn in the order of ``pinfeed.rows.shuffled``, which differs between epochs. The measured time
+includes drawing the order.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def plain_loop(rows: Rows) -> Start:
 def gather_alone(rows: Rows) -> Start:
     """Gather into one buffer, which every batch reuses.
 
-    This is no loader, but the time that is left if all else takes none.
+    This is not a loader, but the lower bound of the time.
     """
     out = torch.empty(BATCH_SIZE, N_FEATURES)
     return lambda: (torch.index_select(rows.x, 0, batch, out=out) for batch in IndexTensors(rows))
@@ -187,7 +187,7 @@ class TrainingStep:
         self._optimizer.zero_grad()
         loss.backward()
         self._optimizer.step()
-        # A graph that is kept alive would keep the batch.
+        # An autograd graph that is kept alive would keep the batch.
         self.loss = loss.detach()
 
 
@@ -262,7 +262,7 @@ def _n_faults() -> int:
 @functools.cache
 def _rows(n_batches: int) -> Rows:
     torch.set_num_threads(1)
-    # A loop without a step is starved.
+    # A loop without a step always waits for data, and pinfeed would warn.
     logging.getLogger("pinfeed").setLevel(logging.ERROR)
     return Rows(n_batches)
 

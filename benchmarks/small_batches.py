@@ -5,16 +5,15 @@ perceptron on one thread, which takes some hundred microseconds. Run it from the
 
     # one minute
     python -m benchmarks.small_batches
-    # beside two processes that compute all the time
+    # while two processes compute all the time
     python -m benchmarks.small_batches --busy 2
     # with the pinfeed of an earlier commit, too
     python -m benchmarks.small_batches --before CHECKOUT
 
-Every way runs in a process of its own. The processes run their epochs in turn, so that each round
-compares all ways under equal conditions. Every value of two epochs is compared first, and every
-loss. The first epoch includes the construction of the loader and is reported apart. Figures are
-medians of the rounds of later epochs, and ratios and differences are medians of those of each
-round.
+Every way runs in its own process. The processes run their epochs in turn, so each round compares
+all ways under equal conditions. First, every value of two epochs and every loss are compared. The
+first epoch includes the construction of the loader and is reported apart. Figures are medians of
+the rounds of later epochs, and ratios and differences are medians of those of each round.
 """
 
 from __future__ import annotations
@@ -222,7 +221,7 @@ def goals(results: list[Figures]) -> str:
                 continue
             reference = next(iter(result["ways"]))
             verdict = "met" if is_met else "missed"
-            lines.append(f"{result['group']}: {name} beside {reference}: {shown}: {verdict}")
+            lines.append(f"{result['group']}: {name} to {reference}: {shown}: {verdict}")
     return "\n".join(lines)
 
 

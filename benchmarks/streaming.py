@@ -1,12 +1,12 @@
 """Batches of a .npy file, read by pinfeed and its peers, compared with ceilings of the machine.
 
 There are three kinds of rows (512 B, 4 KiB, images) and three orders. The file is in the page cache
-or not, and the loop has a training step or not, which is the same number of matrix products for
-every loader. All contestants yield equal tensors with their own memory in equal order, which is
-checked first; while they are timed, the loop adds up a value of every row. Each run is a process of
-its own, which touches and frees memory immediately before its clock starts. Repeats alternate
-between all contestants and ceilings, because the speed of machines and disks varies over time. Run
-it from the root of the repository:
+or not. The loop has a training step or not. The step is the same number of matrix products for
+every loader. All contestants yield equal tensors with their own memory in the same order, which is
+checked first. While they are timed, the loop sums a value of every row. Each run is a new process,
+which touches and frees memory immediately before its clock starts. Repeats alternate between all
+contestants and ceilings, because the speed of machines and disks varies over time. Run it from the
+root of the repository:
 
     # the peers
     pip install -c constraints.txt --group bench
@@ -14,7 +14,7 @@ it from the root of the repository:
     python -m benchmarks.streaming
     # 3 minutes
     python -m benchmarks.streaming --quick
-    # the tables and the picture anew, from the results
+    # write the tables and the picture again, from the results
     python -m benchmarks.streaming --report
 
 First and later epochs are reported apart, because loaders prepare themselves during the first one.
@@ -159,7 +159,7 @@ def parse() -> argparse.Namespace:
         "--only",
         default="",
         metavar="SUBSTRING",
-        help="only cells whose name has it, as '4 KiB, cold'; nothing is saved",
+        help="only cells whose name contains this, such as '4 KiB, cold'; nothing is saved",
     )
     parser.add_argument(
         "--size", type=float, metavar="GIB", help="size of a file (default: 1, quick 0.5)"
@@ -168,12 +168,12 @@ def parse() -> argparse.Namespace:
         "--repeats", type=int, help="how often everything is measured (default: 3, quick 1)"
     )
     parser.add_argument(
-        "--dir", type=Path, help="where the files lie meanwhile (default: $TMPDIR, or demo/)"
+        "--dir", type=Path, help="folder of the files during the run (default: $TMPDIR, or demo/)"
     )
     parser.add_argument(
         "--report",
         action="store_true",
-        help="measure nothing; write the tables and the picture of the saved results anew",
+        help="measure nothing; write the tables and the picture again, from the saved results",
     )
     # The benchmark starts its own processes with it.
     parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
@@ -196,7 +196,7 @@ def main() -> None:
         cells = [cell for cell in cells if str(cell) in QUICK]
     if not cells:
         sys.exit(
-            f"--only {arguments.only!r}: there is no such cell; there are\n"
+            f"--only {arguments.only!r}: no cell has this in its name; expected a part of one of\n"
             + "\n".join(map(str, all_cells()))
         )
     with folder_in(arguments.dir) as folder:
@@ -219,7 +219,7 @@ def main() -> None:
 
 
 def write_report(results: dict[str, Any], environment: str) -> None:
-    """Write the tables and the picture beside the JSON file of the results."""
+    """Write the tables and the picture next to the JSON file of the results."""
     path = RESULTS / f"streaming-{machine()}"
     path.with_suffix(".md").write_text(report.tables(results) + "\n")
     report.save_picture(results, path.with_suffix(".png"), environment)

@@ -2,15 +2,15 @@
 
 torchdata's tests are torch's own tests of DataLoader, and tests of states. They run once as they
 are, and once for each depth with ``pinfeed.wrap_loader(loader, device="cpu", on_error="next")`` in
-place of each loader that a test makes. Only the tests of ``EXPECTED`` may fail, for the reason that
-is given there. Run it from the root, with a checkout of github.com/pytorch/data:
+place of each loader that a test makes. Only the tests in ``EXPECTED`` may fail, for the reason
+given there. Run it from the root, with a checkout of github.com/pytorch/data:
 
     pip install expecttest parameterized
     # half an hour
     python -m benchmarks.torchdata_suite ../data
     python -m benchmarks.torchdata_suite ../data --ways "depth 0" --select test_sampler
 
-Processes that the tests start themselves load torchdata anew, and so run without pinfeed.
+Processes that the tests start load torchdata again, so they run without pinfeed.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ _PRIVATE = "the test reads the private attribute {} of torch's own loader or ite
 EXPECTED = {
     "test_bulk_loading_nobatch": _PRIVATE.format("_auto_collation"),
     "test_iterable_style_dataset": (
-        "the test expects a warning of the loader at the very batch, and the loader warns when the "
-        "batch is drawn ahead; it also reads the private attribute _workers of torch's iterator"
+        "the test expects a warning when it requests the batch, but the loader warns when the "
+        "batch is prefetched; the test also reads the private attribute _workers of torch's "
+        "iterator"
     ),
     "test_partial_workers": _PRIVATE.format("_workers"),
     "test_shuffler_iterdatapipe": _PRIVATE.format("_iterator"),
@@ -84,7 +85,7 @@ def pytest_configure() -> None:
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Note the outcome of a test; a failed part of it counts most."""
+    """Record the outcome of a test, which is failed if any phase fails."""
     if report.when == "call" or report.outcome != "passed":
         name = report.nodeid.split("/")[-1]
         if _outcomes.get(name) != "failed":

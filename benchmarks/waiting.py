@@ -1,8 +1,8 @@
 """The time that a loop waits, by ``feeder.stats`` and by a clock around the iterator.
 
-Each case is a process of its own, which reads a warm file of 4 KiB rows in random order. The loop
-has a training step of about 2 ms on one thread, or only adds up a column. The memory is touched
-and freed just before the clock starts, or not: many virtual machines give idle memory back to their
+Each case is a new process, which reads a warm file of 4 KiB rows in random order. The loop has a
+training step of about 2 ms on one thread, or only adds up a column. In half of the cases, memory is
+touched and freed just before the clock starts. Many virtual machines give idle memory back to their
 host, and touching it again is slow. Run it from the root:
 
     # one minute

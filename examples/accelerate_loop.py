@@ -1,8 +1,8 @@
 """Hugging Face Accelerate: a training loop over a feeder, with gradient accumulation.
 
 ``accelerate launch`` starts any number of processes. The model and the optimizer are prepared. A
-feeder is not, because it is no DataLoader: ``accelerator.prepare`` would return it unchanged. Each
-process says which shard of the rows is its own. If the last batches of an epoch are fewer than
+feeder is not, because it is not a DataLoader: ``accelerator.prepare`` would return it unchanged.
+Each process selects its own shard of the rows. If the last batches of an epoch are fewer than
 ``gradient_accumulation_steps``, Accelerate takes their step only if the loader announces its last
 batch. ``Epoch`` does that.
 """
@@ -28,7 +28,7 @@ LR = 0.05
 
 
 class Epoch(DataLoaderStateMixin):
-    """A feeder that tells Accelerate which batch is the last of its epoch."""
+    """A feeder that announces the last batch of an epoch to Accelerate."""
 
     def __init__(self, feeder: Any) -> None:
         self.feeder = feeder
@@ -103,7 +103,7 @@ def main() -> None:
         for ours, theirs in zip(wrapped, list(prepared), strict=True):
             assert all(map(torch.equal, ours, theirs))
     accelerator.end_training()
-    print(f"{n_steps} steps of {N_STEPS} batches or what was left of an epoch")
+    print(f"{n_steps} steps of {N_STEPS} batches or of the rest of an epoch")
 
 
 if __name__ == "__main__":

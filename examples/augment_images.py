@@ -2,8 +2,7 @@
 
 The copy moves a byte for each value. ``device_transform`` runs after it in a stream of its own. Its
 generator depends on (seed, epoch, batch) alone, so the batches do not depend on how many are
-prefetched. A run that stops in the middle of an epoch resumes with the batches that it would have
-had.
+prefetched. A run that stops in the middle of an epoch resumes with the same batches.
 """
 
 from __future__ import annotations
@@ -83,7 +82,9 @@ def main(n_images: int = 5000, n_epochs: int = 2) -> None:
             batches.load_state_dict(state)
             rest = [x for x, _ in batches]
         assert all(torch.equal(one, want) for one, want in zip(rest, whole[3:], strict=True))
-    print(f"{len(losses[0])} losses with 0, 1 and 3 batches ahead; {len(rest)} resumed batches")
+    print(
+        f"{len(losses[0])} losses with 0, 1 and 3 prefetched batches; {len(rest)} resumed batches"
+    )
 
 
 if __name__ == "__main__":

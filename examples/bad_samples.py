@@ -1,8 +1,7 @@
-"""Loops that skip bad samples, and loops of a fixed number of steps, as over a DataLoader.
+"""Loops that skip bad samples, and loops with a fixed number of steps.
 
-A DataLoader whose dataset raises an error can be asked for the next batch afterwards. So can a
-wrapped one with ``on_error="next"``. ``iter(loader)`` begins the next epoch at any time, and ends
-the loop before it.
+After an error of its dataset, a DataLoader can return the next batch. A wrapped one can, too, with
+``on_error="next"``. ``iter(loader)`` begins the next epoch at any time, and ends the previous loop.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Samples(Dataset[torch.Tensor]):
 
 
 def good_batches(loader: Any) -> tuple[list[list[int]], int]:
-    """Return the batches of an epoch without bad samples, and the number of the others."""
+    """Return the batches of an epoch without bad samples, and the number of bad ones."""
     batches = iter(loader)
     found = []
     n_bad = 0
@@ -44,10 +43,10 @@ def good_batches(loader: Any) -> tuple[list[list[int]], int]:
 
 
 def fixed_steps(loader: Any, n_epochs: int, n_steps: int) -> list[list[int]]:
-    """Return the batches of epochs that end after some steps, and not with the loader."""
+    """Return the batches of epochs that end after some steps."""
     found = []
     for _ in range(n_epochs):
-        # The iterator of the epoch before still exists.
+        # The iterator of the previous epoch still exists.
         batches = iter(loader)
         found += [next(batches).flatten().tolist() for _ in range(n_steps)]
     return found

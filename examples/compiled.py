@@ -1,7 +1,7 @@
 """torch.compile: a compiled step over feeders, which is compiled once for all batches.
 
-torch compiles a function again for a batch of another shape. The last batch of an epoch is smaller:
-leave it out (``drop_last=True``), or declare that the first dimension varies
+torch compiles a function again for a batch of another shape. The last batch of an epoch is smaller.
+Drop it (``drop_last=True``), or declare that the first dimension varies
 (``torch._dynamo.mark_dynamic``). No other property of a feeder's batches varies.
 ``python examples/compiled.py --backend inductor`` builds kernels, which needs a C++ compiler.
 """
@@ -44,7 +44,7 @@ def dense(backend: Any, *, mark: bool, drop_last: bool) -> list[float]:
 
 
 def embedded(backend: Any) -> list[float]:
-    """Train a table on the host, whose batches differ in the number of distinct ids."""
+    """Train a table in host memory. Its batches differ in the number of distinct ids."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     table = pinfeed.HostEmbedding(500, 16, name="table")
@@ -74,7 +74,7 @@ def main(backend: str = "aot_eager") -> None:
     losses = embedded(counter)
     assert counter.frame_count == 1, f"compiled {counter.frame_count} times"
     np.testing.assert_allclose(losses, embedded(None), rtol=1e-5)
-    print(f"a table on the host: {len(losses)} batches, compiled once")
+    print(f"a table in host memory: {len(losses)} batches, compiled once")
     torch._dynamo.reset()
 
 

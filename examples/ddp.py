@@ -39,10 +39,12 @@ def parse() -> argparse.Namespace:
         help="files and checkpoints",
     )
     parser.add_argument("--rows", type=int, default=20_000)
-    parser.add_argument("--batch-size", type=int, default=100, help="of all processes together")
+    parser.add_argument(
+        "--batch-size", type=int, default=100, help="batch size of all processes together"
+    )
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument(
-        "--stop-after", type=int, help="leave after so many batches, as a job that is preempted"
+        "--stop-after", type=int, help="stop after this number of batches, like a preempted job"
     )
     return parser.parse_args()
 
@@ -91,7 +93,7 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
         if checkpoint.exists():
             saved = pinfeed.checkpoint.resume(checkpoint, **parts)
             losses = list(torch.tensor(saved["losses"], device=device))
-            print(f"goes on after {len(losses)} batches", flush=True)
+            print(f"resumes after {len(losses)} batches", flush=True)
         while feeder.epoch < arguments.epochs:
             number = feeder.epoch
             for batch in feeder:
@@ -99,7 +101,7 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-                # The mean over ranks, as DistributedDataParallel has it for gradients.
+                # The mean over ranks, as DistributedDataParallel computes it for gradients.
                 mean = loss.detach() / dist.get_world_size()
                 dist.all_reduce(mean)
                 losses.append(mean)

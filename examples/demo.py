@@ -1,8 +1,8 @@
 """Stream a shuffled .npy file into a training step, inside a memory limit.
 
 The same loop is run with a plain DataLoader. The model is a small autoencoder, which learns to
-reproduce a row from a few numbers. Both loops see the same rows in the same order, so that their
-losses can be compared bit for bit. Run ``make demo``, or ``python examples/demo.py --help``.
+reproduce a row from a few numbers. Both loops have the same rows in the same order, so their losses
+must be equal bit for bit. Run ``make demo``, or ``python examples/demo.py --help``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pinfeed.memory.units import human
 
 LIMIT = pinfeed.MiB(256)
 STEP = pinfeed.MiB(96)
-"""The part of the limit that is left for the training step of the program."""
+"""The part of the limit that is reserved for the training step of the program."""
 BATCH_SIZE = 2048
 BATCH_BYTES = pinfeed.MiB(16)
 WIDTH = 1024
@@ -49,7 +49,7 @@ class Result:
         first, last = np.mean(self.losses[:5]), np.mean(self.losses[-5:])
         return (
             f"{self.seconds:6.1f} s  {self.nbytes / self.seconds / 1e9:5.2f} GB/s"
-            f"  starved {self.waited_s / self.seconds:4.0%} of the time"
+            f"  waited {self.waited_s / self.seconds:4.0%} of the time"
             f"  memory +{human(self.peak_growth):9}  loss {first:.3f} -> {last:.3f}"
         )
 
@@ -108,10 +108,10 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--npy", type=Path, help="stream this file; else one is written to demo/rows.npy"
+        "--npy", type=Path, help="stream this file (default: write demo/rows.npy and stream it)"
     )
     parser.add_argument(
-        "--size", type=size, default=size("2GiB"), help="size of the file that is written (2GiB)"
+        "--size", type=size, default=size("2GiB"), help="size of the written file (default: 2GiB)"
     )
     return parser.parse_args()
 
@@ -130,7 +130,7 @@ def main() -> None:
             # The reader threads need a core. With as many threads as cores, torch's threads would
             # wait for each other.
             torch.set_num_threads(max(1, torch.get_num_threads() - 1))
-        # The page cache holds the file for both loops, as far as it fits.
+        # The page cache holds the file for both loops, or as much of it as fits.
         read_once(path)
         fed = run(feeder, feeder.device, path, preferred)
         feeder.timeline.save(OUT / "timeline.png", last_s=min(1.0, fed.seconds / 2))
@@ -152,7 +152,7 @@ def report(fed: Result, plain: Result) -> None:
     print(f"\npinfeed     {fed}\nDataLoader  {plain}\n")
     print(f"pinfeed took {fed.seconds / plain.seconds:.2f} of the DataLoader's time")
     print(
-        f"memory grew by {human(fed.peak_growth)}, the training step's own included, "
+        f"memory grew by {human(fed.peak_growth)}, including that of the training step, "
         f"with a limit of {human(LIMIT)}"
     )
     print(f"losses equal, bit for bit: {np.array_equal(fed.losses, plain.losses, equal_nan=True)}")

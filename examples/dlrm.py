@@ -1,4 +1,4 @@
-"""Click models: embedding bags on the host, and a test every few training steps.
+"""Click models: embedding bags in host memory, and an evaluation every few training steps.
 
 The tables are trained with DLRM's row-wise Adagrad. It keeps one number for each row if gradients
 are sparse, and is plain Adagrad if they are dense. One scheduler changes the learning rates of the
@@ -55,7 +55,7 @@ class Clicks(Dataset[Batch]):
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):
-    """Adagrad with one number of state for each row of a sparse gradient, as DLRM's."""
+    """Adagrad with one number of state per row of a sparse gradient, as in DLRM."""
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr})
@@ -143,13 +143,13 @@ def original(train_loader: Any, test_loader: Any) -> list[float]:
 
 
 def moved(train_loader: Any, test_loader: Any) -> list[float]:
-    """Return the losses and accuracies with tables on the host."""
+    """Return the losses and accuracies with tables in host memory."""
     bags = [
         pinfeed.HostEmbeddingBag.from_pretrained(table, freeze=False, mode="sum")
         for table in weights()
     ]
     model = Model(bags).to(DEVICE)
-    # Without gradients=, an error would ask which of the two rules is wanted.
+    # Without gradients=, RowOptimizer raises an error, because this optimizer has two rules.
     rows = pinfeed.RowOptimizer(RowWiseAdagrad, bags, lr=1e-2, gradients="sparse")
     optimizer = pinfeed.CombinedOptimizer(rows, RowWiseAdagrad(model.parameters()))
     schedule = LinearLR(optimizer, 0.1, total_iters=20)

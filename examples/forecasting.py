@@ -1,8 +1,8 @@
-"""Time series: windows of inputs, and of the targets that come after them.
+"""Time series: windows of inputs, and of the targets that follow them.
 
-Both stores have equally many rows, because a row of both needs ``span`` time steps. The order, the
-batches and the losses are those of a Dataset that slices the series. Several files are several
-series, and no window crosses from one to the next.
+Both stores have the same number of rows, because a row of either needs ``span`` time steps. The
+order, the batches and the losses are those of a Dataset that slices the series. Several files are
+several series, and no window crosses from one to the next.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class Windows(Dataset[tuple[np.ndarray, np.ndarray]]):
-    """Inputs and targets of each beginning: the original dataset."""
+    """Inputs and targets for each start: the original dataset."""
 
     def __init__(self, path: Path) -> None:
         self.series = np.load(path)

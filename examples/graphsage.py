@@ -1,10 +1,10 @@
 """Graph neural networks: the features of sampled nodes, from a file larger than the memory limit.
 
-A DataLoader samples two hops of neighbours of the seeds in each batch. ``fetch`` names what belongs
-to the ids of a batch: the features of its nodes, and the labels of its seeds. Both are on the
-device when the loop receives the batch, and the plan keeps to the limit. The losses are those of a
-loop that has all features in memory. A batch may be any object: give ``main`` the class ``Data`` of
-PyG as ``make_batch``.
+A DataLoader samples two hops of neighbours of the seeds in each batch. ``fetch`` reads rows for the
+ids of a batch: the features of its nodes, and the labels of its seeds. Both are on the device when
+the loop receives the batch, and the plan keeps the limit. The losses are those of a loop that has
+all features in memory. A batch may be any object: pass PyG's class ``Data`` to ``main`` as
+``make_batch``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class TwoHops:
-    """Collate function: the nodes of a batch, and the edges between their places.
+    """Collate function: the nodes of a batch, and the edges between their positions.
 
     Args:
         neighbours: Neighbours of each node, shape (n_nodes, n_neighbours).
@@ -99,7 +99,7 @@ def main(
         sampler = TwoHops(torch.from_numpy(rng.integers(n_nodes, size=(n_nodes, 12))))
         seeds: Any = range(0, n_nodes, max(1, n_nodes // 4000))
 
-        # The loop as it was: all features are in memory.
+        # The original loop: all features are in memory.
         features = torch.from_numpy(np.load(path))
         plain = (
             (
@@ -119,10 +119,12 @@ def main(
         with pinfeed.wrap_loader(loader, fetch=fetch, config=config, device=DEVICE) as batches:
             losses = train(batches, n_features)
         # The batches are equal bit for bit. A GPU, or several threads, add the neighbours of a node
-        # in any order, so that the last digits of a loss differ between two runs of either loop.
+        # in any order, so the last digits of a loss differ between two runs of either loop.
         np.testing.assert_allclose(losses, expected, rtol=1e-5 if DEVICE.type == "cpu" else 1e-3)
         size = path.stat().st_size >> 20
-        print(f"{len(expected)} losses, as of the plain loop, from {size} MiB of features")
+        print(
+            f"{len(expected)} losses, equal to those of the plain loop, from {size} MiB of features"
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""HDF5: compressed images and their labels, in blocks of chunks, inside a memory limit.
+"""HDF5: compressed images and their labels, read chunk by chunk within a memory limit.
 
-An HDF5 file has its rows in chunks, of which each is decompressed as a whole. A Dataset that reads
-single rows in random order decompresses a chunk for almost every row. ``block_shuffled`` mixes the
-rows of many chunks, and reads each chunk once per window. Datasets that you opened stay open.
+An HDF5 file stores its rows in chunks, and each chunk is decompressed as a whole. A Dataset that
+reads single rows in random order decompresses a chunk for almost every row. ``block_shuffled``
+mixes the rows of many chunks, and reads each chunk once per window. Datasets that you opened stay
+open.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def main() -> None:
         try:
             pinfeed.Feeder(data, batch_size=64)
         except pinfeed.StoreError as error:
-            # The names are text, and the error says what to do.
+            # The names are strings, and the error says what to do.
             print(error)
         numbers = data.select_columns(["image", "features", "label"])
 
@@ -55,7 +55,7 @@ def main() -> None:
                 want = numbers.with_format("torch")[rows]
                 for name, tensor in batch.data.items():
                     assert torch.equal(tensor.cpu(), want[name].to(tensor.dtype))
-            print(f"{feeder.stats.rows} rows, as dataset[i] has them")
+            print(f"{feeder.stats.rows} rows, equal to dataset[i]")
 
         with pinfeed.RowDataset(numbers) as rows_of:
             # The same rows by index: a batch of a DataLoader is one gather.

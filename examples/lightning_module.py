@@ -1,9 +1,9 @@
 """Lightning: a LightningDataModule with feeders, stopped in the middle of an epoch and resumed.
 
-The batches are on the device already, so that Lightning copies nothing. Each loop over a feeder is
-its next epoch, so that no code sets epochs. Lightning begins a loop before it ends the previous
-one, which the new loop then ends. The data module has a ``state_dict`` because Lightning itself
-restores the position of a loader only in the middle of an epoch.
+The batches are on the device already, so Lightning copies nothing. Each loop over a feeder is its
+next epoch, so no code sets epochs. Lightning begins a loop before it ends the previous one, which
+the new loop then ends. The data module has a ``state_dict`` because Lightning itself restores the
+position of a loader only in the middle of an epoch.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def get_batch(path: Path, length: int, batch_size: int) -> tuple[torch.Tensor, t
 
 
 def split(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs and targets. They are the same tokens, but for one at either end."""
+    """Return inputs and targets. They are the same tokens, shifted by one."""
     return tokens[:, :-1].long(), tokens[:, 1:].long()
 
 
@@ -59,7 +59,7 @@ def main(n_tokens: int = 10_000_000, length: int = 256, n_batches: int = 200) ->
                 feeder.load_state_dict(state)
                 rest = [tokens.cpu() for tokens in feeder]
             assert all(map(torch.equal, rest, whole[-len(rest) :]))
-        print(f"{n_batches} batches, as get_batch has them; the last {len(rest)} after a restart")
+        print(f"{n_batches} batches, equal to get_batch's; the last {len(rest)} after a restart")
 
 
 if __name__ == "__main__":

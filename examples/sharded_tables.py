@@ -1,7 +1,7 @@
 """Films for people: two tables whose rows are sharded over the processes of a job.
 
 The dense part is in DistributedDataParallel. Each process draws its own shard of the ratings, and
-looks up any rows. Start it with torchrun in any number of processes. The tables and losses equal
+may look up any row. Start it with torchrun in any number of processes. The tables and losses equal
 those of one process, except for the order of additions:
 
     torchrun --nproc-per-node 2 examples/sharded_tables.py
@@ -118,8 +118,8 @@ def main(arguments: argparse.Namespace) -> None:
             for name, nbytes in batches.exchanged._asdict().items()
         )
         print(
-            f"{people.store.n_rows} of {arguments.people} people are here; "
-            f"bytes sent in a step: {sent}"
+            f"{people.store.n_rows} of {arguments.people} people are on rank 0; "
+            f"bytes sent per step: {sent}"
         )
     if arguments.save:
         pinfeed.checkpoint.save(

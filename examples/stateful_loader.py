@@ -1,7 +1,7 @@
 """torchdata's StatefulDataLoader: wrapped, with prefetched batches and an exact state.
 
-The state counts the batches that the loop has received, not those that were prefetched. A run is
-stopped in the middle of an epoch and resumed in another loader, wrapped or not: the states are the
+The state counts the batches that the loop has received, not those that were prefetched. A run stops
+in the middle of an epoch, and resumes in another loader, wrapped or not, because the state is the
 loader's own. A Feeder has ``state_dict``, too, and can replace a StatefulDataLoader, here in a
 distributed checkpoint.
 """
@@ -33,7 +33,7 @@ def first(loader: Any, n: int) -> tuple[list[list[int]], Any]:
         seen.append(batch.tolist())
         if len(seen) == n:
             return seen, loader.state_dict()
-    raise ValueError(f"{n} batches: there are {len(seen)}")
+    raise ValueError(f"{n} batches: found {len(seen)}")
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Sequences of different lengths: padded batches with a bounded number of tokens.
 
 A ``RaggedStore`` has a row for each sequence. ``element_batches`` puts as many rows into a batch as
-fit in 4,096 tokens, padding included, in another order in each epoch. The batches are those of a
+fit in 4,096 tokens, padding included. The order differs in each epoch. The batches are those of a
 DataLoader with the same batches of row indices and a collate function that pads. The plan counts
 the largest batch that can occur.
 """

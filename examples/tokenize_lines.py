@@ -1,8 +1,8 @@
-"""Text: lines that become padded batches of word numbers ahead of the training step.
+"""Text: lines are tokenized and padded ahead of the training step.
 
-The usual loop calls the tokenizer itself. With ``host_transform``, a background thread does. It
-works with the strings of a DataLoader, and with a file of text, from which a Feeder reads the bytes
-of the lines of a batch.
+The usual loop calls the tokenizer itself. With ``host_transform``, a background thread calls it.
+This works with the strings of a DataLoader, and with a text file, from which a Feeder reads the
+bytes of the lines.
 """
 
 from __future__ import annotations

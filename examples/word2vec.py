@@ -1,9 +1,9 @@
 """Word vectors of Python's standard library: skip-gram with negative sampling.
 
-Both tables are in host memory. Each batch copies the rows of its words, with their optimizer state,
-to the device, and back while the next batches are computed. The first steps are run three times:
-with prefetching, without it, and as the usual loop over ``nn.Embedding(sparse=True)`` with whole
-tables on the device. Losses are compared bit for bit. Run ``python examples/word2vec.py --help``.
+Both tables are in host memory. The rows of a batch, with their optimizer state, are prefetched to
+the device. They are written back during the next steps. The first steps are run three times: with
+prefetching, without it, and as the usual loop over ``nn.Embedding(sparse=True)`` with whole tables
+on the device. Losses are compared bit for bit. Run ``python examples/word2vec.py --help``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class Pairs(Dataset[Batch]):
-    """Batches of words that are near each other. The same index always gives the same batch.
+    """Batches of nearby words. The same index always gives the same batch.
 
     Args:
         text: Numbers of the words, shape (n,), with -1 between files.
@@ -92,7 +92,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dim", type=int, default=64, help="numbers in a vector (64)")
     parser.add_argument("--batch", type=int, default=8192, help="pairs in a batch (8192)")
     parser.add_argument(
-        "--out", type=Path, default=Path("demo"), help="where word2vec.png goes (demo)"
+        "--out", type=Path, default=Path("demo"), help="folder for word2vec.png (demo)"
     )
     parser.add_argument("--device", default="auto", help='"cpu", "cuda", "cuda:1" (auto)')
     parser.add_argument(
@@ -155,7 +155,7 @@ def compare(
         run_full(n_words, dim, steps, islice(loader, COMPARED), device, order)
         for order in (False, True)
     )
-    print(f"losses of the first {min(steps, COMPARED)} steps, beside those of")
+    print(f"losses of the first {min(steps, COMPARED)} steps, compared with")
     print(f"  the synchronous loop: {same(losses, first_losses)}")
     print(f"  nn.Embedding(sparse=True), whole tables on the device: {same(losses, plain)}")
     print(
@@ -193,11 +193,11 @@ class Training:
 def run(
     batches: Iterable[Batch], center: Any, other: Any, optimizer: Any, schedule: Any
 ) -> list[float]:
-    """Train tables on the host, or ``nn.Embedding``, with the same code, and return the losses."""
+    """Train tables in host memory, or ``nn.Embedding``, with the same code; return the losses."""
     losses = []
     for batch in batches:
         scores = torch.einsum("nd,nkd->nk", center(batch["center"]), other(batch["others"]))
-        # The first of the others is the word's neighbour; the rest are random negatives.
+        # The first of the others is the context word. The rest are random negatives.
         scores[:, 1:] *= -1
         loss = -functional.logsigmoid(scores).sum(dim=1).mean()
         loss.backward()

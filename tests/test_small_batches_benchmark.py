@@ -89,9 +89,9 @@ def test_the_report_names_goals_that_are_missed() -> None:
     assert "- Feeder: 0" in report
     lines = small_batches.goals(results).splitlines()
     assert lines[0] == (
-        "rows in memory: Feeder, depth=None beside DataLoader: 1.75 times as fast, goal 1.5: met"
+        "rows in memory: Feeder, depth=None to DataLoader: 1.75 times as fast, goal 1.5: met"
     )
     assert lines[1].endswith("1.00 times as fast, goal 1.5: missed")
     assert lines[2:] == [
-        "a DataLoader: wrap_loader, depth=2 beside DataLoader: +15.2 µs of a batch, goal 15: missed"
+        "a DataLoader: wrap_loader, depth=2 to DataLoader: +15.2 µs of a batch, goal 15: missed"
     ]

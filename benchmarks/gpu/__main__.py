@@ -86,7 +86,7 @@ def main() -> None:
     begin = time.monotonic()
     command = shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]])
     prefix = f"gpu-{machine()}" if arguments.device == "cuda" else "gpu-dry-run"
-    # Some of the time is left for the pictures.
+    # Some of the time is reserved for the pictures.
     written = run_parts(
         chosen,
         seconds=seconds - min(_PICTURES_S, 0.1 * seconds),

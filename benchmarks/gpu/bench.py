@@ -121,10 +121,10 @@ class Bench:
 class Samples:
     """Samples of rows, each with memory of its own on the device; calls take them in turn.
 
-    Rows that were just copied are in the caches of the host, so that one sample alone would measure
-    these. The memory on the device has the rows of its sample from the beginning, so that a scatter
-    leaves the tables as they are. Row indices are on the device, because a loop copies them ahead,
-    in a stream of their own.
+    Rows that were just copied are in the host's caches, so a single sample would measure the
+    caches. The memory on the device has the rows of its sample from the beginning, so a scatter
+    does not change the tables. Row indices are on the device, because a loop copies them ahead, in
+    a stream of their own.
 
     Args:
         bench: The bench.
@@ -167,7 +167,7 @@ def words(nbytes: int, *, pin: bool) -> PinnedStore:
     free = free_host_bytes()
     if nbytes + _SPARE_HOST_BYTES > free and pin:
         raise Skipped(
-            f"a table of {nbytes / 1e9:.1f} GB needs {_SPARE_HOST_BYTES / 1e9:.1f} GB beside it; "
+            f"a table of {nbytes / 1e9:.1f} GB needs {_SPARE_HOST_BYTES / 1e9:.1f} GB in addition; "
             f"{free / 1e9:.1f} GB of host memory are free"
         )
     store = PinnedStore.empty((nbytes // WORD,), "int64", pin=pin)

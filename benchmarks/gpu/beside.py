@@ -69,7 +69,7 @@ class Beside:
         return self.measure(move, self._samples.nbytes)
 
     def measure(self, move: Callable[[], object], nbytes: int) -> Fields:
-        """Measure the products beside transfers of ``nbytes`` in the stream that reads."""
+        """Time the products during transfers of ``nbytes`` in the read stream."""
         bench = self._bench
         move_s = bench.latency_s(move)
         n_moves = int(3 * self._alone_s / move_s) + 1
@@ -86,7 +86,7 @@ class Beside:
             if bench.cuda and done.is_done():
                 raise RuntimeError(
                     f"{n_moves} transfers ended before {self._n} products did: "
-                    "nothing was beside the last ones"
+                    "the last products ran alone"
                 )
             done.sync()
         return {

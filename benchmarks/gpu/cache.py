@@ -1,4 +1,4 @@
-"""Training rows of a host table whose frequent rows stay on the GPU, and in other ways."""
+"""Training rows of a table in host memory with a device cache, and in other ways."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _EXPONENTS = (1.05, 1.2)
 
 @dataclass(frozen=True)
 class SkewedCell(RowCell):
-    """A table of which some rows are looked up much more often than others, by Zipf's law.
+    """A table whose row lookups follow Zipf's law.
 
     Args:
-        repeated: Not used, because the law says how many ids repeat.
+        repeated: Not used, because the law determines how many ids repeat.
         exponent: Exponent of the law.
     """
 
@@ -50,7 +50,7 @@ def caches(run: Run) -> list[Cell]:
     """Return cells of steps with caches of several sizes, without one, and by other ways.
 
     The caches fill in the steps before those that are timed. Each loss of a loop with a cache must
-    be equal to that of the loop without one, bit for bit.
+    equal that of the loop without one, bit for bit.
     """
     names = (STEP_ALONE, "prefetch", "synchronous", *CACHES, "SpeedTorch's", "whole table")
     cells = []

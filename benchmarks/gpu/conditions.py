@@ -1,6 +1,6 @@
 """Conditions of a measurement: the GPU's link, clocks and power, huge pages, and NUMA nodes.
 
-A value that the machine does not tell is None.
+A value that the machine does not report is None.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _HUGE_PAGES = ("AnonHugePages", "ShmemPmdMapped", "FilePmdMapped")
 
 
 def gpu_state(load: Callable[[], object] | None = None) -> Fields:
-    """Return what nvidia-smi tells about the GPU.
+    """Return what nvidia-smi reports about the GPU.
 
     Args:
         load: Work that runs again and again until nvidia-smi has ended, and returns when it is
@@ -70,7 +70,7 @@ def memory_state(array: np.ndarray) -> Fields:
             for name in _HUGE_PAGES:
                 if name in sizes:
                     found[name] = (found[name] or 0) + sizes[name]
-    # Mappings may have grown since, so that their ends are not those from above.
+    # Mappings may have grown since, so their ends may differ from those above.
     starts = [(int(line.split()[0], 16), line) for line in _lines("/proc/self/numa_maps")]
     of_array = [one for one in starts if begin < one[0] < end_of_array]
     before = [one for one in starts if one[0] <= begin][-1:]
@@ -133,7 +133,7 @@ def _bus_id() -> str | None:
     try:
         return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     except AttributeError:
-        # Older versions of torch do not tell the address.
+        # Older versions of torch do not report the address.
         return None
 
 

@@ -1,4 +1,4 @@
-"""The tests that need a GPU: all in parallel, then each failed one alone; and memcheck."""
+"""The tests that need a GPU, first in parallel, then each failed one alone; and memcheck."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _sanitized(run: Run) -> Fields:
     name = "compute-sanitizer"
     program = shutil.which(name) or shutil.which(f"/usr/local/cuda/bin/{name}")
     if program is None:
-        raise Skipped(f"the program {name} is not there")
+        raise Skipped(f"the program {name} is not installed")
     command = (
         program,
         "--tool",

@@ -20,7 +20,7 @@ _BY_HAND = "x[ids].to(device)"
 
 
 class FetchBench:
-    """Batches of ids, and the ways to get their rows to the device, beside a matrix product.
+    """Batches of ids, and the ways to get their rows to the device during a matrix product.
 
     Args:
         run: The run.
@@ -82,7 +82,7 @@ class FetchBench:
 
 
 def fetches(run: Run) -> list[Cell]:
-    """Return cells of loops whose batches name rows, with ids that repeat and that seldom do."""
+    """Return cells of loops with ``fetch``, with ids that repeat often and seldom."""
     benches = {
         "uniform": functools.cache(lambda: FetchBench(run, 1.0)),
         "skewed": functools.cache(lambda: FetchBench(run, 8.0)),

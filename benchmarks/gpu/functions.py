@@ -82,12 +82,12 @@ class FunctionBench:
             yield self._augmented(batch, epoch, number)
 
     def _augmented(self, batch: torch.Tensor, epoch: int, number: int) -> torch.Tensor:
-        """Return what ``device_transform`` makes of a batch."""
+        """Return the batch after ``device_transform``."""
         return augmented(batch, generator_of_batch(1, epoch, number, str(self._run.device)))
 
 
 def functions(run: Run) -> list[Cell]:
-    """Return cells of loops with a function on the device, with a model and without."""
+    """Return cells of loops with a ``device_transform``, with a model and without."""
     benches = {
         with_model: functools.cache(functools.partial(FunctionBench, run, with_model=with_model))
         for with_model in (True, False)

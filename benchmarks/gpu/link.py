@@ -55,7 +55,8 @@ def ceilings(run: Run) -> list[Cell]:
     ]
     conditions = Cell({"what": "conditions", **table}, lambda: made().conditions())
     few = Cell({"what": "ceilings", "table_gb": _SMALL_GB if run.cuda else 0.008}, smaller)
-    # The cells of the copy engine, both kernels and the smaller table decide; they come first.
+    # The cells of the copy engine, both kernels and the smaller table matter most, so they are
+    # first.
     n_first = 4 * len(DIRECTIONS)
     return [*cells[:n_first], conditions, few, *cells[n_first:]]
 

@@ -70,7 +70,7 @@ class Movers:
         bench.use_route(n_blocks or _N_BLOCKS)
         if way == "copies in batches":
             if not (bench.cuda and bench.device.has_batch_copy([store])):
-                raise Skipped("copies in batches need a GPU, and a driver that has them")
+                raise Skipped("copies in batches need a GPU and a driver that supports them")
             bench.use_route(_N_BLOCKS, mover="copy engine")
         samples = Samples(bench, self._samples(store, consecutive=way.startswith("one copy")))
         if way == "gathered by the CPU":
@@ -110,7 +110,7 @@ class Movers:
         return {**found, "conditions": gpu_state(lambda: self._seconds(gather, n_products))}
 
     def _seconds(self, move: Move, n_products: int = 0) -> float:
-        """Return the seconds of a move, of several that begin together with products."""
+        """Return the seconds of a move: the mean of several that begin together with products."""
         times = []
         for _ in range(1 + _N_REPEATS):
             wait(self.bench.device.name)

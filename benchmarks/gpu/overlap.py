@@ -1,4 +1,4 @@
-"""Overlap of transfers with a step: the time of both at once, to the longer of the two."""
+"""Overlap of transfers with a step: the time of both together, relative to the longer one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from pinfeed import Feeder, PinnedStore
 _ROW_BYTES = (512, 4096, 65_536, 64)
 _PRODUCTS = (8192, 4096)
 _FACTORS = (2, 0.5, 4, 0.25)
-# A transfer of so much takes 1.2 to 2.7 ms, and a product of 8192 rows and columns 1.5 to 4.4 ms.
+# A transfer of this size takes 1.2 to 2.7 ms, and a product of 8192 rows and columns 1.5 to 4.4 ms.
 _BATCH_BYTES = 64 << 20
 # Batches of shorter rows are smaller, because a loop draws and checks every row index.
 _MOST_ROWS = 262_144
@@ -57,7 +57,7 @@ _ON_A_CPU = Sizes(64 << 20, 1 << 20, 4, (64, 4096), (1024, 512), 2)
 
 
 class Overlap:
-    """Loops whose rows are of one memory, and the steps beside which they are copied."""
+    """Loops whose rows are in one block of memory, and the steps during which they are copied."""
 
     def __init__(self, run: Run) -> None:
         self.device = run.device
@@ -80,7 +80,7 @@ class Overlap:
         )
 
     def shared(self, n_rows: int, depth: int) -> Fields:
-        """Measure batches that have half of their rows in common with the batch before.
+        """Measure batches that have half of their rows in common with the previous batch.
 
         The time of the training thread should not grow with the rows, nor with the depth.
         """
@@ -181,8 +181,8 @@ class Overlap:
 def overlaps(run: Run) -> list[Cell]:
     """Return cells of loops whose step is products or a model, and of products during transfers.
 
-    The cells come first that decide whether a loop takes at most 1.03 times the longer one of its
-    step and its transfer.
+    The first cells decide whether a loop takes at most 1.03 times the longer one of its step and
+    its transfer.
     """
     overlap = Overlap(run)
 
@@ -258,7 +258,7 @@ def _first_batch(feeder: Feeder, store: PinnedStore) -> torch.Tensor:
     """Return a copy of the first batch.
 
     Raises:
-        AssertionError: If a row is not that of the store.
+        AssertionError: If a row differs from that of the store.
     """
     with contextlib.closing(feeder.batches()) as batches:  # type: ignore[type-var]  # a generator
         batch = next(batches)

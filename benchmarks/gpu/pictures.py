@@ -136,7 +136,7 @@ def _draw_row_sizes(cells: Cells, axes: Any) -> None:
     axes.axhline(_GOAL, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set_xlabel("bytes of a row")
-    axes.set_title(f"both at once, to the longer one; goal {_GOAL}", loc="left", fontsize=10)
+    axes.set_title(f"both together / the longer one; goal {_GOAL}", loc="left", fontsize=10)
     if loops:
         axes.legend(frameon=False, fontsize=8)
 
@@ -167,8 +167,8 @@ def _draw_hidden(cells: Cells, axes: Any) -> None:
             axes.plot(*point, marker, color=_COLORS[cell["route"]], markersize=10, label=label)
     axes.axhline(_GOAL, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
-    axes.set_xlabel("time of the step, in transfers")
-    axes.set_title("both at once, to the longer one, by the step", loc="left", fontsize=10)
+    axes.set_xlabel("step time / transfer time")
+    axes.set_title("both together / the longer one, by the step", loc="left", fontsize=10)
     if axes.lines[1:]:
         axes.legend(frameon=False, fontsize=8)
 
@@ -195,7 +195,7 @@ def _draw_slowdown(cells: Cells, axes: Any) -> None:
             )
     axes.set_xscale("log", base=2)
     axes.set_xlabel("blocks of the kernel")
-    axes.set_title("large products beside a transfer, to their time alone", loc="left", fontsize=10)
+    axes.set_title("large products during a transfer / alone", loc="left", fontsize=10)
     if beside:
         axes.legend(frameon=False, fontsize=8)
 
@@ -220,20 +220,20 @@ def draw_tables(cells: Cells, figure: Any) -> None:
         axes.set_yscale("log")
         axes.margins(y=0.15)
         axes.set_ylabel("ms of a step")
-        title = f"rows of a host table, trained with Adam; {model} model"
+        title = f"rows of a table in host memory, trained with Adam; {model} model"
         axes.set_title(title, loc="left", fontsize=10)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=8, fontsize=8, frameon=False)
 
 
 def draw_movers(cells: Cells, figure: Any) -> None:
-    """Draw the throughput of every way to move long rows, and its time beside products."""
+    """Draw the throughput of every way to move long rows, and its time with products."""
     ways = list(dict.fromkeys((cell["by"], cell["n_blocks"]) for cell in cells))
     sizes = sorted({cell["row_nbytes"] for cell in cells})
     width = 0.8 / len(ways)
     titles = {
         "gather_gb_per_s": "GB/s to the device",
-        "joint_to_longer": f"rows and products at once, to the longer one; goal {_GOAL}",
+        "joint_to_longer": f"rows and products together / the longer one; goal {_GOAL}",
     }
     for axes, (name, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
         for number, (by, n_blocks) in enumerate(ways):

@@ -54,7 +54,7 @@ def run_parts(
     prefix: str,
     least_s: float = LEAST_S,
 ) -> list[Path]:
-    """Run parts one after the other. Time that a part does not need is left for later ones.
+    """Run parts one after the other. Later parts may use the time that a part does not need.
 
     Args:
         parts: The parts.
@@ -63,7 +63,7 @@ def run_parts(
         device: ``cuda`` or ``cpu``.
         command: The command line, for the results.
         prefix: Beginning of the names of the files.
-        least_s: Minimum time of a part, while time is left.
+        least_s: Minimum time of a part, while time remains.
 
     Returns:
         The paths of the JSON files, one for each part.
@@ -100,7 +100,7 @@ def run_part(
     }
     path.write_text(json.dumps(header, indent=1) + "\n")
     if limit_s < max(1.0, least_s / 2):
-        print(f"{part.name} is not started: {limit_s:.1f} s are left", flush=True)
+        print(f"{part.name} is not started: {limit_s:.1f} s remain", flush=True)
         return
     begin = time.monotonic()
     exit_status, output = _run(part, path, str(header["device"]), limit_s)

@@ -106,7 +106,7 @@ def _counted(run: Run, wanted: list[str]) -> Fields:
     run.require_cuda("ncu")
     ncu = shutil.which("ncu") or shutil.which("/usr/local/cuda/bin/ncu")
     if ncu is None:
-        raise Skipped("the program ncu is not there")
+        raise Skipped("the program ncu is not installed")
     target = (sys.executable, "-m", "benchmarks.gpu.launches")
     command = (
         ncu,

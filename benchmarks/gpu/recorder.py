@@ -71,7 +71,7 @@ class Recorder:
         self.save("ended")
 
     def save(self, status: str, running: Fields | None = None) -> None:
-        """Replace the file as a whole, so that it is complete whenever the process dies."""
+        """Replace the file as a whole, so that it is always complete, even if the process dies."""
         not_reached = [cell.key for cell in self._waiting]
         self.record |= {
             "status": status,

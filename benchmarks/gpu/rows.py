@@ -102,7 +102,7 @@ class Sweep:
 def sweep(run: Run) -> list[Cell]:
     """Return cells of gathers and scatters by row size, batch, table and order.
 
-    The ceilings of each table, and large batches of random rows of some sizes, come first.
+    The ceilings of each table, and large batches of random rows of some sizes, are first.
     """
     shared = Sweep(run.device)
     cells = []

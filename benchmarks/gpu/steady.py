@@ -54,7 +54,7 @@ class Timed:
 
 
 def timed(loop: Loop, n: int) -> Timed:
-    """Time ``n`` batches of an epoch; the epoch has ``N_WARM`` more at least, and one to spare."""
+    """Time ``n`` batches of an epoch; the epoch needs at least ``N_WARM`` + 1 more."""
     host_s = []
     start = None
     with contextlib.closing(loop.batches()) as batches:  # type: ignore[type-var]  # a generator
@@ -88,7 +88,7 @@ def repeated_s(work: Callable[[], object], n: int, device: str) -> float:
 
 
 def mark(device: str) -> Any:
-    """Mark a point in the current stream; on a CPU, it is the time of now."""
+    """Mark a point in the current stream; on a CPU, it is the current time."""
     if device != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -107,7 +107,7 @@ def between_s(start: Any, end: Any) -> float:
 def rounds(transfer: Loop, both: Loop, compute: Callable[[], object], n: int) -> Fields:
     """Return milliseconds of a batch: the transfer, the computation, and both at the same time.
 
-    They are timed in turn, so that clocks that change concern them equally.
+    They are timed in turn, so changing clock rates affect them equally.
 
     Args:
         transfer: Loop whose step does nothing.

@@ -1,4 +1,4 @@
-"""Training steps beside which rows are copied: matrix products, ResNet-18, an embedding model."""
+"""Training steps during which rows are copied: matrix products, ResNet-18, an embedding model."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def resnet_step(device: str, batch_size: int) -> Step:
 
 
 class EmbeddingModel:
-    """A table of embeddings on the host that is trained with Adam, and a network on the device.
+    """A table of embeddings in host memory, trained with Adam, and a network on the device.
 
     Args:
         cell: The table and its batches; a batch has ``N_FIELDS`` ids for each sample.

@@ -115,7 +115,7 @@ class Contest:
 
 
 def _moved_rows(loop: Any) -> Fields:
-    """Return the hit rate of a loop's caches, and the rows that a step moved, its end included."""
+    """Return the hit rate of a loop's caches, and the rows moved per step, loop end included."""
     stats = loop.stats
     return {
         "hit_rate": round(stats.cache_hit_rate, 4),

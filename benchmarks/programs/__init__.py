@@ -1,5 +1,5 @@
-"""Programs of others that were moved to pinfeed, each as it was and as it is now.
+"""Programs by others, each in its original form and with pinfeed.
 
-Every module has the two programs as functions. ``python -m benchmarks.programs`` compares their
+Every module contains both versions as functions. ``python -m benchmarks.programs`` compares their
 batches and losses, and then their times and their memory.
 """

@@ -1,18 +1,18 @@
-"""Programs of others as they were written and with pinfeed: equal results, time and memory.
+"""Programs by others in their original form and with pinfeed: equal results, time and memory.
 
 Run it from the root:
 
     python -m benchmarks.programs                  (all programs)
     python -m benchmarks.programs --quick          (small sizes, in a few minutes)
     python -m benchmarks.programs --only nanogpt   (programs whose name contains this)
-    python -m benchmarks.programs --report         (the table anew, from the results)
+    python -m benchmarks.programs --report         (the table again, from the results)
 
-Every way of a program runs in a process of its own. The batches of a run and the losses of another
-one are compared first, and must be equal bit for bit. The ways then run in turn, without a training
-step and with one, and the figures are medians of the rounds. The time is that between two batches
-on warm files, with one torch thread. Memory is that of a new process with its worker processes,
-in a run without a training step, at its peak and beyond what it had before: its own, and mapped
-pages of files, which the kernel may drop.
+Every way of a program runs in a process of its own. First, the batches of a run and the losses of
+another run are compared. They must be equal bit for bit. Then the ways run in turn, without a
+training step and with one. The figures are medians of the rounds. The time is that between two
+batches on warm files, with one torch thread. Memory is the peak growth of a new process and its
+worker processes in a run without a training step. It is divided into the processes' own memory and
+mapped pages of files, which the kernel may drop.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ def main() -> None:
         return
     names = [name for name in NAMES if arguments.only in name]
     if not names:
-        sys.exit(f"--only {arguments.only!r}: no such program; there are {', '.join(NAMES)}")
+        sys.exit(
+            f"--only {arguments.only!r}: no program has this name; expected a part of one of "
+            f"{', '.join(NAMES)}"
+        )
     print(environment(), flush=True)
     size = "quick" if arguments.quick else "full"
     results = []

@@ -19,7 +19,7 @@ from benchmarks.programs.program import Program, load
 ROOT = Path(__file__).parents[2]
 _RUN = "benchmarks.programs.run"
 _KINDS = {"Pss_Anon": "own", "Pss_Shmem": "own", "Pss_File": "mapped"}
-# Time between two looks at the memory of a process.
+# Seconds between two readings of the memory of a process.
 _LOOK_S = 0.005
 
 Figures = dict[str, Any]
@@ -69,7 +69,7 @@ class Comparison:
         for way, results in others:
             for key, values in results.items():
                 assert values == expected[1][key], (
-                    f"{self.program.title}: the {key} of {way} are not those of {expected[0]}"
+                    f"{self.program.title}: the {key} of {way} differ from those of {expected[0]}"
                 )
         return {key: len(values) for key, values in expected[1].items()}
 

@@ -1,4 +1,4 @@
-"""DLRM: clicks predicted from bags of categories, with a test every few training steps."""
+"""DLRM: clicks predicted from bags of categories, with an evaluation every few training steps."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def network(sizes: list[int], generator: torch.Generator) -> nn.Sequential:
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):
-    """Adagrad that keeps one number for each row if gradients are sparse, as DLRM's does.
+    """Adagrad, which keeps one number per row if gradients are sparse, as DLRM's does.
 
     Args:
         params: As for any optimizer of torch.
@@ -228,7 +228,7 @@ def on_device(batch: Batch) -> Batch:
 
 
 def moved(folder: Path, size: Size, step: Step) -> None:
-    """Train tables on the host, and read the rows of the tests ahead as well."""
+    """Train tables in host memory, and prefetch the rows of the evaluations, too."""
     train_loader, test_loader = loaders(folder, size)
     tables = [
         torch.from_numpy(np.load(folder / f"table{number}.npy"))
@@ -257,7 +257,7 @@ def moved(folder: Path, size: Size, step: Step) -> None:
 
 
 def make_step(size: Size) -> Step:
-    """Return a step that trains, or tests a model in eval mode. It returns the loss."""
+    """Return a step that trains a model, or evaluates it in eval mode, and returns the loss."""
 
     def step(
         numbers: torch.Tensor,

@@ -1,4 +1,4 @@
-"""Forecasting of a multivariate time series: windows of inputs, and of targets behind them."""
+"""Forecasting of a multivariate time series: windows of inputs, and of the targets after them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def prepare(folder: Path, size: Size) -> None:
 
 
 class Windows(Dataset[tuple[np.ndarray, np.ndarray]]):
-    """Inputs and targets of each beginning.
+    """Inputs and targets for each start.
 
     Args:
         path: Path of the series.
@@ -64,7 +64,7 @@ class Windows(Dataset[tuple[np.ndarray, np.ndarray]]):
 
 
 def original(folder: Path, size: Size, step: Step, n_workers: int = 0) -> None:
-    """Slice single windows, and stack them to batches."""
+    """Slice single windows, and stack them into batches."""
     dataset = Windows(folder / "series.npy", size)
     sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(SEED))
     loader = DataLoader(dataset, size.batch_size, sampler=sampler, num_workers=n_workers)
@@ -73,7 +73,7 @@ def original(folder: Path, size: Size, step: Step, n_workers: int = 0) -> None:
 
 
 def moved(folder: Path, size: Size, step: Step) -> None:
-    """Give two sources with the same beginnings."""
+    """Pass two sources with the same starts."""
     windows = functools.partial(
         pinfeed.MmapStore.windows, folder / "series.npy", span=size.n_inputs + size.n_targets
     )

@@ -66,7 +66,7 @@ class TwoHops:
         self.fanouts = fanouts
 
     def __call__(self, seeds: list[int]) -> dict[str, torch.Tensor]:
-        """Return the nodes of the batch, edges between their places, and the seeds."""
+        """Return the nodes of the batch, edges between their positions, and the seeds."""
         generator = torch.Generator().manual_seed(seeds[0])
         reached = [torch.tensor(seeds)]
         targets = []
@@ -105,7 +105,7 @@ def original(folder: Path, size: Size, step: Step) -> None:
 
 
 def moved(folder: Path, size: Size, step: Step) -> None:
-    """Fetch the features of each batch ahead of the loop."""
+    """Pass ``fetch``, which prefetches the features of each batch."""
     loader = make_loader(folder, size)
     fetch = {"x": (folder / "features.npy", "n_id"), "y": (folder / "labels.npy", "seeds")}
     for batch, got in pinfeed.wrap_loader(loader, fetch=fetch, device=DEVICE):
@@ -113,7 +113,7 @@ def moved(folder: Path, size: Size, step: Step) -> None:
 
 
 def limited(folder: Path, size: Size, step: Step) -> None:
-    """Fetch the features of each batch from a file that is larger than the memory limit."""
+    """Pass ``fetch`` for a file that is larger than the memory limit."""
     loader = make_loader(folder, size)
     fetch = {"x": (folder / "features.npy", "n_id"), "y": (folder / "labels.npy", "seeds")}
     config = pinfeed.Config(cpu_memory_limit=size.memory_limit)

@@ -1,4 +1,4 @@
-"""Images in a compressed HDF5 file, in an order that mixes blocks of neighbouring images."""
+"""Images in a compressed HDF5 file, in a block-shuffled order."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ class Images(Dataset[tuple[np.ndarray, int]]):
     def __getitem__(self, row: int) -> tuple[np.ndarray, int]:
         if self.file is None:
             self.file = h5py.File(self.path, **self.options)
-            # The cache of chunks is that of an open data set.
+            # Each open dataset has its own cache of chunks.
             self.images = self.file["images"]
             self.labels = self.file["labels"]
         return self.images[row], self.labels[row]
 
 
 def original(folder: Path, size: Size, step: Step, n_workers: int = 0, **options: Any) -> None:
-    """Read single images. The order has whole blocks close together, as pinfeed has it."""
+    """Read single images, in pinfeed's block-shuffled order."""
     dataset = Images(folder / "images.h5", **options)
     rows = ORDER.bind(len(dataset), 0)(np.arange(len(dataset))).tolist()
     loader = DataLoader(dataset, size.batch_size, sampler=rows, num_workers=n_workers)
@@ -92,7 +92,7 @@ def original(folder: Path, size: Size, step: Step, n_workers: int = 0, **options
 
 
 def moved(folder: Path, size: Size, step: Step) -> None:
-    """Give the datasets of the file, inside a memory limit."""
+    """Pass the datasets of the file, with a memory limit."""
     path = folder / "images.h5"
     config = pinfeed.Config(
         cpu_memory_limit=size.memory_limit, preferred_batch_size=size.batch_size

@@ -64,7 +64,7 @@ def augment(batch: Batch, generator: torch.Generator) -> Batch:
 
 
 def order(size: Size) -> list[torch.Tensor]:
-    """Return the image numbers of the batches of an epoch."""
+    """Return the row indices of each batch of an epoch."""
     generator = torch.Generator().manual_seed(SEED)
     numbers = torch.randperm(size.n_images, generator=generator)
     return list(numbers.split(size.batch_size))
@@ -82,7 +82,7 @@ def original(folder: Path, size: Size, step: Step) -> None:
 
 
 def moved(folder: Path, size: Size, step: Step) -> None:
-    """Give the files and the function."""
+    """Pass the files and the transform."""
     source = (folder / "images.npy", folder / "labels.npy")
     with pinfeed.Feeder(
         source, rows=order(size), device=DEVICE, device_transform=augment, seed=SEED

@@ -1,4 +1,4 @@
-"""nanoGPT's batches: windows of a flat file of tokens, from random beginnings."""
+"""nanoGPT's batches: windows of a flat file of tokens, with random starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pinfeed
 from benchmarks.programs.program import DEVICE, OURS, SEED, Program, Step
 
 N_TOKENS = 512
-"""Different tokens. There are few, so that the step of a small model is not only its last layer."""
+"""Size of the vocabulary. It is small, so the last layer does not dominate the step."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ SIZES = {
 
 
 def prepare(folder: Path, size: Size) -> None:
-    """Write a file that holds nothing but tokens."""
+    """Write a file of tokens without a header."""
     tokens = np.random.default_rng(0).integers(N_TOKENS, size=size.n_items, dtype=np.uint16)
     tokens.tofile(folder / "train.bin")
 
 
 def original(folder: Path, size: Size, step: Step) -> None:
-    """Map the file anew for each batch, because a map that stays grows."""
+    """Open a new memory map for each batch, because mapped memory would grow."""
 
     def get_batch() -> tuple[torch.Tensor, torch.Tensor]:
         data = np.memmap(folder / "train.bin", dtype=np.uint16, mode="r")
@@ -58,7 +58,7 @@ def original(folder: Path, size: Size, step: Step) -> None:
 
 
 def moved(folder: Path, size: Size, step: Step) -> None:
-    """Give windows of the file as rows, and the same beginnings as row indices."""
+    """Pass windows of the file as rows, and the same starts as row indices."""
     path = folder / "train.bin"
     windows = pinfeed.MmapStore.windows(path, length=size.block_size + 1, dtype="uint16")
     torch.manual_seed(SEED)

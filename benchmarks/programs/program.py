@@ -1,4 +1,4 @@
-"""Program: a program as it was written, the same with pinfeed, and its training step."""
+"""Program: a program in its original form and with pinfeed, and its training step."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ SEED = 1337
 DEVICE = "cpu"
 
 Step = Callable[..., Any]
-"""A training step, which is called with the tensors of a batch. It returns the loss.
+"""A training step, which is called with the tensors of a batch and returns the loss.
 
-A program that makes its model and optimizer itself gives them by keyword.
+A program that makes its own model and optimizer passes them by keyword.
 """
 Run = Callable[[Path, Any, Step], None]
-"""A program: it is given the folder of its files, its size and a step to call for every batch."""
+"""A program, called with the folder of its files, its size and a step to call for every batch."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A program as it was written, and the same with pinfeed.
+    """A program in its original form and with pinfeed.
 
     Attributes:
         title: Name in the table.
@@ -52,10 +52,10 @@ class Program:
             ``n_steps``, the batches of a run without a training step and with one.
         prepare: Function that writes the files of a size into a folder.
         ways: Ways to run the program by name: the original first, and pinfeed.
-        make_step: Function that makes the training step of a size, with a model of its own unless
-            the program makes it.
+        make_step: Function that makes the training step of a size. It makes the model, too,
+            unless the program does.
         original: Classes and functions that only the original needs.
-        moved: Classes and functions that take their place.
+        moved: Classes and functions that replace them.
     """
 
     title: str
@@ -83,7 +83,7 @@ class Program:
 def code_lines(code: Any) -> list[str]:
     """Return the lines inside a function or the lines of a class, each statement on one line.
 
-    The name of a function and its arguments are left out, because they always differ.
+    The name of a function and its arguments do not count, because they always differ.
     """
     tree = ast.parse(textwrap.dedent(inspect.getsource(code))).body[0]
     for node in ast.walk(tree):
@@ -100,7 +100,7 @@ def code_lines(code: Any) -> list[str]:
 def generator_of_batch(
     seed: int, epoch: int, number: int, device: str | None = None
 ) -> torch.Generator:
-    """Return the generator that pinfeed gives to a function on batches.
+    """Return the generator that pinfeed passes to a transform.
 
     Args:
         seed: Seed of the loop.

@@ -12,7 +12,7 @@ HEADERS = (
     "program",
     "lines removed, added",
     "equal batches, losses",
-    "ms of a batch",
+    "ms per batch",
     "times as fast",
     "ms with a step",
     "times as fast",

@@ -20,7 +20,7 @@ from benchmarks.programs.program import Program, Step, load
 from pinfeed import MiB
 from pinfeed.cli.measure.process_memory import touch_memory
 
-# A run needs less, beside the files that are in the page cache.
+# A run needs less than this, not counting the files in the page cache.
 _TOUCHED = MiB(256)
 
 
@@ -65,7 +65,7 @@ class Losses:
 
 
 class Clock:
-    """Step that notes when the loop has each batch.
+    """Step that records when the loop receives each batch.
 
     Args:
         step: The training step; None for a loop that does nothing.
@@ -114,7 +114,7 @@ def run(program: Program, size: Any, way: str, folder: Path, step: Step, n_batch
 def _prepared(name: str) -> Program:
     """Load a program, once in a process."""
     torch.set_num_threads(1)
-    # A loop without a step is starved.
+    # A loop without a step always waits for data, and pinfeed would warn.
     logging.getLogger("pinfeed").setLevel(logging.ERROR)
     return load(name)
 

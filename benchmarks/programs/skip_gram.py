@@ -1,4 +1,4 @@
-"""Skip-gram with negative sampling: vectors of words from neighbours and from random words."""
+"""Skip-gram with negative sampling: vectors of words from nearby words and random words."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ N_NEGATIVES = 5
 LEARNING_RATE = 0.01
 
 Pairs = dict[str, torch.Tensor]
-"""Words, and a neighbour of each."""
+"""Words, and a context word for each."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def prepare(folder: Path, size: Size) -> None:
 
 
 class Neighbours(Dataset[Pairs]):
-    """Batches of words with a neighbour of each. The same index always gives the same batch.
+    """Batches of words with a context word for each. The same index always gives the same batch.
 
     Args:
         text: Numbers of the words.
@@ -83,7 +83,7 @@ class Negatives:
         self.bounds = (frequency.double() ** 0.75).cumsum(0)
 
     def __call__(self, batch: Pairs, generator: torch.Generator) -> Pairs:
-        """Return the words, and a neighbour and several random words for each."""
+        """Return the words, and a context word and several random words for each."""
         shape = (len(batch["word"]), N_NEGATIVES)
         drawn = torch.rand(shape, generator=generator, dtype=torch.float64)
         negatives = torch.searchsorted(self.bounds, drawn * self.bounds[-1])
@@ -140,7 +140,7 @@ def moved(folder: Path, size: Size, step: Step) -> None:
 
 
 def make_step(size: Size) -> Step:
-    """Return a training step, which is given the tables and their optimizer."""
+    """Return a training step, which is called with the tables and their optimizer."""
 
     def step(
         word: torch.Tensor,
@@ -150,7 +150,7 @@ def make_step(size: Size) -> Step:
         optimizer: torch.optim.Optimizer,
     ) -> torch.Tensor:
         scores = torch.einsum("nd,nkd->nk", words(word), others(other))
-        # The first of the others is the neighbour.
+        # The first of the others is the context word.
         scores[:, 1:] *= -1
         loss = -nn.functional.logsigmoid(scores).sum(1).mean()
         optimizer.zero_grad()

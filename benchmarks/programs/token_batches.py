@@ -1,4 +1,4 @@
-"""Batches of sequences of different lengths, padded, with at most so many tokens each."""
+"""Batches of sequences of different lengths, padded, with a maximum number of tokens."""
 
 from __future__ import annotations
 
@@ -97,14 +97,14 @@ class Sequences(Dataset[tuple[torch.Tensor, int]]):
 
 
 def collate(samples: list[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, ...]:
-    """Pad the sequences of a batch, and return their lengths and labels, too."""
+    """Pad the sequences of a batch, and return their lengths and labels as well."""
     tokens, labels = zip(*samples, strict=True)
     lengths = torch.tensor([len(one) for one in tokens])
     return pad_sequence(list(tokens), batch_first=True), lengths, torch.tensor(labels)
 
 
 def original(folder: Path, size: Size, step: Step, n_workers: int = 0) -> None:
-    """Read single sequences, and pad them to batches."""
+    """Read single sequences, and pad them into batches."""
     dataset = Sequences(folder)
     sampler: Any = TokenBatches(np.diff(dataset.offsets), size.max_tokens)
     loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate, num_workers=n_workers)
@@ -113,7 +113,7 @@ def original(folder: Path, size: Size, step: Step, n_workers: int = 0) -> None:
 
 
 def moved(folder: Path, size: Size, step: Step) -> None:
-    """Give the sequences as ragged rows, and the same batch sampler."""
+    """Pass the sequences as ragged rows, and the same batch sampler."""
     tokens, offsets = folder / "tokens.npy", folder / "offsets.npy"
     with pinfeed.RaggedStore(tokens, offsets, layout="padded") as sequences:
         rows = TokenBatches(sequences.lengths, size.max_tokens)

@@ -25,7 +25,7 @@ def unchanged(image: torch.Tensor) -> torch.Tensor:
 
 
 def original(folder: Path, size: Size, step: Step) -> None:
-    """Move each batch in the loop."""
+    """Copy each batch to the device in the loop."""
     torch.manual_seed(SEED)
     loader = DataLoader(Digits(folder, unchanged), size.batch_size, shuffle=True)
     for data, _ in loader:

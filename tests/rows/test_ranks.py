@@ -173,7 +173,7 @@ def test_two_processes_of_torchrun_resume_the_example_of_one(
             f"rank {rank} of 2: 1000 of 2000 rows (drop), "
             "its part of global batches of 100 rows, on"
         ) in output
-    assert output.count("goes on after 23 batches") == 2
+    assert output.count("resumes after 23 batches") == 2
     first, second = (
         line for line in (folder / "whole.txt").read_text().splitlines() if "mean loss" in line
     )
