@@ -193,11 +193,11 @@ class TableRowSource(LoaderSource):
             return super().hint(source_share)
         names = ", ".join(table.name for table in self._tables)
         if cache := self.transfer_hint():
-            return f"Most of it is gathering rows of {names}. {cache}"
+            return f"Gathering rows of {names} takes most of the time. {cache}"
         return (
-            f"Most of it is gathering rows of {names}: a table in memory (store=None) is faster "
-            "than a table in a file; a smaller dtype, or fewer distinct ids per batch, reduce the "
-            "bytes to gather."
+            f"Gathering rows of {names} takes most of the time. A table in memory (store=None) is "
+            "faster than a table in a file. A smaller dtype or fewer distinct ids per batch reduce "
+            "the bytes to gather."
         )
 
     def epoch(
