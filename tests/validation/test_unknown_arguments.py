@@ -137,7 +137,7 @@ def test_words_of_torch_and_numpy_are_explained(tmp_path: Path) -> None:
     for call, message in [
         (
             lambda: table(sparse=True),
-            "HostEmbedding has no argument 'sparse'; pinfeed always moves and trains the rows",
+            "HostEmbedding has no argument 'sparse'; pinfeed always moves and trains only",
         ),
         (
             lambda: table(device="cuda"),

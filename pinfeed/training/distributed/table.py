@@ -29,8 +29,8 @@ from pinfeed.validation.arguments import check_flag
 Gradients = Literal["mean", "sum"]
 
 _REFUSED = {
-    "max_norm": "changes rows where they are looked up",
-    "scale_grad_by_freq": "counts ids in the batches of all ranks",
+    "max_norm": "would change rows of other ranks in a lookup",
+    "scale_grad_by_freq": "needs the id counts of the batches of all ranks",
 }
 
 

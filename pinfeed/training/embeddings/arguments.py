@@ -14,11 +14,11 @@ _WEIGHT_HINT = "give the rows to HostEmbedding.from_pretrained(rows, freeze=Fals
 _FREEZE_HINT = (
     "give it to HostEmbedding.from_pretrained(rows, freeze=...), or call requires_grad_(False)"
 )
-_PATH_HINT = "the file of the rows is store="
+_PATH_HINT = "give the file of the rows as store="
 
 HINTS = {
     "sparse": (
-        "pinfeed always moves and trains the rows of a batch alone; leave it out, and train the "
+        "pinfeed always moves and trains only the rows of a batch; leave it out, and train the "
         "table with pinfeed.RowOptimizer; if the optimizer needs sparse gradients, use "
         'RowOptimizer(..., gradients="sparse")'
     ),
@@ -30,12 +30,12 @@ HINTS = {
     "weight": _WEIGHT_HINT,
     "freeze": _FREEZE_HINT,
     "_freeze": _FREEZE_HINT,
-    "mode": "bags of rows are a HostEmbeddingBag(num_embeddings, embedding_dim, mode=...)",
+    "mode": "for bags of rows, use HostEmbeddingBag(num_embeddings, embedding_dim, mode=...)",
     "path": _PATH_HINT,
     "filename": _PATH_HINT,
     **dict.fromkeys(
         ("cache", "cache_size", "cache_ratio", "cache_load_factor", "gpu_cache"),
-        "the size of a cache on the device is device_cache=",
+        "give the size of a cache on the device as device_cache=",
     ),
 }
 """Advice for arguments of torch or other libraries that HostEmbedding does not have."""

@@ -70,7 +70,7 @@ class BatchRows:
                 raise _not_announced(name, int(ids.to(self.ids.device, torch.int64)[~is_found][0]))
         else:
             torch._assert_async(
-                is_found.all(), f"{name}: an id that was not announced to train_rows for this batch"
+                is_found.all(), f"{name}: an id was not announced to train_rows for this batch"
             )
         return positions
 

@@ -154,6 +154,6 @@ def _initial_number(
     if filled.shape == values.shape and bool((filled == values.to(filled.dtype)).all()):
         return None
     raise ArgumentError(
-        f"{name} initializes {key!r} neither with a constant nor with a copy of the weights, so "
-        "the state of a single row cannot be initialized; expected one of these"
+        f"{name} initializes {key!r} neither with a constant nor with a copy of the weights; "
+        "expected one of these, because the state of single rows is initialized"
     )

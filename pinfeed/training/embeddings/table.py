@@ -72,15 +72,15 @@ class HostEmbedding(nn.Module):
         num_embeddings: Number of rows.
         embedding_dim: Length of a row.
         padding_idx: Row that begins as zeros and whose gradient is zero, as in ``nn.Embedding``.
-        max_norm: Largest norm of a row, as in ``nn.Embedding``. A lookup in a loop renormalizes
-            longer rows. In a loop over ``train_rows``, the table gets the renormalized rows.
+        max_norm: Largest norm of a row, as in ``nn.Embedding``. A lookup renormalizes longer rows.
+            In a loop over ``train_rows``, the renormalized rows are written to the table.
         norm_type: Order p of the norm that ``max_norm`` limits.
         scale_grad_by_freq: Whether gradients are divided by the frequency of their id in the batch,
             as in ``nn.Embedding``.
         init: Initial values: the name of a function of ``torch.nn.init`` (``"normal"``,
-            ``"xavier_uniform"``), or a function that fills a given tensor in place. It draws from
-            torch's generator as in ``nn.Embedding``, so the same seed gives the same table. With
-            None, a given Store keeps its rows, and a new table is ``"normal"``.
+            ``"xavier_uniform"``), or a function that fills a given tensor in place. Random values
+            are from torch's generator as in ``nn.Embedding``, so the same seed gives the same
+            table. With None, a given Store keeps its rows, and a new table is ``"normal"``.
         dtype: Dtype of the table, as torch or numpy spells it. None is torch's default dtype.
         store: Location of the rows: a path of a .npy file to create, a Store of shape
             (num_embeddings, embedding_dim), or None for host memory. An existing file of the same
