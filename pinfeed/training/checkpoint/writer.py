@@ -54,11 +54,11 @@ def save(path: Path, *, keep: int = 1, **objects: Any) -> pathlib.Path:
         path: Directory, which is created if it does not exist. Only one process at a time may save
             there.
         keep: Number of complete saves to keep, including this one.
-        objects: Objects by any names. These are tables (HostEmbedding), RowOptimizers,
-            CombinedOptimizers, the results of ``train_rows`` and ``Feeder``, Stores, and every
-            object with ``state_dict`` and ``load_state_dict`` (modules, optimizers, schedulers).
-            Tensors and numpy arrays are copied first. Plain values are None, bool, int, float, str,
-            and lists and dicts of these. numpy numbers, also in lists and dicts, become Python
+        objects: Objects by any names: tables (HostEmbedding), RowOptimizers, CombinedOptimizers,
+            Feeders, the loops of ``train_rows``, Stores, and every object with ``state_dict`` and
+            ``load_state_dict`` (modules, optimizers, schedulers). Also tensors, numpy arrays and
+            plain values (None, bool, int, float, str, and lists and dicts of these). Tensors and
+            arrays are copied first. numpy numbers, also in lists and dicts, are saved as Python
             numbers, which ``resume`` returns.
 
     Returns:

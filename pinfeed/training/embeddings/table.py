@@ -206,15 +206,16 @@ class HostEmbedding(nn.Module):
     def forward(self, ids: Any) -> torch.Tensor:
         """Look up rows.
 
+        In a loop, ids are *announced* if the loop's function for this table returned them for the
+        batch. A lookup without training (in a loop over ``read_rows``, or in eval mode without
+        gradients) reads other ids from the store, with their present values.
+
         Args:
             ids: Integers of any dtype and shape, in a tensor, an array or a list.
 
         Returns:
             The rows in the dtype of the table, shape (*ids.shape, embedding_dim). They are on the
-            device of the loop, or outside a loop on the device of ``ids``. Ids are *announced* if
-            the loop's function for this table returned them for the batch. A lookup without
-            training (in a loop over ``read_rows``, or in eval mode without gradients) reads other
-            ids from the store, with their present values.
+            device of the loop, or outside a loop on the device of ``ids``.
 
         Raises:
             RowIndexError: If an id is out of range. Also if an id was not announced, and the table

@@ -103,7 +103,7 @@ def train_rows(
             ``depth`` is None.
         depth: Number of batches to prefetch, at most 1,024. 0 is the synchronous loop, in which the
             training thread requests batches and ids. With None, the loop times some batches with 2
-            batches prefetched and some in the synchronous loop, and keeps the faster way.
+            batches prefetched and some in the synchronous loop, and keeps the faster one.
             ``depth_reason`` names it. With ``verify`` or sharded tables, None is 2.
         look_ahead: Number of later batches that the caches of tables know when they decide which
             rows of a batch to keep. The loop requests these batches from the loader in advance, and
@@ -123,7 +123,7 @@ def train_rows(
         device_transform: Function that takes each batch on the device, without the rows of tables,
             and returns what the loop receives, as for ``wrap_loader``. Ids that it returns
             unchanged are looked up without a search.
-        seed: Seed of the generators of these functions. None is 0.
+        seed: Seed of the random generators of the transforms. None is 0.
 
     Raises:
         ArgumentError: If no table is given, tables share rows, only some of the tables are sharded,
