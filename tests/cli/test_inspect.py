@@ -186,4 +186,4 @@ def test_inspect_checkpoint() -> None:
     assert values("inspect", "run")["files"][0]["objects"] == {"model": "state", "step": "value"}
     path = Path("run/00000001/model.pt")
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    assert "its checksum is wrong in piece 0" in values("inspect", "run", status=1)["findings"][0]
+    assert "its checksum is wrong in chunk 0" in values("inspect", "run", status=1)["findings"][0]

@@ -439,10 +439,7 @@ def test_a_table_that_is_larger_than_memory() -> None:
 
 @pytest.mark.parametrize("init", [lambda tensor: torch.randn(4, 2), lambda tensor: tensor + 1])
 def test_an_init_that_fills_another_tensor(tmp_path: Path, init: Callable[..., Any]) -> None:
-    message = (
-        "returned another tensor than it was given; expected a function that fills the given "
-        "tensor in place"
-    )
+    message = "returned a new tensor; expected a function that fills the given tensor in place"
     for store in (None, tmp_path / "x.npy"):
         with pytest.raises(ArgumentError, match=message):
             HostEmbedding(4, 2, init=init, store=store)
