@@ -66,7 +66,9 @@ class Evaluator:
                     loss = torch.as_tensor(self.loss(outputs, targets)).detach().double()
                 totals.add(loss, outputs, targets, n)
         if not totals.n_samples:
-            raise ArgumentError(f"loader={loader!r} gave no samples; expected at least one batch")
+            raise ArgumentError(
+                f"loader={loader!r} yielded no samples; expected at least one batch"
+            )
         return totals.means(), totals.n_samples
 
     def _batches(self, parts: Iterable[Any]) -> Iterator[tuple[Any, Any, int]]:

@@ -132,7 +132,7 @@ def test_memory_monitor(tmp_path: Path) -> None:
     assert (tmp_path / "m.csv").read_text().splitlines()[0].startswith("label,allocated,")
     if not torch.cuda.is_available():
         assert MemoryMonitor().snapshot().total is None
-        with pytest.raises(DeviceError, match="no GPU here"):
+        with pytest.raises(DeviceError, match="machine has no GPU"):
             MemoryMonitor("cuda")
 
 
