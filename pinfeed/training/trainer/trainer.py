@@ -281,7 +281,7 @@ class Trainer:
         return loss
 
     def step(self) -> None:
-        """Step the optimizers; ``scaler`` unscales and ``clip_norm`` clips the gradients before."""
+        """Step the optimizers, after unscaling and clipping the gradients as configured."""
         self._optimizers.step()
         self._loop_check.stepped()
 

@@ -352,7 +352,7 @@ def test_bad_arguments() -> None:
         ({"scaler": 3}, "scaler=3: expected a torch.amp.GradScaler"),
         (
             {"autocast": "bfloat16"},
-            "autocast='bfloat16': expected a floating-point dtype of torch, as torch.bfloat16",
+            "autocast='bfloat16': expected a floating-point dtype of torch, such as torch.bfloat16",
         ),
         ({"autocast": True}, "autocast=True: expected a floating-point dtype"),
         ({"clip_norm": "x"}, "clip_norm='x': expected a number above 0, or None"),
@@ -432,9 +432,7 @@ def test_classes_in_place_of_what_they_make() -> None:
         {"scheduler": torch.optim.lr_scheduler.StepLR},
     ):
         given: dict[str, Any] = {"optimizer": torch.optim.Adam(network().parameters())} | arguments
-        with pytest.raises(
-            ArgumentError, match=r"got the class (Adam|StepLR); expected what it makes"
-        ):
+        with pytest.raises(ArgumentError, match=r"got the class (Adam|StepLR); expected an object"):
             Trainer(network(), LOSS, given.pop("optimizer"), loader(), **given)
 
 
