@@ -514,7 +514,7 @@ def test_limits_that_cannot_hold_a_read_are_refused_at_once() -> None:
     ("arguments", "match"),
     [
         ({"model_class": nn.Linear}, "Linear cannot be called without arguments .*lambda: Linear"),
-        ({"model_class": dict}, "made a dict; expected a torch module"),
+        ({"model_class": dict}, "returned a dict; expected a torch module"),
         ({"model_class": 3}, "expected a torch module"),
         ({"input_shape": (3,)}, "cannot be predicted"),
         ({"input_dtype": "floaty"}, "floaty"),

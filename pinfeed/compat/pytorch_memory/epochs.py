@@ -49,11 +49,11 @@ class Epoch(Iterator[tuple[Any, Any]]):
         return next(self._batches)
 
     def again(self, number: int) -> Epoch:
-        """Return another pass over the data, with a number of its own."""
+        """Return another pass over the data, with another epoch number."""
         return Epoch(self._read, number)
 
     def close(self) -> None:
-        """End the epoch now. It also ends when it is garbage collected."""
+        """End the epoch now; otherwise it ends with the last batch or its garbage collection."""
         self._batches.close()  # type: ignore[attr-defined]  # a generator
 
 
@@ -152,7 +152,7 @@ def generate_epoch(
     seed: int = 0,
     device: Any = None,
 ) -> Epoch:
-    """Return one epoch, as ``Feeder`` does, with a last batch that may be smaller.
+    """Return one epoch of all samples; the last batch may be smaller.
 
     The arguments are those of ``Feeder``.
     """
@@ -197,7 +197,7 @@ def multiply_epochs(
 
 
 class _OpaqueBatch:
-    """A batch from a function of the user, which is neither inspected nor moved."""
+    """A batch from the user's function, which pinfeed neither inspects nor copies."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -205,7 +205,7 @@ class _OpaqueBatch:
 
 @dataclass(frozen=True)
 class _EpochReader:
-    """Reads epochs. Its arguments, those of ``Feeder``, are checked by making a first feeder."""
+    """Reads epochs. Its arguments are those of ``Feeder``; a first feeder checks them."""
 
     configs: Config
     inputs: Sequence[Any]
@@ -262,9 +262,9 @@ class _EpochReader:
 
 
 def _opaque_on(stream: Any, apply: Apply) -> Apply:
-    """Return ``apply`` with its GPU work on the loop's stream, so that the loop's work follows it.
+    """Return ``apply`` with its GPU work in the loop's stream, so that the loop's work follows it.
 
-    A stream of None leaves the stream as it is.
+    With ``stream=None``, the current stream stays.
     """
 
     def make_batch(samples: Iterator[Any]) -> _OpaqueBatch:
@@ -275,13 +275,13 @@ def _opaque_on(stream: Any, apply: Apply) -> Apply:
 
 
 def _unwrap(batch: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Return the user's own values of a batch, and arrays for what was stacked."""
+    """Return a batch with the values of the user's functions, or with arrays of stacked samples."""
     x, y = (part.value if isinstance(part, _OpaqueBatch) else memory_of(part) for part in batch)
     return x, y
 
 
 def _common_dtype(samples: Sequence[SampleSpec]) -> Any:
-    """Return the dtype to stack samples in; None, which keeps their own, if they have several."""
+    """Return the dtype for stacked samples; None keeps the samples' own dtypes, if they differ."""
     dtypes = {dtype for each in samples for dtype in each.dtypes}
     return dtypes.pop() if len(dtypes) == 1 else None
 
