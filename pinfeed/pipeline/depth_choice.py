@@ -123,7 +123,8 @@ class DepthChoice:
         if self.is_measuring and self._n_long:
             limit = duration(self._schedule.measured_below_s)
             long = duration(self._long_s)
-            return f"{ahead}{self._begins}: {long} per batch; 0 ahead is timed only below {limit}"
+            why = f"{long} per batch, and 0 ahead is timed only below {limit}"
+            return f"{ahead}{self._begins}: {why}"
         if self.is_measuring:
             return f"{ahead}, not measured yet"
         ahead_time = duration(statistics.median(self._ahead_s))
@@ -220,7 +221,7 @@ class DepthChoice:
     def _restart(self) -> None:
         """Forget the choice of the synchronous loop, because its batches have become long."""
         took = duration(self._long_s)
-        logger.info("depth=None prefetches again%s: batches take %s", self._begins, took)
+        logger.info("depth=None prefetches again%s, because batches take %s", self._begins, took)
         self.is_measuring = True
         self._has_chosen_synchronous = False
         self._are_epochs_short = False

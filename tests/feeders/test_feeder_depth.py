@@ -192,7 +192,7 @@ def test_a_depth_that_was_not_chosen_is_not_said_to_be_measured() -> None:
 def test_long_batches_are_always_prefetched() -> None:
     feeder, clock = measured_feeder()
     assert not any(run(feeder, clock, 0.004, 0.001))
-    assert feeder.depth_reason == "31 ahead: 4 ms per batch; 0 ahead is timed only below 2 ms"
+    assert feeder.depth_reason == "31 ahead: 4 ms per batch, and 0 ahead is timed only below 2 ms"
     assert not feeder.stats.is_measured
     feeder.close()
 

@@ -154,7 +154,7 @@ def test_a_stretch_has_a_turn_of_all_slots() -> None:
 
 def test_long_batches_are_never_gathered_synchronously() -> None:
     loop = Loop(even(2 * SHORT_BATCH_S, 0.0), SHORT_MEASURED).run()
-    assert loop.choice.reason == "2 ahead: 4 ms per batch; 0 ahead is timed only below 2 ms"
+    assert loop.choice.reason == "2 ahead: 4 ms per batch, and 0 ahead is timed only below 2 ms"
     assert loop.n_lent == WARM_UP_BATCHES + SHORT_STRETCH_BATCHES
     assert loop.run(100).n_synchronous == 0
     assert loop.choice.schedule is SHORT_MEASURED
@@ -190,7 +190,7 @@ def test_a_synchronous_loop_whose_batches_become_long_prefetches() -> None:
     assert loop.run().choice.schedule is SHORT_MEASURED
     assert loop.ways == 2 * SHORT_STRETCH_BATCHES * [True]
     assert not loop.choice.is_synchronous
-    assert loop.choice.reason == "2 ahead: 5 ms per batch; 0 ahead is timed only below 2 ms"
+    assert loop.choice.reason == "2 ahead: 5 ms per batch, and 0 ahead is timed only below 2 ms"
 
 
 def test_an_epoch_that_began_without_threads_stays_synchronous(
@@ -201,14 +201,14 @@ def test_an_epoch_that_began_without_threads_stays_synchronous(
     loop.choice.begin()
     loop.seconds = even(0.0, 5e-3)
     assert loop.run().choice.schedule is SHORT_MEASURED
-    message = "depth=None prefetches again from the next epoch on: batches take 5 ms"
+    message = "depth=None prefetches again from the next epoch on, because batches take 5 ms"
     assert caplog.messages[-1] == message
     assert loop.run(50).choice.is_synchronous
-    reason = "2 ahead from the next epoch on: 5 ms per batch; 0 ahead is timed only below 2 ms"
+    reason = "2 ahead from the next epoch on: 5 ms per batch, and 0 ahead is timed only below 2 ms"
     assert loop.choice.reason == reason
     loop.choice.begin()
     assert not loop.choice.is_synchronous
-    assert loop.choice.reason == "2 ahead: 5 ms per batch; 0 ahead is timed only below 2 ms"
+    assert loop.choice.reason == "2 ahead: 5 ms per batch, and 0 ahead is timed only below 2 ms"
     loop.seconds = even(0.2e-3, 0.1e-3)
     while loop.choice.is_measuring:
         loop.run()
@@ -270,7 +270,7 @@ def test_epochs_of_few_batches_are_stretches(times_s: tuple[float, float], chose
 def test_epochs_of_few_long_batches_are_prefetched() -> None:
     loop = Loop(even(1.0, 0.5), SHORT_MEASURED)
     assert end_epochs(loop, 9, 8) == 9 * [2]
-    assert loop.choice.reason == "2 ahead: 1,000 ms per batch; 0 ahead is timed only below 2 ms"
+    assert loop.choice.reason == "2 ahead: 1,000 ms per batch, and 0 ahead is timed only below 2 ms"
 
 
 def test_epochs_of_few_batches_that_become_long_are_prefetched() -> None:
