@@ -138,7 +138,7 @@ def _label_rows(axes: Any, rows: Sequence[Row], stretch: _Stretch) -> None:
     axes.set_ylim(rows[-1].bottom + 0.12, -0.12)
     _set_labels(axes, [((row.top + row.bottom) / 2, _label(row, stretch)) for row in rows])
     unit = "milliseconds" if stretch.unit > 1 else "seconds"
-    text = f"{unit}, from {stretch.start_s:.2f} s after the first batch was requested"
+    text = f"{unit}, starting {stretch.start_s:.2f} s after the first request"
     axes.set_xlabel(text, color=FAINT, fontsize=9)
 
 
@@ -167,14 +167,14 @@ def _draw_run(
     axes.set_xlim(*run)
     axes.set_ylim(0, 1)
     _set_labels(axes, [(0.5, "whole run\nwaiting")])
-    axes.set_xlabel("seconds (the frame is the part shown above)", color=FAINT, fontsize=9)
+    axes.set_xlabel("seconds; the frame marks the interval above", color=FAINT, fontsize=9)
 
 
 def _write_title(axes: Any, spans: Sequence[Span], stretch: _Stretch) -> None:
     """Write the verdict as the title, and the batches and rates below it."""
     totals = stretch.totals
     n_in_all = sum(span.lane == "lend" for span in spans)
-    part = "" if totals.batches == n_in_all else "in this part, "
+    part = "" if totals.batches == n_in_all else "in this interval "
     title = f"{part}{totals.verdict}"
     axes.set_title(
         title[0].upper() + title[1:],
@@ -218,7 +218,7 @@ def _add_legend(figure: Any, stretch: _Stretch, is_fine: bool) -> None:
     if stretch.by_device:
         handles.append(Patch(color=SIGNAL, label="the device waits for a batch"))
     if is_fine:
-        label = "one batch through the pipeline"
+        label = "one batch, from read to step"
         handles.append(Patch(facecolor="none", edgecolor=INK, linewidth=1.5, label=label))
     figure.legend(
         handles=handles,

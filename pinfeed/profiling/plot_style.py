@@ -22,9 +22,9 @@ LANE_NAMES: dict[Lane, str] = {
     "copy": "copying to the device",
     "device_transform": "device_transform",
     "wait": "the loop waits for a batch",
-    "lend": "the loop receives it (overhead)",
-    "compute": "the loop computes",
-    "write_wait": "the loop waits for write-backs",
+    "lend": "receives a batch (overhead)",
+    "compute": "training step",
+    "write_wait": "waits for write-backs",
     "device": "the device computes",
     "write": "writing back",
 }

@@ -383,7 +383,7 @@ def test_a_config_must_hold_the_batches_of_all_ranks() -> None:
         )
     with pytest.raises(
         BudgetError,
-        match=r"hold batches of \d+ rows on rank 0, and all ranks need batches of 800; raise",
+        match=r"hold batches of \d+ rows on rank 0, but all ranks need batches of 800 rows; raise",
     ):
         feeders(x, 1, config=Config(cpu_memory_limit=MiB(8), preferred_batch_size=800))
     with pytest.raises(
