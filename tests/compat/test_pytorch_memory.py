@@ -545,7 +545,7 @@ def test_readers_that_cannot_be() -> None:
         match=r"outputs\[1\] = 1: got 4 samples; expected one_read_count=1|got more than 1",
     ):
         labels(next(feeder(get_output=lambda i: iter([i] * 4)).generate_epochs()))
-    with pytest.raises(errors.ArgumentError, match="took 0 samples"):
+    with pytest.raises(errors.ArgumentError, match="consumed 0 samples"):
         labels(next(feeder(apply_on_input_batch=lambda batch: batch).generate_epochs()))
 
 

@@ -251,7 +251,9 @@ def test_batches_of_unknown_size(x: np.ndarray) -> None:
 
 
 def test_batches_that_the_limits_do_not_hold(x: np.ndarray) -> None:
-    with pytest.raises(errors.BudgetError, match=r"up to 80 rows; the limits of config hold 40"):
+    with pytest.raises(
+        errors.BudgetError, match=r"up to 80 rows; the limits of config hold at most 40"
+    ):
         Feeder(x, rows=[range(80)], config=Config(preferred_batch_size=40))
 
 

@@ -202,7 +202,7 @@ def test_a_loop_that_was_closed_before_it_began_or_by_another_thread(depth: int)
     thread = threading.Thread(target=loop.close)
     thread.start()
     thread.join()
-    with pytest.raises(ClosedError, match="closed by another thread"):
+    with pytest.raises(ClosedError, match="another thread closed"):
         next(batches)
     table.require_idle()
 

@@ -345,7 +345,7 @@ def test_bad_arguments() -> None:
         ({"loader": 3}, "cannot be iterated"),
         (
             {"loader": TensorDataset(torch.zeros(2, 3)), "chunk_size": 2},
-            "loader is a TensorDataset, a Dataset, which gives single samples",
+            "loader is a TensorDataset, a Dataset, which returns single samples",
         ),
         ({"config": 3}, "config=3: expected a pinfeed.Config"),
         ({"loss": nn.MSELoss}, r"loss=MSELoss is a class; .*; give loss=MSELoss\(\)"),
@@ -383,7 +383,7 @@ def test_bad_arguments() -> None:
             trainer.evaluate([])
         with pytest.raises(ArgumentError, match="loader=None cannot be iterated"):
             trainer.evaluate(None)
-        with pytest.raises(ArgumentError, match="a Dataset, which gives single samples"):
+        with pytest.raises(ArgumentError, match="a Dataset, which returns single samples"):
             trainer.evaluate(TensorDataset(torch.zeros(2, 3)))
         wrong: Any
         for wrong, words in [
