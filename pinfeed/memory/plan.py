@@ -36,7 +36,12 @@ def check_route(route: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class Allocation:
-    """One use of memory: ``count`` buffers of ``nbytes`` each."""
+    """One use of memory: ``count`` buffers of ``nbytes`` each.
+
+    Examples:
+        >>> with pinfeed.Feeder(np.zeros((1000, 8), "float32"), batch_size=100) as feeder:
+        ...     bytes_by_use = {item.what: item.total for item in feeder.plan.items}
+    """
 
     what: str
     place: Place
@@ -51,7 +56,15 @@ class Allocation:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """The memory that a feeder takes, by use. ``str(plan)`` says it in words."""
+    """Memory that a feeder needs, listed by use; print it to read it.
+
+    Examples:
+        >>> with pinfeed.Feeder(np.zeros((1000, 8), "float32"), batch_size=100) as feeder:
+        ...     print(feeder.plan)
+        batches of ...
+        >>> feeder.plan.host_bytes > 0
+        True
+    """
 
     batch_size: int
     """Rows per batch; 0 if the batches differ and their sizes are not known in advance."""

@@ -43,11 +43,12 @@ class ArrayStore:
         StoreError: If the array has no rows, is in Fortran order, or has an object or structured
             dtype, or if a tensor is not on the CPU.
 
-    Example::
-
-        store = ArrayStore(np.arange(12.0).reshape(4, 3))
-        rows = np.empty((2, 3))
-        store.gather(np.array([3, 0]), rows)
+    Examples:
+        >>> store = pinfeed.ArrayStore(np.zeros((100, 3), "float32"))
+        >>> store
+        <ArrayStore: 100 rows of shape (3,), float32>
+        >>> with pinfeed.Feeder(store, batch_size=25) as feeder:
+        ...     n_batches = len(list(feeder))
     """
 
     resident_bytes = 0

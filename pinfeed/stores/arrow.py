@@ -44,10 +44,14 @@ class ArrowStore:
         StoreError: If the column has no rows, nulls, lists of different lengths, or something else
             than numbers.
 
-    Example::
-
-        table = pyarrow.table({"x": [1.0, 2.0, 3.0]})
-        store = ArrowStore(table["x"])
+    Examples:
+        >>> import pyarrow
+        >>> table = pyarrow.table({"x": [1.0, 2.0, 3.0]})
+        >>> store = pinfeed.ArrowStore(table["x"], name="x")
+        >>> with pinfeed.Feeder(store, batch_size=3) as feeder:
+        ...     (batch,) = feeder
+        >>> batch
+        tensor([1., 2., 3.], dtype=torch.float64)
     """
 
     writable = False

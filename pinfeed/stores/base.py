@@ -38,6 +38,15 @@ class Store(Protocol):
     pinfeed calls both with row indices of int64, in range. Both refuse invalid arguments before
     anything changes. ``checked_gather`` and ``checked_scatter`` of ``pinfeed.stores.base`` do that
     for any store.
+
+    Examples:
+        >>> store = pinfeed.ArrayStore(np.arange(12.0).reshape(4, 3))
+        >>> isinstance(store, pinfeed.Store)
+        True
+        >>> out = np.empty((2, *store.row_shape), store.dtype)
+        >>> store.gather(np.array([3, 0]), out)
+        >>> out[:, 0]
+        array([9., 0.])
     """
 
     @property

@@ -87,11 +87,14 @@ class MmapStore(LocalFileStore):
             True, False nor None, or ``memory_map`` neither True nor False.
         UnknownArgument: If there is no such argument. The message says what to give instead.
 
-    Example::
-
-        with MmapStore("features-*.npy") as store:
-            rows = np.empty((2, *store.row_shape), store.dtype)
-            store.gather(np.array([7, 3]), rows)
+    Examples:
+        >>> np.save("features-0.npy", np.zeros((1000, 8), "float32"))
+        >>> np.save("features-1.npy", np.ones((500, 8), "float32"))
+        >>> with (
+        ...     pinfeed.MmapStore("features-*.npy") as store,
+        ...     pinfeed.Feeder(store, batch_size=100, shuffle=True) as feeder,
+        ... ):
+        ...     n_batches = len(list(feeder))
     """
 
     @explain_arguments(HINTS)

@@ -60,12 +60,15 @@ class HDF5Store(ChunkedStore):
             together with a name.
         ClosedError: If the file of the dataset is closed.
 
-    Example::
-
-        store = HDF5Store("train.h5", "images")
-        rows = np.empty((2, *store.row_shape), store.dtype)
-        store.gather(np.array([7, 3]), rows)
-        store.close()
+    Examples:
+        >>> import h5py
+        >>> with h5py.File("train.h5", "w") as file:
+        ...     file["images"] = np.zeros((1000, 8), "float32")
+        >>> with (
+        ...     pinfeed.HDF5Store("train.h5", "images") as store,
+        ...     pinfeed.Feeder(store, batch_size=100) as feeder,
+        ... ):
+        ...     n_batches = len(list(feeder))
     """
 
     _PROCESS_STATE: ClassVar[tuple[str, ...]] = (*ChunkedStore._PROCESS_STATE, "_dataset")

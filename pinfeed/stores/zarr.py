@@ -43,11 +43,14 @@ class ZarrStore(ChunkedStore):
         ArgumentError: If ``source`` is neither a path nor an array, or if an array is given
             together with a name.
 
-    Example::
-
-        store = ZarrStore("images.zarr")
-        rows = np.empty((2, *store.row_shape), store.dtype)
-        store.gather(np.array([7, 3]), rows)
+    Examples:
+        >>> import zarr
+        >>> array = zarr.create_array("images.zarr", shape=(1000, 8), chunks=(100, 8), dtype="f4")
+        >>> with (
+        ...     pinfeed.ZarrStore("images.zarr") as store,
+        ...     pinfeed.Feeder(store, batch_size=100) as feeder,
+        ... ):
+        ...     n_batches = len(list(feeder))
     """
 
     _PROCESS_STATE: ClassVar[tuple[str, ...]] = (*ChunkedStore._PROCESS_STATE, "_array", "_opening")
