@@ -86,7 +86,7 @@ class Plan:
 
     @property
     def route_in_words(self) -> str:
-        """How rows reach the batch; empty for a direct route to batches of unknown size."""
+        """The route of the rows; empty for direct reads into batches of unknown size."""
         if self.route == "staged" or self.device_bytes:
             return f"{self.route} route"
         return "rows are copied straight into each batch" if self.batch_size else ""
