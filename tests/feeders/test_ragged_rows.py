@@ -387,7 +387,7 @@ def test_limits_choose_the_batch_size(layout: Any) -> None:
         # Most batches are far smaller if they are not padded.
         assert feeder.plan.batch_size == (3 if layout == "padded" else feeder.plan.batch_size)
         assert feeder.plan.batch_size >= 3
-    with pytest.raises(BudgetError, match="one row per slot needs"):
+    with pytest.raises(BudgetError, match="batches of one row need"):
         Feeder(
             store,
             config=Config(gpu_memory_limit=50_000, cpu_memory_limit=MiB(32), depth=2),
@@ -424,11 +424,11 @@ def test_bounds_of_rows_are_those_of_the_plan() -> None:
 @pytest.mark.parametrize(
     ("kind", "order", "note"),
     [
-        ("file", None, "through a memory map: it fits"),
-        ("uncached", None, "ragged rows are read in sequence"),
-        ("uncached", ORDERS[1], "ragged rows are read one by one, many at a time"),
-        ("uncached", ORDERS[2], "which is filled a window ahead"),
-        ("kept", ORDERS[1], "which is filled in sequence in the background"),
+        ("file", None, "by a memory map (the file fits)"),
+        ("uncached", None, "ragged rows, read in sequence"),
+        ("uncached", ORDERS[1], "ragged rows, read row by row, with many reads at a time"),
+        ("uncached", ORDERS[2], "prefetched one window ahead"),
+        ("kept", ORDERS[1], "prefetched sequentially in the background"),
     ],
 )
 def test_the_plan_says_how_a_file_is_read(kind: str, order: Any, note: str, tmp_path: Path) -> None:

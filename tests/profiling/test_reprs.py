@@ -132,19 +132,19 @@ def test_a_plan_as_a_table() -> None:
         ["batches &amp; &lt;b&gt;", "device", "4 × 2.0 MiB", "8.0 MiB"],
         ["staging", "host, page-locked", "3 × 1.0 MiB", "3.0 MiB"],
         ["numbers", "host", "1 × 512.0 KiB", "512.0 KiB"],
-        ["in all", "host", "", "3.5 MiB of 16.0 MiB"],
-        ["in all", "device", "", "8.0 MiB"],
+        ["total", "host memory", "", "3.5 MiB (limit 16.0 MiB)"],
+        ["total", "GPU memory", "", "8.0 MiB"],
     ]
     assert (
-        "<p>batches of 64 rows, 2 ahead, staged route</p><p>&lt;x&gt;.npy: read in sequence</p>"
-        in shown
+        "<p>batches of up to 64 rows, depth=2, staged route</p>"
+        "<p>&lt;x&gt;.npy: read in sequence</p>" in shown
     )
 
 
 def test_a_plan_in_a_terminal() -> None:
     plan = Plan(64, 2, "staged", (Allocation("numbers", "host", 1, KiB(512)),))
     assert repr(plan) == f"<Plan: {plan}>"
-    assert "host: 1 x 512.0 KiB numbers" in repr(plan)
+    assert "host: 1 x 512.0 KiB for numbers" in repr(plan)
 
 
 def test_a_config_in_a_terminal() -> None:

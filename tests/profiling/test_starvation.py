@@ -259,7 +259,7 @@ def test_sources_know_what_to_change(tmp_path: Path) -> None:
     assert "page cache" in hint(blocks, 0)
     assert "Windows of x.npy" in hint(blocks, 240_000)
     own = choose([OfMyOwn()], shuffled, 100, FreeMemory(0, 0)).strategies[0].hint
-    assert own.startswith("It is gather() of the OfMyOwn that is waited for")
+    assert own.startswith("The loop waits for gather() of the OfMyOwn")
     assert (
         "rows are in memory"
         in choose([ArrayStore(np.zeros(3))], shuffled, 100, FreeMemory(0, 0)).strategies[0].hint
