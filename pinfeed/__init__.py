@@ -1,4 +1,4 @@
-"""Prefetching of rows from host memory or files to a device, inside memory limits."""
+"""Prefetching of rows from host memory or files to a device, within memory limits."""
 
 import importlib
 import sys
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 # This check precedes the other imports, because on other systems they fail with obscure errors.
 if sys.platform != "linux":
     raise ImportError(
-        f"pinfeed runs on Linux, and this is {sys.platform}; on Windows, use it within WSL 2, "
-        "else in a container or on a server"
+        f"pinfeed runs on Linux, and this is {sys.platform}; on Windows, use WSL 2; elsewhere, "
+        "use a Linux container or server"
     )
 
 from pinfeed import errors, rows
@@ -165,7 +165,7 @@ moved.install()
 
 
 def __getattr__(name: str) -> Any:
-    """Load a name that needs torch when it is first used, and old module paths likewise."""
+    """Import a name that needs torch, or an old module path, when it is first used."""
     if name == "checkpoint":
         return importlib.import_module("pinfeed.training.checkpoint")
     if name in _WITH_TORCH:

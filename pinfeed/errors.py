@@ -5,7 +5,7 @@ The built-in class is in brackets, so that existing ``except`` clauses catch the
     PinfeedError
     ├── ArgumentError       (ValueError)         an invalid argument, or arguments that conflict
     │   └── UnknownArgument (TypeError)          an argument that does not exist
-    ├── BudgetError         (ValueError)         a memory limit too small for one row in each slot
+    ├── BudgetError         (ValueError)         a memory limit too small for batches of one row
     │   ├── NotEnoughCPUMemory                   … in host memory
     │   └── NotEnoughGPUMemory                   … in device memory
     ├── EstimateError       (RuntimeError)       a training step whose memory cannot be predicted
@@ -57,12 +57,12 @@ class ArgumentError(PinfeedError, ValueError):
 class UnknownArgument(ArgumentError, TypeError):
     """An argument that a function does not have.
 
-    The message names the argument that does the same.
+    The message names the argument to use instead.
     """
 
 
 class BudgetError(PinfeedError, ValueError):
-    """A memory limit that is too small for one row in each slot."""
+    """A memory limit that is too small for batches of one row."""
 
 
 class NotEnoughCPUMemory(BudgetError):
@@ -74,7 +74,7 @@ class NotEnoughGPUMemory(BudgetError):
 
 
 class EstimateError(PinfeedError, RuntimeError):
-    """A training step whose memory cannot be predicted, because it needs data or fails."""
+    """A training step whose memory pinfeed cannot predict, because it needs data or fails."""
 
 
 class RowIndexError(PinfeedError, IndexError):
@@ -98,7 +98,7 @@ class WriteBackError(PinfeedError, ValueError):
 
 
 class DeviceError(PinfeedError, RuntimeError):
-    """A device that does not exist or cannot do what was asked."""
+    """A device that does not exist or does not support the request."""
 
 
 class MissingDependency(PinfeedError, ImportError):
@@ -106,13 +106,13 @@ class MissingDependency(PinfeedError, ImportError):
 
 
 class ClosedError(PinfeedError, RuntimeError):
-    """Use after close, or a second loop while one is running."""
+    """Use after close, or a second loop while the first one still runs."""
 
 
 class RankError(PinfeedError, RuntimeError):
-    """Another rank of the job that failed, left its loop, or made another call.
+    """Another rank of the job that failed, left its loop, or made a different call.
 
-    The message says which rank, and the reason.
+    The message names the rank and the reason.
     """
 
 

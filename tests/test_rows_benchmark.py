@@ -48,7 +48,7 @@ def test_steps_are_timed_in_both_processes(earlier: Earlier) -> None:
 
 def test_the_report_names_cells_in_which_prefetching_is_not_faster() -> None:
     ms = {"step alone": 1.0, "prefetch": 3.0, "synchronous": 3.0}
-    values = {"small_ms": ms, "small_ratio": 1.0, "small_choice": "0 ahead"}
+    values = {"small_ms": ms, "small_ratio": 1.0, "small_choice": "depth=0"}
     values |= {"large_ms": ms, "large_ratio": 0.99, "large_choice": ""}
     values |= {"small_chosen_ratio": 1.04, "large_chosen_ratio": 1.06}
     few = {"cell": "few", "n_ids": 1024, **values}
@@ -59,4 +59,4 @@ def test_the_report_names_cells_in_which_prefetching_is_not_faster() -> None:
     assert "below 1.0: none" in report
     assert "depth chosen / synchronous is not below 1.05: none" in report
     assert "depth chosen / synchronous is not below 1.05: few (1.06); many (1.06)" in report
-    assert "small model: depth=None chose\n  few: 0 ahead\n  many: 0 ahead" in report
+    assert "small model: depth=None chose\n  few: depth=0\n  many: depth=0" in report

@@ -42,7 +42,7 @@ class Found:
         kind: ``npy``, ``safetensors``, ``checkpoint``, or ``unknown``.
         nbytes: Size in bytes.
         details: Facts that the header states.
-        damage: Sentences that say what is wrong, and what to do.
+        damage: Sentences that say what is damaged, and what to do.
     """
 
     path: str
@@ -74,13 +74,13 @@ def inspect(files: Sequence[str]) -> Report:
 
 
 def look(path: str) -> Found:
-    """Find out what a file is, and what is wrong with it."""
+    """Find out the kind of a file, and whether it is damaged."""
     found = Found(path)
     try:
         if has_protocol(path):
             found.damage.append(
-                f"{path} is elsewhere; inspect looks at local files "
-                "(RemoteStore checks the header when it is opened)"
+                f"{path} is a remote file; inspect reads local files (RemoteStore checks the "
+                "header when it opens a file)"
             )
         elif os.path.isdir(path):
             _look_at_directory(found)
@@ -100,7 +100,7 @@ def _look_at_file(found: Found) -> None:
     found.nbytes = status.st_size
     if not stat.S_ISREG(status.st_mode):
         # Reading a pipe would wait for its writer.
-        found.damage.append(f"{found.path} is no regular file; expected a .npy file")
+        found.damage.append(f"{found.path} is not a regular file; expected a .npy file")
         return
     with open(found.path, "rb") as file:
         start = file.read(16)
@@ -128,8 +128,8 @@ def _look_at_npy(found: Found) -> None:
         more = found.nbytes - layout.end
         rows = f", {more / layout.row_nbytes:,.2f} rows" if layout.row_nbytes else ""
         found.damage.append(
-            f"{found.path} has {more:,} bytes more than its header tells{rows}: was it appended "
-            "to? They would not be read; save the array again, or read the file with "
+            f"{found.path} has {more:,} bytes more than its header says{rows}. pinfeed would not "
+            "read them. If data was appended, save the array again, or read the file with "
             f"MmapStore.raw(path, shape=..., dtype=..., offset={layout.offset})"
         )
 
@@ -184,7 +184,7 @@ def _look_at_directory(found: Found) -> None:
             for pattern, what in _INSIDE.items()
             if fnmatch.filter(names, pattern)
         ]
-        hint = hints[0] if hints else "it has no .npy files and no checkpoint"
+        hint = hints[0] if hints else "it contains no .npy files and no checkpoint"
         found.damage.append(f"{found.path} is a directory; {hint}")
         return
     from pinfeed.training import checkpoint
@@ -247,9 +247,9 @@ def _safetensors_text(found: Found) -> str:
 
 def _checkpoint_text(found: Found) -> str:
     last = found.details["directory"]
-    head = f"{found.path}: a checkpoint, {human(found.nbytes)}; its last save is {last}"
+    head = f"{found.path}: a checkpoint, {human(found.nbytes)}; last save {last}"
     objects = table(found.details["objects"].items(), ("object", "kind"))
-    return f"{wrapped(head)}\n\n{objects}\n\nAll files agree with their checksums."
+    return f"{wrapped(head)}\n\n{objects}\n\nAll files match their checksums."
 
 
 def _npy_text(found: Found) -> str:
@@ -259,9 +259,9 @@ def _npy_text(found: Found) -> str:
     rows = "none: it is a single number"
     if shape:
         rows = f"{shape[0]:,} of shape {shape[1:]}"
-    order = "Fortran: rows are scattered over the file"
+    order = "Fortran: the items of a row are scattered over the file"
     if details["order"] == "C":
-        order = "C: each row in one piece"
+        order = "C: each row is contiguous"
     size = f"{human(found.nbytes)}: {found.nbytes:,} bytes, "
     row_nbytes = details["row_bytes"]
     pairs = [
@@ -278,8 +278,8 @@ def _npy_text(found: Found) -> str:
 
 def _compared(nbytes: int, expected: int | None) -> str:
     if expected is None:
-        return "of objects, which are pickled"
-    return "as the header tells" if nbytes == expected else f"the header tells {expected:,}"
+        return "with pickled objects"
+    return "as the header says" if nbytes == expected else f"but the header says {expected:,}"
 
 
 def _many(found: Sequence[Found], source: dict[str, Any] | None) -> str:

@@ -26,20 +26,20 @@ INTERRUPTED = 130
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})
 @click.version_option(__version__, prog_name="pinfeed")
 def main() -> None:
-    """Look at a machine, at files, and at what pinfeed would do with them.
+    """Inspect a machine and files, and show what pinfeed would do with them.
 
     FILE is a .npy file, a quoted pattern of shards ("features-*.npy"), or several
     files, which are shards of one source. plan and doctor also read x.h5:/images,
     x.zarr and x.parquet:column. Inputs and their labels are two sources:
     plan images.npy --with labels.npy. Sizes are written 2GiB, 512MiB, 1.5e9.
 
-    Exit status: 0 fine; 1 something was found (a damaged file, a plan that does not
-    fit); 2 wrong usage; 3 it could not be done; 130 interrupted.
+    Exit status: 0 success; 1 a problem was found (a damaged file, a plan that does not fit); 2
+    wrong usage; 3 failure; 130 interrupted.
     """
 
 
 def reporting(function: Callable[..., Report]) -> Callable[..., None]:
-    """Make a command of a function, which prints its report and sets the exit status.
+    """Turn a function into a command that prints its report and sets the exit status.
 
     With ``--json`` the report is one object, and nothing else is on stdout.
     """
@@ -63,7 +63,7 @@ def reporting(function: Callable[..., Report]) -> Callable[..., None]:
             click.echo(_shown(report, head if as_json else None))
         except OSError as error:
             if error.errno == errno.EPIPE:
-                # Click exits quietly if the reader of a pipe has gone.
+                # If the reader of a pipe has exited, click exits without a message.
                 raise
             click.echo(f"pinfeed: stdout: {error.strerror}", err=True)
             ctx.exit(FAILED)
@@ -85,31 +85,29 @@ _device = click.option(
 )
 
 
-@main.command(short_help="Say what this machine can do, and whether pinfeed helps.")
+@main.command(short_help="Report what this machine can do, and whether pinfeed helps.")
 @click.argument("files", nargs=-1, metavar="[FILE]...")
-@click.option("--rows", type=click.IntRange(1), help="Rows of the data, where there is no FILE.")
-@click.option(
-    "--row-bytes", type=size, metavar="SIZE", help="Bytes of a row, where there is no FILE."
-)
-@click.option("--batch-size", type=click.IntRange(1), metavar="ROWS", help="Rows of a batch.")
+@click.option("--rows", type=click.IntRange(1), help="Number of rows of the data, without a FILE.")
+@click.option("--row-bytes", type=size, metavar="SIZE", help="Bytes per row, without a FILE.")
+@click.option("--batch-size", type=click.IntRange(1), metavar="ROWS", help="Rows per batch.")
 @click.option(
     "--dir",
     "directory",
     metavar="DIR",
-    help="Measure the disk of this folder, by a scratch file that is removed.",
+    help="Measure the disk of this folder, with a scratch file that is removed afterwards.",
 )
 @click.option(
     "--ids",
     metavar="FILE",
-    help="Row indices in the order of training (.npy): say which cache on the device helps.",
+    help="Row indices in training order (.npy): report which GPU cache helps.",
 )
 @reporting
 def doctor(**options: Any) -> Report:
-    """Say what this machine can do, and whether pinfeed helps.
+    """Report what this machine can do, and whether pinfeed helps.
 
-    Limits in force, GPU, ceilings measured in seconds, packages that are missing; and,
-    given FILE or --rows and --row-bytes, whether pinfeed would help with such data.
-    Given --ids, too, how large a cache on the device would help.
+    The report lists memory limits, the GPU, the highest rates (measured in seconds) and missing
+    packages. With FILE, or with --rows and --row-bytes, it says whether pinfeed would help with
+    such data. With --ids, it also says how large a GPU cache should be.
     """
     from pinfeed.cli.doctor import command
 
@@ -124,35 +122,35 @@ def doctor(**options: Any) -> Report:
     "--gpu-limit",
     type=size,
     metavar="SIZE",
-    help="GPU memory that batches may take (Config's gpu_memory_limit).",
+    help="GPU memory that batches may use (Config's gpu_memory_limit).",
 )
 @click.option(
     "--cpu-limit",
     type=size,
     metavar="SIZE",
-    help="Host memory that the feeder may take (Config's cpu_memory_limit).",
+    help="Host memory that the feeder may use (Config's cpu_memory_limit).",
 )
 @click.option(
     "--depth",
     type=click.IntRange(0),
-    help="Batches ahead of the loop; 0 is the synchronous loop. Without it, pinfeed chooses.",
+    help="Number of prefetched batches; 0 is the synchronous loop. By default, pinfeed chooses.",
 )
 @_device
 @reporting
 def plan(**options: Any) -> Report:
     """Print the plan that a Feeder over these files would have.
 
-    The batch size, where every byte goes, and how the rows are read.
+    The plan shows the batch size, the use of memory, and how the rows are read.
 
-    With limits and no --batch-size, the batch is the largest that fits, up to 65,536 rows
-    or 64 MiB. --device cuda plans for a GPU where there is none, too.
+    With limits and no --batch-size, the batch is the largest that fits, up to 65,536 rows or 64
+    MiB. --device cuda also plans for a GPU on a machine without one.
     """
     from pinfeed.cli import plan
 
     return plan.plan(**options)
 
 
-@main.command(short_help="Time files of yours beside a plain DataLoader.")
+@main.command(short_help="Compare a Feeder over your files with a plain DataLoader.")
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
 @with_option
 @order_options
@@ -161,7 +159,7 @@ def plan(**options: Any) -> Report:
     type=click.FloatRange(0, min_open=True),
     default=1.0,
     show_default=True,
-    help="For later epochs of each; the first may take 4 times that.",
+    help="Time for the later epochs of each loader; a first epoch may take 4 times as long.",
 )
 @click.option(
     "--step-ms",
@@ -169,7 +167,7 @@ def plan(**options: Any) -> Report:
     default=2.0,
     show_default=True,
     metavar="MS",
-    help="Approximate duration of the training step for which waits are timed; 0 for none.",
+    help="Approximate time of the training step with which waits are measured; 0 for none.",
 )
 @click.option(
     "--workers",
@@ -177,36 +175,36 @@ def plan(**options: Any) -> Report:
     default="0,2",
     show_default=True,
     metavar="N,N",
-    help="num_workers of the DataLoaders.",
+    help="num_workers of the DataLoaders to compare.",
 )
 @click.option(
     "--warm/--cold",
     default=None,
-    help="Files in the page cache, or not. [default: in it, where they fit]",
+    help="Begin with the files in the page cache, or dropped from it. [default: warm if they fit]",
 )
 @_device
 @reporting
 def bench(**options: Any) -> Report:
-    """Time a Feeder over these files beside a plain DataLoader.
+    """Compare a Feeder over these files with a plain DataLoader.
 
-    Both give the same rows in the same order, which is checked first; the DataLoader
-    reads numpy.load(mmap_mode="r"). First and later epochs are timed apart, and then
-    the waits of a loop with a training step, which is the same for all.
+    Both deliver the same rows in the same order, which is checked first. The DataLoader reads
+    numpy.load(mmap_mode="r"). The first epoch and later epochs are timed separately. Then each
+    loader runs with the same training step, and the time that the loop waits is measured.
     """
     from pinfeed.cli.bench import command
 
     return command.bench(**options)
 
 
-@main.command(short_help="Show what files hold, and what is wrong with them.")
+@main.command(short_help="Show the contents of files, and report damage.")
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
 @reporting
 def inspect(**options: Any) -> Report:
-    """Show what files hold, and what is wrong with them.
+    """Show the contents of files, and report damage.
 
-    Shape, dtype, order, shards and damage of .npy files, the tensors of safetensors
-    files, and checkpoints of pinfeed, whose checksums are compared. Of other files only
-    headers are read; nothing is unpickled.
+    The report shows shape, dtype, memory order, shards and damage of .npy files, the tensors of
+    safetensors files, and pinfeed checkpoints with verified checksums. Apart from checkpoints, only
+    headers are read. Nothing is unpickled.
     """
     from pinfeed.cli import inspect
 

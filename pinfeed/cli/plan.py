@@ -47,8 +47,7 @@ def plan(
 
     The arguments are the options of the command.
 
-    Returns:
-        The plan; with a finding if it does not fit, or not with the wanted batch size.
+    Returns: The plan; with a finding if it, or the requested batch size, does not fit.
     """
     order, order_name = order_of(shuffle, block_rows, seed)
     target, remarks = _device(device)
@@ -68,7 +67,7 @@ def plan(
                 made = feeder.plan
                 name = feeder.device
         except BudgetError as error:
-            return Report(values, head, (f"it does not fit: {error}",))
+            return Report(values, head, (f"the plan does not fit: {error}",))
     remarks += _remarks(made, name, arguments, is_default=batch_size is None, gpu_limit=gpu_limit)
     values |= {"device": name, "plan": plan_values(made)}
     parts = {
@@ -85,17 +84,17 @@ def _limits(cpu: int | None, gpu: int | None, batch_size: int | None) -> MemoryL
 def _remarks(
     made: Plan, device: str, arguments: dict[str, Any], *, is_default: bool, gpu_limit: int | None
 ) -> list[str]:
-    """Say which batch size was taken by default, and whether a limit was not needed."""
+    """Say which batch size is the default, and whether a limit has no effect."""
     remarks = []
     if is_default and "batch_size" in arguments:
         remarks.append(
-            "Neither --batch-size nor a limit was given: "
-            f"{arguments['batch_size']:,} rows were taken for a batch."
+            "Without --batch-size or a limit, the plan uses batches of "
+            f"{arguments['batch_size']:,} rows."
         )
     if gpu_limit is not None and not made.device_bytes:
         remarks.append(
-            f"Batches live in host memory ({device}): --gpu-limit was not needed. "
-            "--device cuda plans for a GPU."
+            f"Batches stay in host memory ({device}), so --gpu-limit has no effect. Use --device "
+            "cuda to plan for a GPU."
         )
     return remarks
 
@@ -103,11 +102,11 @@ def _remarks(
 def _findings(made: Plan, batch_size: int | None, n_rows: int) -> tuple[str, ...]:
     if batch_size is None or made.batch_size >= min(batch_size, n_rows):
         return ()
-    return (f"batches of {batch_size:,} rows were wanted; the limits hold {made.batch_size:,}",)
+    return (f"batches of {batch_size:,} rows do not fit the limits; {made.batch_size:,} rows fit",)
 
 
 def _device(name: str) -> tuple[Any, list[str]]:
-    """Return the device to plan for, with remarks; a description of a GPU if there is none."""
+    """Return the device to plan for, with remarks; without a GPU, return a stand-in for one."""
     import torch
 
     if name != "cuda" or torch.cuda.is_available():
@@ -115,8 +114,8 @@ def _device(name: str) -> tuple[Any, list[str]]:
     from pinfeed.devices.planned_gpu import PlannedGpu
 
     remark = (
-        "There is no GPU here: this is the plan for a machine that has one, and otherwise this "
-        "machine's memory and cores."
+        "This machine has no GPU. The plan is for a machine with a GPU and the same memory and "
+        "cores."
     )
     return PlannedGpu(), [remark]
 
@@ -139,20 +138,20 @@ def _text(made: Plan, order_name: str, device: str) -> str:
         (_PLACES[item.place], item.what, f"{item.count:,}", human(item.nbytes), human(item.total))
         for item in sorted(made.items, key=lambda item: list(_PLACES).index(item.place))
     ]
-    host = human(made.host_bytes) + _of_limit(made.cpu_memory_limit)
+    host = human(made.host_bytes) + _limit(made.cpu_memory_limit)
     if made.pinned_bytes:
-        host += f", of it page-locked {human(made.pinned_bytes)}"
-    gpu = human(made.device_bytes) + _of_limit(made.gpu_memory_limit)
+        host += f", {human(made.pinned_bytes)} of it page-locked (pinned)"
+    gpu = human(made.device_bytes) + _limit(made.gpu_memory_limit)
     pairs = [
-        ("batches", f"{made.batch_size:,} rows, {order_name}, {made.depth_in_words}"),
-        ("device", f"{device}, {made.route} route"),
+        ("batches", f"up to {made.batch_size:,} rows, {order_name}, {made.depth_in_words}"),
+        ("device", f"{device}, {made.route_in_words}"),
         ("host", host),
         ("GPU", gpu if made.device_bytes else ""),
         *(("rows" if i == 0 else "", note) for i, note in enumerate(made.notes)),
     ]
-    shown = table(items, ("where", "what", "count", "each", "in all"), "llrrr")
+    shown = table(items, ("where", "what", "count", "each", "total"), "llrrr")
     return f"{facts(pairs)}\n\n{shown}"
 
 
-def _of_limit(limit: int | None) -> str:
-    return "" if limit is None else f" of {human(limit)}"
+def _limit(limit: int | None) -> str:
+    return "" if limit is None else f" (limit {human(limit)})"

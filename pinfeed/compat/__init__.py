@@ -1,1 +1,1 @@
-"""Documented APIs of earlier systems on top of pinfeed, and pinfeed's own old module paths."""
+"""APIs of SpeedTorch, infinitybatch and pytorch-memory on top of pinfeed, and old module paths."""

@@ -1,8 +1,8 @@
-"""Old module paths that documentation or pickles name, and where their contents are now.
+"""Old module paths in documentation and pickles, and the new modules of their contents.
 
-``import pinfeed`` installs a finder for these paths, behind Python's own finders. A name that is
-asked for under an old path is looked up in its new module, and a ``DeprecationWarning`` says the
-new path. Imports and pickles that name an old path therefore work until pinfeed 0.2.0.
+``import pinfeed`` installs a finder for these paths, behind Python's own finders. The finder looks
+up a name of an old path in the new module, and a ``DeprecationWarning`` says the new path. Imports
+and pickles that name an old path therefore work until pinfeed 0.2.0.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ RENAMED = {
     "pinfeed.training.big.choice.Chosen": "pinfeed.training.large_batch.select.StrategyChoice",
     "pinfeed.training.manage.history.Row": "pinfeed.training.trainer.record.Record",
 }
-"""Old name -> new name, for names that changed too or that are not in the new module."""
+"""Old name -> new name, for names that changed as well or that are not in the new module."""
 
 _OLD_PACKAGES = {
     "pinfeed.seeing",
@@ -111,15 +111,15 @@ def _look_up(old_module: str, name: str) -> Any:
     package = sys.modules["pinfeed"]
     new = RENAMED.get(old, f"{MOVED[old_module]}.{name}")
     new_module, _, new_name = new.rpartition(".")
-    # A public name is looked up by its public path, which outlasts moves of its module.
+    # A public name is looked up by its public path, which stays valid if its module moves again.
     if new_name in package.__all__:
         new = f"pinfeed.{new_name}"
         found = getattr(package, new_name)
     else:
         found = getattr(importlib.import_module(new_module), new_name)
-    # The frames between here and the importing line: this one and ``look_up``.
+    # Two frames are between this call and the importing line: this one and ``look_up``.
     warnings.warn(
-        f"{old} is {new} now; import it from there; the old path ends with pinfeed 0.2.0",
+        f"{old} has moved to {new}; import {new}; pinfeed 0.2.0 removes the old path",
         DeprecationWarning,
         stacklevel=3,
     )

@@ -1,4 +1,4 @@
-"""BaseFeeder and ResumableFeeder: the members that all feeders share, and what they refuse."""
+"""BaseFeeder and ResumableFeeder: the members that all feeders share, and uses that they refuse."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ def no_copy(feeder: object) -> NoReturn:
         CopyError: Always.
     """
     raise CopyError(
-        f"a {type(feeder).__name__} cannot be pickled or copied: its threads and memory are this "
-        "process's; hand over paths, arrays or a function, and make it where it is used (its "
-        "state_dict() can be sent)"
+        f"a {type(feeder).__name__} cannot be pickled or copied, because its threads and memory "
+        "belong to this process; pass paths, arrays or a function instead, and make the feeder in "
+        "the process that uses it (its state_dict() can be sent)"
     )
 
 
 def no_items(feeder: object, rows: object) -> NoReturn:
     """Refuse to give samples to a DataLoader. Every feeder has this as ``__getitems__``.
 
-    No feeder has ``__getitem__``: numpy would take the feeder for a sequence, and would iterate an
-    epoch if the feeder is an element of a list.
+    No feeder has ``__getitem__``, because numpy would then take a feeder in a list for a sequence,
+    and would iterate over an epoch.
 
     Raises:
         TypeError: Always.
     """
     raise TypeError(
         f"a DataLoader asked a {type(feeder).__name__} for samples; expected a loop over the "
-        "feeder itself, `for batch in feeder`, which is batched and prefetched as it is; where a "
-        "DataLoader is wanted, give it pinfeed.RowDataset(source)"
+        "feeder itself, `for batch in feeder`, which already batches and prefetches; if you need "
+        "a DataLoader, give it pinfeed.RowDataset(source)"
     )
 
 
 class BaseFeeder(Generic[T_co]):
-    """Loop over batches of a type, on a device, that can be measured and closed.
+    """Loop over batches on a device, with statistics, a timeline and ``close``.
 
     A subclass calls ``_open_device`` and sets ``_loop`` in its constructor, and defines
     ``__iter__`` and ``__len__``.
@@ -84,9 +84,9 @@ class BaseFeeder(Generic[T_co]):
     def depth_reason(self) -> str:
         """Depth of the loop and the measured times behind it; empty if the depth is not measured.
 
-        On the CPU, a ``Feeder`` over rows in memory or a ``wrap_loader`` without a ``depth``
-        measures whether short batches are faster in the synchronous loop, and keeps the faster way
-        while they stay short. ``train_rows`` without a ``depth`` measures on every device, once.
+        Without a ``depth``, a ``Feeder`` over rows in memory and ``wrap_loader`` measure on the CPU
+        whether short batches are faster in the synchronous loop. They keep the faster way while
+        batches stay short. ``train_rows`` without a ``depth`` measures on every device, once.
         """
         return self._loop.depth_reason
 
@@ -106,7 +106,7 @@ class BaseFeeder(Generic[T_co]):
         that the user gave (a loader, a store, a Device) stay open.
 
         Raises:
-            Exception: If a write-back failed and no loop has raised its error; the error as it was.
+            Exception: If a write-back failed and no loop has raised its error; that error.
         """
         with contextlib.ExitStack() as stack:
             if self._owned_device is not None:
@@ -130,13 +130,13 @@ class BaseFeeder(Generic[T_co]):
 
 
 class ResumableFeeder(BaseFeeder[T_co]):
-    """Feeder that draws its order itself, so that it knows its epoch and position."""
+    """Feeder that draws its order itself, and so knows its epoch and position."""
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch.
 
         Raises:
-            TypeError: If the number is unknown, because the given ``rows`` have no length.
+            TypeError: If the number is unknown, because ``rows`` has no length.
         """
         return len(self._loop.source)
 
@@ -157,23 +157,23 @@ class ResumableFeeder(BaseFeeder[T_co]):
 
         Raises:
             ArgumentError: If ``number`` is not a whole number, or is negative.
-            ClosedError: If a loop runs that may not be ended, or the feeder is closed.
+            ClosedError: If a loop runs and cannot be ended, or the feeder is closed.
         """
         self._loop.set_epoch(number)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the loop, as plain values.
 
-        Inside a training step, the batch of that step counts as done. Batches that are only
-        prefetched do not count.
+        During a training step, the batch of that step counts as done. Prefetched batches do not
+        count.
         """
         return self._loop.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next loop continue at a saved position, with the batches that were left then.
+        """Make the next loop continue at a saved position, with the remaining batches.
 
-        With ``ranks``, the state of any rank holds for all ranks, and for another number of ranks:
-        see ``Ranks``.
+        With ``ranks``, the state of any rank holds for all ranks, and for another world size: see
+        ``Ranks``.
 
         Args:
             state: Return value of ``state_dict``.
@@ -181,6 +181,6 @@ class ResumableFeeder(BaseFeeder[T_co]):
         Raises:
             ArgumentError: If ``state`` is not a state of a feeder, or belongs to a feeder with
                 other rows, order or batch size.
-            ClosedError: If a loop runs that may not be ended, or the feeder is closed.
+            ClosedError: If a loop runs and cannot be ended, or the feeder is closed.
         """
         self._loop.load_state(state)

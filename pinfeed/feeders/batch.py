@@ -26,15 +26,22 @@ logger = logging.getLogger("pinfeed")
 class Batch(Generic[T_co]):
     """One batch of rows, with its row indices, that can be written back to its sources.
 
-        for batch in feeder.batches():
-            batch.write_back(batch.data * 0.5)
+    ``Feeder.batches()`` yields it.
+
+    Examples:
+        >>> table = np.ones((1000, 8), np.float32)
+        >>> with pinfeed.Feeder(table, batch_size=256) as feeder:
+        ...     for batch in feeder.batches():
+        ...         batch.write_back(batch.data * 0.5)
+        >>> print(table[0, 0])
+        0.5
 
     Attributes:
         rows: Row indices of the batch, shape (n,), int64.
         data: Tensors on the device, in the structure of the source, each of shape (n, *row_shape).
             Ragged rows have the layout of their ``RaggedStore``. With a ``host_transform`` or a
-            ``device_transform``, the result of the function. The tensors belong to the caller, who
-            may keep and change them.
+            ``device_transform``, it is the result of that function. The caller owns the tensors,
+            and may keep and change them.
     """
 
     __slots__ = ("_device", "_is_source", "_lent", "_stores", "data", "rows")
@@ -59,7 +66,7 @@ class Batch(Generic[T_co]):
 
         Later batches contain the new rows, even if they were prefetched before. All writes are in
         the stores when the loop has ended. In a worker process of a DataLoader, an array changes
-        in that process alone, and a warning says so once. Files and shared memory change for all
+        in that process alone, and pinfeed warns once. Files and shared memory change for all
         processes.
 
         Args:
@@ -70,15 +77,15 @@ class Batch(Generic[T_co]):
 
         Raises:
             WriteBackError: If the structure, shape, dtype or device of ``values`` is wrong, a store
-                is read-only, the batch has a row twice, the batch was written before, the loop
-                has taken the next batch, or the feeder has a ``host_transform`` or a
+                is read-only, a row appears twice in the batch, the batch was written before, the
+                loop has requested the next batch, or the feeder has a ``host_transform`` or a
                 ``device_transform``. No row has changed then.
         """
         if not self._is_source:
             raise WriteBackError(
                 "write_back() of a batch that host_transform or device_transform has made; "
-                "expected a loop without functions on batches, because they are called before "
-                "newer rows reach a prefetched batch; change the batch in the training step"
+                "expected a loop without these functions, because they run before forwarding "
+                "copies newer rows into a prefetched batch; change the batch in the training step"
             )
         self._lent.require_writable()
         checked = self._stores.check(values, len(self.rows), self._device)
@@ -104,7 +111,7 @@ def _warn_in_worker_process(stores: Iterable[Store]) -> None:
 def _warn_of_private_copy() -> None:
     logger.warning(
         "write_back in a worker process of a DataLoader changes that process's copy of an array, "
-        "and the array of the main process stays as it is; loop over the feeder in the main "
+        "and the array of the main process stays unchanged; loop over the feeder in the main "
         "process, or give a file (MmapStore(path, mode='r+')) or a tensor after share_memory_()"
     )
 

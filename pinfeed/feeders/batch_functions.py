@@ -1,4 +1,4 @@
-"""Functions on batches: checks of the options, and the seeds of their generators."""
+"""Transforms: checks of their options, and the seeds of their generators."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pinfeed.validation.functions import takes_generator
 
 
 def has_functions(options: Mapping[str, Any]) -> bool:
-    """Tell whether a loop has functions on batches."""
+    """Return whether a loop has transforms."""
     return any(options[name] is not None for name in FUNCTIONS)
 
 
 def check_seed_of_functions(options: Mapping[str, Any]) -> None:
-    """Check the seed of a loop whose order is its loader's.
+    """Check the seed of a loop over a loader, which draws the order itself.
 
     Raises:
-        ArgumentError: If the seed is not a whole number, or no function gets a generator.
+        ArgumentError: If the seed is not a whole number, or no transform takes a generator.
     """
     seed = options["seed"]
     if seed is None:
@@ -29,23 +29,23 @@ def check_seed_of_functions(options: Mapping[str, Any]) -> None:
     check_seed(seed)
     if not any(takes_generator(options[name]) for name in FUNCTIONS):
         raise ArgumentError(
-            f"seed={seed!r} was given, and no function with a parameter generator; the seed is for "
-            "the generators of host_transform and device_transform; the DataLoader draws the "
-            "order: give it generator=torch.Generator().manual_seed(seed)"
+            f"seed={seed!r} was given, but no function with a parameter generator; the seed is for "
+            "the generators of host_transform and device_transform; for the order, which the "
+            "DataLoader draws, give it generator=torch.Generator().manual_seed(seed)"
         )
 
 
 def batch_function(
     name: str, options: Mapping[str, Any], seed: int | None, device: str, rank: int | None = None
 ) -> BatchFunction | None:
-    """Return a function on batches; None if the user gave none.
+    """Return a transform; None if the user gave none.
 
     Args:
         name: Name of the option.
         options: Options of the loop.
         seed: Seed of the generators; None for 0.
         device: Name of the device that the generators draw on.
-        rank: Number of this process, if several share the epoch.
+        rank: Rank of this process, if several processes share the epoch.
     """
     function = options[name]
     if function is None:

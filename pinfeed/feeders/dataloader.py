@@ -24,19 +24,27 @@ STATE_METHODS = ("state_dict", "load_state_dict")
 
 
 class LoaderFeeder(BaseFeeder[T_co]):
-    """Loader whose batches are on the device; ``wrap_loader`` returns it.
+    """Loader whose batches are prefetched to the device; ``wrap_loader`` returns it.
 
     Attributes that it does not have itself are those of the loader (``dataset``,
     ``batch_sampler``, ...).
+
+    Examples:
+        >>> loader = torch.utils.data.DataLoader(torch.zeros(100, 8), batch_size=10)
+        >>> with pinfeed.wrap_loader(loader) as feeder:
+        ...     for batch in feeder:
+        ...         loss = batch.mean()
+        >>> len(feeder), feeder.batch_size
+        (10, 10)
 
     Args:
         source: Source that iterates the loader.
         device: Target device, as the user named it.
         schedule: Number of batches to prefetch; it is measured only if the device permits it.
         options: Options of the loop, with their defaults.
-        n_spare: Number of device buffers that may be kept for reuse; None is one per store, or one
-            without ``fetch``, for each batch that is on the device at a time.
-        fetch: Stores of the rows that the batches name by ids; None if there are none.
+        n_spare: Number of device buffers that may be kept for reuse. None is one per store, or one
+            without ``fetch``, for each batch that is on the device at the same time.
+        fetch: Stores of the rows whose ids are in the batches; None without ``fetch``.
     """
 
     def __init__(
@@ -84,9 +92,9 @@ class LoaderFeeder(BaseFeeder[T_co]):
 
     @property
     def plan(self) -> Plan:
-        """Memory that the files behind ``fetch`` take. That of the batches is not known.
+        """Memory that the files behind ``fetch`` take; the memory of the batches is unknown.
 
-        Results of functions on batches are counted as measured so far.
+        The memory of transform results is the measured one so far.
         """
         plan = Plan(0, self._depth, "staged", ())
         if self._fetch is not None:
@@ -104,14 +112,14 @@ class LoaderFeeder(BaseFeeder[T_co]):
         except TypeError as error:
             raise TypeError(
                 f"loader={type(self._loader).__name__}: its len() fails ({error}), so the number "
-                "of batches is not known; count them in the loop"
+                "of batches is unknown; count them in the loop"
             ) from error
 
     def __iter__(self) -> Iterator[T_co]:
         """Begin the loader's next epoch, with its batches on the device.
 
         Raises:
-            ClosedError: If the feeder is closed, or a loop over it runs that may not be ended.
+            ClosedError: If the feeder is closed, or an older loop over it runs and cannot be ended.
         """
         source = self._source
         return self._loop.run(LentBatch.take, begin=source.begin, keeps_errors=source.keeps_errors)
@@ -120,18 +128,19 @@ class LoaderFeeder(BaseFeeder[T_co]):
         if name in STATE_METHODS:
             raise AttributeError(
                 f"{type(self._loader).__name__} has no {name}, so the loop cannot be resumed; give "
-                "a loader that has (torchdata's StatefulDataLoader), or a Feeder"
+                "a loader that has it (torchdata's StatefulDataLoader), or use a Feeder"
             )
         if name.startswith("_"):
-            # Either an attribute that the constructor has not set yet, or a protocol that the
-            # loader must not answer for the feeder.
+            # Either the constructor has not set the attribute yet, or it belongs to a protocol that
+            # the loader must not answer for the feeder.
             raise AttributeError(name)
         return getattr(self._loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of the loader if the loader has it and the feeder has not.
+        """Set an attribute of the loader if the loader has it and the feeder does not.
 
-        The loader refuses what cannot be changed, such as the batch size of a DataLoader.
+        The loader itself refuses changes of fixed attributes, such as the batch size of a
+        DataLoader.
         """
         is_own = name.startswith("_") or hasattr(type(self), name)
         if is_own or not hasattr(self._loader, name):
@@ -147,15 +156,15 @@ class LoaderFeeder(BaseFeeder[T_co]):
     def set_epoch(self, number: int) -> None:
         """Call ``set_epoch`` of the loader, its samplers and its dataset, if they have it.
 
-        If none of them has it, nothing changes and no error is raised. Such a loader draws its
-        order from torch's random numbers, or has one order. Loops that work with any sampler call
-        ``set_epoch`` in every epoch.
+        If none of these objects has ``set_epoch``, nothing changes and no error is raised, because
+        loops that work with any sampler call it in every epoch. Such a loader draws its order from
+        torch's random numbers, or always has the same order.
 
         Args:
             number: Number of the epoch, at least 0.
 
         Raises:
-            ClosedError: If a loop runs that may not be ended, or the feeder is closed.
+            ClosedError: If a loop runs and cannot be ended, or the feeder is closed.
         """
         self._loop.set_epoch(number)
         batch_sampler = getattr(self._loader, "batch_sampler", None)
@@ -166,7 +175,7 @@ class LoaderFeeder(BaseFeeder[T_co]):
             getattr(batch_sampler, "sampler", None),
             getattr(self._loader, "dataset", None),
         ]
-        # One object may have several of these roles; it is called once.
+        # One object may have several of these roles, and is called once.
         for target in {id(candidate): candidate for candidate in candidates}.values():
             if callable(getattr(target, "set_epoch", None)):
                 target.set_epoch(number)
@@ -178,10 +187,20 @@ class LoaderFeeder(BaseFeeder[T_co]):
 
 
 class StatefulLoaderFeeder(LoaderFeeder[T_co]):
-    """Loader whose batches are on the device, and that can be resumed; ``wrap_loader`` returns it.
+    """Resumable loader whose batches are prefetched to the device; ``wrap_loader`` returns it.
 
     Prefetching moves the loader ahead of the loop. The feeder keeps the state that the loader had
     after the batch of the current training step.
+
+    Examples:
+        >>> class Loader(list):
+        ...     def state_dict(self):
+        ...         return {}
+        ...     def load_state_dict(self, state):
+        ...         pass
+        >>> feeder = pinfeed.wrap_loader(Loader([torch.zeros(10, 8)]))
+        >>> state = feeder.state_dict()
+        >>> feeder.load_state_dict(state)
     """
 
     _source: StatefulSource
@@ -190,16 +209,15 @@ class StatefulLoaderFeeder(LoaderFeeder[T_co]):
         """Begin the loader's next epoch, with its batches on the device.
 
         Raises:
-            ClosedError: If the feeder is closed, or a loop over it runs that may not be ended.
+            ClosedError: If the feeder is closed, or an older loop over it runs and cannot be ended.
         """
         return self._loop.run(self._take, begin=self._begin, keeps_errors=self._source.keeps_errors)
 
     def state_dict(self) -> Any:
         """Return the loader's ``state_dict()`` at the position of the loop.
 
-        Batches that are only prefetched do not count. If a function gets a generator, the state is
-        a dict of the loader's own state and of the position of the feeder, which seeds the
-        generators.
+        Prefetched batches do not count. If a transform takes a generator, the state is a dict of
+        the loader's own state and of the feeder's position, from which the generators are seeded.
 
         Raises:
             Exception: If the loader's ``state_dict()`` failed; its error.
@@ -216,24 +234,24 @@ class StatefulLoaderFeeder(LoaderFeeder[T_co]):
 
         Args:
             state: Return value of ``state_dict`` of this feeder, or of the loader itself if no
-                function gets a generator.
+                transform takes a generator.
 
         Raises:
-            ArgumentError: If a function gets a generator, and the state does not have the number of
-                the batch, which seeds it.
-            ClosedError: If a loop runs that may not be ended, or the feeder is closed.
+            ArgumentError: If a transform takes a generator, and the state does not contain the
+                batch number, which seeds the generator.
+            ClosedError: If a loop runs and cannot be ended, or the feeder is closed.
         """
         is_own = isinstance(state, Mapping) and set(state) == {"loader", "pinfeed"}
         if not is_own and self._functions.take_generators:
             raise ArgumentError(
-                "load_state_dict() got a state of the loader itself, which does not have the "
-                "number of the batch; expected what state_dict() of this feeder returned, because "
+                "load_state_dict() got a state of the loader itself, which does not contain the "
+                "batch number; expected the return value of this feeder's state_dict(), because "
                 "that number seeds the generator of host_transform or device_transform"
             )
         if is_own and self._functions.take_generators:
             self._loop.load_state(state["pinfeed"])
         else:
-            # The loader alone knows the batch. An epoch that was left is not continued.
+            # Only the loader knows the batch. An epoch that the loop has left is not continued.
             self._loop.load_state(self._loop.state() | {"batch": 0, "checksum": 0})
         self._loader.load_state_dict(state["loader"] if is_own else state)
 

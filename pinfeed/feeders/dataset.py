@@ -22,16 +22,21 @@ from pinfeed.validation.safe_repr import safe_repr
 class RowDataset(Dataset[Any]):
     """Rows of arrays and files by index, as CPU tensors in the structure of the source.
 
-    ``dataset[i]`` is row i. ``dataset[[3, 1, 4]]`` and ``dataset[10:20]`` are batches. The tensors
-    belong to the caller. Of a ``RaggedStore``, a single row is a tensor of its own length, and a
-    batch has the store's layout. Use it for evaluation, to look at some rows, and wherever a
-    map-style ``torch.utils.data.Dataset`` is required:
+    ``dataset[i]`` is row i. ``dataset[[3, 1, 4]]`` and ``dataset[10:20]`` are batches. The caller
+    owns the tensors. A single row of a ``RaggedStore`` is a tensor of its own length, and a batch
+    has the store's layout. Use it for evaluation, to look at some rows, and wherever a map-style
+    ``torch.utils.data.Dataset`` is required.
 
-        loader = DataLoader(pinfeed.RowDataset("x.npy"), batch_size=256, num_workers=4)
+    Each batch of a DataLoader is one gather, in worker processes too. A dataset of paths is pickled
+    as its paths, and every process opens the files itself. Arrays are pickled as a whole if
+    processes are spawned.
 
-    A batch of a DataLoader is one gather, in worker processes too. A dataset of paths is pickled as
-    its paths, and every process opens the files itself. Arrays are pickled as a whole if processes
-    are spawned.
+    Examples:
+        >>> np.save("x.npy", np.zeros((1000, 8), np.float32))
+        >>> dataset = pinfeed.RowDataset("x.npy")
+        >>> dataset[[3, 1, 4]].shape
+        torch.Size([3, 8])
+        >>> loader = torch.utils.data.DataLoader(dataset, batch_size=256)
 
     Args:
         source: Source of rows, as for ``Feeder``.
@@ -59,7 +64,7 @@ class RowDataset(Dataset[Any]):
         return self._tree.n_rows
 
     def __getitem__(self, index: Any) -> Any:
-        """Return one row for an index, or a batch for a slice, an array or a list of indices.
+        """Return one row for a row index, or a batch for a slice, an array or a list of them.
 
         Raises:
             RowIndexError: If an index is out of range, negative, or not a whole number.

@@ -1,4 +1,4 @@
-"""Feeder: batches of rows of arrays and files, on a device."""
+"""Feeder: batches of rows of arrays and files, prefetched to a device."""
 
 from __future__ import annotations
 
@@ -56,77 +56,85 @@ logger = logging.getLogger("pinfeed")
 
 
 class Feeder(ResumableFeeder[T_co]):
-    """Iterate rows of host memory or of files as batches on a device, a few batches ahead.
+    """Batches of rows from host memory or files, prefetched to a device.
 
     The batches, and the contents of the stores after the loop, equal those of the synchronous loop
     (``depth=0``) bit for bit. The synchronous loop gathers, computes and writes in turn. This
     holds if rows change only by ``write_back`` while a loop runs: a prefetched batch does not see
-    other changes of its array or file. A batch belongs to the caller: kept, it stays valid and
-    unchanged.
+    other changes of its array or file. The caller owns each batch, which stays valid and unchanged
+    for as long as it is kept.
 
-        with pinfeed.Feeder("x.npy", batch_size=256, shuffle=True) as feeder:
-            for epoch in range(10):
-                for batch in feeder:
-                    ...
+    A feeder replaces a DataLoader; do not put one around it. ``next(iter(feeder))`` returns one
+    batch. ``RowDataset`` returns single rows by index.
 
-    A feeder replaces the DataLoader and needs none around it. ``next(iter(feeder))`` shows one
-    batch. ``RowDataset`` gives single rows by index.
+    Examples:
+        >>> np.save("x.npy", np.zeros((1000, 8), np.float32))
+        >>> with pinfeed.Feeder("x.npy", batch_size=256, shuffle=True) as feeder:
+        ...     for epoch in range(2):
+        ...         for batch in feeder:
+        ...             loss = batch.square().mean()
+        >>> batch.shape
+        torch.Size([232, 8])
 
     Args:
         source: Path of a .npy file (or a pattern of shards), numpy array, CPU tensor, Arrow column,
-            Store, or RaggedStore for rows of unequal length. Or tuples, lists and dicts of these,
-            with equally many rows; batches have the same structure. Several paths in a tuple or a
-            list are separate sources, such as inputs and labels. Several files that are shards of
-            one source are given as a pattern or as ``MmapStore([...])``. An Arrow table, a Hugging
-            Face dataset, a pandas or polars DataFrame and the path of a Parquet file are dicts of
-            their columns. An open ``h5py.Dataset`` or ``zarr.Array`` is one source.
+            Store, or RaggedStore for rows of unequal length. It may also be tuples, lists and dicts
+            of these, all with the same number of rows; batches have the same structure. Several
+            paths in a tuple or a list are separate sources, such as inputs and labels. Give the
+            file shards of one source as a pattern or as ``MmapStore([...])``. An Arrow table, a
+            Hugging Face dataset, a pandas or polars DataFrame and the path of a Parquet file are
+            dicts of their columns. An open ``h5py.Dataset`` or ``zarr.Array`` is one source.
         batch_size: Rows per batch. Give either this or ``config``; give neither if ``rows`` yields
             whole batches.
-        config: Memory limits that decide the batch size. Functions on batches are then called on
-            trial when the feeder is made, with some of the first rows, to predict their memory.
+        config: Memory limits, from which pinfeed computes the batch size. The constructor then
+            calls the transforms on some of the first rows, to predict their memory.
         rows: Sampling order: an order of ``pinfeed.rows``, a torch Sampler or BatchSampler, or an
             iterable of row indices or of whole batches of row indices. None is the order of the
-            source. A sampler with an ``epoch`` attribute, such as DistributedSampler, is set to the
-            epoch of the loop. If its owner sets another epoch, the loop takes that one.
-        shuffle: Whether every epoch has another order; short for
-            ``rows=pinfeed.rows.shuffled(seed)``.
+            source. The feeder sets a sampler that has an ``epoch`` attribute, such as
+            DistributedSampler, to the epoch of the loop. If the user sets another epoch on the
+            sampler, the loop uses that one.
+        shuffle: Whether every epoch has a new order; short for
+            ``rows=pinfeed.rows.shuffled(seed)``. Every run of the program repeats the same orders,
+            because the default seed is 0; pass another ``seed`` for others.
         seed: Seed of the shuffle, a whole number; the order is a function of (seed, epoch). It is
-            also the seed of the generators of functions on batches.
+            also the seed of the generators of the transforms.
         drop_last: Whether to leave out a last batch that is not full.
-        ranks: Rule by which the processes of a job (of torchrun, say) share an epoch if the rows do
-            not divide evenly. ``"pad"`` repeats the first rows, ``"drop"`` leaves out the
-            remainder, and ``"join"`` gives some ranks one row more. Use ``Ranks`` for more options.
-            With ``"all"`` or None, every process iterates all rows.
+        ranks: Rule by which the processes of a job (such as those of torchrun) share an epoch if
+            the rows do not divide evenly. ``"pad"`` repeats the first rows, ``"drop"`` leaves out
+            the remainder, and ``"join"`` gives some ranks one row more. Use ``Ranks`` for more
+            options. With ``"all"`` or None, every process iterates over all rows.
         depth: Number of batches to prefetch, at most 1,024, because each takes memory; 0 is the
             synchronous loop. It replaces ``config.depth``. None is 2, or more for small batches. On
-            the CPU, a loop without a depth over rows in memory also measures whether short batches
-            are faster without prefetching, and keeps the faster way, which ``depth_reason`` names.
-            It does not measure with ``verify``.
+            the CPU, a loop over rows in memory then also measures whether short batches are faster
+            without prefetching. It keeps the faster way, which ``depth_reason`` names. It does not
+            measure with ``verify``.
         device: ``"auto"`` (CUDA if available), ``"cpu"``, ``"cuda"``, ``"cuda:1"``, a
             ``torch.device`` or a Device.
-        route: Route of rows of page-locked stores to a GPU. With ``"direct"``, a kernel reads them
-            in host memory. With ``"staged"``, the CPU gathers them before they are copied. None is
-            the faster one, as measured; ``plan`` names it.
-        verify: Compare each batch with its rows in the stores before the loop gets it, and raise
-            VerificationError if anything but ``write_back`` has changed them. This reads every row
-            twice and waits for write-backs.
-        again: Rule for a loop that begins while an older one over this feeder has not ended. With
-            ``"end"``, the older loop ends as by ``break``, and its iterator raises ClosedError if
-            it is asked for another batch. With ``"refuse"``, the new loop raises ClosedError
-            instead. The rule holds for ``set_epoch`` and ``load_state_dict``, too. A loop in
-            another thread is never ended.
+        route: Route of rows from page-locked (pinned) stores to a GPU. On the ``"direct"`` route,
+            GPU kernels read the rows straight from pinned host memory. On the ``"staged"`` route,
+            the CPU gathers the rows before they are copied. None is the faster one, as measured;
+            ``plan`` names it.
+        verify: Compare each batch with its rows in the stores before the loop receives it, and
+            raise VerificationError if anything but ``write_back`` has changed them. This reads
+            every row twice and waits for write-backs.
+        again: Rule for a loop that begins before an older loop over this feeder has ended. With
+            ``"end"``, the older loop ends as by ``break``, and ``next()`` of its iterator raises
+            ClosedError. With ``"refuse"``, the new loop raises ClosedError instead. The rule also
+            holds for ``set_epoch`` and ``load_state_dict``. A loop in another thread is never
+            ended.
         progress: Show a progress bar.
-        timeline: Record what takes time in every batch, and name it for GPU profilers.
+        timeline: Record how long each stage of each batch takes, and name the stages for GPU
+            profilers.
         host_transform: Function that takes each batch as CPU tensors, in the structure of the
-            source, and returns a batch of any structure, whose tensors are copied to the device. A
-            background thread calls it, for one batch at a time, in order. It may have a parameter
+            source, and returns a batch of any structure, whose tensors are copied to the device.
+            The transform thread calls it for one batch at a time, in order. It may have a parameter
             ``generator``: see ``LoopOptions``.
         device_transform: Function that takes each batch on the device, and returns what the loop
-            gets. It is called in the same way. Its work on a GPU runs in a side stream.
+            receives. It is called in the same way. Its work on a GPU runs in a side stream.
 
     Raises:
         ArgumentError: If an argument is invalid, two arguments conflict, or ``seed`` is given
-            without ``shuffle`` or a function that gets a generator.
+            without ``shuffle`` or a transform that takes a generator.
         UnknownArgument: If an argument does not exist. The message names the one to use.
         StoreError: If a source cannot be read, or sources have different numbers of rows.
         RowIndexError: If a row index is out of range.
@@ -259,18 +267,18 @@ class Feeder(ResumableFeeder[T_co]):
 
         Returns:
             Iterator over batches: tensors on the device, in the structure of the source, each of
-            shape (n, *row_shape); of ragged rows, what the layout of their ``RaggedStore`` says.
+            shape (n, *row_shape). Ragged rows have the layout of their ``RaggedStore``.
 
         Raises:
-            ClosedError: If the feeder is closed, or a loop over it runs that may not be ended.
+            ClosedError: If the feeder is closed, or an older loop over it runs and cannot be ended.
         """
         return self._loop.run(self._take, begin=self._begin)
 
     def batches(self) -> Iterator[Batch[T_co]]:
-        """Begin the next epoch, as ``Batch`` objects with row indices and ``write_back``.
+        """Begin the next epoch, with ``Batch`` objects that have row indices and ``write_back``.
 
         Raises:
-            ClosedError: If the feeder is closed, or a loop over it runs that may not be ended.
+            ClosedError: If the feeder is closed, or an older loop over it runs and cannot be ended.
         """
         take = self._take
         stores = self._stores
@@ -292,8 +300,8 @@ class Feeder(ResumableFeeder[T_co]):
     def plan(self) -> Plan:
         """Batch size and memory of every buffer; ``print(feeder.plan)`` explains them in words.
 
-        Results of functions on batches are counted as measured so far, or with ``config`` as
-        predicted.
+        The memory of transform results is the measured one so far, or with ``config`` the predicted
+        one.
         """
         if self._is_limited:
             return self._plan
@@ -302,15 +310,15 @@ class Feeder(ResumableFeeder[T_co]):
     def flush_writes(self) -> None:
         """Wait until all write-backs so far are in their stores.
 
-        Call it in the thread of the loop.
+        Call it in the thread that runs the loop.
 
         Raises:
-            Exception: If a write-back failed; the error as it was.
+            Exception: If a write-back failed; its error.
         """
         self._loop.drain()
 
     def land(self) -> None:
-        """Call ``flush_writes``, which was named ``land`` before."""
+        """Call ``flush_writes``; this is its old name."""
         self.flush_writes()
 
     def _n_buffers(self, schedule: PrefetchSchedule) -> int:
@@ -418,7 +426,7 @@ def _check_conflicts(options: FeederOptions, route: str | None) -> None:
     if options["verify"] and has_functions(options):
         raise ArgumentError(
             "verify=True was given with host_transform or device_transform; verify compares each "
-            "batch with its rows, which these functions change; leave verify or the functions out"
+            "batch with its rows, which these functions change; leave out verify or the functions"
         )
     if route == "direct" and options["host_transform"] is not None:
         raise ArgumentError(

@@ -20,12 +20,12 @@ from pinfeed.stores.base import Store
 
 
 class FetchStores:
-    """Stores whose rows the batches of a loader name by ids.
+    """Stores of the rows whose ids are in the batches of a loader.
 
     Args:
         fetch: For each key a pair of a source, as for ``Feeder``, and of the ids of a batch: a key
-            of the batch or a function of it.
-        config: Memory limits for the rows of files; None for the free memory.
+            of the batch or a function of the batch.
+        config: Memory limits for the rows of files; None is the free memory.
 
     Raises:
         ArgumentError: If ``fetch`` is no such mapping, ``config`` is no ``pinfeed.Config``, or a
@@ -73,21 +73,21 @@ class FetchStores:
         if depth is None and self._config is not None:
             depth = self._config.depth
         schedule = measured_schedule() if depth is None else PrefetchSchedule(depth)
-        # A file may be slow again after it was measured, which prefetching hides.
+        # A file may become slow again after the measurement, and prefetching hides that.
         measures = schedule.measures_depth and self._are_in_memory
         n_readers = n_id_readers(schedule.depth)
         return dataclasses.replace(schedule, n_readers=n_readers, measures_depth=measures)
 
     def on(self, device: Device) -> RowFetch:
-        """Return what adds the rows to batches that are moved to a device.
+        """Return the RowFetch that adds the rows to batches on a device.
 
-        It is called before the loop takes streams of the device.
+        Call it before the loop takes streams of the device.
         """
         self._route = device.choose_route(self.stores, 0, None)
         return RowFetch(self._specs, device)
 
     def plan(self, depth: int, device: Device) -> Plan:
-        """Return the memory that the rows of files take; the batches are not counted."""
+        """Return the memory that the rows of files take, without that of the batches."""
         return Plan(
             0,
             depth,
@@ -103,10 +103,10 @@ class FetchStores:
 
 
 def _require_equal_rows(key: Any, tree: StoreTree) -> None:
-    """Refuse sources whose rows have different lengths.
+    """Refuse ragged sources.
 
     Raises:
-        ArgumentError: If there are any.
+        ArgumentError: If rows of the source have different lengths.
     """
     if tree.ragged:
         raise ArgumentError(

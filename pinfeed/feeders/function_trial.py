@@ -1,4 +1,4 @@
-"""measure_functions(): calls functions on trial batches, to predict the memory that they take."""
+"""measure_functions(): calls transforms on trial batches, to predict the memory that they take."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pinfeed.rows.orders import sequential
 from pinfeed.stores.base import row_nbytes
 
 _TRIAL_BYTES = 1 << 20
-"""Bytes of the rows of the smaller trial batch. Allocators round up what small batches take."""
+"""Bytes of the rows of the smaller trial batch. Allocators round up the memory of small batches."""
 
 
 class _Trial(NamedTuple):
@@ -39,15 +39,15 @@ class _Trial(NamedTuple):
 
 
 def measure_functions(tree: StoreTree, device: Device, functions: LoopFunctions) -> FunctionMemory:
-    """Predict the memory of functions from two batches of the first rows.
+    """Predict the memory of transforms from two batches of the first rows.
 
     Args:
         tree: Stores of the rows.
         device: Device of the batches.
-        functions: The functions, without a reader of rows for them.
+        functions: The transforms, without their ``gather``.
 
     Raises:
-        Exception: If a function raised it; a note tells of the trial.
+        Exception: If a transform raised it; a note says that this was a trial.
     """
     n_rows = min(max(2, _TRIAL_BYTES // max(1, tree.row_nbytes)), max(1, tree.n_rows // 2))
     with contextlib.ExitStack() as stack:
@@ -88,11 +88,12 @@ def _run(tree: StoreTree, device: Device, functions: LoopFunctions, n_rows: int)
         try:
             next(runner.run(LentBatch.take))
         except Exception as error:
-            add_note(error, f"on trial, with the first {n_rows} rows, for the limits of config")
+            add_note(error, f"in a trial with the first {n_rows} rows, for the limits of config")
             raise
         peak_nbytes = peak()
     rows_nbytes = n_rows * sum(map(row_nbytes, tree.stores))
-    # Without the bounds of ragged rows, whose share is larger in small rows than in large ones.
+    # The bounds of ragged rows do not count: their share is larger in small rows than in large
+    # ones.
     rows_nbytes += sum(one.read(np.arange(n_rows))[0].nbytes for one in tree.ragged)
     host_returned, host_new, device_new = functions.measured_nbytes
     moved = host_returned if functions.host is not None else rows_nbytes

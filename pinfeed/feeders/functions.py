@@ -1,4 +1,4 @@
-"""wrap_readers(): batches of samples that a user's functions read."""
+"""wrap_readers(): prefetched batches of samples that a user's functions read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _MAX_READERS = 1024
-"""Largest number of identities that are read at the same time, each in a thread of its own."""
+"""Maximum number of identities that are read at the same time, each in a thread of its own."""
 
 
 @explain_arguments(READER_HINTS, options=ReaderOptions)
@@ -51,27 +51,39 @@ def wrap_readers(
     device: Any = "auto",
     **options: Unpack[ReaderOptions],
 ) -> ReaderFeeder:
-    """Wrap functions that read samples, to get batches ``(x, y)`` on the device.
-
-    Batches are prefetched ``depth`` ahead of the loop, and every epoch reads them again.
+    """Wrap functions that read samples, and prefetch batches ``(x, y)`` of them to the device.
 
     Identity i is ``inputs[i]`` and ``outputs[i]``: paths, numbers, or any values that the functions
-    take. Background threads call ``read_input(inputs[i])`` and ``get_output(outputs[i])``, one
-    batch after the other. Each returns an iterable of ``one_read_count`` samples: arrays, CPU
+    take. Reader threads call ``read_input(inputs[i])`` and ``get_output(outputs[i])``, one batch
+    after the other. Each function returns an iterable of ``one_read_count`` samples: arrays, CPU
     tensors or numbers. A batch contains the samples of ``batch_size // one_read_count`` identities,
     in order. Each sample is copied into its batch before the next sample of that identity is
-    requested, so a function may yield one array again and again.
+    requested, so a function may yield the same array repeatedly. Every epoch calls the functions
+    again.
 
     ``apply_on_input_batch`` and ``apply_on_output_batch`` take an iterator over the samples of a
     batch. They must consume all samples. The samples of one identity are then collected before
     they are passed on. The functions return arrays and tensors in any structure of tuples, lists,
     mappings, named tuples and dataclasses, which are copied to the device. Other leaves stay
-    as they are.
+    unchanged.
 
-    Besides the batches that the caller keeps, the device holds ``depth + 2`` batches. With a GPU,
-    the host holds ``depth + 1`` page-locked batches. Of the batch that is being read, the host
-    holds what the ``apply_...`` functions keep, or one sample for each reader without them.
-    Memory does not grow from epoch to epoch.
+    In addition to the batches that the caller keeps, the device holds ``depth + 2`` batches. With
+    a GPU, the host holds ``depth + 1`` page-locked (pinned) batches. For the batch that is being
+    read, the host also holds the samples that the ``apply_...`` functions keep, or one sample per
+    reader without them. Memory does not grow from epoch to epoch.
+
+    Examples:
+        >>> feeder = pinfeed.wrap_readers(
+        ...     inputs=["a.jpg", "b.jpg", "c.jpg", "d.jpg"],
+        ...     outputs=[0, 1, 1, 0],
+        ...     read_input=lambda path: [np.zeros((3, 32, 32), np.float32)],
+        ...     get_output=lambda label: [label],
+        ...     batch_size=2,
+        ... )
+        >>> for x, y in feeder:
+        ...     loss = x.mean()
+        >>> x.shape, y.shape
+        (torch.Size([2, 3, 32, 32]), torch.Size([2]))
 
     Args:
         inputs: One value per identity, the argument of ``read_input``.
@@ -79,25 +91,28 @@ def wrap_readers(
         read_input: Function that returns the input samples of an identity.
         get_output: Function that returns the output samples of an identity, equally many.
         batch_size: Samples per batch, a multiple of ``one_read_count``.
-        one_read_count: Samples per identity.
+        one_read_count: Samples per identity; 1 by default.
         n_readers: Number of identities of a batch that are read at the same time, each in a thread;
-            at most 1,024. With more than one, the functions must be thread-safe. The synchronous
-            loop, ``depth=0``, has no threads.
-        depth: Number of batches to prefetch, at most 1,024; 0 is the synchronous loop.
+            1 by default, at most 1,024. With more than one, the functions must be thread-safe. The
+            synchronous loop, ``depth=0``, has no threads.
+        depth: Number of batches to prefetch; 2 by default, at most 1,024; 0 is the synchronous
+            loop.
         device: Target device, as for ``Feeder``.
         apply_on_input_batch: Function that makes a batch of its input samples; None stacks samples
             of one shape.
         apply_on_output_batch: The same for output samples.
-        input_dtype: Dtype of stacked input samples, of numpy or torch, or ``"bfloat16"``; None
-            keeps the one dtype that they have.
+        input_dtype: Dtype of stacked input samples, of numpy or torch, or ``"bfloat16"``. None
+            keeps their dtype, which must be the same for all.
         output_dtype: The same for output samples.
-        shuffle: Give every epoch another order of the identities, ``pinfeed.rows.shuffled(seed)``.
-        seed: Seed of the shuffle, a whole number.
-        drop_last: Leave out a last batch that is not full.
+        shuffle: Whether every epoch has a new order of the identities,
+            ``pinfeed.rows.shuffled(seed)``. Every run of the program repeats the same orders; pass
+            another ``seed`` for others.
+        seed: Seed of the shuffle, a whole number; 0 by default.
+        drop_last: Whether to leave out a last batch that is not full.
         ranks: Rule by which the processes of a job share the identities, as for ``Feeder``.
-        again: Rule for a loop that begins while an older one has not ended, as for ``Feeder``.
-        progress: Show a progress bar.
-        timeline: Record what takes time in every batch.
+        again: Rule for a loop that begins before an older loop has ended, as for ``Feeder``.
+        progress: Whether to show a progress bar.
+        timeline: Whether to record how long each stage of each batch takes.
 
     Raises:
         ArgumentError: If an argument is invalid, two arguments conflict, or ``seed`` is given
@@ -136,7 +151,7 @@ def wrap_readers(
 
 @dataclass(frozen=True)
 class ReaderSettings:
-    """Arguments of ``wrap_readers`` that say how batches are prefetched."""
+    """Arguments of ``wrap_readers`` that decide how batches are prefetched."""
 
     depth: int
     device: Any
@@ -145,13 +160,24 @@ class ReaderSettings:
 
 
 class ReaderFeeder(ResumableFeeder[tuple[Any, Any]]):
-    """Batches that functions read, epoch by epoch, on the device; ``wrap_readers`` returns it.
+    """Batches that a user's functions read, prefetched to the device; from ``wrap_readers``.
+
+    Examples:
+        >>> feeder = pinfeed.wrap_readers(
+        ...     inputs=[1, 2, 3, 4],
+        ...     outputs=[2, 4, 6, 8],
+        ...     read_input=lambda value: [value],
+        ...     get_output=lambda value: [value],
+        ...     batch_size=2,
+        ... )
+        >>> [x.tolist() for x, y in feeder]
+        [[1, 2], [3, 4]]
 
     Args:
         readers: Readers of the input samples and of the output samples.
         batches: Identities of each batch, in the order of the epoch.
-        settings: Settings of the prefetching.
-        begin: Function that is called when a loop begins.
+        settings: Settings of prefetching.
+        begin: Function that the feeder calls when a loop begins.
     """
 
     def __init__(
@@ -189,11 +215,11 @@ class ReaderFeeder(ResumableFeeder[tuple[Any, Any]]):
         """Begin the next epoch.
 
         Returns:
-            Iterator over batches ``(x, y)`` on the device. An error of a function is raised in
-            place of its batch, with its own traceback and a note that names the identity.
+            Iterator over batches ``(x, y)`` on the device. ``next()`` raises the error of a
+            function in place of its batch, with its own traceback and a note with the identity.
 
         Raises:
-            ClosedError: If the feeder is closed, or a loop over it runs that may not be ended.
+            ClosedError: If the feeder is closed, or an older loop over it runs and cannot be ended.
         """
         return self._loop.run(LentBatch.take, begin=self._begin)
 
@@ -205,7 +231,7 @@ def _check_identities(inputs: Any, outputs: Any) -> None:
         # An index into a pandas object is a label, not a position.
         if hasattr(values, "iloc"):
             raise ArgumentError(
-                f"{name}: got {kind}; expected a list with one value per identity: give .tolist()"
+                f"{name}: got {kind}; expected a list with one value per identity; give .tolist()"
             )
         is_sequence = hasattr(values, "__len__") and hasattr(values, "__getitem__")
         if isinstance(values, (str, bytes, Mapping)) or not is_sequence:
@@ -215,13 +241,13 @@ def _check_identities(inputs: Any, outputs: Any) -> None:
             )
     if len(inputs) != len(outputs):
         raise ArgumentError(
-            f"got {len(inputs)} inputs and {len(outputs)} outputs; expected one of each per "
-            "identity"
+            f"got {len(inputs)} inputs and {len(outputs)} outputs; expected one input and one "
+            "output per identity"
         )
 
 
 def _checked_order(options: ReaderOptions) -> Order:
-    """Return the order of the identities, after a check of the options that are flags or a seed."""
+    """Check the options that are flags or a seed, and return the order of the identities."""
     check_flag(options["shuffle"], "shuffle")
     check_flag(options["drop_last"], "drop_last")
     check_options(options)
@@ -235,8 +261,8 @@ def _identity_batches(
     """Return the identities of each batch of this process, and warn if there are none.
 
     Raises:
-        ArgumentError: If a batch would contain a part of an identity, or the identities cannot be
-            shared in the way that ``ranks`` asks for.
+        ArgumentError: If a batch would contain a part of an identity, or the ranks cannot share the
+            identities by the rule ``ranks``.
     """
     drop_last = options["drop_last"]
     shard = shard_of_feeder(options["ranks"], order, drop_last, batch_size, None)
@@ -263,8 +289,8 @@ def _identities_per_batch(batch_size: int, one_read_count: int) -> int:
         above = below + one_read_count
         sizes = f"{below} or {above}" if below else f"{above}"
         raise ArgumentError(
-            f"batch_size={batch_size} is no multiple of one_read_count={one_read_count}, and a "
-            f"batch has all samples of its identities; give batch_size={sizes}"
+            f"batch_size={batch_size} is not a multiple of one_read_count={one_read_count}, but a "
+            f"batch contains all samples of its identities; give batch_size={sizes}"
         )
     return n_identities
 
@@ -273,20 +299,20 @@ def _check_reader(reader: SampleReader) -> None:
     """Raise ArgumentError unless the functions of a reader can be called, and fit its dtype."""
     if not callable(reader.function):
         raise ArgumentError(
-            f"{reader.function_name}={reader.function!r}: expected a function that yields the "
+            f"{reader.function_name}={reader.function!r}: expected a function that returns the "
             "samples of an identity"
         )
     if reader.apply is None:
         return
     if not callable(reader.apply):
         raise ArgumentError(
-            f"{reader.apply_name}={reader.apply!r}: expected a function that makes a batch of its "
-            "samples"
+            f"{reader.apply_name}={reader.apply!r}: expected a function that makes a batch from "
+            "its samples"
         )
     if reader.dtype is not None:
         raise ArgumentError(
-            f"both {reader.apply_name} and {reader.kind}_dtype were given; the dtype is that of "
-            "what the function returns"
+            f"both {reader.apply_name} and {reader.kind}_dtype were given, but the function "
+            f"decides the dtype of its batch; leave out {reader.kind}_dtype"
         )
 
 
@@ -299,5 +325,5 @@ def _dtype(dtype: Any, name: str) -> np.dtype[Any] | None:
     except StoreError as error:
         raise ArgumentError(
             f"{name}={dtype!r} is no dtype of samples ({described(error)}); expected a dtype that "
-            "numpy and torch have"
+            "both numpy and torch have"
         ) from None

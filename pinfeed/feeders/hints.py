@@ -1,4 +1,4 @@
-"""Advice about arguments that a function does not have, by the names that other libraries use."""
+"""Advice about arguments that a function does not have but other libraries use."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _WORKER_ARGUMENTS = (
 )
 _MEMORY_ARGUMENTS = ("pin_memory", "pin_memory_device")
 
-_LIMITS_TOGETHER = "limits are given together: config=pinfeed.Config({}=...)"
+_LIMITS_TOGETHER = "limits are given together; give config=pinfeed.Config({}=...)"
 
 FEEDER_HINTS = {
     **dict.fromkeys(
         ("num_workers", "workers", "n_workers", "n_readers"),
-        "pinfeed runs as many reader threads as help; leave it out",
+        "pinfeed chooses the number of reader threads; leave it out",
     ),
     **dict.fromkeys(
         ("persistent_workers", "worker_init_fn", "multiprocessing_context", "timeout"),
@@ -35,19 +35,22 @@ FEEDER_HINTS = {
     ),
     **dict.fromkeys(
         _MEMORY_ARGUMENTS,
-        "batches go through page-locked memory where that is faster; leave it out",
+        "pinfeed uses page-locked (pinned) memory if that is faster; leave it out",
     ),
     **dict.fromkeys(("sampler", "batch_sampler", "order"), "give it as rows="),
     **dict.fromkeys(
-        ("prefetch_factor", "prefetch", "buffer_size"), "the batches that are prefetched are depth="
+        ("prefetch_factor", "prefetch", "buffer_size"),
+        "give the number of batches to prefetch as depth=",
     ),
-    **dict.fromkeys(("dataset", "data", "path", "x"), "the source comes first, without a name"),
+    **dict.fromkeys(
+        ("dataset", "data", "path", "x"), "give the source as the first argument, without a name"
+    ),
     **{
         name: _LIMITS_TOGETHER.format(name)
         for name in ("gpu_memory_limit", "cpu_memory_limit", "preferred_batch_size", "headroom")
     },
     **{
-        name: f"it belongs to the store of a file: pinfeed.MmapStore(path, {name}=...)"
+        name: f"give it to the store of a file: pinfeed.MmapStore(path, {name}=...)"
         for name in ("memory_map", "keep_cache")
     },
     **dict.fromkeys(("replacement", "num_samples"), "give rows=pinfeed.rows.drawn(n, seed=...)"),
@@ -55,32 +58,34 @@ FEEDER_HINTS = {
         ("max_elements", "max_tokens"),
         "give rows=pinfeed.rows.element_batches(lengths, max_elements)",
     ),
-    "fetch": "rows for the ids of a batch belong to pinfeed.wrap_loader(loader, fetch=...)",
+    "fetch": "to read rows by the ids of a batch, use pinfeed.wrap_loader(loader, fetch=...)",
     "generator": "give shuffle=True and seed=generator.initial_seed()",
-    "in_order": "batches always come in order; leave it out",
-    "collate_fn": "rows are batched as they are stored; change each batch by host_transform= or "
-    "device_transform=, or give pinfeed.wrap_loader(DataLoader(...))",
+    "in_order": "batches are always in order; leave it out",
+    "collate_fn": "rows are batched as they are stored; change each batch with host_transform= or "
+    "device_transform=, or use pinfeed.wrap_loader(DataLoader(...))",
     "transform": "give device_transform=, or host_transform= for work on the CPU; each takes a "
     "batch and returns one",
-    "dtype": "batches have the dtype of the source; convert them by device_transform=lambda batch: "
-    "batch.to(dtype)",
+    "dtype": "batches have the dtype of the source; convert them with "
+    "device_transform=lambda batch: batch.to(dtype)",
 }
 """Advice for ``Feeder``."""
 
 READER_HINTS = {
     **FEEDER_HINTS,
     **dict.fromkeys(
-        ("num_workers", "workers", "n_workers"), "the threads that read are n_readers="
+        ("num_workers", "workers", "n_workers"), "give the number of reader threads as n_readers="
     ),
     **dict.fromkeys(
         ("sampler", "batch_sampler", "rows", "order", "replacement", "num_samples"),
-        "give inputs and outputs in the order that is wanted, or shuffle=True",
+        "give inputs and outputs in the order that you want, or shuffle=True",
     ),
     **dict.fromkeys(
         ("dataset", "data", "source", "path", "x"),
-        "the lists of inputs and of outputs come first, without names",
+        "give the inputs and the outputs as the first two arguments, without names",
     ),
-    **dict.fromkeys(("max_elements", "max_tokens"), "the samples of a batch are batch_size="),
+    **dict.fromkeys(
+        ("max_elements", "max_tokens"), "give the number of samples per batch as batch_size="
+    ),
     "collate_fn": "give apply_on_input_batch= and apply_on_output_batch=",
     **dict.fromkeys(
         ("transform", "host_transform", "device_transform"),
@@ -97,16 +102,16 @@ LOADER_HINTS = {
     },
     **dict.fromkeys(
         _MEMORY_ARGUMENTS,
-        "tensors go through page-locked memory where there is a GPU; leave it out",
+        "tensors are copied to a GPU through page-locked (pinned) memory anyway; leave it out",
     ),
     **{
         name: _LIMITS_TOGETHER.format(name)
         for name in ("gpu_memory_limit", "cpu_memory_limit", "headroom")
     },
-    "prefetch_factor": "give it to the DataLoader, for its worker processes; the batches that are "
-    "ready on the device are depth=",
-    "rows": "the DataLoader has the order: give it sampler= or batch_sampler=",
-    "ranks": "the DataLoader has the order: give it sampler=DistributedSampler(dataset)",
+    "prefetch_factor": "give it to the DataLoader, for its worker processes; give the number of "
+    "batches that are prefetched to the device as depth=",
+    "rows": "the DataLoader decides the order; give it sampler= or batch_sampler=",
+    "ranks": "the DataLoader decides the order; give it sampler=DistributedSampler(dataset)",
     "transform": "give device_transform= for batches on the device, or host_transform= for batches "
     "on the host; transforms of single samples belong to the dataset",
 }
@@ -132,8 +137,8 @@ READ_LOOP_HINTS = {
 
 DATASET_HINTS = {
     **{
-        name: "a RowDataset has rows and no batches; give it to "
-        f"DataLoader(RowDataset(source), {name}=...), or use Feeder(source, ...)"
+        name: "a RowDataset has rows, not batches; use "
+        f"DataLoader(RowDataset(source), {name}=...) or Feeder(source, ...)"
         for name in (
             *_BATCH_ARGUMENTS,
             *_WORKER_ARGUMENTS,
@@ -141,7 +146,7 @@ DATASET_HINTS = {
             "prefetch_factor",
         )
     },
-    "transform": "apply it to what the dataset gives, in the collate_fn of the DataLoader or in "
-    "the loop",
+    "transform": "apply it to the rows that the dataset returns, in the collate_fn of the "
+    "DataLoader or in the loop",
 }
 """Advice for ``RowDataset``."""

@@ -17,12 +17,12 @@ FUNCTIONS = ("host_transform", "device_transform")
 
 
 class LoopOptions(TypedDict, total=False):
-    """Options that every loop over batches has: what ends it, observes it, or changes its batches.
+    """Options of every loop over batches: how it ends, what it records, and its transforms.
 
-    A function that has a parameter ``generator`` gets a new ``torch.Generator`` for every batch. So
-    its results depend neither on ``depth`` nor on resuming. ``host_transform`` gets a generator on
-    the CPU, and ``device_transform`` one on the device. Both are seeded as follows, where ``which``
-    is 0 for ``host_transform`` and 1 for ``device_transform``:
+    A transform that has a parameter ``generator`` receives a new ``torch.Generator`` for every
+    batch, so its results depend neither on ``depth`` nor on resuming. ``host_transform`` receives
+    a generator on the CPU, and ``device_transform`` one on the device. Both are seeded as follows,
+    where ``which`` is 0 for ``host_transform`` and 1 for ``device_transform``:
 
         numbers = (seed, epoch, batch, which)  # and the rank, if a Feeder has ranks
         state = np.random.SeedSequence(numbers).generate_state(1, np.uint64)
@@ -30,79 +30,138 @@ class LoopOptions(TypedDict, total=False):
 
     A negative seed counts modulo 2**64.
 
-    A function must not change a batch that it has returned, or return the same memory again with
+    A transform must not change a batch that it has returned, or return the same memory again with
     other contents, because prefetched batches still wait for the loop.
+
+    Examples:
+        >>> options = {"device_transform": lambda batch: batch.half(), "timeline": True}
+        >>> feeder = pinfeed.Feeder(np.zeros((100, 8)), batch_size=10, **options)
+        >>> next(iter(feeder)).dtype
+        torch.float16
     """
 
     again: Annotated[Again, Default("end")]
-    """Rule for a loop that begins while an older one over the same feeder has not ended."""
+    """Rule for a loop that begins before an older loop over the same feeder has ended.
+
+    ``"end"``, the default, ends the older loop. ``"refuse"`` raises ClosedError in the new one.
+    """
     progress: Annotated[bool, Default(False)]
-    """Whether to show a progress bar."""
+    """Whether to show a progress bar; False by default."""
     timeline: Annotated[bool, Default(False)]
-    """Whether to record what takes time in every batch."""
+    """Whether to record how long each stage of each batch takes; False by default."""
     host_transform: Annotated[Callable[..., Any] | None, Default(None)]
-    """Function that takes a batch on the host and returns one, before its ids are asked for."""
+    """Function that takes a batch on the host and returns one; None by default.
+
+    It runs before the loop reads the ids of a batch.
+    """
     device_transform: Annotated[Callable[..., Any] | None, Default(None)]
-    """Function that takes a batch on the device and returns one; it runs in a side stream."""
+    """Function that takes a batch on the device and returns one; None by default.
+
+    Its work on a GPU runs in a side stream.
+    """
 
 
 class FeederOptions(LoopOptions, total=False):
-    """Options that observe and check a loop over rows; the last arguments of ``Feeder``."""
+    """Options of a loop over rows; the last arguments of ``Feeder``.
+
+    Examples:
+        >>> rows = np.zeros((100, 8))
+        >>> for batch in pinfeed.Feeder(rows, batch_size=10, verify=True, progress=False):
+        ...     loss = batch.mean()
+    """
 
     verify: Annotated[bool, Default(False)]
-    """Whether to compare each batch with its rows in the stores."""
+    """Whether to compare each batch with its rows in the stores; False by default."""
 
 
 class LoaderOptions(LoopOptions, total=False):
-    """Options of a loop over a loader; the last arguments of ``wrap_loader``."""
+    """Options of a loop over a loader; the last arguments of ``wrap_loader``.
+
+    Examples:
+        >>> loader = torch.utils.data.DataLoader(torch.zeros(100, 8), batch_size=10)
+        >>> for batch in pinfeed.wrap_loader(loader, on_error="next", timeline=True):
+        ...     loss = batch.mean()
+    """
 
     on_error: Annotated[Literal["raise", "next"], Default("raise")]
-    """Whether the error of a batch ends the loop, or the loop can continue with the next batch."""
+    """Effect of the error of a batch: ``"raise"``, the default, ends the loop.
+
+    With ``"next"``, the loop's iterator can continue with the next batch.
+    """
     seed: Annotated[int | None, Default(None)]
-    """Seed of the generators of functions on batches; None is 0."""
+    """Seed of the generators of the transforms; None is 0."""
 
 
 class TableLoopOptions(LoopOptions, total=False):
-    """Options that observe and check a loop over tables; the last arguments of ``train_rows``."""
+    """Options of a loop over tables; the last arguments of ``train_rows`` and ``read_rows``.
+
+    Examples:
+        >>> table = pinfeed.HostEmbedding(1000, 8)
+        >>> ids = [torch.tensor([1, 2]), torch.tensor([2, 3])]
+        >>> for batch in pinfeed.read_rows(ids, {table: lambda batch: batch}, verify=True):
+        ...     vectors = table(batch)
+    """
 
     verify: Annotated[bool, Default(False)]
-    """Whether to compare the rows with those of the synchronous loop."""
+    """Whether to compare the rows with those of the synchronous loop; False by default."""
     seed: Annotated[int | None, Default(None)]
-    """Seed of the generators of functions on batches; None is 0."""
+    """Seed of the generators of the transforms; None is 0."""
 
 
 class ReaderOptions(TypedDict, total=False):
-    """Options of ``wrap_readers``: samples, order of an epoch, observation of the loop."""
+    """Options of ``wrap_readers``: samples, order of an epoch, and records of the loop.
+
+    Examples:
+        >>> feeder = pinfeed.wrap_readers(
+        ...     inputs=[1, 2, 3, 4],
+        ...     outputs=[2, 4, 6, 8],
+        ...     read_input=lambda value: [value],
+        ...     get_output=lambda value: [value],
+        ...     batch_size=2,
+        ...     shuffle=True,
+        ...     input_dtype=torch.float32,
+        ... )
+        >>> x, y = next(iter(feeder))
+        >>> x.dtype
+        torch.float32
+    """
 
     apply_on_input_batch: Annotated[Apply | None, Default(None)]
     """Function that makes a batch of its input samples; None stacks them."""
     apply_on_output_batch: Annotated[Apply | None, Default(None)]
     """Function that makes a batch of its output samples; None stacks them."""
     input_dtype: Annotated[Any, Default(None)]
-    """Dtype to which stacked input samples are converted; None keeps the dtype that they have."""
+    """Dtype to which stacked input samples are converted; None keeps their dtype."""
     output_dtype: Annotated[Any, Default(None)]
-    """Dtype to which stacked output samples are converted; None keeps the dtype that they have."""
+    """Dtype to which stacked output samples are converted; None keeps their dtype."""
     shuffle: Annotated[bool, Default(False)]
-    """Whether every epoch has another order."""
+    """Whether every epoch has a new order; False by default."""
     seed: Annotated[int, Default(0)]
-    """Seed of the shuffle; the order is a function of (seed, epoch)."""
+    """Seed of the shuffle; the order is a function of (seed, epoch).
+
+    The default, 0, repeats the same orders in every run of the program.
+    """
     drop_last: Annotated[bool, Default(False)]
-    """Whether to leave out a last batch that is not full."""
+    """Whether to leave out a last batch that is not full; False by default."""
     ranks: Annotated[Ranks | Literal["pad", "drop", "join", "all"] | None, Default(None)]
-    """Rule by which the processes of a job share an epoch."""
+    """Rule by which the processes of a job share an epoch; None gives each process all rows."""
     again: Annotated[Again, Default("end")]
-    """Rule for a loop that begins while an older one over the same feeder has not ended."""
+    """Rule for a loop that begins before an older loop over the same feeder has ended.
+
+    ``"end"``, the default, ends the older loop. ``"refuse"`` raises ClosedError in the new one.
+    """
     progress: Annotated[bool, Default(False)]
-    """Whether to show a progress bar."""
+    """Whether to show a progress bar; False by default."""
     timeline: Annotated[bool, Default(False)]
-    """Whether to record what takes time in every batch."""
+    """Whether to record how long each stage of each batch takes; False by default."""
 
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Check the options of a loop that are flags or functions, and ``again``.
 
     Raises:
-        ArgumentError: If a flag is not a bool, a function is not callable, or ``again`` is no rule.
+        ArgumentError: If a flag is not a bool, a function is not callable, or ``again`` is neither
+            ``"end"`` nor ``"refuse"``.
     """
     for name in ("verify", "progress", "timeline"):
         check_flag(options.get(name, False), name)

@@ -1,4 +1,4 @@
-"""restartable(): a feeder whose older loop ends without an error when the next one begins."""
+"""restartable(): a feeder whose older loop ends without an error when a new loop begins."""
 
 from __future__ import annotations
 
@@ -14,13 +14,19 @@ from pinfeed.validation.safe_repr import safe_repr
 def restartable(feeder: Iterable[T_co]) -> Restartable[T_co]:
     """Wrap a feeder, so that a new loop ends the previous one as if its epoch were over.
 
-    A new loop over a feeder ends the previous one in any case, unless the feeder was made with
-    ``again="refuse"``. The older iterator then raises ClosedError if it is asked for another batch.
-    An iterator of the wrapper ends instead, for frameworks that continue to ask. All other
-    attributes are those of the feeder. Each loop is the feeder's next epoch. The wrapper can be
-    resumed if the feeder can.
+    A new loop over a feeder ends the previous one, unless the feeder was made with
+    ``again="refuse"``. ``next()`` of the older iterator then raises ClosedError. An iterator of the
+    wrapper stops instead, as at the end of an epoch, because some frameworks request another batch
+    from it. All other attributes are those of the feeder. Each loop is the feeder's next epoch. The
+    wrapper can be resumed if the feeder can.
 
-        trainer.fit(model, pinfeed.restartable(pinfeed.wrap_loader(loader)))
+    Examples:
+        >>> loader = torch.utils.data.DataLoader(torch.zeros(100, 8), batch_size=10)
+        >>> batches = pinfeed.restartable(pinfeed.wrap_loader(loader))
+        >>> older = iter(batches)
+        >>> newer = iter(batches)
+        >>> next(older, "ended")
+        'ended'
 
     Args:
         feeder: A Feeder, or what ``wrap_loader`` or ``wrap_readers`` returned. The caller closes
@@ -29,7 +35,7 @@ def restartable(feeder: Iterable[T_co]) -> Restartable[T_co]:
     Raises:
         ArgumentError: If ``feeder`` is none of these.
     """
-    # Only the loops of a feeder can be ended from outside. A list and a DataLoader have no close().
+    # Only a feeder's loops can be ended from outside. A list and a DataLoader have no close().
     if not hasattr(feeder, "__iter__") or not callable(getattr(feeder, "close", None)):
         raise ArgumentError(
             f"restartable({feeder!r}): expected a Feeder, or what wrap_loader or wrap_readers "
@@ -40,7 +46,14 @@ def restartable(feeder: Iterable[T_co]) -> Restartable[T_co]:
 
 
 class Restartable(Generic[T_co]):
-    """Feeder whose loop ends when the next one begins."""
+    """Feeder whose loop ends without an error when the next one begins; from ``restartable``.
+
+    Examples:
+        >>> batches = pinfeed.restartable(pinfeed.wrap_loader([torch.zeros(8), torch.ones(8)]))
+        >>> older = iter(batches)
+        >>> len(list(batches)), len(list(older))
+        (2, 0)
+    """
 
     def __init__(self, feeder: Any) -> None:
         self._feeder = feeder
@@ -86,9 +99,20 @@ class Restartable(Generic[T_co]):
 
 
 class StatefulRestartable(Restartable[T_co]):
-    """Restartable feeder that can be resumed."""
+    """Restartable feeder that can be resumed; ``restartable`` returns it.
+
+    Examples:
+        >>> feeder = pinfeed.Feeder(np.zeros((100, 8)), batch_size=10)
+        >>> batches = pinfeed.restartable(feeder)
+        >>> first = next(iter(batches))
+        >>> batches.load_state_dict(batches.state_dict())
+    """
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """End a running loop, and make the next one continue where ``state`` was taken."""
+        """End a running loop, and make the next one continue at a saved position.
+
+        Args:
+            state: Return value of ``state_dict``.
+        """
         self.end()
         self._feeder.load_state_dict(state)

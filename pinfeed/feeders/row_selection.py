@@ -1,4 +1,4 @@
-"""RowSelection: the rows that one process iterates, and the batches that they form."""
+"""RowSelection: the rows that one process iterates over, and the batches that they form."""
 
 from __future__ import annotations
 
@@ -57,23 +57,23 @@ class RowArguments:
         is_order = self.rows is None or isinstance(self.rows, Order)
         if self.batch_size is None and self.config is None and is_order:
             raise ArgumentError(
-                "neither batch_size nor config was given; give one of them, or whole batches as "
-                "rows="
+                "neither batch_size nor config was given; give one of them, or give rows= that "
+                "yields whole batches"
             )
         if self.rows is not None and self.shuffle:
             raise ArgumentError(
-                "both rows and shuffle=True were given; rows says the order already "
-                "(rows=pinfeed.rows.shuffled(seed))"
+                "both rows and shuffle=True were given, but rows already decides the order; leave "
+                "out shuffle, or give rows=pinfeed.rows.shuffled(seed)"
             )
         if self.drop_last and isinstance(self.rows, ElementBatches):
             raise ArgumentError(
-                "drop_last=True was given, and rows=element_batches(...) makes the batches; give "
+                "drop_last=True was given, but rows=element_batches(...) makes the batches; give "
                 "element_batches(..., drop_last=True)"
             )
         if self.batch_size is not None and not is_order and largest_batch(self.rows) is not None:
             _require_row_indices(self.rows)
             raise ArgumentError(
-                "rows gives whole batches and batch_size was given as well; leave batch_size out"
+                "batch_size was given, but rows yields whole batches; leave out batch_size"
             )
 
     @property
@@ -95,13 +95,13 @@ class RowArguments:
             advice = f"; call it: rows=pinfeed.rows.{name}(...)"
         raise ArgumentError(
             f"rows={rows!r}: expected an order of pinfeed.rows, a sampler, or an iterable of row "
-            f"numbers{advice}"
+            f"indices{advice}"
         )
 
 
 @dataclass(frozen=True)
 class RowSelection:
-    """Rows that one process iterates, and the size of their batches.
+    """Rows that one process iterates over, and the size of their batches.
 
     Attributes:
         order: Order of the rows of this process.
@@ -119,10 +119,10 @@ class RowSelection:
 
     @classmethod
     def of(cls, arguments: RowArguments, ranks: Any) -> RowSelection:
-        """Return what this process iterates, if the ranks of a job share the rows.
+        """Return the rows that this process iterates over, if the ranks of a job share them.
 
         Raises:
-            ArgumentError: If the rows cannot be shared in the way that ``ranks`` asks for.
+            ArgumentError: If the ranks cannot share the rows by the rule ``ranks``.
         """
         order = arguments.order
         batch_size = arguments.batch_size
@@ -165,10 +165,10 @@ def warn_if_empty(batches: OrderBatches, unit: str = "rows") -> None:
     order = batches.order
     n_own = order.length(batches.n_rows)
     if batches.n_rows == 0:
-        logger.warning("there are no %s, so that epochs have no batch; give at least one", unit)
+        logger.warning("there are no %s, so epochs have no batch; give at least one", unit)
     elif isinstance(order, PerRank):
         logger.warning(
-            "rank %d of %d has no batch: %d of %d %s, batches of %d%s; lower world_size or "
+            "rank %d of %d has no batch, with %d of %d %s and batches of %d%s; lower world_size or "
             "batch_size, or check rank and world_size",
             order.rank,
             order.world_size,
@@ -180,8 +180,8 @@ def warn_if_empty(batches: OrderBatches, unit: str = "rows") -> None:
         )
     else:
         logger.warning(
-            "drop_last=True leaves no batch: %d %s, batches of %d; lower batch_size, or leave "
-            "drop_last out",
+            "drop_last=True leaves no batch of %d %s in batches of %d; lower batch_size, or leave "
+            "out drop_last",
             n_own,
             unit,
             batches.batch_size,
@@ -200,6 +200,6 @@ def _require_row_indices(rows: Any) -> None:
     if first.size and first.dtype.kind not in "iu":
         raise RowIndexError(
             f"rows: got {type(rows).__name__} of {first.dtype}; expected an order of pinfeed.rows, "
-            "a sampler, or an iterable of row numbers, which are integers (mask: "
-            "np.flatnonzero); arrays of data are the source"
+            "a sampler, or an iterable of row indices, which are integers; convert a mask with "
+            "np.flatnonzero(mask), and give arrays of data as the source"
         )

@@ -1,4 +1,4 @@
-"""wrap_loader(): wraps a loader, to get its batches on the device, a few batches ahead."""
+"""wrap_loader(): wraps a loader and prefetches its batches to the device."""
 
 from __future__ import annotations
 
@@ -88,90 +88,94 @@ def wrap_loader(
     config: MemoryLimits | None = None,
     **options: Unpack[LoaderOptions],
 ) -> LoaderFeeder[Any]:
-    """Wrap a loader, to get its batches on the device, a few batches ahead.
+    """Wrap a loader, and prefetch its batches to the device.
 
-        for images, labels in pinfeed.wrap_loader(DataLoader(dataset, batch_size=256)):
-            ...
+    A loop calls ``iter(loader)`` in the training thread. A reader thread then requests the batches.
+    On the CPU, a loop without a ``depth`` measures whether short batches are faster without the
+    reader thread. While it measures, and afterwards if they are faster, the training thread
+    requests batches. Give a ``depth`` if one thread must request all batches of an epoch, for
+    example because of sqlite connections or thread-local values.
 
-    A loop calls ``iter(loader)`` in the caller's thread. A background thread then asks for the
-    batches. On the CPU, a loop without a ``depth`` measures whether short batches are faster
-    without the thread. While it does, and afterwards if they are, the training thread asks for
-    batches. Give a ``depth`` if one thread must ask for all batches of an epoch (because of sqlite
-    connections or thread-local values, say).
+    The tensors of a batch are copied through page-locked (pinned) memory on a side stream, whether
+    or not the loader pins them. Other objects with a ``to(device)`` method are moved by that
+    method. All other leaves (numpy arrays, strings, numbers, None) stay unchanged. A batch may be
+    any structure of tuples, lists, mappings, named tuples and dataclasses.
 
-    The tensors of a batch are copied through page-locked memory on a side stream, whether or not
-    the loader pins them. Other objects with a ``to(device)`` method are moved by that method. All
-    other leaves (numpy arrays, strings, numbers, None) stay as they are. A batch may be any
-    structure of tuples, lists, mappings, named tuples and dataclasses.
-
-    Shuffling and the seeds of worker processes are those of the loader alone under the same
-    ``torch.manual_seed``, whatever the training step draws. This does not hold for random numbers
-    that a dataset, sampler or ``collate_fn`` draws from a global generator in this process
-    (``num_workers=0``). Unless ``depth`` is 0, they are drawn ahead of the training step, with None
-    on the CPU for some batches only, and mix with its own; give such objects a generator of their
-    own. In the background thread, they also run without the caller's ``torch.no_grad()`` and
-    similar modes, as they do in worker processes.
+    With the same ``torch.manual_seed``, shuffling and the seeds of worker processes equal those of
+    the loader alone, whatever the training step draws. This does not hold for random numbers that a
+    dataset, sampler or ``collate_fn`` draws from a global generator in this process
+    (``num_workers=0``). Unless ``depth`` is 0, these numbers are drawn ahead of the training step
+    and mix with its own; with ``depth=None`` on the CPU, this may hold for some batches only. Give
+    such objects a generator of their own. In the reader thread, they also run without the caller's
+    ``torch.no_grad()`` and similar modes, as they do in worker processes.
 
     If the loader has ``state_dict`` and ``load_state_dict``, as torchdata's StatefulDataLoader
-    does, the feeder has them too. Inside a training step, ``state_dict`` returns the state that the
-    loader itself would return there, regardless of prefetched batches. Each of the two loads the
-    states of the other. The reader thread asks for the state with every batch. If that takes long,
-    worker processes and torchdata's ``snapshot_every_n_steps`` make it rarer. Anything else that a
-    loader tells about its position (for example Accelerate's, about the last batch) is the loader's
-    own position, which is ahead of the loop.
+    does, the feeder has them too. During a training step, ``state_dict`` returns the state that the
+    loader itself would return there, regardless of prefetched batches. The loader loads states of
+    the feeder, and the feeder those of the loader, unless a transform takes a generator. The reader
+    thread requests the state with every batch. If that is slow, use worker processes with
+    torchdata's ``snapshot_every_n_steps``, so that states are made less often. All other reports of
+    a loader on its position (for example Accelerate's, about the last batch) refer to the loader
+    itself, which is ahead of the loop.
 
-    With ``fetch``, background threads also read the rows that each batch names by ids, such as the
+    With ``fetch``, reader threads also read the rows whose ids are in each batch, such as the
     features of the nodes of a sampled graph. The loop then yields pairs of the batch and a dict of
-    rows:
+    rows. The rows of a key have the shape ``ids.shape + row_shape`` and the dtype of the source, in
+    the order of the ids. Ids may repeat; each distinct row of a batch is read once. Do not change a
+    source while a loop runs, because prefetched batches do not see the change.
 
-        fetch = {"x": ("features.npy", "n_id"), "y": (labels, lambda batch: batch["seeds"])}
-        for batch, rows in pinfeed.wrap_loader(loader, fetch=fetch):
-            loss = model(rows["x"], batch["edges"], rows["y"])
+    Examples:
+        >>> loader = torch.utils.data.DataLoader(torch.arange(100), batch_size=10)
+        >>> for batch in pinfeed.wrap_loader(loader):
+        ...     loss = batch.float().mean()
 
-    The rows of a key have the shape ``ids.shape + row_shape`` and the dtype of the source, in the
-    order of the ids. Ids may repeat; each distinct row of a batch is read once. Nothing may change
-    a source while a loop runs, because batches that were prefetched do not see the change.
+        With ``fetch``, a batch names rows of another source by ids:
+
+        >>> features = np.zeros((100, 8), np.float32)
+        >>> fetch = {"x": (features, lambda batch: batch)}
+        >>> for batch, rows in pinfeed.wrap_loader(loader, fetch=fetch):
+        ...     loss = rows["x"].mean()
 
     Args:
         loader: A ``torch.utils.data.DataLoader``, or any iterable of batches that can be iterated
             again for the next epoch. Each batch must have memory of its own, because a batch that
             the loader fills again would change while it waits. A dataset, an array, a tensor
-            or a dict of them is refused, because iterating it yields single samples or names.
+            or a dict of them is refused, because iterating over it yields single samples or names.
         device: Target device, as for ``Feeder``.
-        depth: Number of batches to prefetch, at most 1,024; 0 is the loader itself, with its
-            batches moved. None is 2. On the CPU, the loop measures whether 0 is faster for short
-            batches, and ``depth_reason`` says what it chose. It does not measure with ``fetch``
-            from files. The batches are the same.
+        depth: Number of batches to prefetch, at most 1,024. With 0, the training thread requests
+            each batch from the loader and copies it to the device. None is 2. On the CPU, the loop
+            then measures whether 0 is faster for short batches, and ``depth_reason`` says what it
+            chose. It does not measure with ``fetch`` from files. The batches are the same.
         fetch: For each key, a pair (source, ids). The source is one that ``Feeder`` takes: a path,
             array, tensor or store, of any dtype and row shape, or a structure of several with
             equally many rows. The ids are a function of the batch on the host, or a key of the
-            batch: a tensor, array or list of integers of any shape, empty or not. The function is
-            called like that of ``train_rows``: in order, one batch at a time, in a background
-            thread. A ``HeteroData`` of PyG needs a function: ``lambda batch: batch["item"].n_id``.
-        config: Memory limits for the files behind ``fetch``, half of which is left for the batches.
-            None for the free memory. Its ``depth`` is taken if none is given here.
-        again: Rule for a loop that begins while an older one has not ended, as for ``Feeder``.
+            batch: a tensor, array or list of integers of any shape, empty or not. A reader thread
+            calls the function for one batch at a time, in order. A ``HeteroData`` of PyG needs a
+            function: ``lambda batch: batch["item"].n_id``.
+        config: Memory limits for the files behind ``fetch``; half of a limit is reserved for the
+            batches. None is the free memory. Its ``depth`` is used if ``depth`` is None.
+        again: Rule for a loop that begins before an older loop has ended, as for ``Feeder``.
         on_error: Effect of an error of a batch in the loader, a function, ``fetch`` or the copy to
             the device. With ``"raise"``, the loop ends with the error. With ``"next"``, ``next()``
-            of the loop's iterator raises the error, and another ``next()`` gives the next batch, as
-            the iterator of a DataLoader does. If the loader is a generator, which cannot continue
+            of the loop's iterator raises the error, and another ``next()`` returns the next batch,
+            as for the iterator of a DataLoader. If the loader is a generator, which cannot continue
             after an error, the loop ends.
         progress: Whether to show a progress bar.
-        timeline: Whether to record what takes time in every batch.
-        host_transform: Function that takes each batch of the loader, before its ids are asked for,
-            and returns a batch of any structure. It is called for one batch at a time, in order, in
-            a background thread. It may have a parameter ``generator``: see ``LoopOptions``.
+        timeline: Whether to record how long each stage of each batch takes.
+        host_transform: Function that takes each batch of the loader, before its ids are read, and
+            returns a batch of any structure. A reader thread calls it for one batch at a time, in
+            order. It may have a parameter ``generator``: see ``LoopOptions``.
         device_transform: Function that takes each batch on the device, or with ``fetch`` the pair
-            of the batch and the dict of rows, and returns what the loop gets. It is called in the
-            same way. Its work on a GPU runs in a side stream.
-        seed: Seed of the generators of these functions; None is 0.
+            of the batch and the dict of rows, and returns what the loop receives. It is called for
+            one batch at a time, in order. Its work on a GPU runs in a side stream.
+        seed: Seed of the generators of the transforms; None is 0.
 
     Raises:
         DeviceError: If the device does not exist.
         ArgumentError: If ``depth`` is not None or a whole number from 0 to 1,024, ``progress`` or
             ``timeline`` is not a bool, ``loader`` cannot be iterated or does not yield batches,
             ``fetch`` is no mapping to pairs, a function is not callable, or ``seed`` is given
-            without a function that gets a generator.
+            without a transform that takes a generator.
         StoreError: If a source of ``fetch`` cannot be read.
         NotEnoughCPUMemory: If the limits of ``config`` cannot hold the chunks that reading needs.
         UnknownArgument: If an argument does not exist. The message says where it belongs.
@@ -183,7 +187,7 @@ def wrap_loader(
     if config is not None and fetch is None:
         raise ArgumentError(
             "config was given without fetch; it limits the memory for rows of files behind fetch=, "
-            "and the loader decides the size of its batches; leave config out"
+            "and the loader decides the size of its batches; leave out config"
         )
     has_state = all(callable(getattr(loader, name, None)) for name in STATE_METHODS)
     feeder = StatefulLoaderFeeder if has_state else LoaderFeeder

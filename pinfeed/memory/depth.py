@@ -8,10 +8,10 @@ DEFAULT_DEPTH = 2
 MAX_DEPTH = 1024
 """Most batches that a feeder prefetches.
 
-Each batch takes memory of its own, and each write-back is compared with the rows of all of them.
+Each batch needs memory, and pinfeed compares each write-back with the rows of all these batches.
 
-A prefetched batch hides a stall as long as a training step, so a few are enough. More than some
-hundred hide nothing that fewer do not.
+A prefetched batch hides a stall as long as a training step, so a few are enough. More than a few
+hundred have no further benefit.
 """
 
 
@@ -30,13 +30,13 @@ def check_optional_depth(depth: int | None) -> int | None:
     Raises:
         ArgumentError: If it is neither None nor a whole number from 0 to ``MAX_DEPTH``.
     """
-    return None if depth is None else _check(depth, ", or None, with which pinfeed chooses")
+    return None if depth is None else _check(depth, ", or None to let pinfeed choose")
 
 
 def _check(depth: int, alternative: str) -> int:
     note = (
-        f" (0 is the synchronous loop){alternative}; "
-        "each batch ahead takes memory of its own, and 2 to 32 are enough"
+        f" (0 is the synchronous loop){alternative}; each prefetched batch needs memory, and 2 to "
+        "32 are enough"
     )
     return whole_number(depth, "depth", least=0, most=MAX_DEPTH, note=note)
 

@@ -18,31 +18,31 @@ from pinfeed.memory.units import human
 from pinfeed.validation.arguments import whole_number
 from pinfeed.validation.safe_repr import safe_repr
 
-# Without a preferred batch size, a batch has at most so many rows and bytes: larger ones were not
-# measured to move more rows per second.
+# Bounds of a batch if there is no preferred size. In measurements, larger batches did not move more
+# rows per second.
 MOST_ROWS = 1 << 16
 MOST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class MemoryLimits:
-    """Memory limits and how a feeder uses them: the part of ``pinfeed.Config`` without torch.
+    """Memory limits of a feeder: the part of ``pinfeed.Config`` that does not need torch.
 
-    Users make a ``pinfeed.Config``, which is a ``MemoryLimits`` and takes a model as well.
+    Users create a ``pinfeed.Config``, a subclass that also accepts a model.
 
     Args:
-        cpu_memory_limit: Host memory that the feeder may take, in bytes, with the files that it
-            maps. None is the free memory less ``headroom``; the processes that torchrun starts on a
-            machine share it.
-        gpu_memory_limit: Device memory that the feeder may take for batches, in bytes. None
-            likewise. If batches live in host memory there is no such limit.
+        cpu_memory_limit: Host memory that the feeder may use, in bytes, including the files that it
+            maps. None is the free memory minus ``headroom``; the processes that torchrun starts on
+            a machine share it.
+        gpu_memory_limit: GPU memory that the feeder may use for batches, in bytes. None is the free
+            memory minus ``headroom``. Batches in host memory do not count.
         preferred_batch_size: Most rows per batch; the feeder takes the largest batch that fits, up
-            to this. None is 65,536 rows or 64 MiB, whichever is less: larger batches take more
-            memory and move no more rows per second.
-        depth: Batches prefetched ahead of the loop; 0 is the synchronous loop. None is 2, or more
-            if batches are small; on the CPU, a loop over rows in memory measures whether 0 is
-            faster for short batches.
-        headroom: Share of the free memory that is left alone if a limit is None.
+            to this size. None is 65,536 rows or 64 MiB, whichever is less, because larger batches
+            need more memory and move no more rows per second.
+        depth: Number of prefetched batches; 0 is the synchronous loop. None is 2, or more if
+            batches are small. On the CPU, a loop over short batches of rows in memory measures
+            whether 0 is faster.
+        headroom: Share of the free memory that stays unused if a limit is None.
 
     Raises:
         ArgumentError: If a limit or size is below 1, the depth is negative, or the headroom is not
@@ -84,8 +84,8 @@ class MemoryLimits:
         """Return the plan with the largest batch that fits, up to the preferred or usual size.
 
         Raises:
-            NotEnoughCPUMemory: If the host cannot hold one row in every slot.
-            NotEnoughGPUMemory: If the device cannot hold one row in every slot.
+            NotEnoughCPUMemory: If host memory cannot hold batches of one row.
+            NotEnoughGPUMemory: If GPU memory cannot hold batches of one row.
         """
         cpu = self.host_limit(free_host_bytes)
         depth = DEFAULT_DEPTH if self.depth is None else self.depth
@@ -111,29 +111,29 @@ class MemoryLimits:
         plan = plan_of(fitting)
         if self.preferred_batch_size is None and fitting == usual < demand.n_rows:
             note = (
-                f"{usual:,} rows a batch, as larger ones move no more rows per second; "
-                "preferred_batch_size takes more"
+                f"batches have {usual:,} rows, because larger ones move no more rows per second; "
+                "set preferred_batch_size for larger batches"
             )
             plan = dataclasses.replace(plan, notes=(note,))
         return plan
 
     def for_feeder(self) -> MemoryLimits:
-        """Return the limits that apply to a feeder; a subclass may have limits of other things."""
+        """Return the limits that apply to a feeder; a subclass may also limit other memory."""
         return self
 
     def host_limit(self, free: int) -> int:
-        """Return the host memory that may be taken if ``free`` bytes are free."""
+        """Return the host memory that may be used if ``free`` bytes are free."""
         return self._limit(self.cpu_memory_limit, free)
 
     def device_limit(self, free: int) -> int:
-        """Return the device memory that may be taken if ``free`` bytes are free."""
+        """Return the GPU memory that may be used if ``free`` bytes are free."""
         return self._limit(self.gpu_memory_limit, free)
 
     def _limit(self, limit: int | None, free: int) -> int:
         return int(free * (1 - self.headroom)) if limit is None else limit
 
     def _refuse(self, plan: Plan, cpu: int, gpu: int | None) -> NoReturn:
-        """Raise the error for a plan of one row per slot that does not fit."""
+        """Raise the error for a plan with batches of one row that does not fit."""
         error: type[BudgetError]
         if gpu is not None and plan.device_bytes > gpu:
             error = NotEnoughGPUMemory
@@ -152,10 +152,9 @@ class MemoryLimits:
             for item in plan.items
             if (item.place == "device") == (kind == "device")
         )
-        origin = ", what is free less the headroom" if getattr(self, name) is None else ""
+        origin = ", the free memory minus the headroom" if getattr(self, name) is None else ""
         lower_depth = f"lower depth (now {plan.depth}) or " if plan.depth else ""
         raise error(
-            f"one row per slot needs {human(need)} ({need} bytes) of {kind} memory: {uses}; "
-            f"{name} is {human(limit)} ({limit} bytes){origin}; "
-            f"{lower_depth}raise {name}"
+            f"batches of one row need {human(need)} ({need} bytes) of {kind} memory: {uses}; "
+            f"{name} is {human(limit)} ({limit} bytes){origin}; {lower_depth}raise {name}"
         )

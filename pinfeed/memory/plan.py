@@ -1,4 +1,4 @@
-"""Plan: the memory that a feeder takes, listed by use."""
+"""Plan: the memory that a feeder needs, listed by use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Route = Literal["staged", "direct"]
 _PLACE_NAMES: dict[Place, str] = {
     "host": "host",
     "pinned": "host, page-locked",
-    "page cache": "the kernel's page cache",
+    "page cache": "OS page cache",
     "device": "device",
 }
 
@@ -36,7 +36,12 @@ def check_route(route: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class Allocation:
-    """One use of memory: ``count`` buffers of ``nbytes`` each."""
+    """One use of memory: ``count`` buffers of ``nbytes`` each.
+
+    Examples:
+        >>> with pinfeed.Feeder(np.zeros((1000, 8), "float32"), batch_size=100) as feeder:
+        ...     bytes_by_use = {item.what: item.total for item in feeder.plan.items}
+    """
 
     what: str
     place: Place
@@ -51,7 +56,15 @@ class Allocation:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """The memory that a feeder takes, by use. ``str(plan)`` says it in words."""
+    """Memory that a feeder needs, listed by use; print it to read it.
+
+    Examples:
+        >>> with pinfeed.Feeder(np.zeros((1000, 8), "float32"), batch_size=100) as feeder:
+        ...     print(feeder.plan)
+        batches of ...
+        >>> feeder.plan.host_bytes > 0
+        True
+    """
 
     batch_size: int
     """Rows per batch; 0 if the batches differ and their sizes are not known in advance."""
@@ -62,14 +75,21 @@ class Plan:
     cpu_memory_limit: int | None = None
     gpu_memory_limit: int | None = None
     notes: tuple[str, ...] = ()
-    """Sentences on the way in which the rows of each file are read, and why."""
+    """Sentences that say how the rows of each file are read, and why."""
     measures_depth: bool = False
-    """Whether a loop measures if the synchronous loop is faster, and then prefetches nothing."""
+    """Whether a loop measures if the synchronous loop is faster; if it is, ``depth`` becomes 0."""
 
     @property
     def depth_in_words(self) -> str:
-        """The depth, such as ``2 ahead``, and whether a loop may choose the synchronous loop."""
-        return f"{self.depth} ahead" + " (0 if measured to be faster)" * self.measures_depth
+        """The depth, such as ``depth=2``, and whether a loop may choose the synchronous loop."""
+        return f"depth={self.depth}" + " (0 if measured to be faster)" * self.measures_depth
+
+    @property
+    def route_in_words(self) -> str:
+        """The route of the rows; empty for direct reads into batches of unknown size."""
+        if self.route == "staged" or self.device_bytes:
+            return f"{self.route} route"
+        return "rows are copied straight into each batch" if self.batch_size else ""
 
     @property
     def n_slots(self) -> int:
@@ -78,22 +98,22 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory in all, page-locked or not."""
+        """Total host memory, page-locked or not."""
         return self._sum("host") + self.pinned_bytes
 
     @property
     def pinned_bytes(self) -> int:
-        """Page-locked part of the host memory."""
+        """Page-locked (pinned) part of the host memory."""
         return self._sum("pinned")
 
     @property
     def page_cache_bytes(self) -> int:
-        """Rows of files in the kernel's page cache, which is not memory of the process."""
+        """Rows of files in the OS page cache, which is not memory of the process."""
         return self._sum("page cache")
 
     @property
     def device_bytes(self) -> int:
-        """Memory of a device that has its own."""
+        """Memory of the GPU; 0 if batches are in host memory."""
         return self._sum("device")
 
     def _sum(self, place: Place) -> int:
@@ -104,21 +124,21 @@ class Plan:
         return f"<Plan: {self}>"
 
     def __str__(self) -> str:
-        size = f"{self.batch_size} rows"
+        size = f"up to {self.batch_size} rows"
         if not self.batch_size:
-            size = "as many rows as each turns out to have, which is not counted here"
-        host = human(self.host_bytes) + _of_limit(self.cpu_memory_limit)
-        lines = [
-            f"batches of {size}, {self.depth_in_words}, {self.route} route",
-            f"host: {host}, of it page-locked: {human(self.pinned_bytes)}",
-        ]
+            size = "unknown size, whose memory is not counted"
+        head = [f"batches of {size}", self.depth_in_words, self.route_in_words]
+        host = f"host memory: {_with_limit(self.host_bytes, self.cpu_memory_limit)}"
+        if self.pinned_bytes:
+            host += f", {human(self.pinned_bytes)} of it page-locked (pinned)"
+        lines = [", ".join(filter(None, head)), host]
         if self.page_cache_bytes:
-            text = "that the kernel may drop, and that all processes share"
-            lines.append(f"page cache: {human(self.page_cache_bytes)} {text}")
+            text = "which the kernel may drop and all processes share"
+            lines.append(f"OS page cache: {human(self.page_cache_bytes)}, {text}")
         if self.device_bytes:
-            lines.append(f"device: {human(self.device_bytes)}{_of_limit(self.gpu_memory_limit)}")
+            lines.append(f"GPU memory: {_with_limit(self.device_bytes, self.gpu_memory_limit)}")
         lines += [
-            f"  {item.place}: {item.count} x {human(item.nbytes)} {item.what}"
+            f"  {item.place}: {item.count} x {human(item.nbytes)} for {item.what}"
             for item in self.items
         ]
         return "\n".join([*lines, *self.notes])
@@ -136,13 +156,13 @@ class Plan:
             )
             for item in self.items
         ]
-        host = human(self.host_bytes) + _of_limit(self.cpu_memory_limit)
-        rows.append(("in all", "host", "", host))
+        host = _with_limit(self.host_bytes, self.cpu_memory_limit)
+        rows.append(("total", "host memory", "", host))
         if self.page_cache_bytes:
-            rows.append(("in all", _PLACE_NAMES["page cache"], "", human(self.page_cache_bytes)))
+            rows.append(("total", _PLACE_NAMES["page cache"], "", human(self.page_cache_bytes)))
         if self.device_bytes:
-            device = human(self.device_bytes) + _of_limit(self.gpu_memory_limit)
-            rows.append(("in all", "device", "", device))
+            device = _with_limit(self.device_bytes, self.gpu_memory_limit)
+            rows.append(("total", "GPU memory", "", device))
         table = tabulate(
             rows,
             headers=("use", "place", "count × size", "total"),
@@ -153,5 +173,5 @@ class Plan:
         return table + "".join(f"<p>{html.escape(line)}</p>" for line in lines)
 
 
-def _of_limit(limit: int | None) -> str:
-    return "" if limit is None else f" of {human(limit)}"
+def _with_limit(nbytes: int, limit: int | None) -> str:
+    return human(nbytes) if limit is None else f"{human(nbytes)} (limit {human(limit)})"

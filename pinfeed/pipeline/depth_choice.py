@@ -117,20 +117,21 @@ class DepthChoice:
 
     def __str__(self) -> str:
         """Describe the depth and why it was chosen, for the ``repr`` of a feeder."""
-        ahead = f"{self._schedule.depth} ahead"
+        depth = f"depth={self._schedule.depth}"
         if not self._schedule.measures_depth:
-            return ahead
+            return depth
         if self.is_measuring and self._n_long:
             limit = duration(self._schedule.measured_below_s)
             long = duration(self._long_s)
-            return f"{ahead}{self._begins}: {long} per batch; 0 ahead is timed only below {limit}"
+            why = f"{long} per batch; depth=0 is timed only below {limit}"
+            return f"{depth}{self._begins}: {why}"
         if self.is_measuring:
-            return f"{ahead}, not measured yet"
+            return f"{depth}, not measured yet"
         ahead_time = duration(statistics.median(self._ahead_s))
         synchronous_time = duration(statistics.median(self._synchronous_s))
         if self._has_chosen_synchronous:
-            return f"0 ahead: {synchronous_time} per batch, {ahead_time} with {ahead}"
-        return f"{ahead}: {ahead_time} per batch, {synchronous_time} with 0 ahead"
+            return f"depth=0: {synchronous_time} per batch, {ahead_time} with {depth}"
+        return f"{depth}: {ahead_time} per batch, {synchronous_time} with depth=0"
 
     def has_chosen(self, depth: int) -> bool:
         """Return whether ``depth`` was chosen by measurement."""
@@ -220,7 +221,7 @@ class DepthChoice:
     def _restart(self) -> None:
         """Forget the choice of the synchronous loop, because its batches have become long."""
         took = duration(self._long_s)
-        logger.info("depth=None prefetches again%s: batches take %s", self._begins, took)
+        logger.info("depth=None prefetches again%s, because batches take %s", self._begins, took)
         self.is_measuring = True
         self._has_chosen_synchronous = False
         self._are_epochs_short = False

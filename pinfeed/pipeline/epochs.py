@@ -37,17 +37,17 @@ logger = logging.getLogger("pinfeed")
 _IS_RUNNING = {
     "refuse": (
         "a loop over this feeder is running, because the program still holds its iterator; close() "
-        'that iterator, make a second feeder, or give again="end", where each loop ends the one '
-        "before; feeder.close() ends this one, and the feeder for good"
+        'that iterator, make a second feeder, or give again="end", so that each loop ends the one '
+        "before; feeder.close() also ends the loop, but closes the feeder for good"
     ),
     "end": (
-        "a loop over this feeder is running in another thread, or waits for a batch now; end that "
+        "a loop over this feeder is running in another thread, or is waiting for a batch; end that "
         "loop first, or make a second feeder"
     ),
 }
 """Errors of a loop that may not begin, by the feeder's ``again``."""
-_ENDED = 'this loop was ended {}, or give again="refuse" to refuse it'
-"""Error of an iterator whose loop was ended."""
+_ENDED = 'this loop was ended {}, or give again="refuse" to raise an error there instead'
+"""Error of an iterator after its loop was ended."""
 
 
 class EpochRunner:
@@ -373,7 +373,7 @@ class EpochRunner:
         assert self._prefetcher is not None
         failure = self._prefetcher.write_queue.failure
         if failure is not None:
-            text = "a write_back failed when its loop was left; close() raises it"
+            text = "a write_back failed after the loop was left; close() raises its error"
             # logger.exception would log the GeneratorExit.
             logger.error(text, exc_info=failure)
 

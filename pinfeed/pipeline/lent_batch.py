@@ -103,13 +103,13 @@ class LentBatch:
         """
         if self._is_over:
             raise WriteBackError(
-                "write_back after the next batch was taken, or after the loop; call it before "
-                "asking for the next batch"
+                "write_back after the loop requested the next batch or ended; call it in the "
+                "training step of its batch"
             )
         if self._is_written:
             raise WriteBackError(
-                "write_back was called for this batch before; give all values in one call (None "
-                "for what stays as it is)"
+                "write_back was called twice for this batch; give all values in one call, with "
+                "None for a store without changes"
             )
 
     def write(

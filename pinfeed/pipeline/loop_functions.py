@@ -83,7 +83,7 @@ class LoopFunctions:
         )
         items = memory.allocations(0, plan.depth, unified=unified, when=", as measured so far")
         if not items:
-            note = "results of functions on batches are counted once the loop has batches"
+            note = "the memory of transform results is counted after the first batch"
             return dataclasses.replace(plan, notes=(*plan.notes, note))
         return dataclasses.replace(plan, items=(*plan.items, *items))
 

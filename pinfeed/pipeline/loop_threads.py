@@ -19,7 +19,8 @@ from pinfeed.threads.exit import exit_hook
 _N_SCATTER_HELPERS = max(0, min(len(os.sched_getaffinity(0)) // 2, 4) - 1)
 
 _CLOSED = (
-    "the feeder was closed by another thread while its loop ran; join that loop's thread before"
+    "another thread closed the feeder while its loop ran; join the thread of the loop before "
+    "closing the feeder"
 )
 
 
@@ -159,8 +160,8 @@ class LoopThreads:
         """
         if self.is_forked:
             raise ClosedError(
-                "this process was forked while the loop ran, and does not have its threads; make "
-                "another feeder in this process"
+                "this process was forked while the loop ran, and does not have the loop's threads; "
+                "make another feeder in this process"
             )
 
     def require_running(self) -> None:

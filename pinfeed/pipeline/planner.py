@@ -81,8 +81,8 @@ def make_plan(
     """
     if route == "direct" and request.ragged and not device.unified:
         raise DeviceError(
-            "route='direct': ragged rows are gathered by the CPU; expected no RaggedStore; leave "
-            "route out"
+            "route='direct' was given with a RaggedStore, but the CPU gathers ragged rows; leave "
+            "out route"
         )
     stores = request.stores
     config = request.config
@@ -141,9 +141,9 @@ def plan_reads_by_id(stores: Sequence[Store], config: MemoryLimits | None) -> Re
     is_limited = config is not None and config.cpu_memory_limit is not None
     if is_limited and nbytes > limits.memory:
         raise NotEnoughCPUMemory(
-            f"fetch needs {human(nbytes)} ({nbytes} bytes) of host memory to read its files; half "
-            f"of cpu_memory_limit is {human(limits.memory)}, and the batches have the other half; "
-            "raise cpu_memory_limit, or write files with smaller chunks"
+            f"fetch needs {human(nbytes)} ({nbytes} bytes) of host memory to read its files; "
+            f"expected at most {human(limits.memory)}, half of cpu_memory_limit, because the other "
+            "half is for the batches; raise cpu_memory_limit, or write files with smaller chunks"
         )
     resident = resident_allocation(nbytes)
     choice = choose(stores, (), 0, limits.without(resident))
@@ -275,6 +275,6 @@ def _require_room(plan: Plan, largest: int | None) -> None:
     """Check that the plan holds the largest batch that the user's rows give."""
     if largest is not None and plan.batch_size < largest:
         raise BudgetError(
-            f"rows gives batches of up to {largest} rows; the limits of config hold "
+            f"rows yields batches of up to {largest} rows; the limits of config hold at most "
             f"{plan.batch_size}: {plan}\ngive smaller batches, or raise the limits"
         )

@@ -145,8 +145,8 @@ class EpochPosition:
                 state[key]
         except (KeyError, TypeError, ValueError) as error:
             raise ArgumentError(
-                f"not a state of {self._hooks.kind} ({error!r}); expected what state_dict() "
-                "returned"
+                f"not a state of {self._hooks.kind} ({error!r}); expected the return value of "
+                "state_dict()"
             ) from None
         ours = {**self._source.fingerprint, **self._fingerprint}
         if theirs != ours:
@@ -156,8 +156,8 @@ class EpochPosition:
                 if theirs.get(key) != ours.get(key)
             ]
             raise ArgumentError(
-                f"the state is of another feeder: {'; '.join(differing)}; make the feeder as it "
-                "was made then"
+                f"the state is of another feeder: {'; '.join(differing)}; make the feeder with the "
+                "same arguments as when the state was saved"
             )
         if min(epoch, checksum) < 0:
             raise ArgumentError(
@@ -176,13 +176,12 @@ class EpochPosition:
         """Warn if a loaded position is lost, because the next run is another epoch."""
         if epoch == self._completed:
             logger.warning(
-                "epoch %d runs again: the loaded state was taken after all of its batches had been "
-                "lent",
+                "epoch %d runs again, although the loaded state was saved after its last batch",
                 epoch,
             )
         elif self.batch:
             logger.warning(
-                "epoch %d begins at its first batch: the loaded position, batch %d of epoch %d, is "
+                "epoch %d begins at its first batch; the loaded position, batch %d of epoch %d, is "
                 "dropped",
                 epoch,
                 self.batch,

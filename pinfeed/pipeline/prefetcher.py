@@ -166,7 +166,7 @@ class Prefetcher:
         try:
             self.flush_caches()
         except Exception:
-            logger.exception("rows in a device cache were not written when the program ended")
+            logger.exception("the rows of a device cache could not be written at program exit")
 
     def flush_caches(self, *, is_last: bool = False) -> None:
         """Queue writes of all rows in caches that may differ from their stores.

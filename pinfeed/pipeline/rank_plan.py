@@ -65,17 +65,17 @@ def plan_of_rank(shard: RankShard, plan: Plan, n_rows: int) -> Plan:
     if plan.batch_size < min(shard.batch_size, mine):
         raise BudgetError(
             f"the limits of config hold batches of {plan.batch_size} rows on rank {shard.rank}, "
-            f"and all ranks need batches of {shard.batch_size}; raise the limits or lower "
+            f"but all ranks need batches of {shard.batch_size} rows; raise the limits, or lower "
             "preferred_batch_size"
         )
     note = (
         f"rank {shard.rank} of {shard.world_size}: {mine} of {of_all} rows ({shard.ranks.uneven})"
     )
     if shard.ranks.split_batches:
-        note += f", its part of global batches of {shard.size} rows"
+        note += f", as parts of global batches of {shard.size} rows"
         if isinstance(shard.order, BlockShuffled) and shard.world_size > 1:
             note += (
-                "; every rank reads every block (without split_batches, each reads blocks of its "
-                "own)"
+                "; every rank reads every block (without split_batches, each rank reads only its "
+                "own blocks)"
             )
     return dataclasses.replace(plan, notes=(note, *plan.notes))

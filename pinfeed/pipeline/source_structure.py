@@ -1,4 +1,4 @@
-"""Structure of a user's source: which of its objects are stores, columns, or a list by mistake."""
+"""Structure of a user's source: which of its objects are stores, and which lists are mistakes."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from pinfeed.validation.suggestions import is_array_like
 logger = logging.getLogger("pinfeed")
 
 _MANY = 16
-"""A list of more arrays than this, and than each has rows, is a list of rows."""
+"""A list with more arrays than this, and more arrays than rows in each, is a list of rows."""
 
 
 def is_store_or_array(value: Any) -> bool:
-    """Tell whether an object is one source, whose fields are its own affair.
+    """Return whether an object is one source, not a structure of sources.
 
-    A Store is, and an array of another library such as Zarr. An object with a shape and a dtype
-    whose fields are arrays and tensors only, such as a TensorDict, is a structure of sources.
+    A Store is one source, and so is an array of another library such as Zarr. An object with a
+    shape and a dtype is a structure of sources if all its fields are arrays and tensors, as in a
+    TensorDict.
     """
     fields = list(getattr(value, "__dict__", {}).values())
     is_structure = bool(fields) and all(
         isinstance(field, np.ndarray) or hasattr(field, "data_ptr") for field in fields
     )
     is_array = is_array_like(value) and not is_structure
-    # A Zarr group is a dataclass, of whose fields none is a source.
+    # A Zarr group is a dataclass, but its fields are not sources.
     return isinstance(value, Store) or is_array or is_zarr_group(value)
 
 
@@ -70,9 +71,9 @@ def require_columns(source: Any, stores: Sequence[Store]) -> None:
     n = len(stores)
     if isinstance(source, list) and n > max(_MANY, n_rows) and len(kinds) == 1:
         raise StoreError(
-            f"source is a list of {n} arrays of shape {(n_rows, *stores[0].row_shape)}, which are "
-            f"{n} sources of {n_rows} rows; expected one array; give np.stack(source) where each "
-            f"array is a row (or a tuple of {n} sources)"
+            f"source is a list of {n} arrays of shape {(n_rows, *stores[0].row_shape)}, which "
+            f"means {n} sources of {n_rows} rows; expected one array; if each array is a row, give "
+            f"np.stack(source); if you mean {n} sources, give a tuple"
         )
 
 
@@ -90,9 +91,9 @@ def lists_of_stores(value: Any) -> Iterator[list[Any]]:
 
 
 def note_possible_shards(stores: Sequence[AnyShardedStore]) -> None:
-    """Warn of a list of files that are alike.
+    """Warn of a list of files with rows of one shape and dtype.
 
-    Each batch has rows of every file, side by side. The user may have meant shards of one source.
+    Each file is a source of its own, but the user may have meant shards of one source.
     """
     is_alike = len({(store.row_shape, store.dtype) for store in stores}) == 1
     if is_alike and all(len(store.paths) == 1 for store in stores):
@@ -105,10 +106,10 @@ def _warn_of_possible_shards(store: str, paths: tuple[str, ...]) -> None:
     named = paths if len(paths) < 4 else paths[:2]
     shown = ", ".join([*map(repr, named), *["..."] * (len(named) < len(paths))])
     logger.warning(
-        "source=[%s] is a list of %d files with equally many rows of one shape and dtype, and each "
-        "batch is a list of %d tensors, one of each file; if the files are shards of one source, "
-        "give %s([...]) or a pattern; if they belong side by side, give a tuple, of which there is "
-        "no warning",
+        "source=[%s] is a list of %d files with equally many rows of one shape and dtype, so each "
+        "batch is a list of %d tensors, one per file; if the files are shards of one source, give "
+        "%s([...]) or a pattern; if they are separate sources, give a tuple, which avoids this "
+        "warning",
         shown,
         len(paths),
         len(paths),

@@ -1,4 +1,4 @@
-"""StoreTree: the stores of a feeder, opened, checked and closed, in the structure of the source."""
+"""StoreTree: opens, checks and closes the stores of a feeder, in the structure of the source."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class StoreTree:
     A batch has one part for each of ``stores``, followed by two for each of ``ragged``.
 
     Args:
-        source: Source as ``Feeder`` takes it. A leaf that is not a store is opened here, and
-            closed with ``close``.
+        source: Source as ``Feeder`` takes it. The tree opens leaves that are not stores, and
+            ``close`` closes these.
         name: Name of the source in errors.
 
     Raises:
@@ -56,7 +56,7 @@ class StoreTree:
         leaves, self.structure = flatten(opened, is_leaf=is_store_or_array)
         if not leaves:
             raise StoreError(
-                f"{name}={source!r} has no arrays in it; expected at least one path, array, tensor "
+                f"{name}={source!r} contains no arrays; expected at least one path, array, tensor "
                 "or Store"
             )
         self.names: list[str] = []
@@ -111,7 +111,7 @@ class StoreTree:
         return self._rebuild if self.ragged else self.structure
 
     def close(self) -> None:
-        """Close all stores that were opened here, and raise the first error."""
+        """Close all stores that the tree opened, and raise the first error."""
         with contextlib.ExitStack() as stack:
             for store in reversed(self._owned):
                 stack.callback(store.close)
@@ -127,7 +127,7 @@ class StoreTree:
         return self._write_check.check(values, n_rows, device)
 
     def require_equal(self, data: Any, rows: Rows, batch: int, copy_to_host: CopyToHost) -> None:
-        """Compare a batch that is lent with its rows in the stores.
+        """Compare a batch with its rows in the stores, before the loop receives it.
 
         Args:
             data: Tensors in the structure of the source.
@@ -149,10 +149,10 @@ class StoreTree:
             wrong = np.flatnonzero(differs)
             if len(wrong):
                 raise VerificationError(
-                    f"batch {batch}: {len(wrong)} of {len(rows)} rows of {name} are not what the "
-                    f"store has now, the first of them row {rows[wrong[0]]}; they were changed "
-                    "while the batch was prefetched: while a loop runs, change rows by write_back "
-                    "only, or give depth=0"
+                    f"batch {batch}: {len(wrong)} of {len(rows)} rows of {name} differ from the "
+                    f"store, beginning with row {rows[wrong[0]]}, because something other than "
+                    "write_back has changed them after the batch was prefetched; while a loop "
+                    "runs, change rows by write_back only, or give depth=0"
                 )
 
     def _require_equal_lengths(self, given_as_path: Sequence[Store]) -> None:
@@ -167,12 +167,12 @@ class StoreTree:
         hint = ""
         if len(given_as_path) > 1:
             kind = type(given_as_path[0]).__name__
-            hint = f"; shards of one source are a pattern, 'x-*.npy', or {kind}([...])"
+            hint = f"; give shards of one source as a pattern, 'x-*.npy', or as {kind}([...])"
         if any(isinstance(store, ShardedStore) and store.overlaps for store in self.stores):
-            hint = "; windows of one series get equally many rows from the same span="
+            hint = "; give windows of one series the same span=, for equally many rows"
         raise StoreError(
-            f"sources have unequal numbers of rows: {counts}; expected equally many, one row each "
-            f"for a sample{hint}"
+            f"sources have unequal numbers of rows: {counts}; expected equally many, because a "
+            f"sample is one row of each source{hint}"
         )
 
     def _note_possible_shards(self, given_as_path: Sequence[Store]) -> None:
@@ -204,7 +204,7 @@ class StoreTree:
         self._leaves.append((name, store))
 
     def _open(self, leaf: Any, name: str) -> Store:
-        """Return the store of a leaf; a leaf that is a store is checked."""
+        """Return the store of a leaf, which is checked if it is a store itself."""
         if isinstance(leaf, Store) and not isinstance(leaf, type):
             return _checked(leaf, name)
         store = open_store(leaf, name)
@@ -251,7 +251,7 @@ def _ragged_differences(
         # Positions of items, as rows of the batch.
         wrong = np.searchsorted(expected_bounds, np.flatnonzero(differs), side="right") - 1
         differs = np.isin(np.arange(len(rows)), wrong)
-    # Offsets and lengths never change, unless the loop was given those of another batch.
+    # Offsets and lengths never change, unless the loop has received those of another batch.
     different_bounds = _differences(bounds, expected_bounds, copy_to_host)
     return differs | different_bounds[-len(rows) :] if len(rows) else differs
 
@@ -264,7 +264,7 @@ def _checked(store: Store, name: str) -> Store:
         )
     if check_dtype(np.dtype(store.dtype), name) != store.dtype:
         raise StoreError(
-            f"{name}: {type(store).__name__} has dtype {store.dtype}, which is not in this "
-            "machine's byte order"
+            f"{name}: {type(store).__name__} has dtype {store.dtype}; expected the byte order of "
+            f"this machine; give dtype {np.dtype(store.dtype).newbyteorder('=')}"
         )
     return store

@@ -366,9 +366,9 @@ class Transfer:
         for group, tensors in zip(groups, values, strict=True):
             if tensors is not None and group.repeated is not None:
                 raise WriteBackError(
-                    f"write_back of {len(group.rows)} rows in which row {group.repeated} occurs "
-                    "more than once; expected every row once: give unique rows to the feeder, or "
-                    "sum the changes of a row first"
+                    f"write_back of {len(group.rows)} rows in which row {group.repeated} appears "
+                    "more than once; expected each row only once; give unique rows to the feeder, "
+                    "or sum the changes of each row first"
                 )
         held: list[list[Tensor | None]] = []
         for group, tensors in zip(groups, values, strict=True):

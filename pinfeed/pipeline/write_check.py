@@ -1,4 +1,4 @@
-"""WriteCheck: refuses values that cannot be written back, before anything changes."""
+"""WriteCheck: refuses values that cannot be written back, before any row changes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WriteCheck:
     Args:
         names: Name of each store, which begins with ``source``.
         stores: Stores of the feeder.
-        ragged: Items of each ragged store of the feeder, by its name. Their rows are read-only.
+        ragged: Items of each ragged store of the feeder, by its name. Ragged rows are read-only.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class WriteCheck:
         """
         if values is None:
             raise WriteBackError(
-                f"write_back of None; expected {self._expected(n_rows, device)}; rows that stay as "
-                "they are need no write_back"
+                f"write_back of None; expected {self._expected(n_rows, device)}; do not call it "
+                "for unchanged rows"
             )
         given = {f"source{path}": value for path, value in flatten(values)[0]}
         for name in self._ragged:
             self._require_none(name, given)
         if given.keys() != self._name_set:
-            structure = ", in the structure of the source (None for what stays as it is)"
+            structure = ", in the structure of the source; give None for a store without changes"
             raise WriteBackError(
                 f"write_back of a {type(values).__name__}{self._differences(given)}; expected "
                 f"{self._expected(n_rows, device)}" + ("" if self._is_single else structure)
@@ -65,8 +65,8 @@ class WriteCheck:
                 _check_one(value, name, store, n_rows, device)
         if self._aliases:
             raise WriteBackError(
-                f"{self._aliases} have rows in common; a write to one of them would not be seen in "
-                "the other: give the rows once"
+                f"{self._aliases} have rows in common, and batches of one would miss writes to the "
+                "other; give the rows only once"
             )
         return tensors
 
@@ -76,8 +76,8 @@ class WriteCheck:
         for path, value in given.items():
             if value is not None and (path == name or path.startswith((f"{name}[", f"{name}."))):
                 raise WriteBackError(
-                    f"write_back to {name}, whose rows are ragged and read-only; expected None in "
-                    "place of its values"
+                    f"write_back to {name}, which has ragged, read-only rows; give None instead of "
+                    "its values"
                 )
 
     @property
@@ -112,10 +112,7 @@ class WriteCheck:
 
 
 def aliases(names: Sequence[str], stores: Sequence[Store], written: Sequence[bool]) -> str:
-    """Return the names of two stores that share memory or a file, if one of them is written.
-
-    The result is empty if there are none.
-    """
+    """Return the names of two stores that share memory or a file, if one is written; else ""."""
     named = zip(names, stores, written, strict=True)
     for (a, one, writes), (b, other, writes_other) in itertools.combinations(named, 2):
         if (writes or writes_other) and share_rows(one, other):
@@ -145,12 +142,14 @@ def _check_one(value: Any, name: str, store: Store, n_rows: int, device: Device)
     shape, dtype, is_on_device = found
     wrong = []
     if shape != (n_rows, *store.row_shape):
-        wrong.append(f"shape {shape}, expected {(n_rows, *store.row_shape)}")
+        wrong.append(f"shape is {shape}, expected {(n_rows, *store.row_shape)}")
     dtype = dtype or getattr(value, "dtype", None)
     if dtype != store.dtype:
-        wrong.append(f"dtype (convert with .to()) {dtype}, expected {store.dtype}")
+        wrong.append(
+            f"dtype is {dtype}, expected {store.dtype}; convert with .to(torch.{store.dtype})"
+        )
     if not is_on_device:
-        wrong.append(f"device {getattr(value, 'device', None)}, expected {device.name}")
+        wrong.append(f"device is {getattr(value, 'device', None)}, expected {device.name}")
     if wrong:
         raise WriteBackError(f"write_back of {name}: {'; '.join(wrong)}; nothing was written")
 

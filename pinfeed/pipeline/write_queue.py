@@ -82,8 +82,8 @@ class WriteQueue:
             self._take()
         if self._has_failed and self.failure is None and self._transfer.log.has_failed:
             raise WriteBackError(
-                "an earlier write_back of this loop failed, so that none after it is made; leave "
-                "the loop, and begin another one when the cause is removed"
+                "an earlier write_back of this loop failed, so no later one is made; leave the "
+                "loop, remove the cause, and begin a new loop"
             )
         if self.failure is not None:
             failure = self.failure

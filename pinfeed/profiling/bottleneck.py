@@ -1,4 +1,4 @@
-"""bottleneck_of(): what held a loop up, from its counts."""
+"""bottleneck_of(): the part of the pipeline that held up a loop, from its counts."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ Bottleneck = Literal[
 """The part of the pipeline that the others wait for.
 
 ``overhead``: batches are ready in time, but pinfeed takes long to hand them over. ``start``: loops
-are short, and nothing is read ahead of their first batch. ``loop``: the loop does almost nothing,
-so reading cannot be hidden behind it. ``depth``: nothing is read ahead at all.
+are short, and their first batch cannot be prefetched. ``loop``: the loop does too little work to
+overlap with reading. ``depth``: nothing is prefetched.
 """
 
 NOTABLE = 0.05
 """Share of the time; a loop that waits for less computes as fast as it can."""
 STARVED = 0.2
-"""Share of the time; a loop that waits for more starves."""
+"""Share of the time; a loop that waits for more has a data stall."""
 LIGHT_LOOP = 0.1
-"""Share of the time; a loop that works for less leaves nothing that reading could hide behind."""
+"""Share of the time; a loop that works for less does too little to overlap with reading."""
 BUSY_READERS = 0.6
-"""Share of the time; readers that are busy for less would keep up with even batches."""
+"""Share of the time; reader threads that are busy for less are fast enough on average."""
 
 _SENTENCES: dict[Bottleneck, str] = {
     "computing": "computing is the bottleneck",
@@ -44,10 +44,10 @@ _SENTENCES: dict[Bottleneck, str] = {
     "device_transform": "device_transform is the bottleneck",
     "writing": "writing back is the bottleneck",
     "overhead": "mostly for pinfeed's own work on each batch, not for data",
-    "unevenness": "batches come unevenly, though reading fits on average",
-    "start": "mostly for the first batch of a loop, ahead of which nothing is read",
-    "loop": "it does almost nothing that reading could hide behind",
-    "depth": "nothing is read ahead (depth=0)",
+    "unevenness": "some batches are late, although reading is fast enough on average",
+    "start": "mostly for the first batch of each loop, which cannot be prefetched",
+    "loop": "the loop does too little work to overlap with reading",
+    "depth": "nothing is prefetched (depth=0)",
 }
 
 
@@ -74,7 +74,7 @@ def bottleneck_of(totals: Totals) -> Bottleneck:
 
 
 def verdict_of(totals: Totals) -> str:
-    """Return a sentence that says how long the loop waited, and for what."""
+    """Return a sentence that says how long the loop waited, and why."""
     if not totals.seconds:
         return "no loop has run"
     bottleneck = bottleneck_of(totals)
@@ -89,10 +89,10 @@ def verdict_of(totals: Totals) -> str:
 
 
 def _slow_function(totals: Totals) -> Literal["host_transform", "device_transform"] | None:
-    """Return the function on batches that the loop waits for; None if it waits for other things."""
+    """Return the transform that the loop waits for; None if it waits for other work."""
     on_host_s = totals.host_transform_s
     on_device_s = totals.device_transform_s
-    # The work of a device goes on while the next batch is on the host.
+    # The work of a device continues while the next batch is on the host.
     functions_s = on_host_s + on_device_s
     if totals.watched == "device":
         functions_s = max(on_host_s, on_device_s)

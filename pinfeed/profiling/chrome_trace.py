@@ -25,8 +25,8 @@ def trace(
 ) -> dict[str, Any]:
     """Return the spans between two moments as a trace.
 
-    It has complete events on named threads, and counters of the batches that were ready and of the
-    depth. Times are in microseconds.
+    The trace has complete events on named threads, and counters of the batches that were ready and
+    of the depth. Times are in microseconds.
 
     Args:
         spans: Spans of the whole run.
@@ -51,7 +51,7 @@ def trace(
 
 
 def cache_events(caches: Sequence[tuple[float, CacheCounts]]) -> list[dict[str, Any]]:
-    """Return counters, one for each table, of rows that were in its cache, read, and evicted.
+    """Return counters for each table: rows that were in its cache, read, and evicted.
 
     Args:
         caches: Times in seconds, each with the counts of a batch in a table.

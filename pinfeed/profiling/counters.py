@@ -1,4 +1,4 @@
-"""Counters: cheap counts of what a loop waits for, updated for every batch.
+"""Counters: cheap counts of the waits and work of a loop, updated for every batch.
 
 The results are in stats.py and timeline.py.
 """
@@ -21,15 +21,15 @@ class Counters:
     """Counts of a feeder's loops.
 
     The time within a loop is divided into training steps and requests for batches. A request
-    begins when the loop asks its iterator for a batch, and ends when it has the batch. Until the
-    batch is ready, the request is a wait for data; the rest of it is overhead.
+    begins when the loop calls ``next()`` on its iterator, and ends when it receives the batch.
+    Until the batch is ready, the loop waits for data; the rest of the request is overhead.
 
     Each number belongs to one thread: ``write_s`` to the writer thread, the others to the training
     thread.
 
     Args:
-        timeline: Records a span for everything that takes time; None records none.
-        now: The clock, in seconds; the events of the device use the same.
+        timeline: Timeline that records the spans; None records none.
+        now: The clock, in seconds, which the events of the device use too.
     """
 
     def __init__(
@@ -54,21 +54,21 @@ class Counters:
         self.write_s = 0.0
         self._cache: dict[str, Any] = dict.fromkeys(_CACHE_COUNTS, 0)
         self.asked_s = 0.0
-        """When the running request began, or the last one."""
-        # When the batch of the running request was ready; infinite until that is known.
+        """Time at which the running or the last request began."""
+        # Time at which the batch of the running request was ready; infinite while it is unknown.
         self._ready_s = math.inf
-        # Whether the device has nothing to do during the running request.
+        # Whether the device is idle during the running request.
         self._is_idle = False
         self._is_requesting = False
-        # For the timeline: number, rows and bytes of the batch of the running request, or of the
-        # last one, and when the last one ended.
+        # For the timeline: number, rows and bytes of the batch of the running or the last request,
+        # and the time at which the last one ended.
         self._batch = (0, 0, 0)
         self._lent_s = 0.0
         # Time within loops that have ended.
         self._seconds = 0.0
-        # When the running loop began; None without one.
+        # Time at which the running loop began; None if no loop runs.
         self._entered: float | None = None
-        # Whether the running loop has no batch yet.
+        # Whether the running loop has received no batch yet.
         self._is_first = False
         self._depth = 0
         self._n_readers = 1
@@ -83,7 +83,7 @@ class Counters:
         asynchronous: bool,
         is_measured: Callable[[int], bool] = lambda depth: False,
     ) -> None:
-        """Count a loop that begins, and asks for its first batch.
+        """Count a loop that begins and requests its first batch.
 
         Args:
             depth: Number of batches that are prefetched.
@@ -104,13 +104,13 @@ class Counters:
             self.timeline.begin(self.asked_s, depth, n_readers, is_measured)
 
     def change_depth(self, depth: int) -> None:
-        """Note that the running loop keeps another number of batches ahead from now on."""
+        """Note that the running loop prefetches another number of batches from now on."""
         self._depth = depth
         if self.timeline is not None:
             self.timeline.change_depth(self.now(), depth)
 
     def ask(self) -> None:
-        """Begin a request, because the loop asks for a batch. A second call does nothing."""
+        """Begin a request for a batch. A second call does nothing."""
         if self._is_requesting:
             return
         now = self.now()
@@ -128,8 +128,8 @@ class Counters:
             number: Number of the batch.
             rows: Rows of the batch.
             nbytes: Bytes of the batch.
-            ready_s: When the batch was ready.
-            idle: Whether the device has nothing to do.
+            ready_s: Time at which the batch was ready.
+            idle: Whether the device is idle.
         """
         self._ready_s = ready_s
         self._is_idle = idle
@@ -142,16 +142,16 @@ class Counters:
             self._batch = (number, rows, nbytes)
 
     def fail(self) -> None:
-        """Do not count the batch of the running request, because the loop gets an error for it."""
+        """Do not count the batch of the running request, which failed."""
         self.batches -= 1
         self.late -= self._ready_s > self.asked_s
 
     def receive_none(self) -> None:
-        """Note that the running request finds no further batch, or that the loop was left."""
+        """Note that the running request found no further batch, or that the loop was left."""
         self._ready_s = self.now()
 
     def lend(self) -> None:
-        """End the running request, because the loop gets its batch now."""
+        """End the running request, because the loop receives its batch now."""
         now = self.now()
         self._end_request(now)
         self._is_first = False
@@ -162,9 +162,9 @@ class Counters:
         """Count the time since ``start``, in which the loop waited for earlier writes.
 
         Args:
-            start: When the loop began to wait.
-            idle: Whether the device had nothing to do.
-            batch: Number of the batch that the loop writes back, if it writes one.
+            start: Time at which the loop began to wait.
+            idle: Whether the device was idle.
+            batch: Number of the batch that the loop writes back; None at the end of a loop.
         """
         now = self.now()
         if self.timeline is not None and batch is not None:
@@ -175,7 +175,7 @@ class Counters:
         self.write_wait_s += waited
         self.starved_s += waited
         if self._is_requesting:
-            # This time is not counted again as a part of the request.
+            # This time must not count again as a part of the request.
             self.asked_s += waited
             self._ready_s += waited
 
@@ -204,7 +204,7 @@ class Counters:
         self._entered = None
 
     def totals(self) -> Totals:
-        """Return the counts since the counters were made, with those of the running request."""
+        """Return the counts since the counters were made, including the running request."""
         now = self.now()
         asked_s = self.asked_s if self._is_requesting else now
         ready_s = min(max(asked_s, self._ready_s), now)

@@ -1,4 +1,4 @@
-"""The timeline's picture: it shows which work overlaps, and when the loop waits."""
+"""draw(): draws the picture of a timeline, with overlapping work and waits of the loop."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from pinfeed.profiling.stats import Totals
 
 _WIDTH_IN = 13.0
 _DPI = 100
-# Narrower bars cannot be told apart: the picture then shows how much of each moment they take.
+# Narrower bars cannot be told apart. The picture then shows how much of each moment they take.
 _LEAST_BARS_IN = 0.02
 
 
 @dataclass(frozen=True)
 class _Stretch:
-    """The part of a run that is drawn.
+    """The part of a run that the picture shows.
 
     Attributes:
-        spans: Its spans.
-        start_s: Its start, in seconds.
-        end_s: Its end, in seconds.
-        totals: Its counts.
+        spans: Spans of the part.
+        start_s: Start of the part, in seconds.
+        end_s: End of the part, in seconds.
+        totals: Counts of the part.
     """
 
     spans: list[Span]
@@ -58,7 +58,7 @@ class _Stretch:
 
     @property
     def by_device(self) -> bool:
-        """Whether the device's waiting is shown, and not the loop's."""
+        """Whether the picture shows waits of the device, not of the loop."""
         return self.totals.watched == "device"
 
 
@@ -108,7 +108,9 @@ def _make_figure(height: float, *, with_run: bool) -> tuple[Any, Any, Any]:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise MissingDependency('a picture needs matplotlib: pip install "pinfeed[plot]"') from None
+        raise MissingDependency(
+            'a picture needs matplotlib; run pip install "pinfeed[plot]"'
+        ) from None
     heights = [height, 0.5] if with_run else [height]
     size = (_WIDTH_IN, sum(heights) + 1.1 + 0.7 * len(heights))
     figure = Figure(figsize=size, dpi=_DPI, layout="constrained")
@@ -118,7 +120,7 @@ def _make_figure(height: float, *, with_run: bool) -> tuple[Any, Any, Any]:
 
 
 def _draw_gaps(axes: Any, rows: Sequence[Row], stretch: _Stretch) -> None:
-    """Draw when nothing was computed, as a band behind all rows and on the device's."""
+    """Draw the data stalls, as a band behind all rows and on the row of the device."""
     gaps = [
         ((start - stretch.start_s) * stretch.unit, (end - start) * stretch.unit)
         for start, end in starved(stretch.spans)
@@ -131,17 +133,17 @@ def _draw_gaps(axes: Any, rows: Sequence[Row], stretch: _Stretch) -> None:
 
 
 def _label_rows(axes: Any, rows: Sequence[Row], stretch: _Stretch) -> None:
-    """Set the limits of the axes, name the rows, and say how busy each was."""
+    """Set the limits of the axes, and label each row with its name and load."""
     axes.set_xlim(0, stretch.seconds * stretch.unit)
     axes.set_ylim(rows[-1].bottom + 0.12, -0.12)
     _set_labels(axes, [((row.top + row.bottom) / 2, _label(row, stretch)) for row in rows])
     unit = "milliseconds" if stretch.unit > 1 else "seconds"
-    text = f"{unit}, from {stretch.start_s:.2f} s after the first batch was asked for"
+    text = f"{unit}, starting {stretch.start_s:.2f} s after the first request"
     axes.set_xlabel(text, color=FAINT, fontsize=9)
 
 
 def _label(row: Row, stretch: _Stretch) -> str:
-    """Return a row's name and the share of the time that it worked, or waited if it is watched."""
+    """Return a row's name and the share of the time that it worked or, if watched, waited."""
     if row.name == stretch.totals.watched:
         return f"{row.name}\nwaits {stretch.totals.starved:.0%}"
     several = f" × {row.n_tracks}" if row.n_tracks > 1 else ""
@@ -156,7 +158,7 @@ def _label(row: Row, stretch: _Stretch) -> str:
 def _draw_run(
     axes: Any, spans: Sequence[Span], run: tuple[float, float], stretch: _Stretch
 ) -> None:
-    """Draw a strip of the whole run: the share of waiting, and a frame around the stretch."""
+    """Draw a strip of the whole run: the share of waits, and a frame around the part above."""
     edges = np.linspace(*run, N_BINS + 1)
     axes.axvspan(*run, color="#eeeeee", linewidth=0, zorder=0)
     axes.stairs(covered(starved(spans), edges) / np.diff(edges), edges, fill=True, color=SIGNAL)
@@ -165,14 +167,14 @@ def _draw_run(
     axes.set_xlim(*run)
     axes.set_ylim(0, 1)
     _set_labels(axes, [(0.5, "whole run\nwaiting")])
-    axes.set_xlabel("seconds; framed: the stretch above", color=FAINT, fontsize=9)
+    axes.set_xlabel("seconds; the frame marks the interval above", color=FAINT, fontsize=9)
 
 
 def _write_title(axes: Any, spans: Sequence[Span], stretch: _Stretch) -> None:
     """Write the verdict as the title, and the batches and rates below it."""
     totals = stretch.totals
     n_in_all = sum(span.lane == "lend" for span in spans)
-    part = "" if totals.batches == n_in_all else "in this stretch "
+    part = "" if totals.batches == n_in_all else "in this interval "
     title = f"{part}{totals.verdict}"
     axes.set_title(
         title[0].upper() + title[1:],
@@ -216,7 +218,7 @@ def _add_legend(figure: Any, stretch: _Stretch, is_fine: bool) -> None:
     if stretch.by_device:
         handles.append(Patch(color=SIGNAL, label="the device waits for a batch"))
     if is_fine:
-        label = "one batch on its way"
+        label = "one batch, from read to step"
         handles.append(Patch(facecolor="none", edgecolor=INK, linewidth=1.5, label=label))
     figure.legend(
         handles=handles,
@@ -231,7 +233,7 @@ def _add_legend(figure: Any, stretch: _Stretch, is_fine: bool) -> None:
 
 
 def _set_labels(axes: Any, labels: Sequence[tuple[float, str]]) -> None:
-    """Write names at the left, and remove all lines but the time axis."""
+    """Write names on the left, and remove all lines except the time axis."""
     positions = [at for at, _ in labels]
     axes.set_yticks(positions, [text for _, text in labels], color=INK, fontsize=10)
     axes.tick_params(axis="y", length=0, pad=8)

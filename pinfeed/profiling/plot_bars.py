@@ -16,7 +16,7 @@ _ROW_IN = 0.6
 _TRACK_IN = 0.36
 _GAP_IN = 0.32
 N_BINS = 400
-# A bit more than a pixel: a narrower bar would not be seen.
+# Slightly more than a pixel, because a narrower bar would be invisible.
 _NARROWEST_IN = 0.0125
 # The white edge of a bar would hide most of a narrower one.
 _EDGED_IN = 0.04
@@ -24,7 +24,7 @@ _EDGED_IN = 0.04
 
 @dataclass(frozen=True)
 class Row:
-    """The place of a thread's spans, or of several threads that do the same."""
+    """The place of the spans of one thread, or of several threads that do the same work."""
 
     name: str
     top: float
@@ -89,15 +89,15 @@ def usual_width(bars: Sequence[Bar], lane: Lane) -> float:
 
 
 def draw_bars(axes: Any, bars: Sequence[Bar], by_device: bool, per_inch: float) -> None:
-    """Draw a bar for each span, wide enough to be seen.
+    """Draw a bar for each span, wide enough to be visible.
 
-    Narrow bars lie on top of wide ones. Of several narrow bars in one place, the longest lies on
+    Narrow bars lie on top of wide ones. If several narrow bars share a place, the longest lies on
     top.
 
     Args:
         axes: The axes to draw on.
         bars: The spans with their places.
-        by_device: Whether the device's waiting is shown.
+        by_device: Whether the picture shows waits of the device.
         per_inch: Length of an inch, in the unit of the time axis.
     """
     alike: dict[tuple[str, Row, int, float], list[tuple[float, float]]] = {}
@@ -128,7 +128,7 @@ def _layer(bar: Bar, per_inch: float) -> float:
 
 
 def draw_shares(axes: Any, bars: Sequence[Bar], by_device: bool) -> None:
-    """Draw how much of each moment a lane takes; the full height of a track is all of it."""
+    """Draw the share of each moment that a lane takes; the full height of a track is 100%."""
     edges = np.linspace(0.0, max(bar.start + bar.width for bar in bars), N_BINS + 1)
     alike: dict[tuple[Row, int], dict[Lane, list[Bar]]] = {}
     for bar in bars:
@@ -141,7 +141,7 @@ def draw_shares(axes: Any, bars: Sequence[Bar], by_device: bool) -> None:
         for of_lane in lanes.values():
             intervals = [(bar.start, bar.start + bar.width) for bar in of_lane]
             share = covered(intervals, edges) / np.diff(edges)
-            # A lane that takes next to nothing of a moment is still shown as a line.
+            # A lane with a tiny share of a moment is still shown as a line.
             share = np.where(share > 0, np.maximum(share, _NARROWEST_IN / height), 0.0)
             low = filled
             filled = np.minimum(filled + share, 1.0)
@@ -158,7 +158,7 @@ def draw_shares(axes: Any, bars: Sequence[Bar], by_device: bool) -> None:
 def covered(
     intervals: Sequence[tuple[float, float]], edges: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """Return how much of each bin the intervals cover, shape (len(edges) - 1,).
+    """Return the length of each bin that the intervals cover, shape (len(edges) - 1,).
 
     Args:
         intervals: Start and end of each; they do not overlap.
@@ -175,7 +175,7 @@ def covered(
 
 
 def number_bars(axes: Any, bars: Sequence[Bar]) -> None:
-    """Write the number of the batch on bars that have room for it; frame those of one batch."""
+    """Write batch numbers on bars that have room for them; frame the bars of one batch."""
     lent = [bar.span for bar in bars if bar.span.lane == "lend"]
     followed = lent[len(lent) // 2] if lent else None
     left, right = axes.get_xlim()
@@ -210,7 +210,7 @@ def number_bars(axes: Any, bars: Sequence[Bar]) -> None:
 
 
 def _has_batch(span: Span, followed: Span) -> bool:
-    """Return whether a span is of the batch of another one, perhaps among other batches."""
+    """Return whether a span includes the batch of the followed span."""
     offset = followed.batch - span.batch
     return span.loop == followed.loop and 0 <= offset < span.n_batches
 

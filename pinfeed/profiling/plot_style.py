@@ -1,4 +1,4 @@
-"""Colours and words of the timeline's picture."""
+"""Colours and labels of the timeline's picture."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ LANE_NAMES: dict[Lane, str] = {
     "copy": "copying to the device",
     "device_transform": "device_transform",
     "wait": "the loop waits for a batch",
-    "lend": "is handed it (overhead)",
-    "compute": "computes",
+    "lend": "receives a batch (overhead)",
+    "compute": "training step",
     "write_wait": "waits for write-backs",
     "device": "the device computes",
     "write": "writing back",
@@ -31,7 +31,7 @@ LANE_NAMES: dict[Lane, str] = {
 SIGNAL = COLOURS["wait"]
 """Colour of time in which the watched thread waits."""
 BAND = "#fbe3e6"
-"""Colour of such time behind the other threads."""
+"""Background colour of that time in the rows of the other threads."""
 QUIET = "#d9d9d9"
 """Colour of waits that cost nothing, because the device computes."""
 INK = "#222222"
@@ -39,12 +39,11 @@ FAINT = "#777777"
 
 
 def colour_of(span: Span, by_device: bool) -> str:
-    """Return the colour of a span; neighbouring batches differ in shade.
+    """Return the colour of a span; adjacent batches differ in shade.
 
     Args:
         span: The span.
-        by_device: Whether the device's waiting is shown. The waiting of the loop does not matter
-            then.
+        by_device: Whether the picture shows waits of the device. Waits of the loop are grey then.
     """
     if span.lane == "wait" and by_device:
         return QUIET

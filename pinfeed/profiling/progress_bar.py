@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 from pinfeed.memory.units import human_rate
 from pinfeed.profiling.stats import Totals
 
-# Rates are those of at least this time.
+# Minimum time, in seconds, over which rates are averaged.
 _RECENT_S = 1.0
 
 
@@ -30,7 +30,7 @@ class ProgressBar(tqdm):  # type: ignore[type-arg]  # at runtime it takes none
 
     @property
     def format_dict(self) -> Any:
-        """The values that tqdm draws; it asks for them when it draws, not for every batch."""
+        """The values that tqdm draws; it reads them when it draws, not for every batch."""
         totals = self._totals()
         recent = totals - self._earlier
         if recent.seconds >= _RECENT_S or not self._text:

@@ -1,4 +1,4 @@
-"""Spans: what took time in a loop, and what can be computed from that."""
+"""Span: one piece of work in a loop, with the functions that compute statistics from spans."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ Lane = Literal[
 """The kind of a span:
 
 - ``read``: a reader thread reads rows.
-- ``host_transform``: the function runs. If a loader gives the batch, this is within ``read``.
+- ``host_transform``: the function runs. For a batch of a loader, this is a part of ``read``.
 - ``copy``: rows are copied to the device.
-- ``device_transform``: the function runs; on an asynchronous device, the work that it queued.
-- ``wait``: the loop has asked for a batch, which is not ready.
-- ``lend``: the batch is ready, and pinfeed hands it to the loop; this is its overhead.
+- ``device_transform``: the function runs, or an asynchronous device does the work that it queued.
+- ``wait``: the loop has requested a batch, which is not ready.
+- ``lend``: the batch is ready, and pinfeed hands it to the loop; this is pinfeed's overhead.
 - ``compute``: the training step runs.
 - ``write_wait``: the training step waits until earlier rows are written back; a part of
   ``compute``.
 - ``device``: an asynchronous device does the work that the loop queued.
-- ``write``: rows are written back.
+- ``write``: the writer threads write rows back.
 """
 
 LANES: tuple[Lane, ...] = get_args(Lane)
@@ -48,7 +48,7 @@ THREADS: dict[str, tuple[Lane, ...]] = {
 }
 """Lanes by thread. Spans of one thread do not overlap, except ``write_wait`` and ``compute``.
 
-Functions on batches run in reader threads or in a stream of the device, and are shown apart.
+Transforms run in background threads or in a stream of the device, and are shown separately.
 """
 
 WAITING: tuple[Lane, ...] = ("wait", "lend", "write_wait")
@@ -56,13 +56,13 @@ WAITING: tuple[Lane, ...] = ("wait", "lend", "write_wait")
 
 
 class Span(NamedTuple):
-    """One thing that took time."""
+    """One piece of work in a loop, with its start and end."""
 
     lane: Lane
     batch: int
-    """Number of the batch in its epoch; the first one's if several are read together."""
+    """Number of the batch in its epoch, or of the first batch if several are read together."""
     start_s: float
-    """Seconds since the first batch was asked for."""
+    """Seconds since the request for the first batch."""
     end_s: float
     loop: int = 0
     """Number of the loop over the feeder, from 0."""
@@ -87,9 +87,9 @@ def extent(spans: Iterable[Span]) -> tuple[float, float]:
 
 
 def middle(spans: Sequence[Span], n_batches: int) -> tuple[float, float]:
-    """Return start and end of ``n_batches`` batches from the middle of the loop in the middle.
+    """Return start and end of ``n_batches`` batches in the middle of the middle loop.
 
-    If the run or that loop has no more batches, all of it is returned.
+    A run or a middle loop without more batches is returned as a whole.
     """
     asked = [span for span in spans if span.lane == "wait"]
     if len(asked) <= n_batches:
@@ -120,9 +120,9 @@ def tracks(spans: Sequence[Span]) -> list[int]:
 
 
 def starved(spans: Sequence[Span]) -> list[tuple[float, float]]:
-    """Return start and end of each time in which nothing was computed for want of data.
+    """Return start and end of each data stall.
 
-    These are the gaps of the device if its work was recorded, and else the loop's waits.
+    These are the gaps in the device's work if it was recorded, and otherwise the loop's waits.
     """
     on_device = [span for span in spans if span.lane == "device"]
     if not on_device:
@@ -139,7 +139,7 @@ def starved(spans: Sequence[Span]) -> list[tuple[float, float]]:
 
 
 def _loop_starts(spans: Iterable[Span]) -> dict[int, float]:
-    """Return when each loop asked for its first batch."""
+    """Return the time at which each loop requested its first batch."""
     found: dict[int, float] = {}
     for span in spans:
         if span.lane == "wait":
@@ -169,7 +169,7 @@ def totals(
         rows=sum(span.rows for span in lent),
         bytes=sum(span.bytes for span in lent),
         seconds=seconds,
-        # The spans do not tell for what the device waits.
+        # The spans do not show why the device waits.
         wait_s=starved_s if has_device else spent["wait"],
         overhead_s=0.0 if has_device else spent["lend"],
         write_wait_s=0.0 if has_device else spent["write_wait"],
@@ -189,7 +189,7 @@ def totals(
 
 
 def _seconds_by_lane(spans: Sequence[Span]) -> dict[str, float]:
-    """Return the seconds of each lane; reading is without the functions that a source called."""
+    """Return the seconds of each lane; reading excludes transforms that a source called."""
     spent: dict[str, float] = dict.fromkeys(LANES, 0.0)
     reads_end = {(span.loop, span.batch): span.end_s for span in spans if span.lane == "read"}
     for span in spans:
@@ -202,7 +202,7 @@ def _seconds_by_lane(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def ready(spans: Iterable[Span]) -> list[tuple[float, int]]:
-    """Return how many batches were read and not yet lent, with the time of each change."""
+    """Return the number of batches that were read and not yet lent, after each change."""
     steps = [(span.end_s, 0, span.loop, span.n_batches) for span in spans if span.lane == "read"]
     steps += [(span.start_s, 1, span.loop, -1) for span in spans if span.lane == "lend"]
     found = []
@@ -210,7 +210,7 @@ def ready(spans: Iterable[Span]) -> list[tuple[float, int]]:
     current = None
     for at_s, _, loop, change in sorted(steps):
         if loop != current:
-            # The batches that an earlier loop left behind are dropped.
+            # An earlier loop drops its prefetched batches when it ends.
             count = 0
             current = loop
         count += change

@@ -1,4 +1,4 @@
-"""StarvationMonitor: warns once of a loop that waits too long, and says why and what to change."""
+"""StarvationMonitor: warns once of a data stall, and says why it happens and what to change."""
 
 from __future__ import annotations
 
@@ -12,31 +12,30 @@ from pinfeed.profiling.counters import Counters
 from pinfeed.profiling.stats import Totals
 
 WARM_UP_BATCHES = 5
-"""First batches of every loop, which prove nothing because nothing was read ahead of them."""
+"""First batches of every loop, which prove nothing because they were not prefetched in time."""
 STRETCH_S = 5.0
-"""Least time within loops that is judged."""
+"""Minimum time within loops, in seconds, that is judged."""
 STRETCH_BATCHES = 20
-"""Least number of batches that is judged."""
+"""Minimum number of batches that is judged."""
 
 # Looking at the counters takes some microseconds, so it is not done for every batch.
 _LOOK_S = 1.0
 
 _HINTS: dict[Bottleneck, str] = {
-    "host_transform": "The loop waits for your host_transform, which is called for one batch at a "
-    "time: make it cheaper, or do its work once before training, in the worker processes of the "
+    "host_transform": "The loop waits for your host_transform, which runs for one batch at a time. "
+    "Make it cheaper, or do its work once before training, in the worker processes of the "
     "DataLoader, or in device_transform.",
     "device_transform": "The loop waits for your device_transform, which takes longer than the "
-    "training step: make it cheaper, or do its work once before training.",
-    "copying": "Fewer bytes help (a smaller dtype, uint8 images that are converted on the device), "
-    "or rows in a PinnedStore, which the GPU can read itself.",
-    "writing": "The store's writes are slower than the loop: rows in memory (PinnedStore, "
-    "ArrayStore) take them faster than a file does, and None in place of what stays as it is "
-    "leaves less to write.",
-    "overhead": "Larger batches need less of this work for each row.",
-    "unevenness": "A higher depth has more batches ready when one is late.",
-    "start": "Longer loops have fewer beginnings: more batches in an epoch, or several epochs in "
-    "one loop.",
-    "depth": "depth=2 reads two batches ahead, with the same results.",
+    "training step. Make it cheaper, or do its work once before training.",
+    "copying": "Copy fewer bytes (a smaller dtype, uint8 images that are converted on the device), "
+    "or keep the rows in a PinnedStore, which GPU kernels can read directly.",
+    "writing": "The store's writes are slower than the loop. Rows in memory (PinnedStore, "
+    "ArrayStore) are written faster than a file, and None in place of unchanged values leaves "
+    "less to write.",
+    "overhead": "Larger batches need less of this work per row.",
+    "unevenness": "A higher depth keeps more batches ready for when one is late.",
+    "start": "Run fewer and longer loops: more batches in an epoch, or several epochs in one loop.",
+    "depth": "depth=2 prefetches two batches, with the same results.",
 }
 
 _WITHOUT_THREADS = "depth=0 needs no threads, which compete with the training step for the cores."
@@ -47,14 +46,14 @@ logger = logging.getLogger("pinfeed")
 
 
 class StarvationMonitor:
-    """Looks at the counters while loops run, in the training thread.
+    """Monitor of the counters of running loops; the training thread calls it.
 
     Args:
         counters: The counts of the loops.
-        hint: Returns what to change if reading is too slow, given the share of the reading time in
-            which the source was asked for what to read.
-        transfer_hint: Returns how fewer bytes would be moved, for loops that stall on copying or
-            writing; empty if it is unknown.
+        hint: Returns what to change if reading is too slow, given the share of the reading time
+            that the source takes to make batches.
+        transfer_hint: Returns how to copy fewer bytes, for loops that stall on copying or writing;
+            empty if it is unknown.
 
     Attributes:
         look_at: The number of batches at which to call ``look`` again.
@@ -69,7 +68,7 @@ class StarvationMonitor:
         self._counters = counters
         self._hint = hint
         self._transfer_hint = transfer_hint
-        # Counts of the stretch that is being judged, which may span several loops.
+        # Counts of the stretch to judge, which may span several loops.
         self._stretch = Totals()
         # Counts at the last look at the running loop; None before the first.
         self._last: Totals | None = None
@@ -98,8 +97,8 @@ class StarvationMonitor:
         """Note that a loop ends, and judge it.
 
         Args:
-            is_excused: Whether the loop has waited for the sake of a measurement, or because of its
-                result, and is not judged.
+            is_excused: Whether the loop has waited because of a measurement or its result; it is
+                not judged then.
         """
         if self._last is not None and not self._has_warned and not is_excused:
             self._judge()
@@ -107,7 +106,7 @@ class StarvationMonitor:
         self.look_at = math.inf
 
     def _judge(self) -> None:
-        """Judge the stretch if it is long enough by now; warn if it starved."""
+        """Judge the stretch if it is long enough by now; warn of a data stall."""
         assert self._last is not None
         totals = self._counters.totals()
         self._stretch = totals - self._last + self._stretch
@@ -125,7 +124,7 @@ class StarvationMonitor:
 def explanation(
     totals: Totals, hint: Callable[[float], str], transfer_hint: Callable[[], str] = str
 ) -> str:
-    """Return the verdict, the numbers behind it, and what to change.
+    """Return the verdict, the numbers behind it, and advice.
 
     Args:
         totals: Counts of the stretch.
@@ -141,28 +140,29 @@ def explanation(
     if cause == "overhead" and not totals.is_measured:
         change += f" {_WITHOUT_THREADS}"
     verdict = totals.verdict.replace("of the time", f"of the last {totals.seconds:.1f} s", 1)
-    return f"starved: {verdict}. {_numbers(totals, cause)} {change}"
+    return f"{verdict[0].upper()}{verdict[1:]}. {_numbers(totals, cause)} {change}"
 
 
 def _numbers(totals: Totals, cause: Bottleneck) -> str:
     """Return sentences with the times of a batch and the load of the reader threads."""
     n = max(1, totals.batches)
-    works = "gives the device its work" if totals.asynchronous else "works"
-    threads = f"{totals.n_readers} reading thread{'s' * (totals.n_readers > 1)}"
+    works = "queues its device work" if totals.asynchronous else "works on it"
+    threads = f"{totals.n_readers} reader thread{'s' * (totals.n_readers > 1)}"
     # The bytes of objects that are no tensors are unknown.
     size = f" ({human(totals.bytes / n)})" if totals.bytes else ""
     numbers = (
         f"A batch of {totals.rows / n:,.0f} rows{size} takes "
         f"{duration(totals.read_s / n)} to read, and the loop {works} for "
-        f"{duration(totals.compute_s / n)} on it; with {threads}, {totals.readers_busy:.0%} "
+        f"{duration(totals.compute_s / n)}. With {threads}, {totals.readers_busy:.0%} "
         f"busy, and depth={totals.depth}, {totals.late} of {totals.batches} batches were late."
     )
     if functions := totals.functions_in_words:
-        numbers += f" Functions on a batch take: {functions}."
+        numbers += f" Transforms take, per batch: {functions}."
     if cause == "overhead":
-        numbers += f" pinfeed's own work took {duration(totals.overhead_s / n)} a batch."
+        numbers += f" pinfeed's own work takes {duration(totals.overhead_s / n)} per batch."
     if cause == "writing":
-        numbers += f" Rows took {duration(totals.write_s / n)} a batch to write back."
+        numbers += f" Writing rows back takes {duration(totals.write_s / n)} per batch."
     if cause == "copying":
-        numbers += f" Readers waited for copies for {duration(totals.copy_wait_s / n)} a batch."
+        wait = duration(totals.copy_wait_s / n)
+        numbers += f" Reader threads wait for copies for {wait} per batch."
     return numbers

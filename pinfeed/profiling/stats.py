@@ -1,4 +1,4 @@
-"""FeederStats: totals of a feeder, their rates and differences, and what held the loop up."""
+"""FeederStats: totals of a feeder, their rates and differences, and the bottleneck of the loop."""
 
 from __future__ import annotations
 
@@ -21,28 +21,34 @@ class ProcessMemory:
     """Resident memory of the process in bytes, by kind, for pinfeed and all other code together.
 
     A kind that the system does not report is None.
+
+    Examples:
+        >>> feeder = pinfeed.Feeder(np.zeros((1000, 8)), batch_size=100)
+        >>> memory = feeder.stats.memory
+        >>> memory.pinned >= 0
+        True
     """
 
     anonymous: int | None
-    """Memory that is neither mapped from a file, nor shared, nor page-locked by pinfeed."""
+    """Bytes that are neither mapped from a file, nor shared, nor page-locked by pinfeed."""
     file: int | None
-    """Memory mapped from files: libraries, and touched pages of memory maps, also of pinfeed's.
+    """Bytes mapped from files: libraries, and touched pages of memory maps, including pinfeed's.
 
     The kernel may drop such pages at any time.
     """
     shared: int | None
-    """Shared memory, mostly the batches that the worker processes of a DataLoader hand over.
+    """Bytes of shared memory, mostly batches from the worker processes of a DataLoader.
 
     The kernel also counts memory that CUDA allocates page-locked (torch's ``pin_memory``).
     """
     pinned: int
-    """Memory that pinfeed page-locked."""
+    """Bytes that pinfeed page-locked (pinned)."""
     peak: int | None
-    """Largest sum of all kinds since the process began."""
+    """Largest sum of all kinds since the process began, in bytes."""
 
     @classmethod
     def now(cls) -> ProcessMemory:
-        """Return the memory of this process as it is now."""
+        """Return the current memory of this process."""
         resident = resident_bytes()
         locked = locked_bytes()
         anonymous = resident["anonymous"]
@@ -54,60 +60,72 @@ class ProcessMemory:
         return ", ".join(f"{name} {text}" for name, text in self._texts())
 
     def _texts(self) -> list[tuple[str, str]]:
-        """Return the name of each kind with its size as people read it."""
+        """Return the name of each kind with its readable size."""
         kinds = dataclasses.asdict(self).items()
         return [(name, "unknown" if nbytes is None else human(nbytes)) for name, nbytes in kinds]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Counts of some time within loops; ``later - earlier`` counts the time between the two."""
+    """Counts of a part of a feeder's loops; ``later - earlier`` counts the time between the two.
+
+    Examples:
+        >>> feeder = pinfeed.Feeder(np.zeros((1000, 8)), batch_size=100)
+        >>> earlier = feeder.stats
+        >>> for batch in feeder:
+        ...     loss = batch.mean()
+        >>> epoch = feeder.stats - earlier
+        >>> epoch.batches, epoch.rows
+        (10, 1000)
+    """
 
     batches: int = 0
+    """Batches that the loop has received."""
     rows: int = 0
+    """Rows of these batches."""
     bytes: int = 0
-    """Bytes lent to the loop, without those of rows that were in a cache on the device.
+    """Bytes of these batches, without rows that were in a cache on the device.
 
-    An object of a batch that is no dense tensor counts 0, because its size is unknown. With
-    ``device_transform``, these are the bytes that the function is given.
+    An object that is no dense tensor counts 0, because its size is unknown. With
+    ``device_transform``, these are the bytes that the function takes.
     """
     seconds: float = 0.0
-    """Time within loops, in seconds as all times here."""
+    """Time within loops, in seconds, like all times in this class."""
     wait_s: float = 0.0
-    """Time in which loops waited for data, from asking for a batch until it was ready."""
+    """Time in which loops waited for data: from the request for a batch until it was ready."""
     overhead_s: float = 0.0
     """Time in which loops waited for pinfeed's own work in the training thread.
 
-    It is the time from asking for a batch until the loop has it, without ``wait_s``: pinfeed
-    reserves memory for later batches, hands the batch over, and frees earlier ones. Starting and
-    joining the threads of a loop is included.
+    It is the time from the request for a batch until the loop receives it, without ``wait_s``:
+    pinfeed reserves memory for later batches, hands the batch over, and frees earlier ones.
+    Starting and joining the threads of a loop is included.
     """
     write_wait_s: float = 0.0
     """Time in which ``write_back``, or the end of a loop, waited for earlier writes.
 
-    It counts only while the device had nothing to do.
+    It counts only while the device was idle.
     """
     starved_s: float = 0.0
-    """Time in which the loop waited, for any reason, and the device had nothing to do.
+    """Time in which the loop waited, for any reason, and the device was idle.
 
-    It is ``write_wait_s`` and a part of ``wait_s`` and ``overhead_s``. The CPU as a device has
-    nothing to do while the loop waits, so there it is the sum of the three.
+    It is the sum of ``write_wait_s`` and parts of ``wait_s`` and ``overhead_s``. On the CPU, it is
+    the sum of all three, because the CPU as a device is idle while the loop waits.
     """
     first_batch_s: float = 0.0
     """Part of ``starved_s`` for the first batch of each loop."""
     read_s: float = 0.0
     """Time in which reader threads read, summed over the threads."""
     source_s: float = 0.0
-    """Part of ``read_s`` in which the source was asked for what to read next.
+    """Part of ``read_s`` that the source takes to decide what to read next.
 
-    For a DataLoader it is the time that the loader took for its batch.
+    For a DataLoader, it is the time that the loader took for its batch.
     """
     host_transform_s: float = 0.0
     """Time in which ``host_transform`` ran."""
     device_transform_s: float = 0.0
     """Time in which ``device_transform`` ran.
 
-    On a GPU, the function only queues its work. A timeline has the time of that work.
+    On a GPU, the function only queues its work. A timeline shows the time of that work.
     """
     copy_wait_s: float = 0.0
     """Time in which reader threads waited for copies of earlier batches, summed over threads.
@@ -115,15 +133,15 @@ class Totals:
     The work of ``device_transform`` on these batches is included.
     """
     write_s: float = 0.0
-    """Time in which the writer thread wrote rows back."""
+    """Time in which the writer threads wrote rows back."""
     late: int = 0
-    """Batches that were not ready when the loop asked for them."""
+    """Batches that were not ready when the loop requested them."""
     cache_lookups: int = 0
-    """Rows of tables with a cache on the device that batches looked up; distinct in a batch."""
+    """Distinct rows per batch of tables with a cache on the device, summed over the batches."""
     cache_hits: int = 0
     """Looked-up rows that were in a cache; the others were read from their stores."""
     cache_evictions: int = 0
-    """Rows that left a cache for others."""
+    """Rows that left a cache to make room for others."""
     cache_rows_written: int = 0
     """Rows of tables with a cache that were written to their stores."""
     cache_bytes_read: int = 0
@@ -131,30 +149,30 @@ class Totals:
     cache_bytes_written: int = 0
     """Bytes of rows of tables with a cache that were written to their stores."""
     depth: int = 0
-    """Batches prefetched ahead of the loop."""
+    """Number of batches that are prefetched."""
     n_readers: int = 1
-    """Reader threads."""
+    """Number of reader threads."""
     asynchronous: bool = False
-    """Whether the loop only queues work for a device, whose time is not in ``compute_s``."""
+    """Whether the loop only queues work for a device; ``compute_s`` excludes that work's time."""
     is_measured: bool = False
     """Whether ``depth`` was chosen by measurement."""
 
     watched: Literal["loop", "device"] = "loop"
-    """The one whose waiting was counted: the device if a timeline has recorded its work."""
+    """``"device"`` if a timeline has recorded the device's work, whose gaps count as waits."""
 
     @property
     def compute_s(self) -> float:
-        """Time in which the loop itself worked: all time within loops that is not waiting."""
+        """Time in which the training steps ran: all time within loops except waits."""
         return max(0.0, self.seconds - self.wait_s - self.overhead_s - self.write_wait_s)
 
     @property
     def starved(self) -> float:
-        """Share of the time in which the loop waited and the device had nothing to do."""
+        """Share of the time in which the loop waited and the device was idle, from 0 to 1."""
         return self.starved_s / self.seconds if self.seconds else 0.0
 
     @property
     def readers_busy(self) -> float:
-        """Share of the time in which reader threads read."""
+        """Share of the time in which reader threads read, from 0 to 1."""
         return self.read_s / self.seconds / self.n_readers if self.seconds else 0.0
 
     @property
@@ -169,18 +187,18 @@ class Totals:
 
     @property
     def cache_hit_rate(self) -> float:
-        """Share of the rows of batches that were in a cache on the device; 0 without a cache."""
+        """Share of the looked-up rows that were in a cache on the device; 0 without a cache."""
         return self.cache_hits / self.cache_lookups if self.cache_lookups else 0.0
 
     @property
     def cache_in_words(self) -> str:
-        """Hit rate of the caches, and what a batch moved on average; empty without a cache."""
+        """Hit rate of the caches, and average traffic per batch; empty without a cache."""
         if not self.cache_lookups:
             return ""
         n = max(1, self.batches)
         read = self.cache_lookups - self.cache_hits
         return (
-            f"{self.cache_hit_rate:.0%} of the rows of batches were on the device; on average, a "
+            f"{self.cache_hit_rate:.0%} of the rows of batches were in the cache; on average, a "
             f"batch read {read / n:,.0f} rows ({human(self.cache_bytes_read / n)}), wrote "
             f"{self.cache_rows_written / n:,.0f} ({human(self.cache_bytes_written / n)}) and "
             f"evicted {self.cache_evictions / n:,.0f}"
@@ -188,7 +206,7 @@ class Totals:
 
     @property
     def functions_in_words(self) -> str:
-        """Time of a batch in each function on batches; empty without such a function."""
+        """Time per batch of each transform; empty without a transform."""
         n = max(1, self.batches)
         times = {
             "host_transform": self.host_transform_s,
@@ -198,7 +216,7 @@ class Totals:
 
     @property
     def rates(self) -> str:
-        """Rows and bytes per second as people read them; rows alone if the bytes are unknown."""
+        """Readable rows and bytes per second; rows alone if the bytes are unknown."""
         moved = f", {human_rate(1e9 * self.gb_per_s)}" if self.bytes else ""
         return f"{self.rows_per_s:,.0f} rows/s{moved}"
 
@@ -214,7 +232,7 @@ class Totals:
 
     @property
     def verdict(self) -> str:
-        """A sentence that says how long the loop waited, and for what."""
+        """A sentence that says how long the loop waited, and why."""
         return verdict_of(self)
 
     def as_dict(self) -> dict[str, float]:
@@ -264,7 +282,7 @@ class Totals:
     def __str__(self) -> str:
         seconds = f"{self.seconds:.2f} s" if self.seconds >= 0.1 else f"{1e3 * self.seconds:.1f} ms"
         functions = self.functions_in_words
-        per_batch = f"; functions on a batch: {functions}" if functions else ""
+        per_batch = f"; transforms, per batch: {functions}" if functions else ""
         cache = f"; cache: {self.cache_in_words}" if self.cache_lookups else ""
         return (
             f"{self.batches} batches, {self.rows} rows in {seconds}: {self.rates}; {self.verdict}"
@@ -281,10 +299,20 @@ _COUNTED = [
 
 @dataclass(frozen=True, kw_only=True)
 class FeederStats(Totals):
-    """Totals since the feeder was made, or between two moments as ``later - earlier``."""
+    """Totals since the feeder was made, or between two moments as ``later - earlier``.
+
+    Examples:
+        >>> feeder = pinfeed.Feeder(np.zeros((1000, 8)), batch_size=100)
+        >>> for batch in feeder:
+        ...     loss = batch.mean()
+        >>> feeder.stats.batches
+        10
+        >>> print(feeder.stats)
+        10 batches, 1000 rows in ...
+    """
 
     memory: ProcessMemory
-    """Memory of the process when the statistics were asked for."""
+    """Memory of the process when ``feeder.stats`` was read."""
 
     def as_dict(self) -> dict[str, float]:
         """Return numbers for a logger, with the units in their names.
@@ -305,8 +333,8 @@ class FeederStats(Totals):
 
         threads = f"{self.n_readers} thread{'s' * (self.n_readers != 1)}"
         rows = [
-            ("batches", f"{self.batches:,}, {self.late:,} of them late"),
-            ("rows", f"{self.rows:,}, {self.rows_per_s:,.0f} a second"),
+            ("batches", f"{self.batches:,}, {self.late:,} late"),
+            ("rows", f"{self.rows:,}, {self.rows_per_s:,.0f} per second"),
         ]
         if self.bytes:
             rows.append(("bytes", f"{human(self.bytes)}, {human_rate(1e9 * self.gb_per_s)}"))
@@ -315,11 +343,11 @@ class FeederStats(Totals):
             (f"the {self.watched} waited", f"{self.starved:.0%}"),
             ("seconds of waiting for data", f"{self.wait_s:.3f}"),
             ("seconds of overhead", f"{self.overhead_s:.3f}"),
-            ("readers were busy", f"{self.readers_busy:.0%} of {threads}"),
+            ("reader threads busy", f"{self.readers_busy:.0%} of {threads}"),
             ("prefetching", self.depth_in_words),
         ]
         if self.functions_in_words:
-            rows.append(("functions on a batch", self.functions_in_words))
+            rows.append(("transforms, per batch", self.functions_in_words))
         if self.cache_lookups:
             rows.append(("cache", self.cache_in_words))
         rows += [(f"memory, {name}", text) for name, text in self.memory._texts()]

@@ -1,4 +1,4 @@
-"""Timeline: a span for everything that takes time, saved as a picture or a trace."""
+"""Timeline: spans of all work on batches, saved as a picture or a trace."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from pinfeed.profiling.stats import Totals
 from pinfeed.validation.safe_repr import safe_repr
 
 MOST_SPANS = 300_000
-"""Spans that are kept by default, those of some 50,000 batches."""
+"""Number of spans that are kept by default, for some 50,000 batches."""
 PICTURED_BATCHES = 30
-"""Batches that a picture shows by default."""
+"""Number of batches that a picture shows by default."""
 
 
 class CacheCounts(NamedTuple):
@@ -43,7 +43,7 @@ class CacheCounts(NamedTuple):
 
 
 class _Timed(NamedTuple):
-    """A span between two timed events of a device, which need not have passed yet."""
+    """A span between two timed events of a device, which may not have completed yet."""
 
     lane: Lane
     batch: int
@@ -54,7 +54,15 @@ class _Timed(NamedTuple):
 
 
 class Timeline:
-    """Everything that took time in the loops of a feeder.
+    """Spans of all work on batches in the loops of a feeder: reading, copying, waits, steps.
+
+    Examples:
+        >>> feeder = pinfeed.Feeder(np.zeros((1000, 8)), batch_size=100, timeline=True)
+        >>> for batch in feeder:
+        ...     loss = batch.mean()
+        >>> feeder.timeline.save("trace.json")
+        >>> len(feeder.timeline.spans) > 10
+        True
 
     Args:
         most_spans: Number of spans that are kept; older ones are dropped.
@@ -100,11 +108,11 @@ class Timeline:
     def spans(self) -> list[Span]:
         """All spans that have ended, in the order in which they began.
 
-        A span of the device is included once its events are known to have passed.
+        A span of the device is included once its events have completed.
         """
         self.settle()
-        # Reader threads may add spans now. A copy is atomic; iterating the deque itself is not,
-        # without the interpreter's lock.
+        # Reader threads may add spans now. A copy is atomic. Without the interpreter's lock,
+        # iterating over the deque itself is not.
         taken = self._taken.copy()
         zero = self._zero_s
         sizes = {
@@ -123,7 +131,7 @@ class Timeline:
     def depths(self) -> list[tuple[float, int]]:
         """Changes of the depth, as pairs of a time and the depth from then on.
 
-        Times are seconds since the first batch was asked for.
+        Times are in seconds since the request for the first batch.
         """
         return [(at_s - self._zero_s, depth) for at_s, depth in self._depths]
 
@@ -131,7 +139,8 @@ class Timeline:
     def caches(self) -> list[tuple[float, CacheCounts]]:
         """Rows of each batch in each table with a cache, as pairs of a time and the counts.
 
-        Times are seconds since the first batch was asked for. Old batches are dropped, like spans.
+        Times are in seconds since the request for the first batch. Old batches are dropped, like
+        spans.
         """
         return [(at_s - self._zero_s, counts) for at_s, counts in self._caches.copy()]
 
@@ -142,7 +151,7 @@ class Timeline:
         n_readers: int,
         is_measured: Callable[[int], bool] = lambda depth: False,
     ) -> None:
-        """Record that a loop begins; times are counted from the first one.
+        """Record that a loop begins; times count from the beginning of the first loop.
 
         Args:
             now: Time of the clock.
@@ -172,7 +181,7 @@ class Timeline:
         rows: int = 0,
         nbytes: int = 0,
     ) -> None:
-        """Record something that has ended, with times of the clock. Any thread may call this."""
+        """Record work that has ended, with times of the clock. Any thread may call this."""
         self._taken.append((lane, batch, start, end, self._loop, n_batches, rows, nbytes))
 
     def add_cache(self, now: float, counts: CacheCounts) -> None:
@@ -186,7 +195,7 @@ class Timeline:
         self._pending.append(_Timed(lane, batch, start, end, self._loop, n_batches))
 
     def settle(self) -> None:
-        """Read the times of the events that have passed, without waiting for others.
+        """Read the times of the events that have completed, without waiting for others.
 
         Any thread may call this.
         """
@@ -212,25 +221,26 @@ class Timeline:
 
         Args:
             path: Path of the file; its ending decides the format.
-            first_s: Seconds from the beginning of the run that are shown. With neither, a trace has
-                everything, and a picture 30 batches from the middle.
-            last_s: Seconds from the end of the run that are shown.
+            first_s: Number of seconds to show from the beginning of the run. Without ``first_s``
+                and ``last_s``, a trace shows the whole run, and a picture 30 batches from its
+                middle.
+            last_s: Number of seconds to show before the end of the run.
 
         Raises:
-            MissingDependency: If a picture was asked for and matplotlib is not installed.
-            ArgumentError: If there is nothing to draw, or both ``first_s`` and ``last_s`` were
-                given.
+            MissingDependency: If ``path`` is a picture and matplotlib is not installed.
+            ArgumentError: If the timeline has nothing to draw, or both ``first_s`` and ``last_s``
+                were given.
         """
         name = os.fspath(path)
         spans = self.spans
         if not spans:
             raise ArgumentError(
-                "the timeline is empty: iterate a feeder made with timeline=True first"
+                "the timeline is empty; first iterate over a feeder made with timeline=True"
             )
         if first_s is not None and last_s is not None:
             raise ArgumentError(
-                "both first_s and last_s were given; a stretch is at the beginning or at the end "
-                "of the run: give one of them"
+                "both first_s and last_s were given; give first_s for the beginning of the run, or "
+                "last_s for its end"
             )
         start, end = extent(spans)
         if first_s is not None:
@@ -241,8 +251,8 @@ class Timeline:
             start, end = middle(spans, PICTURED_BATCHES)
         if not start < end:
             raise ArgumentError(
-                f"first_s={first_s}, last_s={last_s}: there is nothing to draw; "
-                "expected more than 0 seconds"
+                f"first_s={first_s}, last_s={last_s} leaves nothing to draw; expected more than 0 "
+                "seconds"
             )
         found = self._totals(spans, start, end)
         if name.endswith(".json"):

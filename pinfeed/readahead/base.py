@@ -38,7 +38,7 @@ class ReadStrategy(Protocol):
 
     @property
     def items(self) -> tuple[Allocation, ...]:
-        """Memory that the strategy takes at most."""
+        """Most memory that the strategy uses."""
         ...
 
     def open_epoch(
@@ -63,23 +63,23 @@ class ReadStrategy(Protocol):
 
 
 IN_MEMORY_HINT = (
-    "The rows are in memory: a smaller dtype leaves less to copy (uint8 or float16, converted on "
+    "The rows are in memory. A smaller dtype leaves less to copy (uint8 or float16, converted on "
     "the device), and more cores copy faster."
 )
 """Advice for a loop that waits for rows that are in memory."""
 
-DISK_SPEED = "as fast as the disk gives it: a smaller dtype leaves less to read."
+DISK_SPEED = "at the speed of the disk. A smaller dtype leaves less to read."
 """End of a sentence of advice about a file that is read at the speed of its disk."""
 
 
 def whole_file_hint(store: FileStore) -> str:
     """Return advice about memory for the whole file."""
     if isinstance(store, LocalFileStore) and store.writable and not store.can_map:
-        return "If it is opened for reading only, it can be loaded into memory."
+        return "If you open it read-only, it can be loaded into memory."
     needed = human(store.nbytes)
     return (
-        f"With {needed} of memory for the whole file (a larger cpu_memory_limit of a Config, or "
-        "more free memory), it is loaded into memory once."
+        f"With {needed} of memory for the whole file (a larger cpu_memory_limit, or more free "
+        "memory), pinfeed loads it into memory once."
     )
 
 

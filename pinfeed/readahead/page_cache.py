@@ -61,8 +61,8 @@ class PageCacheReadahead:
     @property
     def hint(self) -> str:
         return (
-            f"Rows of {self._store.label} come from the page cache, as far as it holds them. "
-            f"{whole_file_hint(self._store)}"
+            f"Rows of {self._store.label} are read from the OS page cache if it holds them, and "
+            f"from the disk otherwise. {whole_file_hint(self._store)}"
         )
 
     def close(self) -> None:

@@ -114,8 +114,8 @@ def choose(stores: Sequence[Store], order: Any, n_batch_rows: int, free: FreeMem
             strategy = DirectReads(store)
         else:
             hint = (
-                f"It is gather() of the {type(store).__name__} that is waited for: longer rows or "
-                "larger batches ask it less often."
+                f"The loop waits for gather() of the {type(store).__name__}. Longer rows or "
+                "larger batches need fewer calls."
             )
             strategy = DirectReads(store, hint)
         strategies.append(strategy)
@@ -149,7 +149,7 @@ def _choose_for_file(
     share = _share(store, order)
     found_map = _map(store, order, share, free.page_cache, mapped)
     if found_map is not None:
-        return found_map, "rows come from the page cache, through a memory map: it fits"
+        return found_map, "read through the OS page cache, by a memory map (the file fits)"
     if is_in_sequence(order):
         hint = f"{store.label} is read in sequence, {DISK_SPEED} {whole_file_hint(store)}"
         return DirectReads(store, hint), "read in sequence"
@@ -157,14 +157,13 @@ def _choose_for_file(
         # The system may refuse memory that it reports as free.
         with contextlib.suppress(MemoryError):
             return InMemoryCopy(store), (
-                "loaded into memory while its rows are served: it fits, and an epoch has "
-                f"{share:.0%} of its rows"
+                "loaded into RAM during the first epoch (it fits the limit)"
             )
     found = _windows(store, order)
     if found is not None:
         return _read_windows(store, found, n_batch_rows, free.memory)
     if isinstance(store, MmapStore) and store.keep_cache and _is_read_whole(store, share):
-        reason = "rows come from the page cache, which is filled in sequence in the background"
+        reason = "read through the OS page cache, prefetched sequentially in the background"
         return PageCacheReadahead(store), reason
     return _read_one_by_one(store)
 
@@ -173,15 +172,15 @@ def _read_windows(store: AnyShardedStore, windows: Windows, n_batch_rows: int, f
     """Read windows ahead, into memory if that is possible, else into the page cache."""
     item = window_allocation(windows.window_rows, store.row_nbytes, n_batch_rows)
     if store.writable:
-        problem = "it is open for writing"
+        problem = "the file is open for writing"
     elif store.overlaps:
-        problem = "its rows overlap, so copies of them would take more memory than the file"
+        problem = "rows overlap, so copies would need more memory than the file"
     elif item.total > free:
-        problem = f"memory for them would be {human(item.total)}, {human(max(0, free))} are left"
+        problem = f"windows in RAM need {human(item.total)}, but {human(max(0, free))} are free"
     else:
         strategy = WindowReadahead(store, windows.window_rows, n_batch_rows)
-        return strategy, "its windows are read ahead in long runs"
-    reason = f"rows come from the page cache, which is filled a window ahead ({problem})"
+        return strategy, "read ahead window by window, in long contiguous reads"
+    reason = f"read through the OS page cache, prefetched one window ahead ({problem})"
     return PageCacheReadahead(store), reason
 
 
@@ -190,8 +189,8 @@ def _choose_for_chunks(
 ) -> Choice:
     if is_in_sequence(order):
         hint = (
-            f"{store.label} is decoded in sequence, as fast as its codec allows: one such as lz4 "
-            "takes less time than gzip, and a copy in a .npy file is not decoded."
+            f"{store.label} is decoded in sequence, at the speed of its codec. A codec such as "
+            "lz4 is faster than gzip, and a copy in a .npy file needs no decoding."
         )
         in_sequence = ChunkReads(store, hint, in_sequence=True)
         return in_sequence, "decoded in sequence, each chunk once"
@@ -200,8 +199,7 @@ def _choose_for_chunks(
         # The system may refuse memory that it reports as free.
         with contextlib.suppress(MemoryError):
             return InMemoryCopy(store), (
-                "decoded into memory while its rows are served: it fits, and an epoch has "
-                f"{share:.0%} of its rows"
+                "decoded into RAM during the first epoch (it fits the limit)"
             )
     found = _windows(store, order)
     problem = ""
@@ -209,20 +207,20 @@ def _choose_for_chunks(
         item = window_allocation(found.window_rows, store.row_nbytes, n_batch_rows)
         if item.total <= free.memory:
             strategy = WindowReadahead(store, found.window_rows, n_batch_rows)
-            return strategy, "its windows are read ahead, and decode each chunk once"
+            return strategy, "read ahead window by window; a window decodes each chunk once"
         left = human(max(0, free.memory))
-        problem = f" (memory for windows would be {human(item.total)}, {left} are left)"
+        problem = f" (windows in RAM need {human(item.total)}, but {left} are free)"
     block_rows = _BLOCK_CHUNKS * store.chunk_rows
     hint = (
-        f"Each batch decodes the whole chunk of each of its rows of {store.label}, which has up to "
-        f"{store.chunk_rows:,} rows. Each chunk is decoded little more than once in an epoch with "
-        f"rows=pinfeed.rows.block_shuffled(seed, block_rows={block_rows}, window_blocks=...), if "
-        f"two windows fit into memory; a copy in a .npy file is not decoded. "
+        f"Each batch decodes the whole chunks of its rows of {store.label}, up to "
+        f"{store.chunk_rows:,} rows each. rows=pinfeed.rows.block_shuffled(seed, "
+        f"block_rows={block_rows}, window_blocks=...) decodes each chunk little more than once in "
+        "an epoch, if two windows fit in memory. A copy in a .npy file needs no decoding. "
         f"{whole_file_hint(store)}"
     )
     reason = (
-        f"each batch decodes the chunks of its rows, of up to {human(store.chunk_nbytes)}{problem};"
-        f" a block_shuffled order with block_rows={block_rows} decodes fewer"
+        f"each batch decodes the whole chunks of its rows, up to {human(store.chunk_nbytes)} "
+        f"each{problem}; a block_shuffled order with block_rows={block_rows} decodes fewer"
     )
     return ChunkReads(store, hint), reason
 
@@ -266,13 +264,13 @@ def _is_read_whole(store: AnyShardedStore, share: float) -> bool:
 def _read_one_by_one(store: AnyShardedStore) -> Choice:
     block_rows = -(-SEEK_BYTES * store.n_rows // store.nbytes)
     hint = (
-        f"Rows of {store.label} are read one by one; neighbours come together, and are read in "
-        f"long runs, with rows=pinfeed.rows.block_shuffled(seed, block_rows={block_rows}). "
-        f"{whole_file_hint(store)}"
+        f"Rows of {store.label} are read one by one. rows=pinfeed.rows.block_shuffled(seed, "
+        f"block_rows={block_rows}) visits contiguous blocks in random order, which are read in "
+        f"long runs. {whole_file_hint(store)}"
     )
     reason = (
-        "rows are read one by one, many at a time; in a block_shuffled order they would come in "
-        "long runs"
+        "read row by row, with many reads at a time; a block_shuffled order allows long "
+        "contiguous reads"
     )
     return DirectReads(store, hint), reason
 

@@ -37,7 +37,7 @@ def choose_ragged(store: RaggedStore, rows: Any, page_cache: int) -> RaggedReads
         # The system may refuse address space. A file that has changed is an error when it is read.
         with contextlib.suppress(OSError):
             mapped = MappedFile(items, in_sequence=in_sequence)
-            reason = "ragged rows come from the page cache, through a memory map: it fits"
+            reason = "ragged rows, read through the OS page cache, by a memory map (the file fits)"
             return RaggedReads(store, mapped, mapped, f"{name}: {reason}")
     strategy, reason = _unmapped(store, items, order, in_sequence=in_sequence)
     return RaggedReads(store, strategy, items, f"{name}: {reason}")
@@ -49,17 +49,17 @@ def _unmapped(
     """Return a strategy for a file that is not mapped, and the reason for it."""
     if in_sequence:
         hint = f"{items.label} is read in sequence, {DISK_SPEED} {whole_file_hint(items)}"
-        return DirectReads(items, hint), "ragged rows are read in sequence"
+        return DirectReads(items, hint), "ragged rows, read in sequence"
     if isinstance(order, Order) and windows(order, store.n_rows, 0) is not None:
-        reason = "ragged rows come from the page cache, which is filled a window ahead"
+        reason = "ragged rows, read through the OS page cache, prefetched one window ahead"
         return PageCacheReadahead(items), reason
     if items.keep_cache:
-        reason = "ragged rows come from the page cache, which is filled in sequence"
+        reason = "ragged rows, read through the OS page cache, prefetched sequentially"
         return PageCacheReadahead(items), f"{reason} in the background"
     n = max(1, round(SEEK_BYTES / max(1.0, store.mean_row_nbytes)))
     hint = (
-        f"Ragged rows of {items.label} are read one by one. With the order "
-        f"pinfeed.rows.block_shuffled(seed, block_rows={n}), they are read in long runs. "
+        f"Ragged rows of {items.label} are read one by one. pinfeed.rows.block_shuffled(seed, "
+        f"block_rows={n}) visits contiguous blocks in random order, which are read in long runs. "
         f"{whole_file_hint(items)}"
     )
-    return DirectReads(items, hint), "ragged rows are read one by one, many at a time"
+    return DirectReads(items, hint), "ragged rows, read row by row, with many reads at a time"

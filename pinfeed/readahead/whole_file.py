@@ -125,8 +125,8 @@ class WholeFile:
         if self._complete:
             return IN_MEMORY_HINT
         return (
-            f"{self._store.label} is still being loaded into memory, {DISK_SPEED} "
-            "Later epochs run at the speed of memory."
+            f"{self._store.label} is still being loaded into memory, {DISK_SPEED} Later epochs "
+            "run at the speed of memory."
         )
 
     def close(self) -> None:
@@ -189,7 +189,7 @@ class WholeFile:
         except Exception as error:
             # The batch that needs the rows reads them itself, and raises the error in its turn.
             logger.info(
-                "rows are read one by one: loading %r into memory ended with %r",
+                "rows are read one by one, because loading %r into memory ended with %r",
                 self._store,
                 error,
             )

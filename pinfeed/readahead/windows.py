@@ -122,8 +122,8 @@ class WindowReadahead:
     @property
     def hint(self) -> str:
         return (
-            f"Windows of {self._store.label} are read ahead in long runs, {DISK_SPEED} "
-            f"{whole_file_hint(self._store)}"
+            f"Windows of {self._store.label} are read ahead in long contiguous reads, "
+            f"{DISK_SPEED} {whole_file_hint(self._store)}"
         )
 
     def close(self) -> None:

@@ -37,6 +37,13 @@ class Order(Protocol):
     """The rows of an epoch and their sequence.
 
     Orders are frozen dataclasses: orders with equal arguments are equal, and ``repr`` shows them.
+
+    Examples:
+        >>> order = pinfeed.rows.shuffled(seed=1)
+        >>> with pinfeed.Feeder(np.arange(1000), batch_size=100, rows=order) as feeder:
+        ...     n_batches = len(feeder)
+        >>> order.bind(n_rows=1000, epoch=0)(np.arange(3))  # the first three row indices
+        array([...])
     """
 
     def length(self, n_rows: int) -> int:

@@ -43,6 +43,14 @@ class Ranks:
 
     Raises:
         ArgumentError: If a value is invalid, or only one of ``rank`` and ``world_size`` is given.
+
+    Examples:
+        >>> images = np.zeros((10, 3), "float32")
+        >>> ranks = pinfeed.Ranks("pad", rank=0, world_size=4)
+        >>> with pinfeed.Feeder(images, batch_size=2, ranks=ranks) as feeder:
+        ...     n_rows = sum(len(batch) for batch in feeder)
+        >>> n_rows
+        3
     """
 
     uneven: Uneven = "pad"

@@ -1,4 +1,4 @@
-"""Stores: rows of equal shape and dtype that live on the host."""
+"""Stores: rows of equal shape and dtype, in host memory or in files."""
 
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.arrow import ArrowStore

@@ -21,33 +21,34 @@ from pinfeed.stores.base import (
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.safe_repr import safe_repr
 
-# Runs of fewer rows are taken by row index, which costs 2 to 3 ns per row, and 6 ns if the places
-# leave gaps. A slice costs about 400 ns per run.
+# Runs of fewer rows are copied by row index, which costs 2 to 3 ns per row, or 6 ns if the targets
+# have gaps. A slice costs about 400 ns per run.
 _SHORT_RUN = 192
 _SHORT_RUN_WITH_GAPS = 64
-# Rows that are taken by row index at once, so that the indices stay in the processor's cache.
+# Rows that are copied by row index at once, so that the indices stay in the CPU cache.
 _PIECE_ROWS = 1 << 15
 
 
 class ArrayStore:
-    """Rows of a numpy array or of a CPU tensor, which are shared and not copied.
+    """Rows of a numpy array or of a CPU tensor, on the memory of the array.
 
     Rows that are written back change the array. An array in which several elements share the same
-    memory (``expand``, ``as_strided``) can only be read.
+    memory (``expand``, ``as_strided``) is read-only.
 
     Args:
         array: Shape (n_rows, *row_shape), at least one row.
-        name: Name of the array in errors.
+        name: Name of the array in error messages.
 
     Raises:
         StoreError: If the array has no rows, is in Fortran order, or has an object or structured
             dtype, or if a tensor is not on the CPU.
 
-    Example::
-
-        store = ArrayStore(np.arange(12.0).reshape(4, 3))
-        rows = np.empty((2, 3))
-        store.gather(np.array([3, 0]), rows)
+    Examples:
+        >>> store = pinfeed.ArrayStore(np.zeros((100, 3), "float32"))
+        >>> store
+        <ArrayStore: 100 rows of shape (3,), float32>
+        >>> with pinfeed.Feeder(store, batch_size=25) as feeder:
+        ...     n_batches = len(list(feeder))
     """
 
     resident_bytes = 0
@@ -61,8 +62,8 @@ class ArrayStore:
             array = to_numpy(array, name)
         if isinstance(array, np.ma.MaskedArray):
             raise StoreError(
-                f"{name}: a masked array, whose mask a tensor cannot have; give .filled(value), or "
-                "the data and the mask in a dict"
+                f"{name} is a masked array, but tensors have no mask; give .filled(value), or the "
+                "data and the mask in a dict"
             )
         if array.ndim == 0 or len(array) == 0:
             raise StoreError(
@@ -76,8 +77,8 @@ class ArrayStore:
             )
         if array.ndim > 1 and array.flags.f_contiguous and not array.flags.c_contiguous:
             raise StoreError(
-                f"{name}: Fortran order, in which a row is scattered over memory; make rows "
-                "contiguous with np.ascontiguousarray"
+                f"{name} is in Fortran order, in which the items of a row are scattered over "
+                "memory; expected C order; convert with np.ascontiguousarray"
             )
         self._array: Array = array
         self._shares_itself = shares_itself(array)
@@ -117,11 +118,11 @@ class ArrayStore:
         if out.nbytes > SMALL_GATHER_BYTES and (run := run_of(rows)) is not None:
             out[...] = self._array[run]
         elif self._array.flags.c_contiguous:
-            # Rows are in range here. With mode="raise", numpy would gather into a buffer of its
-            # own and copy that.
+            # Rows are in range. With mode="raise", numpy would gather into a temporary buffer
+            # first.
             self._array.take(rows, axis=0, out=out, mode="clip")
         else:
-            # take would copy the whole array to make it contiguous.
+            # np.take would first copy the whole array to make it contiguous.
             out[...] = self._array[rows]
 
     def gather_at(self, rows: Rows, out: Array, positions: Rows) -> None:
@@ -144,8 +145,8 @@ class ArrayStore:
             raise WriteBackError(f"rows of an array {SHARED}")
         if not self._array.flags.writeable:
             raise WriteBackError(
-                f"{self!r} cannot be written; expected an array whose flags.writeable is True; "
-                "give a copy of the array"
+                f"{self!r} cannot be written; expected an array with flags.writeable True; give a "
+                "copy of the array"
             )
         rows = checked_scatter(self, rows, values)
         if (run := run_of(rows)) is not None:
@@ -161,9 +162,9 @@ class ArrayStore:
 
 
 SHARED = (
-    "of which several elements are the same memory, as expand() and as_strided() make them, cannot "
-    "be written, because one row would overwrite another; expected an array with memory for each "
-    "element: give a copy"
+    "in which several elements share memory, as after expand() or as_strided(), cannot be "
+    "written, because one row would overwrite another; expected an array with its own memory for "
+    "each element; give a copy"
 )
 """End of errors about an array that shares memory with itself."""
 
@@ -196,7 +197,7 @@ def put_rows(target: Array, rows: Rows, values: Array) -> None:
         and values.flags.c_contiguous
         and values.dtype == target.dtype
     ):
-        # With each row as one item, numpy copies a row at once, in about half the time. mode="clip"
+        # If each row is one item, numpy copies a row at once, in about half the time. mode="clip"
         # only avoids a check, because the rows are in range.
         item = np.dtype((np.void, nbytes))
         np.put(target.reshape(-1).view(item), rows, values.reshape(-1).view(item), mode="clip")
@@ -213,7 +214,7 @@ def copy_runs(array: Array, runs: Runs, out: Array) -> None:
             out[place : place + length] = array[start : start + length]
         return
     for piece in runs.pieces(_PIECE_ROWS):
-        # With mode="raise", numpy would gather into a buffer of its own and copy that.
+        # With mode="raise", numpy would gather into a temporary buffer first.
         if (target := piece.target) is not None:
             array.take(piece.rows(), axis=0, out=out[target], mode="clip")
         else:

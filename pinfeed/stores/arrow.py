@@ -1,4 +1,4 @@
-"""ArrowStore: rows of an Arrow column, gathered from Arrow's own memory."""
+"""ArrowStore: rows of an Arrow column, gathered from Arrow's memory."""
 
 from __future__ import annotations
 
@@ -18,36 +18,40 @@ from pinfeed.validation.safe_repr import safe_repr
 
 # Bytes of rows that are gathered from several chunks at a time.
 _COLLECTED_BYTES = 1 << 20
-# Gathers that run at the same time, at most.
+# Most gathers that run at the same time.
 _MAX_GATHERS = 8
 
 
 class ArrowStore:
-    """Rows of an Arrow column, read-only, which are shared and not copied.
+    """Read-only rows of an Arrow column, on Arrow's memory.
 
-    If the column is in a memory-mapped file, only the rows that are gathered are read.
+    If the column is in a memory-mapped file, a gather reads only the rows that it needs.
 
-    The column has numbers, or lists of numbers that all have the same length; the lists may be
-    nested, which gives the shape of a row. Types with a fixed length, ``FixedShapeTensorType`` and
-    the ``Array2D`` of Hugging Face are supported, too. Booleans, which are bits in Arrow, are
-    unpacked when they are gathered. A column may have any number of chunks; a random gather takes
-    some microseconds for each chunk that it touches.
+    The column contains numbers, or lists of numbers that all have the same length. Nested lists
+    give the shape of a row. Lists of fixed size, ``FixedShapeTensorType`` and the ``Array2D`` of
+    Hugging Face are also supported. A gather unpacks booleans, which are bits in Arrow. A column
+    may have any number of chunks; a random gather needs a few microseconds for each chunk that it
+    touches.
 
     Args:
         column: A ``pyarrow.ChunkedArray`` or ``pyarrow.Array``, at least one row.
-        name: Name of the column in errors.
-        indices: A column of row indices; row i of the store is row ``indices[i]`` of ``column``.
-            By default, it is row i.
+        name: Name of the column in error messages.
+        indices: A column of row indices: row i of the store is row ``indices[i]`` of ``column``. By
+            default, it is row i.
 
     Raises:
         MissingDependency: If pyarrow is not installed.
-        StoreError: If the column has no rows, nulls, lists of different lengths, or something else
-            than numbers.
+        StoreError: If the column has no rows, has nulls, has lists of different lengths, or
+            contains anything but numbers.
 
-    Example::
-
-        table = pyarrow.table({"x": [1.0, 2.0, 3.0]})
-        store = ArrowStore(table["x"])
+    Examples:
+        >>> import pyarrow
+        >>> table = pyarrow.table({"x": [1.0, 2.0, 3.0]})
+        >>> store = pinfeed.ArrowStore(table["x"], name="x")
+        >>> with pinfeed.Feeder(store, batch_size=3) as feeder:
+        ...     (batch,) = feeder
+        >>> batch
+        tensor([1., 2., 3.], dtype=torch.float64)
     """
 
     writable = False
@@ -66,7 +70,7 @@ class ArrowStore:
         self._name = name
         self._chunks = [rows_of_chunk(chunk, name) for chunk in chunks if len(chunk)]
         if not self._chunks:
-            raise StoreError(f"{name}: a column without rows; expected at least one")
+            raise StoreError(f"{name}: the column has no rows; expected at least one")
         for chunk in self._chunks:
             if chunk.shape[1:] != self.row_shape:
                 raise ragged_error(name, self.row_shape, chunk.shape[1:])
@@ -95,7 +99,7 @@ class ArrowStore:
 
     @property
     def arrays(self) -> list[Array]:
-        """The rows of chunks that are arrays of numbers, and not of bits."""
+        """The rows of the chunks that contain numbers, not bits."""
         return [chunk for chunk in self._chunks if isinstance(chunk, np.ndarray)]
 
     @property
@@ -115,7 +119,8 @@ class ArrowStore:
         if (run := run_of(rows)) is not None:
             self._copy(run, out)
         elif len(self._chunks) == 1:
-            # Rows are in range; with "raise", numpy would gather into a buffer of its own first.
+            # Rows are in range. With mode="raise", numpy would gather into a temporary buffer
+            # first.
             self._chunks[0].take(rows, 0, out, "clip")
         else:
             step = max(1, _COLLECTED_BYTES * len(out) // max(1, out.nbytes))

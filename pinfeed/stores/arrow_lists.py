@@ -22,7 +22,7 @@ def items_and_offsets(column: Any) -> tuple[Any, Rows]:
 
     Raises:
         MissingDependency: If pyarrow is not installed.
-        StoreError: If ``column`` is no column of lists, has nulls, or has no rows.
+        StoreError: If ``column`` is not a column of lists, has nulls, or has no rows.
     """
     try:
         import pyarrow
@@ -41,7 +41,7 @@ def items_and_offsets(column: Any) -> tuple[Any, Rows]:
             "them with empty lists (pyarrow.compute.fill_null), or leave them out (drop_null)"
         )
     if not len(column):
-        raise StoreError("from_arrow: a column without rows; expected at least one")
+        raise StoreError("from_arrow: the column has no rows; expected at least one")
     chunks = column.chunks if isinstance(column, pyarrow.ChunkedArray) else [column]
     offsets = np.zeros(len(column) + 1, np.int64)
     items = []

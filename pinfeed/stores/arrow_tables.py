@@ -19,11 +19,11 @@ def columns_of(source: Any, name: str) -> dict[str, ArrowStore] | None:
         name: Name of the source in errors.
 
     Returns:
-        The stores by name of the column, or None if ``source`` is neither.
+        The stores by column name, or None if ``source`` is neither.
 
     Raises:
-        StoreError: If a column cannot be served, or if the rows of a dataset are not those of its
-            table.
+        StoreError: If pinfeed cannot read a column, or if the rows of a dataset are not those of
+            its table.
     """
     # If pyarrow is not loaded, the source cannot be a table.
     pyarrow = sys.modules.get("pyarrow")
@@ -39,15 +39,15 @@ def columns_of(source: Any, name: str) -> dict[str, ArrowStore] | None:
     view = source.format
     if view["type"] == "custom":
         raise StoreError(
-            f"{name}: a dataset with a transform, which runs sample by sample; take it off "
-            "(dataset.reset_format()), or give pinfeed.wrap_loader(DataLoader(dataset))"
+            f"{name}: the dataset has a transform that runs sample by sample; remove it with "
+            "dataset.reset_format(), or give pinfeed.wrap_loader(DataLoader(dataset))"
         )
     names = [
         column
         for column in source.column_names
         if view["output_all_columns"] or column in view["columns"]
     ]
-    # Row indices that select, shuffle, sort and other methods have left.
+    # Row indices that select, shuffle, sort and other methods store in the dataset.
     indices = source._indices.column(0) if source._indices is not None else None
     stores = {
         column: ArrowStore(source.data.column(column), name=f"{name}[{column!r}]", indices=indices)
@@ -73,7 +73,7 @@ def _is_dataset(source: Any) -> bool:
 def _check_format(
     kind: str, first: dict[str, Any], stores: dict[str, ArrowStore], name: str
 ) -> None:
-    """Check that the format of a dataset does not convert dtypes, by the example of its first row.
+    """Check with the first row that the format of a dataset does not convert dtypes.
 
     Raises:
         StoreError: If it does.
@@ -82,16 +82,16 @@ def _check_format(
         given = str(getattr(first[column], "dtype", store.dtype)).removeprefix("torch.")
         if given != store.dtype.name:
             raise StoreError(
-                f"{name}[{column!r}]: with_format({kind!r}) gives {given} of what is stored as "
-                f"{store.dtype}; take it as it is (dataset.with_format(None)), or store it so "
-                "(dataset.cast_column)"
+                f"{name}[{column!r}]: with_format({kind!r}) converts {store.dtype} to {given}; "
+                "remove the format with dataset.with_format(None), or convert the stored column "
+                "with dataset.cast_column"
             )
 
 
 def _unique(names: list[str], name: str) -> list[str]:
     if len(set(names)) < len(names):
         raise StoreError(
-            f"{name}: a table with columns of the same name: {', '.join(names)}; rename them "
-            "(table.rename_columns)"
+            f"{name}: several columns have the same name: {', '.join(names)}; rename them with "
+            "table.rename_columns"
         )
     return names

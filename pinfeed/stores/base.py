@@ -1,4 +1,4 @@
-"""Store: rows that live on the host; StoreRows: those that a batch needs; checks of arguments."""
+"""Store: rows on the host. StoreRows: rows that a batch needs. Checks of arguments."""
 
 from __future__ import annotations
 
@@ -18,26 +18,35 @@ from pinfeed.rows.orders import Rows
 
 Array = npt.NDArray[Any]
 
-# Rows are gathered in steps, because a loop that ends waits for the current step. A step takes
-# some milliseconds from memory, and less than a second from a disk with 20,000 seeks per second.
+# Rows are gathered in steps, because a loop that ends waits for the current step. A step takes a
+# few milliseconds from memory, and less than a second from a disk with 20,000 seeks per second.
 _STEP_BYTES = 16 << 20
 _STEP_ROWS = 1 << 13
 
 SMALL_GATHER_BYTES = 64 << 10
-"""Up to this size, taking row by row is faster than finding out whether the rows are a slice."""
+"""Up to this size, copying row by row is faster than checking whether the rows are a slice."""
 
 
 @runtime_checkable
 class Store(Protocol):
-    """Rows of equal shape and dtype that live on the host.
+    """Rows of equal shape and dtype, in host memory or in files.
 
     Any class that passes ``pinfeed.testing.suites.StoreTests`` is a store.
 
-    Several reader threads call ``gather`` while the writer thread calls ``scatter``. A gather of a
-    row that is being written may give the old row, the new row or a mixture; pinfeed repairs it.
-    pinfeed calls both with row indices of int64, in range. Both refuse invalid arguments before
-    anything changes. ``checked_gather`` and ``checked_scatter`` of ``pinfeed.stores.base`` do that
-    for any store.
+    Several reader threads call ``gather`` while the writer thread calls ``scatter``. If a row is
+    gathered while it is being written, the result may be the old row, the new row or a mixture;
+    pinfeed corrects it. pinfeed calls both with int64 row indices in range. Both must refuse
+    invalid arguments before they change anything; ``checked_gather`` and ``checked_scatter`` of
+    ``pinfeed.stores.base`` check the arguments for any store.
+
+    Examples:
+        >>> store = pinfeed.ArrayStore(np.arange(12.0).reshape(4, 3))
+        >>> isinstance(store, pinfeed.Store)
+        True
+        >>> out = np.empty((2, *store.row_shape), store.dtype)
+        >>> store.gather(np.array([3, 0]), out)
+        >>> out[:, 0]
+        array([9., 0.])
     """
 
     @property
@@ -61,7 +70,7 @@ class Store(Protocol):
 
     @property
     def resident_bytes(self) -> int:
-        """Host memory that ``gather`` and ``scatter`` may take besides the rows, in bytes."""
+        """Bytes of host memory that ``gather`` and ``scatter`` may need besides the rows."""
 
     def gather(self, rows: Rows, out: Array) -> None:
         """Copy rows into ``out``.
@@ -86,14 +95,14 @@ class Store(Protocol):
         Raises:
             RowIndexError: If a row is out of range or negative, or if the rows are not a 1-d array
                 of integers.
-            WriteBackError: If ``values`` is no numpy array of this shape and dtype.
+            WriteBackError: If ``values`` is not a numpy array of this shape and dtype.
         """
 
     def flush(self) -> None:
-        """Return when all scattered rows are as durable as the medium allows."""
+        """Wait until all scattered rows are as durable as the medium allows."""
 
     def close(self) -> None:
-        """Free what the store holds. Further calls do nothing."""
+        """Free the resources of the store. Further calls do nothing."""
 
 
 class HostArray(Protocol):
@@ -112,7 +121,7 @@ class HostArray(Protocol):
 
 
 class Gatherable(Protocol):
-    """Rows that can be gathered: the part of a Store that reading needs."""
+    """Rows that can be gathered: the part of a Store that readers need."""
 
     @property
     def row_shape(self) -> tuple[int, ...]: ...
@@ -122,7 +131,7 @@ class Gatherable(Protocol):
 
 
 class FileStore(Store, Protocol):
-    """Store whose rows are in files, as strategies that read ahead need it."""
+    """Store whose rows are in files, with the methods that read-ahead strategies need."""
 
     @property
     def label(self) -> str:
@@ -134,11 +143,11 @@ class FileStore(Store, Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows, where bytes that rows share count once."""
+        """Bytes of all rows; bytes that several rows share count once."""
 
     @property
     def version(self) -> object:
-        """A value that differs once the rows have changed, if that is known without reading."""
+        """A value that changes when the rows change, if this is known without reading."""
 
     def gather_at(self, rows: Rows, out: Array, positions: Rows) -> None:
         """Copy rows into ``out[positions]``. The caller has checked all arguments."""
@@ -156,7 +165,7 @@ Gather = Callable[[Rows, Array], None]
 
 
 def unchecked_gather(store: Gatherable) -> Gather:
-    """Return the method of a store that gathers rows, without checks if it has such a method.
+    """Return the method that gathers the rows of a store, without checks if it has one.
 
     The method ``gather_unchecked`` belongs to the ``gather`` of the same class. If a subclass or an
     object replaces ``gather``, that ``gather`` is returned.
@@ -174,7 +183,7 @@ class StoreRows:
     Args:
         store: The store, or other rows that can be gathered.
         rows: Row indices, shape (n,); they may repeat.
-        gather: Function that gathers rows of the store; None is its method ``gather``.
+        gather: Function that gathers rows of the store; None uses its method ``gather``.
     """
 
     __slots__ = ("_gather", "dtype", "rows", "shape", "store")
@@ -211,7 +220,8 @@ def whole_numbers(shape: Any, name: str) -> tuple[int, ...]:
     """Return ``shape`` as a tuple of int, each of any size and sign.
 
     Raises:
-        StoreError: If it is no tuple or list, is empty, or has an item that is not a whole number.
+        StoreError: If it is not a tuple or list, is empty, or has an item that is not a whole
+            number.
     """
     try:
         if (
@@ -241,13 +251,13 @@ def shape_to_make(shape: Any, dtype: np.dtype[Any], name: str) -> tuple[int, ...
         )
     # Memory and files are allocated in whole pages, and a file has a header.
     most = sys.maxsize - 2 * mmap.PAGESIZE
-    # Axes of length zero do not count, because numpy refuses an array with such an axis, too, if
-    # the other axes are too long.
+    # Axes of length zero do not count, because numpy also refuses an array with such an axis if the
+    # other axes are too long.
     nbytes = math.prod(filter(None, sizes)) * dtype.itemsize
     if nbytes > most:
         raise StoreError(
-            f"{name}: shape {sizes} of {dtype} takes {nbytes:,} bytes; expected at most {most:,}; "
-            "make fewer or smaller rows"
+            f"{name}: shape {sizes} of {dtype} needs {nbytes:,} bytes; expected at most {most:,}; "
+            "use fewer or smaller rows"
         )
     return sizes
 
@@ -273,8 +283,8 @@ def checked_gather(store: Store, rows: Any, out: Any) -> Rows:
     Raises:
         RowIndexError: If a row is out of range or negative, or if the rows are not a 1-d array of
             integers.
-        ArgumentError: If ``out`` is no writable, C-contiguous array of the shape and dtype of the
-            rows.
+        ArgumentError: If ``out`` is not a writable, C-contiguous array of the shape and dtype of
+            the rows.
     """
     checked = check_rows(rows, store.n_rows)
     if (problem := _misfit(store, len(checked), out)) is not None:
@@ -285,8 +295,8 @@ def checked_gather(store: Store, rows: Any, out: Any) -> Rows:
     if not (flags.c_contiguous and flags.writeable):
         problem = "read-only" if flags.c_contiguous else "not C-contiguous"
         raise ArgumentError(
-            f"gather into an array that is {problem}; expected one that can be written and is "
-            "C-contiguous; give np.empty(shape, store.dtype)"
+            f"gather into an array that is {problem}; expected a writable, C-contiguous array; "
+            "give np.empty(shape, store.dtype)"
         )
     return checked
 
@@ -297,7 +307,7 @@ def checked_scatter(store: Store, rows: Any, values: Any) -> Rows:
     Raises:
         RowIndexError: If a row is out of range or negative, or if the rows are not a 1-d array of
             integers.
-        WriteBackError: If ``values`` is no array of the shape and dtype of the rows.
+        WriteBackError: If ``values`` is not an array of the shape and dtype of the rows.
     """
     checked = check_rows(rows, store.n_rows)
     if (problem := _misfit(store, len(checked), values)) is not None:
@@ -329,7 +339,7 @@ def run_of(rows: Rows) -> slice | None:
     if rows.item(-1) - first != n - 1:
         return None
     if n > 2:
-        # The n - 1 steps sum up to n - 1, so all are 1 if none is less.
+        # The n - 1 steps add up to n - 1, so all are 1 if none is less.
         steps = rows[1:] - rows[:-1]
         if steps.item(steps.argmin()) < 1:
             return None

@@ -1,6 +1,6 @@
 """ByteRange: a part of a remote file that one request fetches.
 
-Rows are cut into ranges, many ranges are fetched at a time, and failed requests are repeated.
+pinfeed groups rows into ranges, requests many ranges at a time, and repeats failed requests.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pinfeed.stores.formats.row_layout import RowLayout
 Bytes = npt.NDArray[np.uint8]
 T = TypeVar("T")
 
-# Bytes of one request at most; a multiple of every itemsize.
+# Most bytes of one request; a multiple of every itemsize.
 RANGE_BYTES = 2 << 20
 # Bytes of the answers that are in memory at the same time.
 WINDOW_BYTES = 16 << 20
-# Requests that are made at the same time. Memory of the file system for each is small compared with
-# a range.
+# Requests that run at the same time. The file system needs little memory for each, compared with a
+# range.
 _MAX_REQUESTS = 512
 # Unused bytes between two rows that cost less than one more request.
 _GAP_BYTES = 64 << 10
@@ -44,7 +44,7 @@ _FINAL_ERRORS = (
 )
 # HTTP client errors for which a further attempt may succeed: timeout, and too many requests.
 _RETRIED_STATUSES = (408, 429)
-# HTTP status of a range that begins behind the end of the file.
+# HTTP status of a range that begins after the end of the file.
 _RANGE_NOT_SATISFIABLE = 416
 
 
@@ -69,7 +69,7 @@ class ByteRange:
     begin: int
     end: int
     columns: slice
-    """Bytes of each row that the range has."""
+    """Number of bytes of each row in the range."""
     rows: Rows
     """Rows in ascending order, counted from the first row of the range; they may repeat."""
     positions: Rows
@@ -123,7 +123,7 @@ def ranges_of(
 def _cuts(rows: Rows, nbytes: int) -> list[int]:
     """Return the positions in ascending rows at which ranges begin.
 
-    A range begins after a gap, or where the range before it would be too large.
+    A range begins after a gap, or where the previous range would become too large.
     """
     is_far = np.diff(rows, prepend=rows[0]) - 1 > _GAP_BYTES // nbytes
     is_far[0] = True
@@ -176,14 +176,14 @@ def result_or_error(call: Callable[..., Any], *args: Any, **options: Any) -> Any
 def answers_of(
     asked: list[T], ask: Callable[[list[T]], list[Any]], attempts: int
 ) -> Iterator[tuple[T, Any]]:
-    """Make requests, and repeat those that failed after a delay.
+    """Make requests, and repeat failed requests after a delay.
 
-    Answers are yielded in any order, and are not kept here.
+    Answers are yielded in any order; this function keeps none.
 
     Args:
-        asked: Subjects of the requests, as errors name them.
+        asked: Subjects of the requests, as error messages name them.
         ask: Makes requests, and returns an answer or an error for each.
-        attempts: Number of times that a request is made at most.
+        attempts: Most attempts for one request.
 
     Raises:
         ReadError: If a request fails with an error for which a further attempt is useless, or
@@ -202,7 +202,7 @@ def answers_of(
                 asked.append(subject)
             else:
                 _raise(subject, answer, attempt, attempts)
-            # The memory of this answer is free for the next one.
+            # This frees the memory of this answer for the next one.
             del answer
         if not asked:
             return
@@ -214,10 +214,10 @@ def _raise(subject: Any, error: BaseException, attempt: int, attempts: int) -> N
     if isinstance(error, PinfeedError):
         raise error
     if isinstance(error, FileNotFoundError):
-        raise FileMissing(f"{subject}: the file is not there any more") from error
+        raise FileMissing(f"{subject}: the file no longer exists") from error
     advice = ""
     if _is_worth_retrying(error):
-        advice = f"; RemoteStore(..., attempts={2 * attempts}) tries longer"
+        advice = f"; use RemoteStore(..., attempts={2 * attempts}) for more attempts"
     raise ReadError(
         f"{subject}: {type(error).__name__}: {error} (attempt {attempt} of {attempts}{advice})"
     ) from error
@@ -235,12 +235,12 @@ def _checked(wanted: ByteRange, answer: Any) -> Any:
         return answer
     if n < n_wanted:
         return ReadError(
-            f"{wanted}: only {n} of them are there: the file has shrunk; was it written again "
-            "while it was streamed?"
+            f"{wanted}: only {n} of these bytes exist, because the file has shrunk; do not "
+            "rewrite a file while it is streamed"
         )
     return ReadError(
-        f"{wanted}: got {n} bytes; its server does not give parts of files: copy it to one that "
-        "does"
+        f"{wanted}: got {n} bytes, because the server does not support range requests; copy the "
+        "file to a server that does"
     )
 
 

@@ -16,7 +16,7 @@ class ChunkPiece(NamedTuple):
     """Rows of one chunk, or several whole chunks in a row."""
 
     number: int | None
-    """Number of the chunk; None for whole chunks, whose positions are consecutive."""
+    """Number of the chunk; None for whole chunks at consecutive positions."""
     start: int
     """First row of the chunk, or of the first chunk."""
     stop: int
@@ -36,7 +36,7 @@ class ChunkPiece(NamedTuple):
 
 
 def chunk_pieces(rows: Rows, positions: Rows, bounds: Rows, most_rows: int) -> Iterator[ChunkPiece]:
-    """Divide rows by chunk; join neighbouring chunks of which all rows are wanted in order.
+    """Divide rows by chunk; join consecutive chunks if all of their rows are wanted in order.
 
     Args:
         rows: Row indices, shape (m,).

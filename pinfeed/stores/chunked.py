@@ -1,4 +1,4 @@
-"""ChunkedStore: rows of files that are stored in chunks, each of which is decoded as a whole."""
+"""ChunkedStore: rows of files that store them in chunks, which are decoded as a whole."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from pinfeed.validation.safe_repr import safe_repr
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Decoded chunks that are kept, so that batches which share a chunk decode it once. Two are needed
+# Decoded chunks to keep, so that batches that share a chunk decode it once. Two chunks are needed
 # to decode one while the rows of another are gathered.
 _MAX_KEPT = 8
 _KEPT_BYTES = 32 << 20
 MAX_DECODES = 4
-"""Threads that decode at the same time, at most."""
+"""Most threads that decode at the same time."""
 _DECODED_BYTES = 16 << 20
 # Consecutive chunks are decoded in one call, up to this size.
 _RUN_BYTES = 2 << 20
@@ -40,14 +40,14 @@ class ChunkLayout:
     """Shape and dtype of rows, and the rows at which their chunks begin."""
 
     label: str
-    """Short name of the file and of what is read of it."""
+    """Short name of the file and of the dataset or column."""
     dtype: np.dtype[Any]
     """Dtype as in the file, which may have the other byte order."""
     row_shape: tuple[int, ...]
     bounds: Rows
     """First row of each chunk, followed by the number of rows; ascending."""
     paths: tuple[str, ...] = ()
-    """Paths of the files; empty if the file was opened elsewhere and its path is unknown."""
+    """Paths of the files; empty if the caller opened the file and its path is unknown."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ChunkLayout):
@@ -59,14 +59,14 @@ class ChunkLayout:
 
 
 class ChunkedStore:
-    """Rows in chunks, read-only. Any thread may gather.
+    """Read-only rows in chunks. Any thread may gather.
 
-    A gather decodes each chunk that it needs once. The chunks that were decoded last are kept, so
-    that batches with rows of the same chunk decode it once together. Chunks that are needed as a
-    whole are decoded straight into the batch, and are not kept. A store that was opened by path can
-    be pickled, and opens its file again in another process.
+    A gather decodes each chunk that it needs once. The store keeps the most recently decoded
+    chunks, so that batches with rows of the same chunk decode it only once. A chunk that a batch
+    needs as a whole is decoded straight into the batch, and is not kept. A store that was opened by
+    path can be pickled, and opens its file again in another process.
 
-    It is one class, because gathers, chunks and the state of a process are closed together.
+    It is one class because gathers, chunks and the state of a process are closed together.
 
     Args:
         layout: Rows and chunks.
@@ -79,9 +79,9 @@ class ChunkedStore:
     # Attributes that belong to one process, and are not pickled.
     _PROCESS_STATE: ClassVar[tuple[str, ...]] = ("_kept", "_decodes")
     _decoding_chunks = 2
-    """Memory that decoding a run of chunks takes besides the result, in sizes of the run."""
+    """Memory that decoding needs in addition to the result, in multiples of the decoded bytes."""
     _max_decodes = MAX_DECODES
-    """Runs that are decoded at the same time, at most."""
+    """Most runs of chunks that are decoded at the same time."""
 
     native: LocalFileStore | None = None
     """Store that reads the same rows without the library, if they are stored as plain bytes."""
@@ -95,17 +95,17 @@ class ChunkedStore:
         self._init_process_state()
 
     def _init_process_state(self) -> None:
-        """Make what belongs to one process; a forked process makes it anew."""
+        """Create the state that belongs to one process; a forked process creates its own."""
         self._kept = KeptChunks(self.n_kept, self._decode)
-        # Each decode takes memory besides its result, and the plan counts so many of them.
+        # Each decode needs memory in addition to its result, and the plan counts this many decodes.
         self._decodes = threading.BoundedSemaphore(self._n_decodes)
         _stores.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
         if not self._is_reopened:
             raise CopyError(
-                f"{self!r} reads an object that was opened elsewhere, which another process does "
-                f"not have; give {type(self).__name__} the path, which each process opens itself"
+                f"{self!r} reads an object that the caller opened, and cannot be pickled; give "
+                f"{type(self).__name__} the path, which each process opens itself"
             )
         return {
             name: value for name, value in vars(self).items() if name not in self._PROCESS_STATE
@@ -127,7 +127,7 @@ class ChunkedStore:
 
     @property
     def label(self) -> str:
-        """Short name of the file and of what is read of it."""
+        """Short name of the file and of the dataset or column."""
         return self._layout.label
 
     @property
@@ -174,7 +174,7 @@ class ChunkedStore:
 
     @property
     def resident_bytes(self) -> int:
-        """Memory for the chunks that are kept, and for decoding, in bytes."""
+        """Memory for the kept chunks and for decoding, in bytes."""
         if self.native is not None:
             return self.native.resident_bytes
         run = max(self.chunk_nbytes, min(_RUN_BYTES, self.nbytes))
@@ -188,7 +188,7 @@ class ChunkedStore:
 
     @property
     def _n_decodes(self) -> int:
-        """Number of runs that are decoded at the same time."""
+        """Number of runs of chunks that are decoded at the same time."""
         n = _DECODED_BYTES // max(_RUN_BYTES, self.chunk_nbytes)
         return min(max(1, n), self._max_decodes)
 
@@ -234,7 +234,7 @@ class ChunkedStore:
                     out[piece.positions] = chunk[piece.rows - piece.start]
 
     def decode_ahead(self, number: int) -> None:
-        """Decode a chunk, of which rows will be gathered soon, and keep it."""
+        """Decode and keep a chunk whose rows will be gathered soon."""
         if self.native is None and not self._closed:
             with self._kept.use(number):
                 pass
@@ -251,7 +251,7 @@ class ChunkedStore:
         """Do nothing, because nothing was written."""
 
     def close(self) -> None:
-        """Free the chunks, and close what the store opened. Further calls do nothing."""
+        """Free the chunks, and close the files that the store opened. Further calls do nothing."""
         self._closed = True
         self._kept.close()
         if self.native is not None:
@@ -300,7 +300,7 @@ _stores: weakref.WeakSet[ChunkedStore] = weakref.WeakSet()
 def _renew() -> None:
     """Renew the process state of all stores in a forked process.
 
-    The thread that decodes a chunk, or holds a lock, does not exist there.
+    A thread that decodes a chunk, or holds a lock, does not exist in the forked process.
     """
     for store in list(_stores):
         store._init_process_state()

@@ -1,8 +1,8 @@
-"""MmapStore: rows of a file on disk, or of several shards seen as one, never read whole.
+"""MmapStore: rows of a file on disk, or of several shards, which are never read as a whole.
 
-``gather`` reads from the page cache straight to where the rows belong: consecutive rows by preadv,
-scattered rows by native AIO. So nothing of the file stays resident in the process, and a file that
-shrinks is an error. A feeder gathers the rows of files that fit the page cache from a memory map
+``gather`` reads from the page cache straight into the output: consecutive rows by preadv, scattered
+rows by native AIO. Therefore, no part of the file stays resident in the process, and a file that
+shrinks is an error. If the files fit the page cache, a feeder gathers their rows from a memory map
 instead, which is several times as fast.
 """
 
@@ -38,10 +38,10 @@ HINTS = {
     ),
     **dict.fromkeys(
         ("shape", "offset"),
-        "a .npy file says it itself; for a file without a header use MmapStore.raw(path, "
-        "shape=..., dtype=...)",
+        "a .npy file contains it; for a file without a header, use MmapStore.raw(path, shape=..., "
+        "dtype=...)",
     ),
-    **dict.fromkeys(("filename", "file"), "the path comes first, without a name"),
+    **dict.fromkeys(("filename", "file"), "the path is the first positional argument"),
 }
 """Advice for arguments that numpy has under these names."""
 
@@ -49,9 +49,9 @@ _WINDOW_HINTS = {
     **HINTS,
     **dict.fromkeys(
         ("window", "window_size", "size", "seq_len", "block_size", "context_length"),
-        "the items of a window are length=",
+        "the number of items per window is length=",
     ),
-    **dict.fromkeys(("stride", "hop", "hop_length"), "the distance of windows is step="),
+    **dict.fromkeys(("stride", "hop", "hop_length"), "the distance between windows is step="),
     **dict.fromkeys(
         ("horizon", "target_length", "prediction_length"),
         "give inputs length= and span=, and targets length=, start= and the same span=",
@@ -66,32 +66,36 @@ class MmapStore(LocalFileStore):
 
     Args:
         path: A file, a pattern (``"features-*.npy"``, in sorted order) or a sequence of files.
-            Several files are shards of one store and may differ in their number of rows.
-        mode: ``"r"``, or ``"r+"`` to write rows back through to the file.
-        dtype: Dtype of the items, of the same size as in the file. It is for ``"bfloat16"``, which
-            a .npy file cannot name (numpy saves it as ``V2``). By default, the file says it.
-        keep_cache: Whether the kernel's page cache keeps what was read. False leaves the page cache
-            as it was found. None keeps it if the files fit in the memory that is free when reading
-            begins.
+            Several files are shards of one store, and may differ in their number of rows.
+        mode: ``"r"`` to read, or ``"r+"`` to also write rows back to the file.
+        dtype: Dtype of the items, of the same size as in the file. By default, it is the dtype in
+            the file. Only ``"bfloat16"`` needs this argument, because a .npy file cannot name it
+            (numpy saves it as ``V2``).
+        keep_cache: Whether the OS page cache keeps the data that was read. False restores the page
+            cache to its earlier state. None keeps the data if the files fit in the memory that is
+            free when reading begins.
         memory_map: Whether a feeder may gather the rows from a memory map. The feeder checks the
             size of the file before each gather, and a file that has shrunk is an error. If the file
             shrinks, or the disk fails, during a gather from a map, the kernel ends the process
             (SIGBUS), as with any memory map. Give False for a file that another process may
-            truncate or rewrite in place: then this cannot happen.
+            truncate or rewrite in place; this excludes the SIGBUS.
 
     Raises:
         FileMissing: If a file, or every file of a pattern, is missing.
-        StoreError: If a file is not a .npy file, is truncated, has no rows, is in Fortran order or
-            of a dtype that torch does not have, or if shards do not match.
-        ArgumentError: If ``path`` is no path, ``mode`` neither "r" nor "r+", ``keep_cache`` neither
-            True, False nor None, or ``memory_map`` neither True nor False.
-        UnknownArgument: If there is no such argument. The message says what to give instead.
+        StoreError: If a file is not a .npy file, is truncated, has no rows, is in Fortran order, or
+            has a dtype that torch does not have; or if shards do not match.
+        ArgumentError: If ``path`` is not a path, ``mode`` is not "r" or "r+", ``keep_cache`` is not
+            True, False or None, or ``memory_map`` is not True or False.
+        UnknownArgument: If an argument does not exist. The message says what to give instead.
 
-    Example::
-
-        with MmapStore("features-*.npy") as store:
-            rows = np.empty((2, *store.row_shape), store.dtype)
-            store.gather(np.array([7, 3]), rows)
+    Examples:
+        >>> np.save("features-0.npy", np.zeros((1000, 8), "float32"))
+        >>> np.save("features-1.npy", np.ones((500, 8), "float32"))
+        >>> with (
+        ...     pinfeed.MmapStore("features-*.npy") as store,
+        ...     pinfeed.Feeder(store, batch_size=100, shuffle=True) as feeder,
+        ... ):
+        ...     n_batches = len(list(feeder))
     """
 
     @explain_arguments(HINTS)
@@ -124,8 +128,8 @@ class MmapStore(LocalFileStore):
 
         Args:
             path: As for the class.
-            shape: Shape (n_rows, *row_shape) of each file, whole numbers, at least 1; with n_rows
-                -1, as many rows as the file has.
+            shape: Shape (n_rows, *row_shape) of each file, whole numbers of at least 1. An n_rows
+                of -1 stands for all rows of the file.
             dtype: Dtype of the items, as numpy or torch spells it; ``">f4"`` for the other byte
                 order.
             offset: Bytes before the first row.
@@ -135,8 +139,8 @@ class MmapStore(LocalFileStore):
 
         Raises:
             FileMissing: As for the class.
-            StoreError: If a file is truncated, has no rows, or bytes are left over with n_rows -1;
-                or if the shape, the offset or the dtype is invalid.
+            StoreError: If a file is truncated or has no rows, if n_rows is -1 and the file does not
+                end with a whole row, or if the shape, the offset or the dtype is invalid.
         """
         store = cls.__new__(cls)
         layouts = [raw_layout(p, shape, dtype, offset) for p in local_paths(path)]
@@ -160,19 +164,19 @@ class MmapStore(LocalFileStore):
     ) -> MmapStore:
         """Open windows of consecutive items of a flat file, such as tokens or a time series.
 
-        Row i has the items ``[i * step + start, i * step + start + length)`` of the file. Windows
-        may overlap, and are read from the one file. The rows cannot be written.
+        Row i contains the items ``[i * step + start, i * step + start + length)`` of the file.
+        Windows may overlap without copies in the file. The rows are read-only.
 
         Args:
             path: As for the class. The items are the first axis of a .npy file, or the numbers in a
-                file without a header. A window has items of one file alone. Files that are shorter
+                file without a header. A window never extends over two files. Files that are shorter
                 than ``span`` have no windows.
             length: Items of a window. Items of shape (C,) make rows of shape (length, C).
             step: Items from the beginning of one window to the beginning of the next.
-            dtype: Dtype of the items of a file without a header, which needs it; as for the class
-                for a .npy file.
+            dtype: Dtype of the items, required for a file without a header; as for the class for a
+                .npy file.
             start: Items from ``i * step`` to the beginning of window i.
-            span: Items that must exist from ``i * step`` on, ``start + length`` by default. Stores
+            span: Items that must exist from ``i * step`` on; by default ``start + length``. Stores
                 with equal ``step`` and ``span`` have the same number of rows in each file, so they
                 can be inputs and targets of one feeder.
             offset: Bytes before the first item of a file without a header.
@@ -181,8 +185,8 @@ class MmapStore(LocalFileStore):
 
         Raises:
             FileMissing: As for the class.
-            StoreError: If no file has ``span`` items, a file without a header has no ``dtype``,
-                bytes are left over, or a .npy file is one that the class refuses.
+            StoreError: If no file has ``span`` items, if a file without a header gets no ``dtype``
+                or does not end with a whole item, or if the class refuses a .npy file.
             ArgumentError: If ``length`` or ``step`` is below 1, ``start`` or ``offset`` is
                 negative, ``span`` ends before the window, or ``offset`` is given for a .npy file.
 
@@ -209,7 +213,7 @@ class MmapStore(LocalFileStore):
         keep_cache: bool | None = None,
         memory_map: bool = True,
     ) -> MmapStore:
-        """Open one tensor of a safetensors file, whose header the safetensors library reads.
+        """Open one tensor of a safetensors file; the safetensors library reads the header.
 
         Args:
             path: As for the class.
@@ -242,21 +246,22 @@ class MmapStore(LocalFileStore):
     ) -> MmapStore:
         """Create a .npy file of zeros and open it for writing.
 
-        The file takes room on the disk as it is written. If the call fails, no file is made or
+        The file occupies disk space as it is written. If the call fails, no file is created or
         replaced.
 
         Args:
-            path: The file to make.
+            path: The file to create.
             shape: Shape (n_rows, *row_shape), each at least 1.
             dtype: Dtype of the items.
-            overwrite: Replace a file that exists; by default, that is an error.
+            overwrite: Whether to replace an existing file; by default, an existing file is an
+                error.
 
         Raises:
             StoreError: If the file exists and ``overwrite`` is False, if ``path`` is a directory,
-                if the shape has no rows, rows of no bytes, something else than whole numbers, or
-                more bytes than a file can have, or if there is no such dtype.
+                if the shape has no rows, rows of 0 bytes, items that are not whole numbers, or more
+                bytes than a file can have, or if the dtype does not exist.
             FileMissing: If the directory of the file does not exist.
-            ArgumentError: If ``path`` is no path, or ``overwrite`` is neither True nor False.
+            ArgumentError: If ``path`` is not a path, or ``overwrite`` is not True or False.
         """
         check_flag(overwrite, "overwrite")
         items = dtype_of(dtype, "MmapStore")
@@ -264,7 +269,7 @@ class MmapStore(LocalFileStore):
         sizes = shape_to_make(shape, items, name)
         if min(sizes) < 1:
             raise StoreError(
-                f"{name}: shape {sizes} has rows of no bytes; expected at least 1 in each place"
+                f"{name}: shape {sizes} has rows of 0 bytes; expected at least 1 on each axis"
             )
         create(name, sizes, items, overwrite=overwrite)
         return cls(path, mode="r+", dtype=items)
@@ -284,11 +289,11 @@ class MmapStore(LocalFileStore):
     def mapped(self) -> Iterator[Array]:
         """Map all rows of the one file as an array, to fill it as a whole.
 
-        The rows are on the disk when the context ends. Room on the disk is taken first, because a
-        map that finds none later would end the process.
+        The rows are on the disk when the context ends. The disk space is reserved first, because
+        the kernel would end the process if the disk were full during a write to the map.
 
         Raises:
-            StoreError: If there are several files, or they are not open for writing.
+            StoreError: If the store has several files, or is not open for writing.
             OSError: If the disk is full.
         """
         if len(self._layouts) > 1 or not self.writable or self._swapped:
@@ -309,13 +314,13 @@ def open_created(path: Path, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Mm
     """Open for writing a file that ``MmapStore.create`` made with this shape and dtype.
 
     Raises:
-        StoreError: If the file is another one, or is truncated.
+        StoreError: If the file has another shape or dtype, or is truncated.
     """
     items = dtype_of(dtype, "MmapStore")
     name = local_path(path)
     if not holds(name, shape, items):
         raise StoreError(
-            f"{name} is there already, and is no .npy file of shape {shape}, {items}; expected "
-            "another path, or overwrite=True to replace the file"
+            f"{name} exists, but is not a .npy file of shape {shape}, {items}; expected another "
+            "path, or overwrite=True to replace the file"
         )
     return MmapStore(name, mode="r+", dtype=items)

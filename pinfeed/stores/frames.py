@@ -27,8 +27,8 @@ _PANDAS_ADVICE = {
     "interval": "give its ends as two columns",
     "Sparse": "make it dense: df[name].sparse.to_dense()",
     "object": (
-        "give np.stack(df[name]) where each object is a row of numbers, or "
-        "pinfeed.RaggedStore(values, offsets) where they differ in length"
+        "give np.stack(df[name]) if each object is a row of numbers, or "
+        "pinfeed.RaggedStore(values, offsets) if the rows differ in length"
     ),
 }
 _POLARS_ADVICE = {
@@ -41,7 +41,7 @@ _POLARS_ADVICE = {
     "Time": "convert it: df[name].to_physical()",
     "Decimal": "convert it: df[name].cast(polars.Float64)",
     "Struct": "give its fields as columns: df.unnest(name)",
-    "Object": "make numbers of it",
+    "Object": "convert it to numbers",
 }
 
 FrameStore = ArrayStore | ArrowStore
@@ -50,21 +50,22 @@ FrameStore = ArrayStore | ArrowStore
 def frame_columns(source: Any, name: str) -> dict[Any, FrameStore] | None:
     """Return a read-only store for each column of a pandas or polars DataFrame.
 
-    A column is shared where the frame has it as one array of numbers, or as Arrow's. Otherwise, it
-    may be a copy, so rows cannot be written back. The index of a pandas frame is not a column.
+    The store shares the memory of a column that is one numpy or Arrow array of numbers. Other
+    columns may be copied, so rows cannot be written back. The index of a pandas frame is not a
+    column.
 
     Args:
         source: A frame, or anything else.
-        name: Name of the source in errors.
+        name: Name of the source in error messages.
 
     Returns:
-        The stores by name of the column, or None if ``source`` is no frame.
+        The stores by column name, or None if ``source`` is not a frame.
 
     Raises:
-        StoreError: If there are no columns, or a column cannot be served.
+        StoreError: If the frame has no columns, or pinfeed cannot read a column.
         MissingDependency: If a column of lists or booleans needs pyarrow, which is not installed.
     """
-    # If a library is not loaded, the source cannot be a frame of it.
+    # If a library is not loaded, the source cannot be one of its frames.
     pandas = sys.modules.get("pandas")
     if pandas is not None and isinstance(source, pandas.DataFrame):
         _check_names(list(source.columns), name)
@@ -78,10 +79,10 @@ def frame_columns(source: Any, name: str) -> dict[Any, FrameStore] | None:
 
 def _check_names(names: list[Any], name: str) -> None:
     if not names:
-        raise StoreError(f"{name}: a frame without columns; expected at least one")
+        raise StoreError(f"{name}: the frame has no columns; expected at least one")
     if len(set(names)) < len(names):
         raise StoreError(
-            f"{name}: a frame with columns of the same name: {', '.join(map(str, names))}; rename "
+            f"{name}: several columns have the same name: {', '.join(map(str, names))}; rename "
             "them (df.columns = [...])"
         )
 
@@ -133,7 +134,7 @@ def _read_only(array: Array, name: str) -> ArrayStore:
 
 def _nulls_error(name: str, fill: str, drop: str) -> StoreError:
     return StoreError(
-        f"{name}: has nulls, which a tensor cannot have; fill them ({fill}), drop their rows "
+        f"{name} has nulls, but tensors have no nulls; fill them ({fill}), drop their rows "
         f"({drop}), {_LEAVE_OUT}"
     )
 

@@ -1,4 +1,4 @@
-"""HDF5Store: rows of an HDF5 dataset, by h5py."""
+"""HDF5Store: rows of an HDF5 dataset, read with h5py."""
 
 from __future__ import annotations
 
@@ -30,42 +30,44 @@ _PIECE_BYTES = 256 << 10
 _N_SHOWN = 8
 
 _HINTS = {
-    **dict.fromkeys(("path", "file", "filename"), "the path comes first, without a name"),
+    **dict.fromkeys(("path", "file", "filename"), "the path is the first positional argument"),
     **dict.fromkeys(("dataset", "key"), "the name of the dataset is name="),
     "mode": "an HDF5Store is read-only; leave it out",
 }
 
 
 class HDF5Store(ChunkedStore):
-    """Rows of an HDF5 dataset, read-only, read with h5py.
+    """Read-only rows of an HDF5 dataset, read with h5py.
 
-    The rows are those of the first axis. A dataset without chunks and filters, whose bytes are the
-    rows themselves, is read from the file as ``MmapStore`` reads it, if it was opened by path or
-    belongs to a file that is open for reading only.
+    The first axis of the dataset is the rows. A dataset without chunks and filters is read straight
+    from the file, like a ``MmapStore``, if it was opened by path or its file is open read-only.
 
     The dataset must not change while the store is open, even if its file is open for writing.
 
     Args:
         source: Path of a file, which the store opens and closes, or an open ``h5py.Dataset``, which
-            stays open.
-        name: Name of the dataset in the file, such as ``"train/images"``. By default, the only
-            dataset of the file.
+            the caller closes.
+        name: Name of the dataset in the file, such as ``"train/images"``. The default requires that
+            the file contains only one dataset.
 
     Raises:
         MissingDependency: If h5py is not installed.
-        FileMissing: If there is no such file.
-        StoreError: If the file is no HDF5 file or has no such dataset, or if the dataset has no
-            rows or another type than numbers and booleans.
+        FileMissing: If the file does not exist.
+        StoreError: If the file is not an HDF5 file or does not contain the dataset, or if the
+            dataset has no rows, or a type other than numbers and booleans.
         ArgumentError: If ``source`` is neither a path nor a dataset, or if a dataset is given
             together with a name.
         ClosedError: If the file of the dataset is closed.
 
-    Example::
-
-        store = HDF5Store("train.h5", "images")
-        rows = np.empty((2, *store.row_shape), store.dtype)
-        store.gather(np.array([7, 3]), rows)
-        store.close()
+    Examples:
+        >>> import h5py
+        >>> with h5py.File("train.h5", "w") as file:
+        ...     file["images"] = np.zeros((1000, 8), "float32")
+        >>> with (
+        ...     pinfeed.HDF5Store("train.h5", "images") as store,
+        ...     pinfeed.Feeder(store, batch_size=100) as feeder,
+        ... ):
+        ...     n_batches = len(list(feeder))
     """
 
     _PROCESS_STATE: ClassVar[tuple[str, ...]] = (*ChunkedStore._PROCESS_STATE, "_dataset")
@@ -82,14 +84,14 @@ class HDF5Store(ChunkedStore):
             dataset = _open(self._path, name)
         elif isinstance(source, h5py.Dataset):
             if name is not None:
-                raise ArgumentError(f"name={name!r} with a dataset, which has a name; leave it out")
+                raise ArgumentError(f"name={name!r} with a dataset; leave name out")
             _require_valid(source, "HDF5Store")
             self._given = source
             dataset = source
         else:
             raise ArgumentError(
-                f"HDF5Store: got {type(source).__name__}; expected a path or an h5py.Dataset; of a "
-                "file or a group that is open, give file[name]"
+                f"HDF5Store: got {type(source).__name__}; expected a path or an h5py.Dataset; for "
+                "an open file or group, give file[name]"
             )
         try:
             self._name = dataset.name
@@ -114,8 +116,8 @@ class HDF5Store(ChunkedStore):
 
     def _init_process_state(self) -> None:
         super()._init_process_state()
-        # A path is opened again when rows are read: in a forked process, both processes would share
-        # the state of one open file.
+        # A path is opened again when rows are read, because a forked process would share the state
+        # of the open file with its parent.
         self._dataset = self._given
 
     @property
@@ -124,7 +126,7 @@ class HDF5Store(ChunkedStore):
 
     def _read_chunks(self, start: int, stop: int, out: Array) -> None:
         with _reading:
-            # A path that is opened again may have other chunks, if its file was replaced.
+            # If the file was replaced, it may have other chunks when it is opened again.
             self._opened()
             raw = self._raw
         if raw is None:
@@ -134,7 +136,7 @@ class HDF5Store(ChunkedStore):
             end = min(first + self.chunk_rows, stop)
             rows = out[first - start : end - start]
             if not all(self._decode_chunk(raw, offset, rows) for offset in raw.offsets(first)):
-                # A chunk that was never written, or one about which HDF5 says what is wrong.
+                # HDF5 reads chunks that were never written, and explains damaged chunks.
                 self._read_rows(first, end, rows)
 
     def _read_rows(self, start: int, stop: int, out: Array) -> None:
@@ -155,15 +157,15 @@ class HDF5Store(ChunkedStore):
     def _opened(self) -> Any:
         """Return the open dataset. The caller holds the lock."""
         if self._dataset is None:
-            # Otherwise, a gather that still runs would open the file that was just closed.
+            # Without this check, a gather that still runs would open the closed file again.
             self._require_open()
             assert self._path is not None
             dataset = _open(self._path, self._name)
             if _layout(dataset) != self._layout:
                 dataset.file.close()
                 raise StoreError(
-                    f"{self!r}: the file was replaced, and its dataset has other rows; open it "
-                    "again"
+                    f"{self!r}: the file was replaced, and its dataset has other rows; open the "
+                    "store again"
                 )
             self._raw = _raw_chunks(dataset)
             self._dataset = dataset
@@ -211,7 +213,7 @@ def _open(path: Path, name: str | None) -> Any:
     except OSError as error:
         raise StoreError(
             f"{path}: h5py cannot open it ({described(error)}); expected an HDF5 file that is not "
-            "open for writing; a dataset of a file that is open can be given itself"
+            "open for writing; if the file is open in this process, give its dataset"
         ) from error
     try:
         return _dataset_of(file, name)
@@ -224,7 +226,7 @@ def _dataset_of(file: Any, name: str | None) -> Any:
     """Return the dataset of a name, or the only one.
 
     Raises:
-        StoreError: If there is no such dataset, or not only one.
+        StoreError: If the dataset does not exist, or no name is given and there is more than one.
     """
     import h5py
 
@@ -262,7 +264,7 @@ def _layout(dataset: Any) -> ChunkLayout:
     """Return the rows and chunks of a dataset.
 
     Raises:
-        StoreError: If its rows cannot be served.
+        StoreError: If pinfeed cannot read its rows.
     """
     path = os.fsdecode(dataset.file.filename)
     label = f"{os.path.basename(path)}:{dataset.name}"
@@ -280,30 +282,30 @@ def _layout(dataset: Any) -> ChunkLayout:
 
 
 def _check_type(dtype: np.dtype[Any], label: str) -> None:
-    """Refuse types that h5py reads as numbers of another meaning, or as Python objects."""
+    """Refuse types that h5py reads as numbers with another meaning, or as Python objects."""
     import h5py
 
     problem = ""
     if h5py.check_enum_dtype(dtype) is not None:
-        problem = "an enumerated type, whose numbers have names; save the numbers themselves"
+        problem = "an enumerated type; save its numbers as integers"
     elif h5py.check_string_dtype(dtype) is not None:
-        problem = "text; number it, np.unique(dataset.asstr()[:], return_inverse=True)[1]"
+        problem = "text; convert it, np.unique(dataset.asstr()[:], return_inverse=True)[1]"
     elif h5py.check_vlen_dtype(dtype) is not None:
         problem = (
             "rows of different lengths; give pinfeed.RaggedStore(values, offsets), or pad them to "
             "one length"
         )
     elif h5py.check_ref_dtype(dtype) is not None:
-        problem = "references to other objects; give the dataset that they refer to"
+        problem = "references to other objects; give the dataset to which they refer"
     elif dtype.subdtype is not None:
-        problem = "arrays as items; save them as further axes of the dataset"
+        problem = "arrays as items; save them as additional axes of the dataset"
     if problem:
         raise StoreError(f"{label} has {problem}")
     check_dtype(dtype, label)
 
 
 def _is_stored_as_in_memory(dataset: Any) -> bool:
-    """Return whether the bytes of items in the file are those of the dtype that h5py gives."""
+    """Return whether the bytes in the file are those of the dtype that h5py reports."""
     import h5py
 
     in_memory = h5py.h5t.py_create(dataset.dtype, logical=True)
@@ -318,10 +320,10 @@ def _raw_chunks(dataset: Any) -> RawChunks | None:
 
 
 def _native(dataset: Any, is_given: bool) -> MmapStore | None:
-    """Return a store of the bytes of a dataset, if these are certain to be its rows.
+    """Return a store that reads the bytes of a dataset from its file, or None if it cannot.
 
-    They are if the dataset is contiguous and complete, has the memory's own type, and the file is a
-    plain one that nobody writes in this process.
+    It can if the dataset is contiguous and complete, has the same type in memory, and this process
+    does not write the file.
     """
     import h5py
 
@@ -346,6 +348,6 @@ def _native(dataset: Any, is_given: bool) -> MmapStore | None:
     except OSError:
         return None
     if offset is None or (opened.st_dev, opened.st_ino) != (found.st_dev, found.st_ino):
-        # The file was moved, or another one took its place.
+        # The file was moved or replaced.
         return None
     return MmapStore.raw(path, shape=dataset.shape, dtype=dataset.dtype, offset=offset)

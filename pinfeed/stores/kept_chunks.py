@@ -1,4 +1,4 @@
-"""KeptChunks: the decoded chunks that were used last."""
+"""KeptChunks: the decoded chunks that were used most recently."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from pinfeed.threads.call import Call
 
 
 class KeptChunks:
-    """The decoded chunks that were used last; a chunk that several threads need is decoded once.
+    """The most recently used chunks, decoded once even if several threads need them.
 
     Args:
-        capacity: Number of chunks that are in memory at most, including those that are decoded.
-        decode: Returns the rows of a chunk, given its number and an array that it returned for a
-            chunk that is not kept any more, whose memory it uses again; None if there is none.
+        capacity: Most chunks in memory, including those that are being decoded.
+        decode: Returns the rows of a chunk. Its arguments are the number of the chunk, and an array
+            to reuse that it returned for a chunk that is no longer kept, or None.
     """
 
     def __init__(self, capacity: int, decode: Callable[[int, Array | None], Array]) -> None:
         self._capacity = capacity
         self._decode = decode
-        # Notified when a chunk is not used any more.
+        # Notified when a chunk is no longer in use.
         self._unused = threading.Condition()
         self._chunks: OrderedDict[int, _Chunk] = OrderedDict()
-        # Without these, the heap would keep some of the memory that is freed and allocated anew.
+        # Without these, the heap would keep some of the freed memory.
         self._spare: list[Array] = []
         self._is_closed = False
 
@@ -35,7 +35,7 @@ class KeptChunks:
     def use(self, number: int) -> Iterator[Array]:
         """Lend a chunk, which is decoded if it is not kept; it is kept until the context ends.
 
-        A thread uses one chunk at a time, because it may wait for others to end their use of one.
+        A thread uses one chunk at a time, because it may wait until other threads release one.
         """
         with self._unused:
             self._unused.wait_for(lambda: number in self._chunks or self._make_room())
@@ -52,7 +52,7 @@ class KeptChunks:
             yield chunk.decoding.result()
         finally:
             if is_new and not chunk.decoding.done():
-                # An interrupt came before the call, for which other threads wait.
+                # An interrupt arrived before the decoding that other threads wait for.
                 chunk.decoding.fail(ReadError("the decoding of a chunk was interrupted; try again"))
             with self._unused:
                 chunk.n_users -= 1
@@ -71,7 +71,7 @@ class KeptChunks:
             self._unused.notify_all()
 
     def _make_room(self) -> bool:
-        """Drop chunks that were not used for longest; return whether there is room for one."""
+        """Drop the least recently used chunks; return whether there is room for one."""
         for number in [n for n, chunk in self._chunks.items() if not chunk.n_users]:
             if len(self._chunks) < self._capacity:
                 break

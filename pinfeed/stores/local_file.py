@@ -25,26 +25,26 @@ from pinfeed.stores.mapped_file import MappedFileStore
 from pinfeed.stores.sharded_file import MAX_OPEN, ShardedStore, as_bytes
 from pinfeed.validation.arguments import check_flag
 
-# Rows are written in chunks of this size, of which a scatter may make copies.
+# Rows are written in chunks of this size; a scatter may copy a chunk.
 _CHUNK_BYTES = 4 << 20
 # Gathers that run at the same time: windows are read ahead by this many threads.
 _N_GATHERS = 4
 
 
 class LocalFileStore(ShardedStore[FileReader]):
-    """Rows of local files. Rows that are scattered are written through to the files.
+    """Rows of local files. A scatter writes rows through to the files.
 
     Args:
         layouts: Layout of the rows of each file.
         mode: ``"r"``, or ``"r+"`` to write rows.
-        keep_cache: Whether the page cache keeps what was read; None if the files fit in the memory
-            that is free when reading begins.
+        keep_cache: Whether the page cache keeps the data that was read; None keeps it if the files
+            fit in the memory that is free when reading begins.
         memory_map: Whether rows may be gathered from memory maps of the files.
 
     Raises:
         StoreError: If the shards do not match, or if there are no rows.
-        ArgumentError: If ``mode``, ``keep_cache`` or ``memory_map`` has another value, or if a file
-            that is open for writing is given twice.
+        ArgumentError: If ``mode``, ``keep_cache`` or ``memory_map`` is invalid, or if a file is
+            given twice and opened for writing.
     """
 
     _PROCESS_STATE: ClassVar[tuple[str, ...]] = (
@@ -75,7 +75,8 @@ class LocalFileStore(ShardedStore[FileReader]):
         super().__init__(layouts)
         if mode == "r+" and len(set(map(file_key, self.paths))) < len(self.paths):
             raise ArgumentError(
-                f"a file stands twice among the shards {self.paths}; with mode='r+' give each once"
+                f"a file occurs twice in the shards {self.paths}; with mode='r+', give each file "
+                "once"
             )
 
     def _init_process_state(self) -> None:
@@ -91,7 +92,7 @@ class LocalFileStore(ShardedStore[FileReader]):
 
     @property
     def resident_bytes(self) -> int:  # type: ignore[override]  # as above
-        """Memory that a scatter takes, or a gather of rows that overlap or have gaps, in bytes.
+        """Memory for a scatter, or for a gather of rows that overlap or have gaps, in bytes.
 
         A scatter reorders and byte-swaps rows. A gather reads a span of the file for several rows.
         """
@@ -102,7 +103,7 @@ class LocalFileStore(ShardedStore[FileReader]):
 
     @functools.cached_property
     def keep_cache(self) -> bool:
-        """Whether the page cache keeps what is read."""
+        """Whether the page cache keeps the data that was read."""
         if self._keep_cache is not None:
             return self._keep_cache
         return self.nbytes <= free_page_cache_bytes()
@@ -111,8 +112,8 @@ class LocalFileStore(ShardedStore[FileReader]):
     def can_map(self) -> bool:
         """Whether rows may be gathered from memory maps of the files.
 
-        A subclass with a ``gather`` of its own is not mapped, because its rows may differ from
-        those of the files.
+        A subclass that overrides ``gather`` is not mapped, because its rows may differ from those
+        of the files.
         """
         return (
             self._memory_map
@@ -125,7 +126,7 @@ class LocalFileStore(ShardedStore[FileReader]):
 
     @property
     def version(self) -> object:
-        """A value that differs once a file was written or replaced."""
+        """A value that changes when a file is written or replaced."""
         try:
             stats = [os.stat(path) for path in self.paths]
         except FileNotFoundError:
@@ -142,7 +143,7 @@ class LocalFileStore(ShardedStore[FileReader]):
         return MappedFileStore(self._layouts, lambda number: self._reader(number).map())
 
     def gather_runs(self, runs: Runs, out: Array) -> None:
-        """Copy runs of rows to their places in ``out``. The caller has checked all arguments.
+        """Copy runs of rows to their positions in ``out``. The caller has checked all arguments.
 
         Raises:
             ReadError: If a file has shrunk or cannot be read.
@@ -163,7 +164,7 @@ class LocalFileStore(ShardedStore[FileReader]):
             WriteBackError: If the store was opened with mode="r", or ``values`` has another shape
                 or dtype than the rows.
             RowIndexError: If a row is out of range or negative.
-            OSError: If the file system refuses; the error has the name of the file.
+            OSError: If the file system refuses; the error names the file.
         """
         if not self.writable:
             raise WriteBackError(f'{self!r} is read-only; open it with MmapStore(path, mode="r+")')
@@ -177,11 +178,11 @@ class LocalFileStore(ShardedStore[FileReader]):
                 self._write(number, shard_rows, source if is_whole else source[positions])
 
     def flush(self) -> None:
-        """Return when every row written so far is on the disk (fsync)."""
+        """Wait until every row written so far is on the disk (fsync)."""
         with self._lock:
             n_writes = dict(self._n_writes)
         with contextlib.ExitStack() as stack:
-            # Every shard is flushed, even if one fails; the stack raises the error afterwards.
+            # All shards are flushed, even if one fails; the stack raises the error afterwards.
             for number, count in n_writes.items():
                 stack.callback(self._flush, number, count)
 
@@ -220,6 +221,6 @@ class LocalFileStore(ShardedStore[FileReader]):
     def _flush(self, number: int, count: int) -> None:
         self._reader(number).flush()
         with self._lock:
-            # If the count differs, the shard was written again in the meantime.
+            # If the count differs, another thread has written the shard since.
             if self._n_writes.get(number) == count:
                 del self._n_writes[number]

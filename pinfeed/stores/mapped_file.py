@@ -52,7 +52,7 @@ class MappedFileStore(ShardedStore[FileMap]):
             self.gather_at(rows, out, np.arange(len(rows)))
 
     def gather_runs(self, runs: Runs, out: Array) -> None:
-        """Copy runs of rows to their places in ``out``. The caller has checked all arguments.
+        """Copy runs of rows to their positions in ``out``. The caller has checked all arguments.
 
         Raises:
             ReadError: If a file has shrunk.

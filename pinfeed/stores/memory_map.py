@@ -23,8 +23,8 @@ logger = logging.getLogger("pinfeed")
 def store_of_map(array: Any) -> MmapStore | None:
     """Return a store of the file of a numpy memory map, or of sliding windows over one.
 
-    A store is better than the map: a feeder reads its rows ahead and counts them in its plan, and
-    a file that has shrunk is an error, where the map ends the process.
+    A store is better than the map, because a feeder reads its rows ahead and counts them in its
+    plan. In addition, a file that has shrunk is an error, while the map would end the process.
 
     Returns:
         A store, or None for anything else.
@@ -60,8 +60,8 @@ def _store_of_whole(array: np.memmap[Any, Any]) -> MmapStore | None:
 def _store_of_windows(array: Array) -> MmapStore | None:
     """Return a read-only store of the file over which ``sliding_window_view`` has made windows.
 
-    Addresses and strides of the windows say where each row is in the file. An array is served as it
-    is if its rows do not overlap, or if the items of a row are not consecutive.
+    Addresses and strides of the windows say where each row is in the file. The result is
+    None if the rows do not overlap, or if the items of a row are not consecutive.
     """
     if array.ndim < 2 or not array.size:
         return None
@@ -100,20 +100,19 @@ def map_below(array: Array) -> np.memmap[Any, Any] | None:
 
 
 def _is_file_of(array: np.memmap[Any, Any]) -> bool:
-    """Return whether the file of a map's name is the one that is mapped."""
+    """Return whether the file with the name of a map is the mapped file."""
     path = os.fspath(array.filename or "")
     try:
         inode = _mapped_inode(array.ctypes.data)
     except OSError as error:
         logger.warning(
-            "%s: which file the memory map is of cannot be read (%s); the map is served as the "
-            "array that it is, and what is touched of it stays resident; give the path in place "
-            "of the map",
+            "%s: pinfeed cannot find out which file is mapped (%s), so it reads the map as an "
+            "array, whose pages stay resident; give the path instead of the map",
             path,
             error,
         )
         return False
-    # The file may have been removed, or replaced by another one, since it was mapped.
+    # The file may have been removed or replaced since it was mapped.
     return os.path.exists(path) and os.stat(path).st_ino == inode
 
 
@@ -121,7 +120,7 @@ def _mapped_inode(address: int) -> int:
     """Return the inode of the file that is mapped at an address, according to proc(5).
 
     Raises:
-        OSError: If there is no ``/proc`` to read.
+        OSError: If ``/proc`` cannot be read.
     """
     with open("/proc/self/maps") as file:
         for line in file:

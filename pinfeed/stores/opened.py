@@ -1,4 +1,4 @@
-"""Stores of the sources that users give: paths, arrays, and what other libraries have opened."""
+"""Stores of the sources that users give: paths, arrays and objects of other libraries."""
 
 from __future__ import annotations
 

@@ -62,11 +62,15 @@ class ParquetStore(ChunkedStore):
             rows, nulls, lists of different lengths, or something else than numbers.
         ArgumentError: If ``path`` is no path.
 
-    Example::
-
-        store = ParquetStore("train-*.parquet", "embedding")
-        rows = np.empty((2, *store.row_shape), store.dtype)
-        store.gather(np.array([7, 3]), rows)
+    Examples:
+        >>> import pyarrow.parquet
+        >>> table = pyarrow.table({"price": np.zeros(1000)})
+        >>> pyarrow.parquet.write_table(table, "part-0.parquet", row_group_size=500)
+        >>> with (
+        ...     pinfeed.ParquetStore("part-*.parquet", "price") as store,
+        ...     pinfeed.Feeder(store, batch_size=100) as feeder,
+        ... ):
+        ...     n_batches = len(list(feeder))
     """
 
     # The row group as it is in the file, a page of it, and a piece that is being decoded.

@@ -66,9 +66,11 @@ class PinnedStore(ArrayStore):
         MissingDependency: If ``pin=True`` without CuPy or without a CUDA device.
         DeviceError: If ``pin=True``, and the system or the driver refuses to lock so much.
 
-    Example::
-
-        store = PinnedStore.normal((1_000_000, 64), std=0.01, pin="auto")
+    Examples:
+        >>> table = pinfeed.PinnedStore.normal((10_000, 64), std=0.01, pin="auto")
+        >>> with pinfeed.Feeder(table, batch_size=256) as feeder:
+        ...     for batch in feeder.batches():
+        ...         batch.write_back(batch.data * 0.9)
     """
 
     page_locked: bool

@@ -75,10 +75,17 @@ class RaggedStore:
         StoreError: If a source cannot be read, or offsets decrease or are outside of the values.
         ArgumentError: If ``layout`` or ``padding`` is invalid.
 
-    Example::
-
-        with RaggedStore("tokens.npy", "offsets.npy", layout="padded") as store:
-            feeder = Feeder({"tokens": store, "label": "labels.npy"}, batch_size=64)
+    Examples:
+        >>> np.save("tokens.npy", np.arange(10))
+        >>> np.save("offsets.npy", np.array([0, 3, 3, 10]))
+        >>> with (
+        ...     pinfeed.RaggedStore("tokens.npy", "offsets.npy", layout="padded") as store,
+        ...     pinfeed.Feeder(store, batch_size=2) as feeder,
+        ... ):
+        ...     for tokens, lengths in feeder:
+        ...         print(tuple(tokens.shape), lengths.tolist())
+        (2, 3) [3, 0]
+        (1, 7) [7]
     """
 
     @explain_arguments(_HINTS)

@@ -20,14 +20,14 @@ def raw_layout(path: str, shape: Sequence[int], dtype: npt.DTypeLike, offset: in
 
     Args:
         path: The file.
-        shape: Shape (n_rows, *row_shape); with n_rows -1, as many rows as the file has.
+        shape: Shape (n_rows, *row_shape); an n_rows of -1 stands for all rows of the file.
         dtype: Dtype of the items, as numpy or torch spells it.
         offset: Bytes before the first row.
 
     Raises:
         FileMissing: If there is no such file.
-        StoreError: If the shape or the offset is invalid, the file is truncated, bytes are left
-            over with n_rows -1, or torch does not have the dtype.
+        StoreError: If the shape or the offset is invalid, the file is truncated, n_rows is -1 and
+            the file does not end with a whole row, or torch does not have the dtype.
     """
     items = numpy_dtype_of(dtype, path)
     size = size_of(path)
@@ -36,22 +36,22 @@ def raw_layout(path: str, shape: Sequence[int], dtype: npt.DTypeLike, offset: in
         raise StoreError(f"{path}: offset={offset!r}; expected a whole number of bytes")
     if n_rows < -1 or min(row_shape, default=0) < 0 or offset < 0:
         raise StoreError(
-            f"{path}: shape={shape}, offset={offset}; expected (n_rows, ...), or (-1, ...) for as "
-            "many as there are"
+            f"{path}: shape={shape}, offset={offset}; expected (n_rows, ...), or (-1, ...) for "
+            "all rows of the file"
         )
     row_nbytes = items.itemsize * math.prod(row_shape)
     if not row_nbytes:
         raise StoreError(
-            f"{path}: shape={shape} of {items} has rows of no bytes; expected at least 1 in each "
-            "place"
+            f"{path}: shape={shape} of {items} has rows of 0 bytes; expected at least 1 on each "
+            "axis"
         )
     if n_rows == -1:
         n_rows, rest = divmod(max(0, size - offset), row_nbytes)
         if rest:
             raise StoreError(
-                f"{path}: {size} bytes less offset={offset} are {n_rows} rows of {row_nbytes} "
-                f"bytes and {rest} bytes more; give the shape, dtype and offset that the file was "
-                "written with, or the number of rows"
+                f"{path}: {size} bytes minus offset={offset} are {n_rows} rows of {row_nbytes} "
+                f"bytes and {rest} more bytes; expected whole rows; give the shape, dtype and "
+                "offset that the file was written with, or the number of rows"
             )
     return RowLayout(path, items, n_rows, tuple(row_shape), int(offset)).check(size)
 

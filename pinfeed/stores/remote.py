@@ -77,11 +77,12 @@ class RemoteStore(ShardedStore[NoReturn]):
         StoreError: If a file is not a .npy file, is truncated, has no rows, is in Fortran order or
             of a dtype that torch does not have, or if shards do not match.
 
-    Example::
-
-        with RemoteStore("s3://bucket/features-*.npy") as store:
-            rows = np.empty((2, *store.row_shape), store.dtype)
-            store.gather(np.array([7, 3]), rows)
+    Examples:
+        >>> np.save("features.npy", np.zeros((1000, 8), "float32"))
+        >>> from pathlib import Path
+        >>> url = Path("features.npy").absolute().as_uri()  # or "s3://bucket/features-*.npy"
+        >>> with pinfeed.RemoteStore(url) as store, pinfeed.Feeder(store, batch_size=100) as feeder:
+        ...     n_batches = len(list(feeder))
     """
 
     resident_bytes = _MAX_GATHERS * (WINDOW_BYTES + 4 * RANGE_BYTES)

@@ -42,28 +42,28 @@ class SlidingWindows:
         start = whole_number(start, "start", least=0)
         if span is None:
             return cls(length, step, start, start + length)
-        note = f", because start={start} and length={length} need so many items"
+        note = f", because start={start} and length={length} need this many items"
         return cls(length, step, start, whole_number(span, "span", least=start + length, note=note))
 
     def layouts(self, series: Sequence[RowLayout]) -> list[RowLayout]:
-        """Return the layouts of the windows of files, in each of which a row is one item.
+        """Return the layouts of the windows of files, given layouts in which a row is one item.
 
         Raises:
-            StoreError: If items have no bytes, or if no file is as long as ``span``.
+            StoreError: If items have 0 bytes, or if no file is as long as ``span``.
         """
         for items in series:
             if not items.row_nbytes:
                 raise StoreError(
-                    f"{items.path}: items of shape {items.row_shape} have no bytes; expected at "
-                    "least 1 in each place"
+                    f"{items.path}: items of shape {items.row_shape} have 0 bytes; expected at "
+                    "least 1 on each axis"
                 )
         found = [self._layout(items) for items in series]
         if not any(layout.n_rows for layout in found):
             longest = max(series, key=lambda items: items.n_rows)
             raise StoreError(
-                f"{longest.path} has {longest.n_rows:,} items; expected at least {self.span:,}, "
-                f"which one window of length={self.length} with start={self.start} and "
-                f"span={self.span} needs; give a smaller length, or a longer file"
+                f"{longest.path} has {longest.n_rows:,} items; expected at least {self.span:,} "
+                f"for one window of length={self.length} with start={self.start} and "
+                f"span={self.span}; give a smaller length, or a longer file"
             )
         return found
 
@@ -82,18 +82,18 @@ class SlidingWindows:
 def series_layout(path: str, dtype: npt.DTypeLike | None, offset: int) -> RowLayout:
     """Return the layout of the items of a .npy file, or of a flat file without a header.
 
-    A file with the signature of a .npy file counts as one. Any other file needs a dtype.
+    A file with the signature of a .npy file is read as one. Any other file needs a dtype.
 
     Args:
         path: The file.
-        dtype: Dtype of the items; None if the header of a .npy file says it.
+        dtype: Dtype of the items; None takes the dtype from the header of a .npy file.
         offset: Bytes before the first item of a file without a header.
 
     Raises:
         FileMissing: If there is no such file.
         ArgumentError: If ``offset`` is given for a .npy file, or is negative.
-        StoreError: If the file has neither a header nor a dtype, is named .npy and is no .npy file,
-            or cannot be read as such a file.
+        StoreError: If the file has neither a header nor a dtype, is named .npy and is not a .npy
+            file, or cannot be read.
     """
     offset = whole_number(offset, "offset", least=0)
     size = size_of(path)
@@ -105,7 +105,7 @@ def series_layout(path: str, dtype: npt.DTypeLike | None, offset: int) -> RowLay
         return _flat_layout(path, size, dtype, offset)
     if offset:
         raise ArgumentError(
-            f"{path}, offset={offset}: it is a .npy file, whose header says where the items begin; "
+            f"{path}, offset={offset}: the header of a .npy file says where the items begin; "
             "leave offset out, and give start= to begin at a later item"
         )
     return read_header(path, None if dtype is None else dtype_of(dtype, "MmapStore"))
@@ -117,9 +117,9 @@ def _flat_layout(path: str, size: int, dtype: npt.DTypeLike, offset: int) -> Row
     n_items, rest = divmod(max(0, size - offset), items.itemsize)
     if rest:
         raise StoreError(
-            f"{path}: {size:,} bytes less offset={offset} are {n_items:,} items of {items} and "
-            f"{rest} more bytes; expected whole items; give the dtype and the offset that the file "
-            "was written with"
+            f"{path}: {size:,} bytes minus offset={offset} are {n_items:,} items of {items} and "
+            f"{rest} more bytes; expected whole items; give the dtype and the offset that the "
+            "file was written with"
         )
     return RowLayout(path, items, n_items, (), offset).check(size)
 

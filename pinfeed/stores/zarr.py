@@ -1,4 +1,4 @@
-"""ZarrStore: rows of a Zarr array, by zarr."""
+"""ZarrStore: rows of a Zarr array, read with zarr."""
 
 from __future__ import annotations
 
@@ -24,30 +24,34 @@ _N_SHOWN = 8
 
 
 class ZarrStore(ChunkedStore):
-    """Rows of a Zarr array of format 2 or 3, read-only, read with zarr.
+    """Read-only rows of a Zarr array of format 2 or 3, read with zarr.
 
-    The rows are those of the first axis. In an array with shards, a chunk of the store is a shard.
-    Chunks that were never written have the array's fill value. The array must not change while the
-    store is open.
+    The first axis of the array is the rows. If the array has shards, a chunk of the store is a
+    shard. Chunks that were never written contain the fill value. The array must not change while
+    the store is open.
 
     Args:
-        source: Path or URL of an array or group, which the store opens, or an open ``zarr.Array``.
+        source: Path or URL of an array or group, which the store opens and closes, or an open
+            ``zarr.Array``, which the caller closes.
         name: Name of the array in a group, such as ``"train/images"``. By default, ``source`` is
             the array itself.
 
     Raises:
         MissingDependency: If zarr is not installed.
-        FileMissing: If there is no such directory.
-        StoreError: If there is no such array, or if the array has no rows or another type than
-            numbers and booleans.
+        FileMissing: If the directory does not exist.
+        StoreError: If the array does not exist, has no rows, or has a type other than numbers and
+            booleans.
         ArgumentError: If ``source`` is neither a path nor an array, or if an array is given
             together with a name.
 
-    Example::
-
-        store = ZarrStore("images.zarr")
-        rows = np.empty((2, *store.row_shape), store.dtype)
-        store.gather(np.array([7, 3]), rows)
+    Examples:
+        >>> import zarr
+        >>> array = zarr.create_array("images.zarr", shape=(1000, 8), chunks=(100, 8), dtype="f4")
+        >>> with (
+        ...     pinfeed.ZarrStore("images.zarr") as store,
+        ...     pinfeed.Feeder(store, batch_size=100) as feeder,
+        ... ):
+        ...     n_batches = len(list(feeder))
     """
 
     _PROCESS_STATE: ClassVar[tuple[str, ...]] = (*ChunkedStore._PROCESS_STATE, "_array", "_opening")
@@ -63,7 +67,7 @@ class ZarrStore(ChunkedStore):
             array = _open(self._path, name)
         elif isinstance(source, zarr.Array):
             if name is not None:
-                raise ArgumentError(f"name={name!r} with an array; leave the name out")
+                raise ArgumentError(f"name={name!r} with an array; leave name out")
             self._given = source
             array = source
         else:
@@ -84,7 +88,7 @@ class ZarrStore(ChunkedStore):
 
     def _init_process_state(self) -> None:
         super()._init_process_state()
-        # Two threads would open the path twice, and one could use the array that another closes.
+        # Without a lock, two threads could open the path, and one could close the other's array.
         self._opening = threading.Lock()
         # A path is opened again when rows are read.
         self._array = self._given
@@ -107,13 +111,14 @@ class ZarrStore(ChunkedStore):
         """Return the open array; a path is opened again in another process."""
         with self._opening:
             if self._array is None:
-                # Otherwise, a gather that still runs would open the array that was just closed.
+                # Without this check, a gather that still runs would open the closed array again.
                 self._require_open()
                 assert self._path is not None
                 array = _open(self._path, self._name)
                 if _layout(array, self._path) != self._layout:
                     raise StoreError(
-                        f"{self!r}: the array was replaced by one of other rows; open it again"
+                        f"{self!r}: the array was replaced, and has other rows; open the store "
+                        "again"
                     )
                 self._array = array
             return self._array
@@ -159,7 +164,7 @@ def _layout(array: Any, path: str | None) -> ChunkLayout:
     """Return the rows and chunks of an array.
 
     Raises:
-        StoreError: If its rows cannot be served.
+        StoreError: If pinfeed cannot read its rows.
     """
     label = array.path or os.path.basename(path or "") or "a Zarr array"
     if path is not None and array.path:

@@ -18,10 +18,17 @@ from pinfeed.testing.sample_rows import Array, sample
 
 
 class DeviceTests:
-    """Tests that every device must pass: the behaviour that the transfer of batches relies on.
+    """Test suite that every device must pass: the behaviour that the transfer of batches needs.
 
-    ``delay`` makes a stream late, so that missing waits show. It is one class because a device
-    passes by inheriting from it.
+    Override ``delay`` to make a stream late, so that a missing wait fails a test. The suite is one
+    class because a subclass inherits all tests.
+
+    Examples:
+        >>> from pinfeed.testing.sim import SimDevice
+        >>> from pinfeed.testing.suites import DeviceTests
+        >>> class TestSimDevice(DeviceTests):  # pytest collects and runs it
+        ...     def make(self):
+        ...         return SimDevice()
     """
 
     def make(self) -> Device:

@@ -71,6 +71,17 @@ class SimDevice:
         sites: Call sites of ``wait`` and ``sync`` so far.
         allocated_bytes: Device memory that is allocated now.
         peak_bytes: Most device memory that was allocated at a time.
+
+    Examples:
+        >>> from pinfeed.testing.sim import SimDevice
+        >>> device = SimDevice()
+        >>> totals = []
+        >>> with pinfeed.Feeder(np.arange(6), batch_size=2, device=device) as feeder:
+        ...     for batch in feeder:  # the training step below runs late, as on a GPU
+        ...         device.launch(lambda values: totals.append(int(values.sum())), batch)
+        >>> device.drain()
+        >>> totals
+        [1, 5, 9]
     """
 
     name = "sim"

@@ -23,7 +23,15 @@ BAD_ROWS: list[Any] = [[-1], [3, 50], [5000], [2**40], [1.0], [True], [[1]], 3, 
 
 
 class ReadOnlyStoreTests:
-    """Tests that every store must pass, including those that cannot be written."""
+    """Test suite that every store must pass, including read-only stores.
+
+    Examples:
+        >>> from pinfeed.testing.suites import ReadOnlyStoreTests
+        >>> class TestReadOnlyArray(ReadOnlyStoreTests):  # pytest collects and runs it
+        ...     def make(self, array, tmp_path):
+        ...         array.flags.writeable = False
+        ...         return pinfeed.ArrayStore(array)
+    """
 
     row_shapes: Sequence[tuple[int, ...]] = ROW_SHAPES
     """Shapes of a row that the store is made with; a subclass may have fewer."""
@@ -163,7 +171,14 @@ class ReadOnlyStoreTests:
 
 
 class StoreTests(ReadOnlyStoreTests):
-    """Tests that every store must pass whose rows can be written."""
+    """Test suite that every writable store must pass.
+
+    Examples:
+        >>> from pinfeed.testing.suites import StoreTests
+        >>> class TestArrayStore(StoreTests):  # pytest collects and runs it
+        ...     def make(self, array, tmp_path):
+        ...         return pinfeed.ArrayStore(array)
+    """
 
     def contents(self, store: Store) -> Array:
         """Return all rows; override it to read them without the store if that is possible."""

@@ -18,7 +18,10 @@ from typing import Any, Protocol
 
 from pinfeed.errors import ClosedError
 
-ENDING = "the program ends, and the threads of its loops have ended; end each loop before"
+ENDING = (
+    "the program is ending, and the threads of its loops have ended; end each loop before the "
+    "program ends"
+)
 
 
 class Pool(Protocol):

@@ -1,4 +1,4 @@
-"""Atomic writes: a file appears under its name complete and on the disk, or not at all."""
+"""Atomic writes: a file appears under its name only when it is complete and on the disk."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import IO
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """Open a file for writing that replaces ``path`` when the block ends without an error.
 
-    The file is written under another name in the same directory, synced to the disk and renamed.
-    If the block raises, that file is removed and ``path`` stays as it was.
+    The data goes to another name in the same directory, is synced to the disk and then renamed.
+    If the block raises, that file is removed and ``path`` does not change.
 
     Args:
         path: File to create or replace. A link is itself replaced; pass ``os.path.realpath(path)``
-            to replace the file that it names.
+            to replace its target.
 
     Yields:
         The file, open for writing bytes.

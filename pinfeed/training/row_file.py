@@ -19,7 +19,7 @@ from pinfeed.stores.formats.npy import read_header
 from pinfeed.stores.formats.row_layout import RowLayout
 
 CHUNK_BYTES = 16 << 20
-"""Memory that one pass over rows takes, and the number of bytes under one checksum."""
+"""Size of the buffer for a pass over rows, and the number of bytes under one checksum."""
 
 
 class RowSequence(Gatherable, Protocol):
@@ -38,7 +38,7 @@ def row_chunks(rows: RowSequence) -> list[tuple[int, int]]:
 
 
 def write_rows(rows: RowSequence, file: IO[bytes]) -> None:
-    """Write all rows to an open file, in the bytes that ``numpy.save`` would write."""
+    """Write all rows to an open file in the format of ``numpy.save``."""
     fields = {
         "descr": np.lib.format.dtype_to_descr(rows.dtype),
         "fortran_order": False,
@@ -62,7 +62,7 @@ def check_rows_file(path: str, store: Store) -> None:
     if (found, header.dtype) != (expected, store.dtype):
         raise CheckpointError(
             f"{path} has shape {found}, {header.dtype}; "
-            f"expected {expected}, {store.dtype}, as the table now is"
+            f"expected {expected}, {store.dtype}, as in the table"
         )
 
 
@@ -77,7 +77,9 @@ def restore_rows(path: str, store: Store) -> None:
         for indices, buffer in _buffered_chunks(store):
             view = _bytes_of(buffer)
             if file.readinto(view) != len(view):
-                raise CheckpointError(f"{path} ended while it was read")
+                raise CheckpointError(
+                    f"{path} is shorter than its header says; use another checkpoint"
+                )
             store.scatter(indices, buffer)
     store.flush()
 
@@ -91,7 +93,7 @@ def open_plain(path: str | os.PathLike[str]) -> BufferedReader:
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(f"{os.fspath(path)} is no plain file")
+        raise OSError(f"{os.fspath(path)} is not a regular file")
     return os.fdopen(descriptor, "rb")
 
 

@@ -78,7 +78,7 @@ def test_bench_cold_in_words(quick: list[str]) -> None:
     result = run("bench", "x.npy", "--cold", "--workers", "0", *quick)
     assert result.exit_code == 0, result.output
     for said in (
-        "cold: dropped from the page cache",
+        "cold: the files are dropped from the OS page cache",
         "disk, in sequence",
         "In the first epoch, pinfeed ",
         "DataLoader, rows, 0 workers",
@@ -106,7 +106,7 @@ def test_everybody_has_the_same_rows(block_rows: int | None) -> None:
         timings = list(trial.timings([]))
     assert [timing.equal for timing in timings] == [False]
     report = _report(trial, "shuffled", {"copy in memory": 1.0}, timings)
-    assert report.findings == ("pinfeed: its batches are not the rows of the files",)
+    assert report.findings == ("pinfeed: its batches differ from the rows of the files",)
 
 
 def test_rates_and_shares_are_shown() -> None:
@@ -196,13 +196,16 @@ def test_bench_of_what_cannot_be_warm(quick: list[str], monkeypatch: pytest.Monk
     monkeypatch.setattr(trials, "free_host_bytes", lambda: 1000)
     result = run("bench", "x.npy", "--warm")
     assert result.exit_code == 3
-    assert "--warm: the files have 46.9 KiB; 1000 B of memory are free" in result.stderr
+    assert (
+        "--warm: the files have 46.9 KiB, but they may fill only half of the free memory (1000 B)"
+        in result.stderr
+    )
     assert values("bench", "x.npy", "--workers", "0", *quick)["warm"] is False
 
 
 def test_bench_of_rows_without_bytes() -> None:
     np.save("none.npy", X[:, :0])
-    assert "rows of no bytes; there is nothing to time" in run("bench", "none.npy").stderr
+    assert "its rows have 0 bytes; expected rows to read" in run("bench", "none.npy").stderr
 
 
 def test_files_are_brought_into_the_page_cache(

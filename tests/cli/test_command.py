@@ -56,15 +56,15 @@ def test_help_and_version_need_no_torch() -> None:
         (["plan", "x.npy", "--cpu-limit", "0"], "'0' is not a size"),
         (
             ["plan", "x.npy", "--shuffle", "--block-rows", "8"],
-            "--shuffle and --block-rows: give one of them",
+            "--shuffle and --block-rows conflict; give one of them",
         ),
         (
             ["plan", "x.npy", "--seed", "3"],
-            "--seed 3 was given, and neither --shuffle nor --block-rows, which use it",
+            "--seed 3 has no effect without a random order; give --shuffle or --block-rows",
         ),
         (
             ["bench", "x.npy", "--seed", "0"],
-            "--seed 0 was given, and neither --shuffle nor --block-rows",
+            "--seed 0 has no effect without a random order",
         ),
         (["plan", "x.npy", "--depth", "-1"], "Invalid value for '--depth'"),
         (

@@ -49,14 +49,14 @@ def test_memory_is_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = disk.look_at_disk(None, 0, 4096, "/dev/shm")
     assert found is not None
     assert not found.cold
-    assert "100% of which stayed in the page cache" in str(found)
+    assert "but 100% stayed in the page cache" in str(found)
 
 
 def test_a_folder_that_cannot_be_written() -> None:
     found, problem = disk.look_at_disk(None, 0, 4096, "/proc")
     assert found is None
     assert problem.startswith("the disk could not be measured: no scratch file in /proc (")
-    assert problem.endswith("; --dir names a folder that can be written")
+    assert problem.endswith("; give a writable folder with --dir")
 
 
 @pytest.mark.usefixtures("small")
@@ -92,13 +92,13 @@ def test_doctor_of_a_file() -> None:
     assert result.exit_code == 0, result.output
     for said in (
         "This machine",
-        "At best",
+        "Highest rates",
         "Optional packages",
         "Route",
         "Would pinfeed help?",
         "x.npy: 500 rows",
         "batches of 10 rows",
-        "Would a cache on the device help?  Yes",
+        "Would a GPU cache help?  Yes",
         "ids.npy: 800 row indices, in batches of 10.",
         "HostEmbedding(device_cache=0.05)",
     ):
@@ -133,7 +133,7 @@ def test_whether_a_cache_helps() -> None:
 
 def test_files_without_row_indices_of_the_table() -> None:
     data = Data(n_rows=5_000, row_nbytes=400, batch_size=500)
-    with pytest.raises(RowIndexError, match=r"--ids x\.npy: float32; expected integers"):
+    with pytest.raises(RowIndexError, match=r"--ids x\.npy: dtype is float32; expected integers"):
         advise_on_cache("x.npy", data)
     np.save("ids.npy", np.arange(4_000, 6_000))
     with pytest.raises(RowIndexError, match=r"--ids ids\.npy: row 5499 is out of range"):
@@ -175,8 +175,12 @@ def test_extras_are_those_of_the_project() -> None:
     [
         (None, None, ""),
         ("12.8", None, ""),
-        (None, "12.4", "is built without CUDA: pip install --force-reinstall torch"),
-        ("13.0", "12.4", "is built for CUDA 13.0, the driver knows CUDA 12.4: update the driver"),
+        (None, "12.4", "is built without CUDA; run pip install --force-reinstall torch"),
+        (
+            "13.0",
+            "12.4",
+            "is built for CUDA 13.0, but the driver supports CUDA 12.4; update the driver",
+        ),
         ("12.8", "12.4", "finds no usable GPU; a reason"),
     ],
 )
@@ -192,17 +196,17 @@ RATES = Ceilings(memory=10.0, sequential=2.0, random=0.2, link=50.0)
 @pytest.mark.parametrize(
     ("nbytes", "gpu", "helps", "said"),
     [
-        (GiB(40), "H200", "no", "fits on the GPU, which has 100.0 GiB free: put it there once"),
+        (GiB(40), "H200", "no", "fits on the GPU, which has 100.0 GiB free. Copy it there once"),
         (GiB(90), "H200", "perhaps", "would fit on the GPU"),
-        (GiB(200), "H200", "perhaps", "fits in memory (500.0 GiB free), and not on the GPU"),
+        (GiB(200), "H200", "perhaps", "fits in memory (500.0 GiB free), but not on the GPU"),
         (GiB(400), "H200", "yes", "streams it from the disk and copies batches to the GPU"),
         (
             GiB(40),
             "",
             "perhaps",
-            "there is no GPU to be fed. If numpy.load and indexing are fast enough, keep them",
+            "this machine has no GPU. If numpy.load and indexing are fast enough, keep them",
         ),
-        (GiB(400), "", "yes", "also without a GPU"),
+        (GiB(400), "", "yes", "streams it from the disk in the background"),
     ],
 )
 def test_whether_it_helps(nbytes: int, gpu: str, helps: str, said: str) -> None:
@@ -232,8 +236,8 @@ def test_times_of_a_batch() -> None:
         {"memory": 0.1, "disk in sequence": 0.5, "disk at random": 5, "link": 0.02}
     )
     why = advise(data, RATES, free_host=GiB(1), gpu="", free_gpu=0).why
-    assert "0.5 ms at best if the disk is read in sequence" in why[1]
-    assert "fully random order (shuffle=True) take 5 ms" in why[2]
+    assert "at least 0.5 ms in sequential" in why[1]
+    assert "fully random order (shuffle=True), a batch takes 5 ms" in why[2]
     unmeasured = advise(data, Ceilings(10.0), free_host=GiB(1), gpu="", free_gpu=0)
     assert "The disk was not measured" in unmeasured.why[1]
 
@@ -254,7 +258,7 @@ def test_doctor_on_a_gpu() -> None:
     assert min(found["gb_per_s"]["link"].values()) > 0
     assert found["advice"]["helps"] == "no"
     assert (
-        "Rows of this size in a PinnedStore go by the" in found["route"]
-        or "needs CuPy" in found["route"]
+        "Rows of this size in a PinnedStore take the" in found["route"]
+        or "With CuPy" in found["route"]
     )
     assert run("doctor", "x.npy").exit_code == 0

@@ -21,7 +21,7 @@ def test_inspect_says_what_is_there() -> None:
     for said in (
         "500 of shape (3, 8)",
         "float32",
-        "C: each row in one piece",
+        "C: each row is contiguous",
         "96 bytes",
         "multiples of 32 bytes",
         "version 1.0, 128 bytes",
@@ -112,7 +112,7 @@ DAMAGE: dict[str, tuple[Callable[[str], None], str]] = {
         raw(lambda b: b[:-100]),
         "is truncated: 500 rows of 96 bytes from byte 128 on need 48128 bytes",
     ),
-    "extra bytes": (raw(lambda b: b + b[-192:]), "192 bytes more than its header tells, 2.00 rows"),
+    "extra bytes": (raw(lambda b: b + b[-192:]), "192 bytes more than its header says, 2.00 rows"),
     "objects": (saved(np.array([{}, Bomb()], dtype=object)), "Python objects are never unpickled"),
     "structured": (
         saved(np.zeros(3, [("a", "f4"), ("b", "i8")])),
@@ -125,9 +125,9 @@ DAMAGE: dict[str, tuple[Callable[[str], None], str]] = {
     "a number": (saved(np.float32(3)), "holds a single number"),
     "a folder": (
         lambda path: Path(path).mkdir(),
-        "is a directory; it has no .npy files and no checkpoint",
+        "is a directory; it contains no .npy files and no checkpoint",
     ),
-    "a pipe": (os.mkfifo, "is no regular file"),
+    "a pipe": (os.mkfifo, "is not a regular file"),
 }
 
 
@@ -182,8 +182,8 @@ def test_inspect_checkpoint() -> None:
     pinfeed.checkpoint.save("run", model=torch.nn.Linear(2, 2), step=7)
     result = run("inspect", "run")
     assert result.exit_code == 0
-    assert "All files agree with their checksums." in result.stdout
+    assert "All files match their checksums." in result.stdout
     assert values("inspect", "run")["files"][0]["objects"] == {"model": "state", "step": "value"}
     path = Path("run/00000001/model.pt")
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    assert "its checksum is wrong in piece 0" in values("inspect", "run", status=1)["findings"][0]
+    assert "its checksum is wrong in chunk 0" in values("inspect", "run", status=1)["findings"][0]

@@ -69,7 +69,7 @@ def test_plan_in_words() -> None:
         "s-0.npy and 1 more shard: 500 rows of shape (3, 8), float32, 46.9 KiB",
         "shuffled",
         "the order of the rows",
-        "rows were taken",
+        "the plan uses batches of",
     ):
         assert said in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
@@ -113,12 +113,12 @@ def test_plan_of_other_formats() -> None:
         result = run("plan", name, "--shuffle", "--device", "cpu")
         assert result.exit_code == 0
         assert said in result.stdout.replace("\n  ", " ")
-        assert "decoded into memory" in result.stdout.replace("\n", " ")
+        assert "decoded into RAM" in result.stdout.replace("\n", " ")
     result = run("plan", "x.parquet")
     assert result.exit_code == 3
     assert "expected one of them: x.parquet:x, x.parquet:y" in " ".join(result.stderr.split())
     result = run("bench", "x.h5:a/x")
-    assert "is no .npy file" in " ".join(result.stderr.split())
+    assert "is not a .npy file" in " ".join(result.stderr.split())
 
 
 def test_sources_side_by_side_have_equally_many_rows() -> None:
@@ -126,7 +126,7 @@ def test_sources_side_by_side_have_equally_many_rows() -> None:
         result = run(command, "x.npy", "--with", "s-0.npy")
         assert result.exit_code == 3
         assert (
-            "unequal numbers of rows: x.npy has 500, s-0.npy has 300; expected equally many"
+            "unequal numbers of rows: x.npy has 500, s-0.npy has 300; expected equal numbers"
             in result.stderr
         )
 
@@ -135,13 +135,13 @@ def test_labels_among_the_shards_are_told_apart() -> None:
     np.save("y.npy", np.arange(500))
     result = run("plan", "x.npy", "y.npy")
     assert result.exit_code == 3
-    assert "give what goes with them, such as labels, as --with FILE" in result.stderr
+    assert "give another source, such as labels, with --with FILE" in result.stderr
 
 
 @no_gpu
 def test_plan_for_a_gpu_that_is_not_here() -> None:
     assert (
-        "There is no GPU here"
+        "This machine has no GPU"
         in run("plan", "x.npy", "--device", "cuda", "--batch-size", "8").stdout
     )
     result = run("plan", "x.npy", "--device", "cuda", "--cpu-limit", "1GiB")
@@ -154,15 +154,15 @@ def test_plan_for_a_gpu_that_is_not_here() -> None:
 def test_a_plan_that_does_not_fit_is_a_finding() -> None:
     found = values("plan", "x.npy", "--cpu-limit", "1KiB", status=1)
     assert found["plan"] is None
-    assert "it does not fit: one row per slot needs" in found["findings"][0]
-    assert "! it does not fit" in run("plan", "x.npy", "--cpu-limit", "1KiB").stdout
+    assert "the plan does not fit: batches of one row need" in found["findings"][0]
+    assert "! the plan does not fit" in run("plan", "x.npy", "--cpu-limit", "1KiB").stdout
 
 
 def test_a_batch_that_does_not_fit_is_a_finding() -> None:
     (finding,) = values(
         "plan", "x.npy", "--cpu-limit", "3200KiB", "--depth", "1", "--batch-size", "400", status=1
     )["findings"]
-    assert re.fullmatch(r"batches of 400 rows were wanted; the limits hold \d+", finding)
+    assert re.fullmatch(r"batches of 400 rows do not fit the limits; \d+ rows fit", finding)
     assert not values("plan", "x.npy", "--cpu-limit", "8MiB", "--batch-size", "4000")["findings"], (
         "there are only 500 rows"
     )

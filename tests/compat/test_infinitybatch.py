@@ -309,10 +309,10 @@ def test_warnings() -> None:
     ib = as_the_readme_makes_it(verbose=False, backward_device="meta")
     model = ib.model
     for name in ("model", "optimizer", "criterion"):
-        with pytest.warns(warning, match=f"{name} is set already"):
+        with pytest.warns(warning, match=f"{name} was set before"):
             setattr(ib, name, MyModel())
     assert ib.model is model
-    with pytest.warns(warning, match="without a loss"):
+    with pytest.warns(warning, match="has no loss"):
         ib.backward()
     ib.changemodeldevice("cpu")
     assert ib.forward_device == torch.device("cpu")
@@ -322,7 +322,7 @@ def test_warnings() -> None:
     with pytest.warns(warning, match="are the same"):
         ib.changemodeldevice("cpu")
     model.requires_grad_(requires_grad=False)
-    with pytest.warns(warning, match="no parameter"):
+    with pytest.warns(warning, match="no trainable parameter"):
         ib.updateforwarddevice()
     assert ib.forward_device is None
 
@@ -338,13 +338,13 @@ def test_what_is_missing_is_said() -> None:
     for name in parts:
         ib = infinitybatch.InfinityBatch(**(parts | {name: None}), verbose=False)
         with pytest.raises(
-            infinitybatch.InfinityBatchError, match=f"{name} was not set; set it, as ib.{name}"
+            infinitybatch.InfinityBatchError, match=f"{name} is not set; set it: ib.{name}"
         ):
             ib.train(1)
     ib = infinitybatch.InfinityBatch(**(parts | {"dataloader": []}), verbose=False)
     for act, words in [
-        (ib.epoch, "gave no batch"),
-        (ib.batch_, r"give them, as batch_\(inputs\)"),
+        (ib.epoch, "yielded no batch"),
+        (ib.batch_, r"give the inputs: batch_\(inputs\)"),
         (ib.loss, "no outputs"),
         (lambda: infinitybatch.InfinityBatch(strategy="accumulate"), "strategy='accumulate'"),
         (lambda: infinitybatch.InfinityBatch(chunk_size=0), "chunk_size=0"),

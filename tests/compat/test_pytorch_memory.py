@@ -153,7 +153,7 @@ def test_the_names_of_the_first_readmes() -> None:
     assert config.parameter_count == 2528
     assert dataclasses.replace(config, total_sample_count=4).parameter_count == 2528
     with pytest.raises(
-        errors.ArgumentError, match="model_class and network are two names of one argument"
+        errors.ArgumentError, match="model_class= and network= are two names of one argument"
     ):
         Config(
             cpu_memory_limit=GiB(2),
@@ -490,7 +490,7 @@ def test_what_can_be_multiplied() -> None:
     assert [labels(again) for again in multiply_epochs(epoch)] == [[[0, 1, 2, 3], [4, 5]]] * 2
     assert labels(epoch) == [[4, 5]]
     assert [list(again) for again in multiply_epochs([1, 2], epoch_count=3)] == [[1, 2]] * 3
-    with pytest.raises(errors.ArgumentError, match="generator, which can be read once"):
+    with pytest.raises(errors.ArgumentError, match="generator, which can be iterated only once"):
         multiply_epochs(pair for pair in epoch)
 
 
@@ -505,7 +505,7 @@ def test_limits_that_cannot_hold_a_read_are_refused_at_once() -> None:
     with pytest.raises(NotEnoughGPURam, match=r"gpu_memory_limit is 5\.9 KiB"):
         small(gpu_memory_limit=6000, one_read_count=64)
     with pytest.raises(
-        errors.NotEnoughCPUMemory, match=r"5 of them at a time; cpu_memory_limit is 4\.0 MiB"
+        errors.NotEnoughCPUMemory, match=r"5 batches of .*; cpu_memory_limit is 4\.0 MiB"
     ):
         small(cpu_memory_limit=MiB(4), one_read_count=100_000)
 
@@ -514,7 +514,7 @@ def test_limits_that_cannot_hold_a_read_are_refused_at_once() -> None:
     ("arguments", "match"),
     [
         ({"model_class": nn.Linear}, "Linear cannot be called without arguments .*lambda: Linear"),
-        ({"model_class": dict}, "made a dict; expected a torch module"),
+        ({"model_class": dict}, "returned a dict; expected a torch module"),
         ({"model_class": 3}, "expected a torch module"),
         ({"input_shape": (3,)}, "cannot be predicted"),
         ({"input_dtype": "floaty"}, "floaty"),
@@ -532,7 +532,9 @@ def test_configs_that_cannot_be(arguments: dict[str, Any], match: str) -> None:
 
 def test_readers_that_cannot_be() -> None:
     config = small(preferred_batch_size=4)
-    with pytest.raises(errors.ArgumentError, match="3 identities, a full batch 4"):
+    with pytest.raises(
+        errors.ArgumentError, match="3 identities; expected at least 4, one full batch"
+    ):
         feeder(3, config=config)
     with pytest.raises(errors.ArgumentError, match="10 inputs and 9 outputs"):
         Feeder(config, range(10), range(9), image, label)
@@ -543,7 +545,7 @@ def test_readers_that_cannot_be() -> None:
         match=r"outputs\[1\] = 1: got 4 samples; expected one_read_count=1|got more than 1",
     ):
         labels(next(feeder(get_output=lambda i: iter([i] * 4)).generate_epochs()))
-    with pytest.raises(errors.ArgumentError, match="took 0 samples"):
+    with pytest.raises(errors.ArgumentError, match="consumed 0 samples"):
         labels(next(feeder(apply_on_input_batch=lambda batch: batch).generate_epochs()))
 
 

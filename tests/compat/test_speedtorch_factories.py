@@ -155,7 +155,7 @@ def test_what_cannot_be_is_refused() -> None:
     embedding = nn.Embedding(2, DIM)
     with pytest.raises(errors.StoreError, match="datatype"):
         SpeedTorch.ModelFactory(embedding, N, DIM, torch.complex32)
-    with pytest.raises(errors.StoreError, match="random rows of int32"):
+    with pytest.raises(errors.StoreError, match="datatype=int32: random rows"):
         SpeedTorch.ModelFactory(embedding, N, DIM, "int32").uniformDistributionInit(0, 1)
     with pytest.raises(errors.ArgumentError, match="deviceType='mps'"):
         SpeedTorch.PytorchModelFactory(embedding, N, DIM, deviceType="mps")

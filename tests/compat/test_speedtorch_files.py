@@ -91,7 +91,7 @@ def test_saving_into_the_tables_own_file() -> None:
         (gadget, "link.npy"),
         (states, "inner.wordsSGD0.memmapmomentum_buffer.cpy.npy"),
     ]:
-        with pytest.raises(errors.ArgumentError, match="has its rows in this file"):
+        with pytest.raises(errors.ArgumentError, match="is the file of the table itself"):
             table.saveTorch(name)
 
 
@@ -131,12 +131,12 @@ def test_files_of_tables_that_could_not_be_filled_do_not_stay() -> None:
     weights = SpeedTorch.ModelFactoryMM(weights.model_variable, N, DIM)
     with pytest.raises(ZeroDivisionError):
         weights.customInit(lambda table: 1 / 0)
-    with pytest.raises(errors.StoreError, match="was saved"):
+    with pytest.raises(errors.StoreError, match=r"the saved (table|state) has"):
         weights.loadCupy("wrong")
     states = SpeedTorch.OptimizerFactoryMM(
         optimizer, N, DIM, states.model, "inner.words", dtype="float64"
     )
-    with pytest.raises(errors.StoreError, match="was saved"):
+    with pytest.raises(errors.StoreError, match=r"the saved (table|state) has"):
         states.restore(saved | {"rows.exp_avg": torch.zeros(3, 3)})
     assert sorted(os.listdir()) == before
 
@@ -166,13 +166,13 @@ def test_loading_refuses_what_is_not_this() -> None:
     weights, states, model, _ = made("ModelFactory", OTHERS["adam"])
     states.saveTorch("adam.pt")
     np.save("other.npy", np.zeros((N, 2)))
-    with pytest.raises(errors.StoreError, match=r"shape \(40, 2\) was saved; expected \(40, 3\)"):
+    with pytest.raises(errors.StoreError, match=r"has shape \(40, 2\); expected \(40, 3\)"):
         weights.loadCupy("other")
     other = SpeedTorch.OptimizerFactory(
         LAZY["adagrad"]([model.inner.words.weight]), N, DIM, model, "inner.words"
     )
     for without, problem in [
-        ((), "state of Adam was saved; the optimizer is Adagrad"),
+        ((), "the saved state belongs to Adam; expected Adagrad"),
         (("optimizer",), "Adagrad has"),
     ]:
         with pytest.raises(errors.StoreError, match=problem):
@@ -233,7 +233,7 @@ def test_modelfactory_takes_the_diskname_of_the_first_readmes() -> None:
 def test_a_diskname_in_the_place_of_the_datatype_is_refused(rest: tuple[Any, ...]) -> None:
     with pytest.raises(
         errors.StoreError,
-        match=r"datatype='words' is not a dtype; .*passed by keyword, as diskname=",
+        match=r"datatype='words' is not a dtype; .*by keyword: diskname=",
     ):
         SpeedTorch.ModelFactory(nn.Embedding(4, DIM), N, DIM, *rest)
     assert not os.listdir()

@@ -75,7 +75,7 @@ def test_rows_of_another_width_are_refused() -> None:
     optimizer.state[model.inner.words.weight]["momentum_buffer"] = torch.ones(2, DIM + 1)
     for table, name in [(weights, "weight"), (states, "momentum_buffer")]:
         with pytest.raises(
-            errors.WriteBackError, match=rf"{name} is of shape \(2, 4\); expected \(2, 3\)"
+            errors.WriteBackError, match=rf"{name} has shape \(2, 4\); expected \(2, 3\)"
         ):
             table.afterOptimizerStep([0, 1])
     np.testing.assert_array_equal(weights.getNumpyVersion(), start().numpy())
@@ -145,7 +145,7 @@ def test_the_model_may_change_its_dtype_before_optinit() -> None:
 def test_state_is_taken_over_as_a_whole_or_not_at_all(wrong: dict[str, Any]) -> None:
     states = made("ModelFactory", OTHERS["adam"])[1]
     saved = states.snapshot()
-    with pytest.raises(errors.StoreError, match="was saved; Adam has"):
+    with pytest.raises(errors.StoreError, match=r"the saved state has .*; Adam expects"):
         states.restore(saved | {"rows.exp_avg": torch.ones(N, DIM)} | wrong)
     assert not states.getNumpyVersion()["exp_avg"].any()
 
@@ -158,7 +158,7 @@ def test_state_of_another_class_is_refused(way: str) -> None:
     )
     getattr(saving[1], f"save{way}")("states")
     with pytest.raises(
-        errors.StoreError, match="state of SparseAdam was saved; the optimizer is Adam"
+        errors.StoreError, match="the saved state belongs to SparseAdam; expected Adam"
     ):
         getattr(made("ModelFactory", OTHERS["adam"])[1], f"load{way}")("states")
 
@@ -193,7 +193,7 @@ def test_state_is_found_by_parameter() -> None:
     with pytest.raises(errors.ArgumentError, match="does not have this parameter"):
         SpeedTorch.OptimizerFactory(optimizer, N, DIM, model, "u")
     with pytest.raises(
-        errors.ArgumentError, match=r"no x\.weight; expected one of \['u', 'v', 'w'\]"
+        errors.ArgumentError, match=r"no parameter x\.weight; expected one of \['u', 'v', 'w'\]"
     ):
         SpeedTorch.OptimizerFactory(optimizer, N, DIM, model, "x")
     with pytest.raises(errors.ArgumentError, match="cannot train rows"):

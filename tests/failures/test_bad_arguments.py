@@ -50,7 +50,7 @@ def x() -> np.ndarray:
         (
             {"batch_size": 3, "rows": [[1], [2]]},
             errors.ArgumentError,
-            "whole batches and batch_size",
+            "yields whole batches",
         ),
         ({"rows": [1, 2]}, errors.ArgumentError, "give batch_size="),
         (
@@ -66,7 +66,7 @@ def x() -> np.ndarray:
         (
             {"batch_size": 3, "rows": lambda: [1]},
             errors.ArgumentError,
-            "row numbers; give what the function returns$",
+            "row indices; give what the function returns$",
         ),
         (
             {"batch_size": 3, "rows": rows.shuffled},
@@ -165,7 +165,8 @@ def test_paths_of_shards_are_no_parallel_sources(tmp_path: Path) -> None:
     for i in (1, 2):
         np.save(tmp_path / f"{i}.npy", np.zeros((i, 2)))
     with pytest.raises(
-        errors.StoreError, match=r"unequal numbers of rows: .*; shards of one source are a pattern"
+        errors.StoreError,
+        match=r"unequal numbers of rows: .*; give shards of one source as a pattern",
     ):
         Feeder([str(tmp_path / "1.npy"), str(tmp_path / "2.npy")], batch_size=1)
 

@@ -18,7 +18,7 @@ from pinfeed import (
 
 
 def test_a_path_is_no_loader() -> None:
-    with pytest.raises(errors.ArgumentError, match=r"a file is streamed by pinfeed\.Feeder\(path"):
+    with pytest.raises(errors.ArgumentError, match=r"use pinfeed\.Feeder\(path"):
         wrap_loader("x.npy")
 
 
@@ -30,32 +30,32 @@ class _Items(Dataset[Any]):
 NO_LOADERS: list[Any] = [
     (
         {"x": torch.zeros(2, 3)},
-        "loader is a dict, and iterating it gives its keys or columns; expected a DataLoader",
+        "loader is a dict, and iterating over it yields its keys or columns; expected a DataLoader",
     ),
     (
         pyarrow.table({"x": [1, 2]}),
-        "loader is a Table, and iterating it gives its keys or columns; expected a DataLoader",
+        "loader is a Table, and iterating over it yields its keys or columns; expected a Data",
     ),
     (
         torch.zeros(2, 3),
-        "loader is a Tensor, and iterating it gives single samples; expected a DataLoader",
+        "loader is a Tensor, and iterating over it yields single samples; expected a DataLoader",
     ),
     (
         np.zeros((2, 3)),
         (
             r"single samples; expected a DataLoader .*; "
-            r"give DataLoader\(dataset, batch_size=\.\.\.\), or let pinfeed.Feeder"
+            r"give DataLoader\(dataset, batch_size=\.\.\.\), or use pinfeed.Feeder"
         ),
     ),
     (
         TensorDataset(torch.zeros(2, 3)),
-        "loader is a TensorDataset, a Dataset, which gives single samples; expected a DataLoader",
+        "loader is a TensorDataset, a Dataset, which returns single samples; expected a DataLoader",
     ),
     (
         _Items(),
         (
             r"loader is a _Items, a Dataset, .*; give DataLoader\(dataset, batch_size=\.\.\.\), "
-            "or batch_size=None where each"
+            "or batch_size=None if each"
         ),
     ),
 ]

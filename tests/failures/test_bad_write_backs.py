@@ -30,12 +30,12 @@ def x() -> np.ndarray:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (torch.zeros(2, 3), r"shape \(2, 3\), expected \(4, 3\)"),
+        (torch.zeros(2, 3), r"shape is \(2, 3\), expected \(4, 3\)"),
         (
             torch.zeros(4, 3, dtype=torch.float64),
-            r"dtype \(convert with \.to\(\)\) float64, expected float32",
+            r"dtype is float64, expected float32; convert with \.to\(torch\.float32\)",
         ),
-        (torch.zeros(4, 3, device="meta"), "device meta, expected cpu"),
+        (torch.zeros(4, 3, device="meta"), "device is meta, expected cpu"),
         (
             np.zeros((4, 3), np.float32),
             (
@@ -77,7 +77,7 @@ def x() -> np.ndarray:
             (
                 r"write_back of None; "
                 r"expected a dense tensor of shape \(4, 3\) and dtype float32 on cpu; "
-                "rows that stay as they are need no"
+                "do not call it for unchanged rows"
             ),
         ),
     ],
@@ -128,7 +128,7 @@ def test_values_that_do_not_fit(x: np.ndarray, values: Any, message: str) -> Non
         ),
         (
             {"x": None, "y": torch.zeros(4)},
-            r"source\['y'\]: dtype \(convert with \.to\(\)\) float32, expected int64",
+            r"source\['y'\]: dtype is float32, expected int64; convert with \.to\(torch\.int64\)",
         ),
     ],
     ids=str,
@@ -171,7 +171,7 @@ def test_write_back_of_repeated_rows(x: np.ndarray) -> None:
     with Feeder(x, rows=[[3, 5, 3]]) as feeder:
         loop = feeder.batches()
         batch = next(loop)
-        with pytest.raises(errors.WriteBackError, match="row 3 occurs more than once"):
+        with pytest.raises(errors.WriteBackError, match="row 3 appears more than once"):
             batch.write_back(batch.data + 1)
         del loop
     np.testing.assert_array_equal(x, kept)
@@ -181,10 +181,10 @@ def test_write_back_too_late_or_twice(x: np.ndarray) -> None:
     with Feeder(x, batch_size=4) as feeder:
         loop = feeder.batches()
         one, two = next(loop), next(loop)
-        with pytest.raises(errors.WriteBackError, match="after the next batch was taken"):
+        with pytest.raises(errors.WriteBackError, match="after the loop requested the next batch"):
             one.write_back(one.data)
         two.write_back(two.data)
-        with pytest.raises(errors.WriteBackError, match="called for this batch before"):
+        with pytest.raises(errors.WriteBackError, match="called twice for this batch"):
             two.write_back(two.data)
         del loop
         with pytest.raises(errors.WriteBackError, match="after the loop"):
@@ -305,7 +305,7 @@ def test_write_back_to_the_copy_of_a_worker_process_is_warned_of(
     said = (tmp_path / "log").read_text().splitlines()
     assert len(said) == (not is_changed)
     assert all(
-        "changes that process's copy of an array, and the array of the main process stays as it is"
+        "changes that process's copy of an array, and the array of the main process stays unchanged"
         in line
         for line in said
     )

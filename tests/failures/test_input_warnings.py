@@ -27,9 +27,9 @@ def test_a_list_of_files_that_are_alike_is_warned_of_once(
     assert len(said) == 2
     assert said[0] == (
         f"source=[{files[0]!r}, {files[1]!r}] is a list of 2 files with equally many rows "
-        "of one shape and dtype, and each batch is a list of 2 tensors, one of each file; if the "
-        "files are shards of one source, give MmapStore([...]) or a pattern; if they belong side "
-        "by side, give a tuple, of which there is no warning"
+        "of one shape and dtype, so each batch is a list of 2 tensors, one per file; if the files "
+        "are shards of one source, give MmapStore([...]) or a pattern; if they are separate "
+        "sources, give a tuple, which avoids this warning"
     )
     assert said[1].startswith(f"source=[{files[0]!r}, {files[1]!r}, ...] is a list of 4 files")
 
@@ -57,21 +57,21 @@ def test_sources_side_by_side_are_not_warned_of(
 def test_an_epoch_of_nothing_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
     with Feeder(np.zeros((8, 2)), batch_size=9, drop_last=True) as feeder:
         assert list(feeder) == []
-    assert "drop_last=True leaves no batch: 8 rows, batches of 9" in caplog.text
+    assert "drop_last=True leaves no batch of 8 rows in batches of 9" in caplog.text
 
 
 NO_BATCH: list[Any] = [
     (
         {"ranks": Ranks("drop", rank=0, world_size=1000)},
-        "rank 0 of 1000 has no batch: 0 of 8 {}, batches of 2; lower world_size",
+        "rank 0 of 1000 has no batch, with 0 of 8 {} and batches of 2; lower world_size",
     ),
     (
         {"ranks": Ranks("join", rank=9, world_size=10)},
-        "rank 9 of 10 has no batch: 0 of 8 {}, batches of 2; lower world_size",
+        "rank 9 of 10 has no batch, with 0 of 8 {} and batches of 2; lower world_size",
     ),
     (
         {"ranks": Ranks("drop", rank=1, world_size=8), "drop_last": True},
-        "rank 1 of 8 has no batch: 1 of 8 {}, batches of 2, drop_last=True; lower world_size",
+        "rank 1 of 8 has no batch, with 1 of 8 {} and batches of 2, drop_last=True; lower",
     ),
 ]
 
@@ -110,5 +110,5 @@ def test_no_identities_are_told_of(
     ) as reader:
         assert list(reader) == []
     assert caplog.messages == [
-        "there are no identities, so that epochs have no batch; give at least one"
+        "there are no identities, so epochs have no batch; give at least one"
     ]

@@ -125,7 +125,9 @@ def test_the_older_loop_has_written_back_when_the_next_one_begins() -> None:
         unused = next(first)
         second = feeder.batches()
         assert x[:4, 0].tolist() == [1, 1, 2, 2]
-        with pytest.raises(WriteBackError, match="after the next batch was taken, or after"):
+        with pytest.raises(
+            WriteBackError, match="after the loop requested the next batch or ended"
+        ):
             unused.write_back(unused.data)
         assert [int(batch.data[0]) for batch in second] == [1, 2, 0, 0]
 
@@ -164,7 +166,7 @@ def test_a_position_is_set_while_a_loop_is_left(kind: str) -> None:
         state = feeder.state_dict()
         if "stateful" not in kind:
             # An invalid state ends no loop.
-            with pytest.raises(ArgumentError, match="expected what state_dict"):
+            with pytest.raises(ArgumentError, match="expected the return value of state_dict"):
                 feeder.load_state_dict({"epoch": 0})
         want += taken(batches, 3)
     with KINDS[kind](device="cpu") as feeder:
@@ -191,7 +193,7 @@ def test_a_loop_that_waits_for_a_batch_is_not_ended() -> None:
     with wrap_loader(Recursive(), device="cpu", depth=0) as feeder:
         batches = iter(feeder)
         assert next(batches) == 0
-        with pytest.raises(ClosedError, match=r"is running .*waits for a batch now"):
+        with pytest.raises(ClosedError, match=r"is running .*is waiting for a batch"):
             next(batches)
 
 

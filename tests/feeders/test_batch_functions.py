@@ -186,7 +186,9 @@ def test_a_loader_with_a_state_tells_the_number_of_its_batch_too(n_done: int) ->
             state = copy.deepcopy(first.state_dict())
     assert set(state) == {"loader", "pinfeed"}
     with wrap_loader(Stateful(), **functions) as rest:
-        with pytest.raises(ArgumentError, match=r"got a state of the loader itself.*expected what"):
+        with pytest.raises(
+            ArgumentError, match=r"got a state of the loader itself.*expected the return value"
+        ):
             rest.load_state_dict(state["loader"])
         rest.load_state_dict(state)
         got = [batch["double"].clone() for _ in range(2) for batch in rest]
@@ -337,7 +339,7 @@ def test_changed_batches_cannot_be_written_back() -> None:
         for i, batch in enumerate(feeder.batches()):
             assert batch.rows.tolist() == list(range(i * SIZE, min((i + 1) * SIZE, N)))
             assert torch.equal(batch.data[0], torch.from_numpy(X[batch.rows]))
-            with pytest.raises(WriteBackError, match="without functions on batches"):
+            with pytest.raises(WriteBackError, match="without these functions"):
                 batch.write_back(batch.data[0])
     assert (x == X).all()
 
@@ -360,8 +362,8 @@ def test_bad_arguments_are_refused() -> None:
     rows(seed=1, host_transform=on_host).close()
     bound = functools.partial(on_host, generator=torch.Generator())
     for make in (of_loader, of_table):
-        refused("^seed=1 was given, and no function with a param", make, seed=1)
-        refused("^seed=1 was given, and no function", make, seed=1, host_transform=bound)
+        refused("^seed=1 was given, but no function with a param", make, seed=1)
+        refused("^seed=1 was given, but no function", make, seed=1, host_transform=bound)
         refused("^seed='x': expected a whole number", make, seed="x", host_transform=on_host)
         make(seed=-1, host_transform=on_host).close()
 

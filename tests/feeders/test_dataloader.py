@@ -444,7 +444,7 @@ def test_arguments() -> None:
 def test_an_iterator_gives_its_batches_once() -> None:
     loader = wrap_loader(iter([torch.ones(2), torch.zeros(2)]), device="cpu")
     assert len(list(loader)) == 2
-    with pytest.raises(errors.ArgumentError, match="gives its batches once"):
+    with pytest.raises(errors.ArgumentError, match="yields its batches only once"):
         iter(loader)
 
 

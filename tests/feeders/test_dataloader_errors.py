@@ -137,7 +137,9 @@ def test_what_would_end_the_loop_in_silence_is_an_error(
 ) -> None:
     got, error = until_error(wrap_loader(make(), device="cpu", depth=depth), errors.WorkerError)
     assert got in ([0, 4], [0, 3, 6])
-    raised = r"raised (StopIteration\(\)|SystemExit\(3\)), which would end the loop in silence"
+    raised = (
+        r"raised (StopIteration\(\)|SystemExit\(3\)), which would end the loop without an error"
+    )
     assert re.match(rf"{where} \(.*test_dataloader_errors.py, line \d+\) {raised}", str(error))
     assert where in frames(error.__cause__)
 

@@ -423,7 +423,7 @@ def test_rows_that_the_training_step_changes_itself_are_noticed(depth: int, chan
         a[13] *= change
         a[17] *= change
         with pytest.raises(
-            errors.VerificationError, match=r"batch 1: 2 of 10 rows of source\['a'\] .* row 13;"
+            errors.VerificationError, match=r"batch 1: 2 of 10 rows of source\['a'\] .* row 13,"
         ):
             next(loop)
         assert len(list(feeder)) == 10

@@ -225,9 +225,9 @@ def test_a_feeder_that_another_thread_closes(x: np.ndarray, depth: int) -> None:
     thread = threading.Thread(target=feeder.close)
     thread.start()
     thread.join()
-    with pytest.raises(errors.ClosedError, match="closed by another thread"):
+    with pytest.raises(errors.ClosedError, match="another thread closed"):
         batch.write_back(batch.data)
-    with pytest.raises(errors.ClosedError, match="closed by another thread"):
+    with pytest.raises(errors.ClosedError, match="another thread closed"):
         next(loop)
 
 
@@ -279,7 +279,7 @@ def test_a_feeder_that_another_thread_closes_while_its_loop_waits_for_a_write_ba
 
     feeder = Feeder(Full(x), batch_size=10, depth=1, device=Device())
     loop = feeder.batches()
-    with pytest.raises(errors.ClosedError, match="closed by another thread"):
+    with pytest.raises(errors.ClosedError, match="another thread closed"):
         for batch in loop:
             batch.write_back(batch.data)
     assert [str(error) for error in caught] == ["the disk is full"]

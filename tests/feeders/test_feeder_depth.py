@@ -26,8 +26,8 @@ WAYS = {
     "synchronous after two slots": [False, False, True],
     "alternating": [*5 * [False, False, True, True, True], *3 * [False, True]],
 }
-AHEAD = "31 ahead: 0.1 ms per batch, 0.2 ms with 0 ahead"
-SYNCHRONOUS = "0 ahead: 0.1 ms per batch, 0.2 ms with 31 ahead"
+AHEAD = "depth=31: 0.1 ms per batch, 0.2 ms with depth=0"
+SYNCHRONOUS = "depth=0: 0.1 ms per batch, 0.2 ms with depth=31"
 
 
 class Resumable:
@@ -138,14 +138,14 @@ def measured_feeder(**options: Any) -> tuple[Feeder, Clock]:
 @pytest.mark.parametrize(("ahead_s", "chosen"), [(1e-4, AHEAD), (2e-4, SYNCHRONOUS)])
 def test_short_batches_are_measured_on_the_cpu(tmp_path: Path, ahead_s: float, chosen: str) -> None:
     feeder, clock = measured_feeder(timeline=True)
-    assert feeder.depth_reason == "31 ahead, not measured yet"
-    assert "31 ahead (0 if measured to be faster), direct route" in str(feeder.plan)
+    assert feeder.depth_reason == "depth=31, not measured yet"
+    assert "depth=31 (0 if measured to be faster), rows are copied straight" in str(feeder.plan)
     run(feeder, clock, ahead_s, 3e-4 - ahead_s, 80)
     assert "measure" not in feeder.stats._repr_html_()
     run(feeder, clock, ahead_s, 3e-4 - ahead_s)
     assert feeder.depth_reason == chosen
     assert repr(feeder).endswith(f"on cpu, {chosen}>")
-    depth = int(chosen.split(maxsplit=1)[0])
+    depth = int(chosen.partition(":")[0].removeprefix("depth="))
     assert feeder.stats.depth == depth
     assert f"depth={depth}, by measurement" in feeder.stats._repr_html_()
     assert set(run(feeder, clock, 1e-4, 1e-4)) == {depth == 0}
@@ -192,7 +192,7 @@ def test_a_depth_that_was_not_chosen_is_not_said_to_be_measured() -> None:
 def test_long_batches_are_always_prefetched() -> None:
     feeder, clock = measured_feeder()
     assert not any(run(feeder, clock, 0.004, 0.001))
-    assert feeder.depth_reason == "31 ahead: 4 ms per batch; 0 ahead is timed only below 2 ms"
+    assert feeder.depth_reason == "depth=31: 4 ms per batch; depth=0 is timed only below 2 ms"
     assert not feeder.stats.is_measured
     feeder.close()
 

@@ -339,10 +339,10 @@ def test_the_wait_for_the_rows_is_needed() -> None:
     [
         (torch.tensor([3, N_ROWS]), r"fetch\['x'\]: ids: row 200 is out of range"),
         (torch.tensor([-1]), r"fetch\['x'\]: ids: row -1 is out of range"),
-        (torch.tensor([0.5]), r"fetch\['x'\]: ids of the batch are float32; expected integers"),
-        (torch.tensor([True]), r"are bool; expected integers \(of a mask: ids\[mask\]\)"),
-        (["a"], r"fetch\['x'\]: ids of the batch are <U1; expected integers"),
-        ({}, r"fetch\['x'\]: ids of the batch are a dict; expected integers in a tensor"),
+        (torch.tensor([0.5]), r"fetch\['x'\]: the ids of the batch are float32; expected integers"),
+        (torch.tensor([True]), r"are bool; expected integers; for a mask, give ids\[mask\]"),
+        (["a"], r"fetch\['x'\]: the ids of the batch are <U1; expected integers"),
+        ({}, r"fetch\['x'\]: the ids of the batch are a dict; expected integers in a tensor"),
         (None, "are a NoneType; expected integers in a tensor, an array or a list"),
     ],
     ids=repr,
@@ -458,7 +458,7 @@ def test_leaving_the_loop_early(path: Path) -> None:
 def test_what_a_loop_that_waits_for_rows_is_told(path: Path) -> None:
     with wrap_loader(batches(), fetch={"x": (path, "n_id")}, device="cpu", depth=2) as loop:
         hint = loop._loop.source.hint(0.1)
-        assert hint.startswith("Most of it is gathering rows of fetch['x'].")
+        assert hint.startswith("Gathering rows of fetch['x'] takes most of the time.")
         loader = DataLoader(range(4))  # type: ignore[arg-type]
     with wrap_loader(loader, fetch={"x": (path, lambda batch: batch)}, device="cpu") as loop:
         assert "raise num_workers" in loop._loop.source.hint(0.9)

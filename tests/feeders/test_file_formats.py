@@ -89,10 +89,10 @@ def test_epochs_within_a_limit(
     limit = Config(cpu_memory_limit=LIMIT, preferred_batch_size=32, depth=1).for_feeder()
     with Feeder(store, config=limit, rows=order, device="cpu") as feeder:
         assert feeder.plan.host_bytes <= LIMIT
-        assert "into memory" not in feeder.plan.notes[0]
+        assert "into RAM" not in feeder.plan.notes[0]
         size = feeder.batch_size
         assert size is not None
-        assert ("its windows" in feeder.plan.notes[0]) is (order == ORDERS[2])
+        assert ("window by window" in feeder.plan.notes[0]) is (order == ORDERS[2])
         at = order.bind(N, 0)
         for i, batch in enumerate(feeder):
             wanted = at(np.arange(i * size, min((i + 1) * size, N)))

@@ -106,7 +106,7 @@ def pandas_column(values: Any, **options: Any) -> pd.DataFrame:
 @pytest.mark.parametrize(
     ("frame", "hint"),
     [
-        (pandas_column([1, None], dtype="Int64"), r"'x'\]: has nulls.*df.fillna.*df.dropna"),
+        (pandas_column([1, None], dtype="Int64"), r"'x'\] has nulls.*df.fillna.*df.dropna"),
         (pandas_column([1, None], dtype=pd.ArrowDtype(pa.int64())), "has nulls.*fillna"),
         (pandas_column(["a", "b"]), r"pandas.factorize\(df\[name\]\)"),
         (pandas_column(["a", "b"], dtype="category"), r"df\[name\].cat.codes"),
@@ -114,8 +114,8 @@ def pandas_column(values: Any, **options: Any) -> pd.DataFrame:
         (pandas_column([[1], [1, 2]]), r"RaggedStore\(values, offsets\)"),
         (pandas_column([0, 1], dtype="Sparse[int]"), "sparse.to_dense"),
         (pandas_column(["2020-01-01"], dtype="period[D]"), r'astype\("int64"\)'),
-        (pd.DataFrame(), "without columns"),
-        (pd.DataFrame([[1, 2]], columns=["x", "x"]), "columns of the same name: x, x"),
+        (pd.DataFrame(), "has no columns"),
+        (pd.DataFrame([[1, 2]], columns=["x", "x"]), "columns have the same name: x, x"),
         (pd.DataFrame({"x": []}, dtype="f4"), "no rows"),
         (pl.DataFrame({"x": [1, None]}), r"has nulls.*df.fill_null.*df.drop_nulls"),
         (pl.DataFrame({"x": [[1], [1, 2]]}), r"RaggedStore\(values, offsets\)"),
@@ -127,7 +127,7 @@ def pandas_column(values: Any, **options: Any) -> pd.DataFrame:
         (pl.DataFrame({"x": pl.date_range(pl.date(2020, 1, 1), pl.date(2020, 1, 2), eager=True)}),
          r"df\[name\].to_physical\(\)"),
         (pl.DataFrame({"x": [{"a": 1}]}), r"df.unnest\(name\)"),
-        (pl.DataFrame(), "without columns"),
+        (pl.DataFrame(), "has no columns"),
         (pl.DataFrame({"x": [1]}).lazy(), r"give frame.collect\(\)"),
     ],
     ids=lambda value: type(value).__module__ if not isinstance(value, str) else value,

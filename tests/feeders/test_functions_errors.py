@@ -105,7 +105,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "not yielded": (
         {"read_input": lambda i: np.ones((3, 2))},
-        "got more than 1 samples.*not yielded but returned",
+        "got more than 1 samples.*return it in a list",
     ),
     "shapes": (
         {"read_input": lambda i: [np.ones(i + 1)]},
@@ -117,9 +117,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "apply": (
         {"apply_on_input_batch": lambda samples: next(samples)},
-        r"apply_on_input_batch took 1 samples of identities \[0, 1\]; expected .* 2",
+        r"apply_on_input_batch consumed 1 samples of identities \[0, 1\]; expected .* 2",
     ),
-    "lazy": ({"apply_on_input_batch": lambda samples: samples}, "took 0 samples"),
+    "lazy": ({"apply_on_input_batch": lambda samples: samples}, "consumed 0 samples"),
 }
 
 
@@ -179,7 +179,7 @@ def test_what_would_end_the_loop_in_silence_is_an_error(
     assert got == [[0, 1], [2, 3]]
     assert re.match(
         rf"{function.__name__} .*raised (StopIteration\(\)|SystemExit\(3\)), which would end the "
-        r"loop in silence",
+        r"loop without an error",
         str(error),
     )
     if sys.version_info >= (3, 11):
@@ -226,7 +226,7 @@ def test_a_value_that_cannot_be_shown() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"inputs": range(5)}, "got 5 inputs and 6 outputs; expected one of each"),
+        ({"inputs": range(5)}, "got 5 inputs and 6 outputs; expected one input and one output"),
         ({"inputs": iter(range(6))}, "inputs: got range_iterator; expected a list"),
         ({"outputs": "labels"}, "outputs: got str; expected a list"),
         ({"outputs": {0: 1}}, "outputs: got dict; expected a list"),
@@ -237,7 +237,7 @@ def test_a_value_that_cannot_be_shown() -> None:
         ({"depth": -1}, "depth=-1"),
         (
             {"batch_size": 16, "one_read_count": 3},
-            r"batch_size=16 is no multiple of one_read_count=3.*give batch_size=15 or 18",
+            r"batch_size=16 is not a multiple of one_read_count=3.*give batch_size=15 or 18",
         ),
         ({"batch_size": 2, "one_read_count": 3}, r"give batch_size=3$"),
         ({"read_input": 5}, "read_input=5: expected a function"),

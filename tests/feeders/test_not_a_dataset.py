@@ -58,7 +58,7 @@ def test_len_of_a_wrapped_loader_that_does_not_know() -> None:
                 TypeError,
                 match=(
                     r"len\(\) fails \(object of type '\w+' has no len\(\)\), so the number of "
-                    r"batches is not"
+                    r"batches is unknown"
                 ),
             ):
                 len(feeder)

@@ -199,7 +199,9 @@ def test_ragged_rows_cannot_be_written(layout: Any) -> None:
     store = RaggedStore(PLAIN.values, PLAIN.offsets, layout=layout)
     with Feeder({"x": x, "tokens": store}, batch_size=30, device="cpu") as feeder:
         for batch in feeder.batches():
-            with pytest.raises(WriteBackError, match=re.escape("source['tokens'], whose rows")):
+            with pytest.raises(
+                WriteBackError, match=re.escape("source['tokens'], which has ragged")
+            ):
                 batch.write_back(batch.data)
             with pytest.raises(WriteBackError, match=re.escape("without ['tokens']")):
                 batch.write_back({"x": batch.data["x"]})
@@ -207,7 +209,7 @@ def test_ragged_rows_cannot_be_written(layout: Any) -> None:
     assert (x == 1).all()
     with Feeder(store, batch_size=30, device="cpu") as feeder:
         for batch in feeder.batches():
-            with pytest.raises(WriteBackError, match="whose rows are ragged and read-only"):
+            with pytest.raises(WriteBackError, match="which has ragged, read-only rows"):
                 batch.write_back(batch.data)
 
 
@@ -248,8 +250,8 @@ def test_verification_finds_changed_items(layout: Any, device: Any) -> None:
     with Feeder([LABELS, same, store], **options) as feeder:
         with pytest.raises(
             VerificationError,
-            match=re.escape(f"batch {row // 10}: 1 of 10 rows of source[2] are")
-            + f".*the first of them row {row};",
+            match=re.escape(f"batch {row // 10}: 1 of 10 rows of source[2] differ")
+            + f".*beginning with row {row},",
         ):
             list(feeder)
         # They are the same from the third time on.
@@ -385,7 +387,7 @@ def test_limits_choose_the_batch_size(layout: Any) -> None:
         # Most batches are far smaller if they are not padded.
         assert feeder.plan.batch_size == (3 if layout == "padded" else feeder.plan.batch_size)
         assert feeder.plan.batch_size >= 3
-    with pytest.raises(BudgetError, match="one row per slot needs"):
+    with pytest.raises(BudgetError, match="batches of one row need"):
         Feeder(
             store,
             config=Config(gpu_memory_limit=50_000, cpu_memory_limit=MiB(32), depth=2),
@@ -409,7 +411,7 @@ def test_bounds_of_rows_are_those_of_the_plan() -> None:
         # The 13 shortest rows have 91 elements.
         assert feeder.plan.batch_size == 13
         assert len(next(iter(feeder.batches())).rows) == 13
-    with pytest.raises(BudgetError, match="rows gives batches of up to 13 rows"):
+    with pytest.raises(BudgetError, match="rows yields batches of up to 13 rows"):
         Feeder(
             (store, np.zeros((60, 10_000), np.float32)),
             rows=chosen,
@@ -422,11 +424,11 @@ def test_bounds_of_rows_are_those_of_the_plan() -> None:
 @pytest.mark.parametrize(
     ("kind", "order", "note"),
     [
-        ("file", None, "through a memory map: it fits"),
-        ("uncached", None, "ragged rows are read in sequence"),
-        ("uncached", ORDERS[1], "ragged rows are read one by one, many at a time"),
-        ("uncached", ORDERS[2], "which is filled a window ahead"),
-        ("kept", ORDERS[1], "which is filled in sequence in the background"),
+        ("file", None, "by a memory map (the file fits)"),
+        ("uncached", None, "ragged rows, read in sequence"),
+        ("uncached", ORDERS[1], "ragged rows, read row by row, with many reads at a time"),
+        ("uncached", ORDERS[2], "prefetched one window ahead"),
+        ("kept", ORDERS[1], "prefetched sequentially in the background"),
     ],
 )
 def test_the_plan_says_how_a_file_is_read(kind: str, order: Any, note: str, tmp_path: Path) -> None:
@@ -470,7 +472,7 @@ def test_windows_are_read_ahead_from_a_resumed_batch(
 
 def test_ragged_rows_are_not_read_by_the_device_itself() -> None:
     store = RaggedStore(PLAIN.values, PLAIN.offsets)
-    with pytest.raises(DeviceError, match="ragged rows are gathered by the CPU"):
+    with pytest.raises(DeviceError, match="the CPU gathers ragged rows"):
         Feeder(store, batch_size=2, device=SimDevice(lazy), route="direct")
 
 

@@ -72,9 +72,9 @@ def test_results_are_counted_as_measured_or_as_predicted(
     functions: Any = {"host_transform": as_double, "device_transform": on_device}
     first, later = filled(batch_size=100, device=device, **functions)
     assert items(first) == {("rows for host_transform", "host"): (4, 28672)}
-    assert "results of functions on batches are counted once" in str(first)
+    assert "memory of transform results is counted after" in str(first)
     assert items(later) == wanted
-    assert "results of functions on batches" not in str(later)
+    assert "memory of transform results" not in str(later)
     limits = Config(**LIMITS, preferred_batch_size=100)
     first, later = filled(config=limits, device=device, **functions)
     assert first.batch_size == 100
@@ -130,7 +130,7 @@ def test_an_error_on_trial_is_raised_when_the_feeder_is_made() -> None:
 
     with pytest.raises(KeyError, match="mine") as caught:
         Feeder(ROWS, config=Config(**LIMITS), device="cpu", host_transform=fails)
-    assert "on trial, with the first 300 rows, for the limits" in caught.value.__notes__[-1]
+    assert "in a trial with the first 300 rows, for the limits" in caught.value.__notes__[-1]
 
 
 def test_results_of_ragged_rows_grow_with_the_largest_rows() -> None:
@@ -155,7 +155,7 @@ def test_results_of_wrapped_loaders_are_counted_as_measured() -> None:
     )
     for loop, name in ((wrapped, "host_transform"), (trained, "device_transform")):
         assert items(loop.plan) == {}
-        assert "are counted once the loop has batches" in str(loop.plan)
+        assert "is counted after the first batch" in str(loop.plan)
         list(loop)
         assert items(loop.plan) == {(f"results of {name}", "host"): (4, 160)}
 

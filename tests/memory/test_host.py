@@ -320,8 +320,8 @@ print(0 < unbound, 0 <= free_host_bytes() < 1 << 28)
     )
     assert "10 batches of a file" in said
     assert "5 batches of a map" in said
-    assert "x.npy: which file the memory map is of cannot be read" in said
-    assert "give the path in place of the map" in said
+    assert "x.npy: pinfeed cannot find out which file is mapped" in said
+    assert "give the path instead of the map" in said
     assert "True True" in said
 
 
@@ -465,13 +465,13 @@ WAYS = {
     ("rows.sequential()", 64, True): "in sequence",
     ("rows.sequential()", 64, False): "in sequence",
     ("rows.shuffled(0)", 64, True): "page cache",
-    ("rows.shuffled(0)", 64, False): "one by one",
+    ("rows.shuffled(0)", 64, False): "row by row",
     ("rows.shuffled(0)", 400, True): "memory map",
-    ("rows.shuffled(0)", 400, False): "into memory",
-    ("rows.block_shuffled(0, block_rows=256)", 128, True): "windows",
-    ("rows.block_shuffled(0, block_rows=256)", 128, False): "windows",
-    ("rows.block_shuffled(0, block_rows=256)", 40, True): "a window ahead",
-    ("rows.block_shuffled(0, block_rows=256)", 40, False): "a window ahead",
+    ("rows.shuffled(0)", 400, False): "into RAM",
+    ("rows.block_shuffled(0, block_rows=256)", 128, True): "window by window",
+    ("rows.block_shuffled(0, block_rows=256)", 128, False): "window by window",
+    ("rows.block_shuffled(0, block_rows=256)", 40, True): "one window ahead",
+    ("rows.block_shuffled(0, block_rows=256)", 40, False): "one window ahead",
 }
 
 

@@ -251,8 +251,8 @@ def test_without_a_preferred_size_a_batch_is_bounded(
     assert plan.batch_size == batch_size
     assert plan.notes == (
         (
-            f"{batch_size:,} rows a batch, as larger ones move no more rows per second; "
-            "preferred_batch_size takes more"
+            f"batches have {batch_size:,} rows, because larger ones move no more rows per second; "
+            "set preferred_batch_size for larger batches"
         ),
     )
     more = plan_of(load, GiB(900), GiB(900), preferred=100_000)
@@ -314,7 +314,7 @@ def test_a_refusal_tells_what_is_needed_and_what_the_limit_is(
         else ("cpu", cpu, least.host_bytes, "host")
     )
     assert need > limit
-    assert f"one row per slot needs {human(need)} ({need} bytes) of {kind} memory" in message
+    assert f"batches of one row need {human(need)} ({need} bytes) of {kind} memory" in message
     assert f"{name}_memory_limit is {human(limit)} ({limit} bytes)" in message
     advice = f"lower depth (now {depth}) or raise" if depth else "raise"
     assert f"; {advice} {name}_memory_limit" in message
@@ -343,14 +343,14 @@ def test_a_refusal_of_what_is_free_says_so() -> None:
     with pytest.raises(
         BudgetError,
         match=re.escape(
-            "cpu_memory_limit is 90 B (90 bytes), what is free less the headroom; lower depth"
+            "cpu_memory_limit is 90 B (90 bytes), the free memory minus the headroom; lower depth"
         ),
     ):
         Config().plan(load_of(), free_host_bytes=100, free_device_bytes=FREE)
     with pytest.raises(
         BudgetError,
         match=re.escape(
-            "gpu_memory_limit is 0 B (0 bytes), what is free less the headroom; lower depth"
+            "gpu_memory_limit is 0 B (0 bytes), the free memory minus the headroom; lower depth"
         ),
     ):
         Config().plan(load_of(), free_host_bytes=FREE, free_device_bytes=0)
@@ -465,19 +465,21 @@ def test_a_plan_in_words() -> None:
         )
     )
     first, host, device, *items = text.splitlines()
-    assert first == "batches of 1024 rows, 3 ahead, staged route"
-    assert re.fullmatch(r"host: \d+\.\d MiB of 1\.0 GiB, of it page-locked: 6\.2 MiB", host)
-    assert device == "device: 13.3 MiB of 64.0 MiB"
-    assert "  device: 5 x 1.0 MiB batches" in items
-    assert "  pinned: 4 x 1.0 MiB staging" in items
-    assert "  host: 1 x 16.0 MiB memory of the stores besides their rows" in items
-    assert "  device: 1 x 1.0 MiB shared rows that are copied" in items
+    assert first == "batches of up to 1024 rows, depth=3, staged route"
+    assert re.fullmatch(
+        r"host memory: \d+\.\d MiB \(limit 1\.0 GiB\), 6\.2 MiB of it page-locked \(pinned\)", host
+    )
+    assert device == "GPU memory: 13.3 MiB (limit 64.0 MiB)"
+    assert "  device: 5 x 1.0 MiB for batches" in items
+    assert "  pinned: 4 x 1.0 MiB for staging" in items
+    assert "  host: 1 x 16.0 MiB for memory of the stores besides their rows" in items
+    assert "  device: 1 x 1.0 MiB for shared rows that are copied" in items
     assert len(items) == 13
 
 
 def test_a_plan_without_limits_in_words() -> None:
     load = load_of(unified=True, staged=(False,))
     first, host, *items = str(Plan(10, 0, "direct", plan_allocations(load, 10, 0))).splitlines()
-    assert first == "batches of 10 rows, 0 ahead, direct route"
-    assert host == "host: 3.0 MiB, of it page-locked: 0 B"
+    assert first == "batches of up to 10 rows, depth=0, rows are copied straight into each batch"
+    assert host == "host memory: 3.0 MiB"
     assert [item.split(" x ")[0] for item in items] == ["  host: 2", "  host: 3", "  host: 1"]

@@ -59,11 +59,11 @@ def even(ahead_s: float, synchronous_s: float) -> Callable[[bool, int], float]:
 @pytest.mark.parametrize(
     ("times_s", "expected"),
     [
-        ((1.32e-3, 0.95e-3), "0 ahead: 0.95 ms per batch, 1.32 ms with 2 ahead"),
-        ((5e-3, 6e-3), "2 ahead: 5 ms per batch, 6 ms with 0 ahead"),
-        ((1.0, 1.0), "2 ahead: 1,000 ms per batch, 1,000 ms with 0 ahead"),
-        ((1e-3, 0.96e-3), "2 ahead: 1 ms per batch, 0.96 ms with 0 ahead"),
-        ((1e-3, 0.94e-3), "0 ahead: 0.94 ms per batch, 1 ms with 2 ahead"),
+        ((1.32e-3, 0.95e-3), "depth=0: 0.95 ms per batch, 1.32 ms with depth=2"),
+        ((5e-3, 6e-3), "depth=2: 5 ms per batch, 6 ms with depth=0"),
+        ((1.0, 1.0), "depth=2: 1,000 ms per batch, 1,000 ms with depth=0"),
+        ((1e-3, 0.96e-3), "depth=2: 1 ms per batch, 0.96 ms with depth=0"),
+        ((1e-3, 0.94e-3), "depth=0: 0.94 ms per batch, 1 ms with depth=2"),
     ],
 )
 def test_the_faster_way_is_kept_with_a_margin_for_prefetching(
@@ -72,8 +72,8 @@ def test_the_faster_way_is_kept_with_a_margin_for_prefetching(
     caplog.set_level(logging.INFO, "pinfeed")
     choice = Loop(even(*times_s)).run().choice
     assert choice.reason == str(choice) == expected
-    assert choice.is_synchronous == expected.startswith("0")
-    assert choice.schedule.depth == int(expected[0])
+    assert choice.is_synchronous == expected.startswith("depth=0")
+    assert choice.schedule.depth == int(expected[len("depth=")])
     assert [record.getMessage() for record in caplog.records] == [f"depth=None chose {expected}"]
 
 
@@ -108,14 +108,14 @@ def test_a_pause_of_the_training_step_does_not_decide() -> None:
     """The pause is in the first stretch with prefetching, which is faster."""
     times = even(1.0, 1.5)
     choice = Loop(lambda way, i: times(way, i) + 60.0 * (i == 8)).run().choice
-    assert str(choice).startswith("2 ahead: 1,000 ms")
+    assert str(choice).startswith("depth=2: 1,000 ms")
 
 
 def test_a_loop_whose_times_vary_is_judged_by_the_medians() -> None:
     """Stretches of the faster way are at times slower than the slowest of the other."""
     times = even(1.2, 1.0)
     loop = Loop(lambda way, i: times(way, i) * (3 if i // 30 % 3 == 1 else 1)).run()
-    assert str(loop.choice).startswith("0 ahead")
+    assert str(loop.choice).startswith("depth=0")
     assert len(loop.choice._ahead_s) == len(loop.choice._synchronous_s) <= MAX_ROUNDS
 
 
@@ -132,13 +132,13 @@ def test_batches_around_a_change_do_not_count() -> None:
             return 0.0 if way else 50.0
         return 2.0 if way else 1.0
 
-    assert str(Loop(seconds).run().choice).startswith("2 ahead: 1,000 ms per batch, 2,000 ms")
+    assert str(Loop(seconds).run().choice).startswith("depth=2: 1,000 ms per batch, 2,000 ms")
 
 
 def test_slots_of_several_batches() -> None:
     schedule = PrefetchSchedule(11, batches_per_slot=4, measures_depth=True)
     choice = Loop(even(0.3, 0.2), schedule).run().choice
-    assert str(choice) == "0 ahead: 200 ms per batch, 300 ms with 11 ahead"
+    assert str(choice) == "depth=0: 200 ms per batch, 300 ms with depth=11"
     assert choice.schedule == PrefetchSchedule(0, batches_per_slot=4, measures_depth=True)
 
 
@@ -149,12 +149,12 @@ def test_a_stretch_has_a_turn_of_all_slots() -> None:
     def seconds(way: bool, i: int) -> float:
         return 0.7 if way else (1.0 if i // 8 % 4 < 2 else 0.0)
 
-    assert str(Loop(seconds, schedule).run().choice).startswith("31 ahead: 500 ms per batch")
+    assert str(Loop(seconds, schedule).run().choice).startswith("depth=31: 500 ms per batch")
 
 
 def test_long_batches_are_never_gathered_synchronously() -> None:
     loop = Loop(even(2 * SHORT_BATCH_S, 0.0), SHORT_MEASURED).run()
-    assert loop.choice.reason == "2 ahead: 4 ms per batch; 0 ahead is timed only below 2 ms"
+    assert loop.choice.reason == "depth=2: 4 ms per batch; depth=0 is timed only below 2 ms"
     assert loop.n_lent == WARM_UP_BATCHES + SHORT_STRETCH_BATCHES
     assert loop.run(100).n_synchronous == 0
     assert loop.choice.schedule is SHORT_MEASURED
@@ -165,7 +165,7 @@ def test_batches_that_become_short_are_measured() -> None:
     loop.seconds = even(1e-3, 0.5e-3)
     for _ in range(2):
         loop.run()
-    assert loop.choice.reason == "0 ahead: 0.5 ms per batch, 1 ms with 2 ahead"
+    assert loop.choice.reason == "depth=0: 0.5 ms per batch, 1 ms with depth=2"
 
 
 @pytest.mark.parametrize("pause_at", [0, 8, 30])
@@ -174,7 +174,7 @@ def test_a_pause_does_not_make_short_batches_long(pause_at: int) -> None:
     loop = Loop(lambda way, i: times(way, i) + (i == pause_at), SHORT_MEASURED)
     while loop.choice.is_measuring:
         loop.run()
-    assert str(loop.choice).startswith("0 ahead")
+    assert str(loop.choice).startswith("depth=0")
 
 
 def chosen_synchronous() -> Loop:
@@ -190,7 +190,7 @@ def test_a_synchronous_loop_whose_batches_become_long_prefetches() -> None:
     assert loop.run().choice.schedule is SHORT_MEASURED
     assert loop.ways == 2 * SHORT_STRETCH_BATCHES * [True]
     assert not loop.choice.is_synchronous
-    assert loop.choice.reason == "2 ahead: 5 ms per batch; 0 ahead is timed only below 2 ms"
+    assert loop.choice.reason == "depth=2: 5 ms per batch; depth=0 is timed only below 2 ms"
 
 
 def test_an_epoch_that_began_without_threads_stays_synchronous(
@@ -201,18 +201,18 @@ def test_an_epoch_that_began_without_threads_stays_synchronous(
     loop.choice.begin()
     loop.seconds = even(0.0, 5e-3)
     assert loop.run().choice.schedule is SHORT_MEASURED
-    message = "depth=None prefetches again from the next epoch on: batches take 5 ms"
+    message = "depth=None prefetches again from the next epoch on, because batches take 5 ms"
     assert caplog.messages[-1] == message
     assert loop.run(50).choice.is_synchronous
-    reason = "2 ahead from the next epoch on: 5 ms per batch; 0 ahead is timed only below 2 ms"
+    reason = "depth=2 from the next epoch on: 5 ms per batch; depth=0 is timed only below 2 ms"
     assert loop.choice.reason == reason
     loop.choice.begin()
     assert not loop.choice.is_synchronous
-    assert loop.choice.reason == "2 ahead: 5 ms per batch; 0 ahead is timed only below 2 ms"
+    assert loop.choice.reason == "depth=2: 5 ms per batch; depth=0 is timed only below 2 ms"
     loop.seconds = even(0.2e-3, 0.1e-3)
     while loop.choice.is_measuring:
         loop.run()
-    assert loop.choice.reason == "0 ahead: 0.1 ms per batch, 0.2 ms with 2 ahead"
+    assert loop.choice.reason == "depth=0: 0.1 ms per batch, 0.2 ms with depth=2"
 
 
 def test_a_pause_does_not_end_the_synchronous_loop() -> None:
@@ -236,7 +236,7 @@ def test_short_epochs_measure_together() -> None:
         loop.run(20)
         n_epochs += 1
     assert n_epochs <= 4
-    assert str(loop.choice) == "0 ahead: 500 ms per batch, 1,000 ms with 2 ahead"
+    assert str(loop.choice) == "depth=0: 500 ms per batch, 1,000 ms with depth=2"
 
 
 def end_epochs(loop: Loop, n_epochs: int, n_batches: int) -> list[int]:
@@ -254,8 +254,8 @@ def end_epochs(loop: Loop, n_epochs: int, n_batches: int) -> list[int]:
 @pytest.mark.parametrize(
     ("times_s", "chosen"),
     [
-        ((1e-3, 0.5e-3), "0 ahead: 0.5 ms per batch, 1 ms with 2 ahead"),
-        ((0.5e-3, 1e-3), "2 ahead: 0.5 ms per batch, 1 ms with 0 ahead"),
+        ((1e-3, 0.5e-3), "depth=0: 0.5 ms per batch, 1 ms with depth=2"),
+        ((0.5e-3, 1e-3), "depth=2: 0.5 ms per batch, 1 ms with depth=0"),
     ],
 )
 def test_epochs_of_few_batches_are_stretches(times_s: tuple[float, float], chosen: str) -> None:
@@ -263,14 +263,14 @@ def test_epochs_of_few_batches_are_stretches(times_s: tuple[float, float], chose
     loop = Loop(even(*times_s), SHORT_MEASURED)
     assert end_epochs(loop, 5, 8) == [2, 2, 0, 2, 0]
     assert str(loop.choice) == chosen
-    assert end_epochs(loop, 2, 8) == 2 * [int(chosen[0])]
-    assert loop.choice.is_synchronous == chosen.startswith("0")
+    assert end_epochs(loop, 2, 8) == 2 * [int(chosen[len("depth=")])]
+    assert loop.choice.is_synchronous == chosen.startswith("depth=0")
 
 
 def test_epochs_of_few_long_batches_are_prefetched() -> None:
     loop = Loop(even(1.0, 0.5), SHORT_MEASURED)
     assert end_epochs(loop, 9, 8) == 9 * [2]
-    assert loop.choice.reason == "2 ahead: 1,000 ms per batch; 0 ahead is timed only below 2 ms"
+    assert loop.choice.reason == "depth=2: 1,000 ms per batch; depth=0 is timed only below 2 ms"
 
 
 def test_epochs_of_few_batches_that_become_long_are_prefetched() -> None:
@@ -294,7 +294,7 @@ def test_a_given_depth_is_not_measured(depth: int) -> None:
     loop = Loop(even(2.0, 1.0), schedule).run(100)
     assert loop.choice.schedule is schedule
     assert set(loop.ways) == {depth == 0}
-    assert str(loop.choice) == f"{depth} ahead"
+    assert str(loop.choice) == f"depth={depth}"
     assert not loop.choice.reason
     assert not loop.choice.excuses_waiting
 
@@ -305,7 +305,7 @@ def test_waiting_is_excused_while_both_ways_are_timed_and_in_the_synchronous_loo
         loop = Loop(even(*times_s))
         found.append((loop.choice.excuses_waiting, str(loop.choice)))
         found.append(loop.run().choice.excuses_waiting)
-    measuring = (True, "2 ahead, not measured yet")
+    measuring = (True, "depth=2, not measured yet")
     assert found == [measuring, False, measuring, True]
 
 

@@ -32,7 +32,7 @@ def test_what_feeders_show_in_one_line(tmp_path: Path) -> None:
     with Feeder(source, batch_size=256, depth=2, device="cpu") as feeder:
         shown = (
             "5,000 rows of source['x'] (3, 8) float32, source['y'] () int64; "
-            "batches of 256 rows on cpu, 2 ahead"
+            "batches of 256 rows on cpu, depth=2"
         )
         assert repr(feeder) == f"<Feeder: {shown}>"
         assert repr(pinfeed.restartable(feeder)) == f"restartable(<Feeder: {shown}>)"
@@ -45,20 +45,20 @@ def test_what_feeders_show_in_one_line(tmp_path: Path) -> None:
     loader = DataLoader(Hidden(torch.zeros(8, 2)), batch_size=2)
     assert (
         repr(wrap_loader(loader, device="cpu"))
-        == "<LoaderFeeder: a DataLoader, batches of 2 on cpu, 2 ahead, not measured yet>"
+        == "<LoaderFeeder: a DataLoader, batches of 2 on cpu, depth=2, not measured yet>"
     )
     assert (
         repr(wrap_loader([1, 2], device="cpu", depth=0))
-        == "<LoaderFeeder: a list, its batches on cpu, 0 ahead>"
+        == "<LoaderFeeder: a list, its batches on cpu, depth=0>"
     )
     table = pinfeed.HostEmbedding(10_000, 8, name="users")
     assert repr(pinfeed.train_rows(loader, {table: lambda batch: batch[0]}, device="cpu")) == (
-        "<RowLoop: a DataLoader, with rows of users (10,000, 8); batches on cpu, 2 ahead, not "
+        "<RowLoop: a DataLoader, with rows of users (10,000, 8); batches on cpu, depth=2, not "
         "measured yet>"
     )
     reading = {"read_input": lambda i: [i], "get_output": lambda i: [i], "device": "cpu"}
     assert repr(wrap_readers(range(100), range(100), batch_size=4, **reading)) == (
-        "<ReaderFeeder: 100 identities; batches of 4 samples on cpu, 2 ahead>"
+        "<ReaderFeeder: 100 identities; batches of 4 samples on cpu, depth=2>"
     )
 
 
@@ -132,19 +132,19 @@ def test_a_plan_as_a_table() -> None:
         ["batches &amp; &lt;b&gt;", "device", "4 × 2.0 MiB", "8.0 MiB"],
         ["staging", "host, page-locked", "3 × 1.0 MiB", "3.0 MiB"],
         ["numbers", "host", "1 × 512.0 KiB", "512.0 KiB"],
-        ["in all", "host", "", "3.5 MiB of 16.0 MiB"],
-        ["in all", "device", "", "8.0 MiB"],
+        ["total", "host memory", "", "3.5 MiB (limit 16.0 MiB)"],
+        ["total", "GPU memory", "", "8.0 MiB"],
     ]
     assert (
-        "<p>batches of 64 rows, 2 ahead, staged route</p><p>&lt;x&gt;.npy: read in sequence</p>"
-        in shown
+        "<p>batches of up to 64 rows, depth=2, staged route</p>"
+        "<p>&lt;x&gt;.npy: read in sequence</p>" in shown
     )
 
 
 def test_a_plan_in_a_terminal() -> None:
     plan = Plan(64, 2, "staged", (Allocation("numbers", "host", 1, KiB(512)),))
     assert repr(plan) == f"<Plan: {plan}>"
-    assert "host: 1 x 512.0 KiB numbers" in repr(plan)
+    assert "host: 1 x 512.0 KiB for numbers" in repr(plan)
 
 
 def test_a_config_in_a_terminal() -> None:

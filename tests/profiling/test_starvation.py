@@ -123,7 +123,7 @@ def test_seconds_of_a_batch_are_not_written_in_powers_of_ten() -> None:
         (
             {"read_s": 12.0, "host_transform_s": 8.0, "n_readers": 4},
             "host_transform",
-            "take: host_transform 800 ms.",
+            "per batch: host_transform 800 ms.",
         ),
         (
             {"read_s": 1.0, "device_transform_s": 8.0},
@@ -187,7 +187,7 @@ def test_a_loop_that_measures_depth_0_is_not_told_to_prefetch(
     watch = StarvationMonitor(counters, str)
     run(watch, counters, clock, [0.3] * 60, 0.2, 0, is_excused=is_excused)
     assert len(caplog.records) == n_warnings
-    assert all("depth=2 reads" in record.getMessage() for record in caplog.records)
+    assert all("depth=2 prefetches" in record.getMessage() for record in caplog.records)
 
 
 def test_short_loops_are_judged_together(caplog: pytest.LogCaptureFixture) -> None:
@@ -218,7 +218,7 @@ def test_a_feeder_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("pinfeed", "WARNING")
     for words in (
-        "starved: the loop waited 60% of the last",
+        "The loop waited 60% of the last",
         "reading",
         "10 rows (120 B) takes 300 ms to read",
         "depth=2",
@@ -259,7 +259,7 @@ def test_sources_know_what_to_change(tmp_path: Path) -> None:
     assert "page cache" in hint(blocks, 0)
     assert "Windows of x.npy" in hint(blocks, 240_000)
     own = choose([OfMyOwn()], shuffled, 100, FreeMemory(0, 0)).strategies[0].hint
-    assert own.startswith("It is gather() of the OfMyOwn that is waited for")
+    assert own.startswith("The loop waits for gather() of the OfMyOwn")
     assert (
         "rows are in memory"
         in choose([ArrayStore(np.zeros(3))], shuffled, 100, FreeMemory(0, 0)).strategies[0].hint
@@ -272,7 +272,7 @@ def test_sources_know_what_to_change(tmp_path: Path) -> None:
     feeder = wrap_readers(
         [1], [1], read_input=lambda i: [i], get_output=lambda i: [i], batch_size=1, device="cpu"
     )
-    assert "raise n_readers (is 1" in feeder._loop.source.hint(0.0)
+    assert "raise n_readers (now 1" in feeder._loop.source.hint(0.0)
     feeder.close()
     loop = pinfeed.train_rows(
         [], {pinfeed.HostEmbedding(5, 2, name="users"): "ids"}, device=HostDevice()

@@ -46,7 +46,7 @@ def test_statistics_of_an_interval_as_a_dict() -> None:
 def test_statistics_of_functions_on_batches() -> None:
     totals = Totals(batches=10, rows=100, host_transform_s=0.02, device_transform_s=0.0005)
     text = "host_transform 2 ms, device_transform 50 µs"
-    assert f"; functions on a batch: {text}" in str(totals)
+    assert f"; transforms, per batch: {text}" in str(totals)
     assert f"<td>{text}" in FeederStats(**vars(totals), memory=ProcessMemory.now())._repr_html_()
     assert (totals + totals).as_dict()["host_transform_s"] == 0.04
     assert (totals + totals - totals).as_dict()["device_transform_s"] == 0.0005
@@ -61,7 +61,7 @@ def test_statistics_of_caches() -> None:
     counts |= {"cache_rows_written": 900, "cache_bytes_read": 10240, "cache_bytes_written": 9216}
     totals = dataclasses.replace(without, **counts) + dataclasses.replace(without, **counts)
     text = (
-        "75% of the rows of batches were on the device; on average, a batch read 100 rows "
+        "75% of the rows of batches were in the cache; on average, a batch read 100 rows "
         "(1.0 KiB), wrote 90 (922 B) and evicted 50"
     )
     assert totals.cache_in_words == text
@@ -180,8 +180,11 @@ CAUSES: dict[str, tuple[dict[str, Any], str]] = {
         {"wait_s": 6.0, "starved_s": 6.0, "read_s": 19.0, "late": 98},
         "waited 60% of the time: reading is the bottleneck",
     ),
-    "loop": ({"wait_s": 9.8, "starved_s": 9.8, "read_s": 19.0}, "it does almost nothing"),
-    "unevenness": ({"wait_s": 4.0, "starved_s": 4.0, "read_s": 8.0, "late": 12}, "come unevenly"),
+    "loop": ({"wait_s": 9.8, "starved_s": 9.8, "read_s": 19.0}, "too little work to overlap"),
+    "unevenness": (
+        {"wait_s": 4.0, "starved_s": 4.0, "read_s": 8.0, "late": 12},
+        "some batches are late",
+    ),
     "copying": (
         {"wait_s": 6.0, "starved_s": 6.0, "read_s": 1.0, "copy_wait_s": 14.0, "asynchronous": True},
         "copying to the device",
@@ -196,17 +199,17 @@ CAUSES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "start": (
         {"wait_s": 4.0, "starved_s": 4.0, "first_batch_s": 3.5, "read_s": 8.0},
-        "first batch of a loop",
+        "first batch of each loop",
     ),
     "depth": (
         {"wait_s": 6.0, "starved_s": 6.0, "read_s": 6.0, "depth": 0},
-        "nothing is read ahead",
+        "nothing is prefetched",
     ),
 }
 
 
 CHANGES = {
-    "start": "Longer loops",
+    "start": "fewer and longer loops",
     "overhead": "Larger batches",
     "unevenness": "higher depth",
     "copying": "PinnedStore",

@@ -286,12 +286,12 @@ def test_the_plan_tells_the_page_cache_apart(path: Path) -> None:
     with Feeder(path, batch_size=100, shuffle=True) as feeder:
         plan = feeder.plan
         assert plan.notes == (
-            "x.npy, 125.0 KiB: rows come from the page cache, through a memory map: it fits",
+            "x.npy, 125.0 KiB: read through the OS page cache, by a memory map (the file fits)",
         )
         assert plan.page_cache_bytes == N * WIDTH * 4
         assert all(item.place != "page cache" or item.total == 128_000 for item in plan.items)
-        assert "page cache: 125.0 KiB that the kernel may drop" in str(plan)
-        assert "the kernel&#x27;s page cache" in plan._repr_html_()
+        assert "OS page cache: 125.0 KiB, which the kernel may drop" in str(plan)
+        assert "OS page cache" in plan._repr_html_()
         assert plan.host_bytes == sum(i.total for i in plan.items if i.place == "host")
 
 

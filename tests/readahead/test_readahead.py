@@ -228,7 +228,7 @@ def test_a_file_that_was_written_is_brought_in_again(tmp_path: Path, array: np.n
         Feeder(store, batch_size=1000, shuffle=True) as feeder,
         MmapStore(tmp_path / "x.npy", mode="r+") as other,
     ):
-        assert "loaded into memory" in str(feeder.plan)
+        assert "loaded into RAM" in str(feeder.plan)
         assert sum(float(x.double().sum()) for x in feeder) == array.sum(dtype=float)
         other.scatter(np.arange(N), np.ones((N, WIDTH), np.float32))
         assert sum(float(x.double().sum()) for x in feeder) == N * WIDTH
@@ -243,7 +243,7 @@ def test_an_error_while_a_file_is_brought_in_comes_with_the_batch_that_needs_the
 
     for order in (rows.shuffled(0), rows.block_shuffled(0, block_rows=BLOCK)):
         with Broken(path) as store, Feeder(store, rows=order, batch_size=100) as feeder:
-            assert "loaded into memory" in str(feeder.plan)
+            assert "loaded into RAM" in str(feeder.plan)
             with pytest.raises(errors.ReadError, match="bad sector"):
                 list(feeder)
 
@@ -374,10 +374,7 @@ def test_the_plan_says_what_was_chosen_and_counts_it(path: Path) -> None:
         Feeder(store, batch_size=100, shuffle=True) as feeder,
     ):
         assert feeder.plan.notes == (
-            (
-                "x.npy, 1.2 MiB: loaded into memory while its rows are served: it fits, and an "
-                "epoch has 100% of its rows"
-            ),
+            "x.npy, 1.2 MiB: loaded into RAM during the first epoch (it fits the limit)",
         )
         assert feeder.plan.notes[0] in str(feeder.plan)
         assert any(
@@ -400,9 +397,9 @@ def test_processes_on_one_machine_share_what_is_free(
         ):
             return "".join(feeder.plan.notes)
 
-    assert "loaded into memory" in notes(memory_map=False)
+    assert "loaded into RAM" in notes(memory_map=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert "filled in sequence" in notes(memory_map=False)
+    assert "prefetched sequentially" in notes(memory_map=False)
     assert "memory map" in notes(memory_map=True)
 
 

@@ -181,7 +181,7 @@ def test_a_feeder_follows_the_epoch_and_resumes_the_batches() -> None:
 def test_a_feeder_refuses_lengths_of_other_rows() -> None:
     with pytest.raises(ArgumentError, match=re.escape("12 lengths for 13 rows")):
         Feeder(np.arange(13), rows=element_batches(LENGTHS, 7), device="cpu")
-    with pytest.raises(ArgumentError, match="leave batch_size out"):
+    with pytest.raises(ArgumentError, match="leave out batch_size"):
         Feeder(np.arange(12), rows=element_batches(LENGTHS, 7), batch_size=3, device="cpu")
     with pytest.raises(ArgumentError, match=r"give element_batches\(\.\.\., drop_last=True\)"):
         Feeder(np.arange(12), rows=element_batches(LENGTHS, 7), drop_last=True, device="cpu")

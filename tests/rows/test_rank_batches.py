@@ -358,7 +358,7 @@ def test_identities_are_shared() -> None:
                     if world_size == 2:
                         state = feeder.state_dict()
         assert sorted(seen) == list(range(1, 24))
-    with pytest.raises(ArgumentError, match="batch_size=4 is no multiple of one_read_count=3"):
+    with pytest.raises(ArgumentError, match="batch_size=4 is not a multiple of one_read_count=3"):
         wrap_readers(
             [1],
             [1],
@@ -378,12 +378,12 @@ def test_a_config_must_hold_the_batches_of_all_ranks() -> None:
     with one, other:
         assert one.plan.batch_size == other.plan.batch_size == 100
         assert (
-            "rank 1 of 2: 500 of 1000 rows (drop), its part of global batches of 200 rows"
+            "rank 1 of 2: 500 of 1000 rows (drop), as parts of global batches of 200 rows"
             in str(other.plan)
         )
     with pytest.raises(
         BudgetError,
-        match=r"hold batches of \d+ rows on rank 0, and all ranks need batches of 800; raise",
+        match=r"hold batches of \d+ rows on rank 0, but all ranks need batches of 800 rows; raise",
     ):
         feeders(x, 1, config=Config(cpu_memory_limit=MiB(8), preferred_batch_size=800))
     with pytest.raises(

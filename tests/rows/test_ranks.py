@@ -171,7 +171,7 @@ def test_two_processes_of_torchrun_resume_the_example_of_one(
     for rank in (0, 1):
         assert (
             f"rank {rank} of 2: 1000 of 2000 rows (drop), "
-            "its part of global batches of 100 rows, on"
+            "as parts of global batches of 100 rows, on"
         ) in output
     assert output.count("resumes after 23 batches") == 2
     first, second = (

@@ -22,11 +22,11 @@ WRONG_SHAPES = {
     "32": "shape='32'; expected .*, whole numbers",
     5: "shape=5; expected .*, whole numbers",
     (2**62, 4): (
-        r"shape \(4611686018427387904, 4\) of float32 takes 73,786,976,294,838,206,464 bytes; "
+        r"shape \(4611686018427387904, 4\) of float32 needs 73,786,976,294,838,206,464 bytes; "
         "expected at most 9,223,372,036,854"
     ),
-    (2**61,): "takes 9,223,372,036,854,775,808 bytes",
-    (2**61 - 1,): "takes 9,223,372,036,854,775,804 bytes",
+    (2**61,): "needs 9,223,372,036,854,775,808 bytes",
+    (2**61 - 1,): "needs 9,223,372,036,854,775,804 bytes",
     (2**70, 0): "expected at most",
 }
 
@@ -49,7 +49,7 @@ def test_shapes_of_which_no_store_can_be_made(shape: Any, tmp_path: Path) -> Non
 
 def test_rows_of_no_bytes_are_made_in_memory_only(tmp_path: Path) -> None:
     assert PinnedStore.empty((3, 0), pin=False).row_shape == (0,)
-    with pytest.raises(errors.StoreError, match=r"shape \(3, 0\) has rows of no bytes"):
+    with pytest.raises(errors.StoreError, match=r"shape \(3, 0\) has rows of 0 bytes"):
         MmapStore.create(tmp_path / "x.npy", (3, 0))
     assert not os.listdir(tmp_path)
 

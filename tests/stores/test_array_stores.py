@@ -107,13 +107,13 @@ def test_arrays_that_share_memory_with_themselves_are_read_and_not_written(
     before = np.array(source.tolist(), np.float32)
     store = ArrayStore(source)
     assert not store.writable
-    with pytest.raises(errors.WriteBackError, match="several elements are the same memory"):
+    with pytest.raises(errors.WriteBackError, match="several elements share memory"):
         store.scatter(np.arange(2), np.zeros((2, *store.row_shape), np.float32))
     with Feeder(source, batch_size=4, depth=depth) as feeder:
         np.testing.assert_array_equal(torch.cat(list(feeder)).numpy(force=True), before)
         with pytest.raises(
             errors.WriteBackError,
-            match=r"write_back to source: .* several elements are the same memory, .* give a copy",
+            match=r"write_back to source: .* several elements share memory, .* give a copy",
         ):
             for batch in feeder.batches():
                 batch.write_back(batch.data)

@@ -226,7 +226,7 @@ def test_a_format(kind: str) -> None:
     wide = Dataset.from_dict({"d": np.zeros((3, 2))}).with_format(kind)
     with pytest.raises(
         errors.StoreError,
-        match=rf"source\['d'\]: with_format\('{kind}'\) gives float32 of what is stored as float64",
+        match=rf"source\['d'\]: with_format\('{kind}'\) converts float64 to float32",
     ):
         Feeder(wide, batch_size=1, device="cpu")
 
@@ -252,8 +252,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "a column of extension<arrow.bool8>",
     ),
     "nothing but nulls": (pa.nulls(2), "has nulls"),
-    "empty": (pa.array([], pa.int8()), "without rows"),
-    "no chunks": (pa.chunked_array([], pa.int8()), "without rows"),
+    "empty": (pa.array([], pa.int8()), "the column has no rows"),
+    "no chunks": (pa.chunked_array([], pa.int8()), "the column has no rows"),
 }
 
 
@@ -266,13 +266,13 @@ def test_what_is_no_column_of_numbers_is_refused(column: Any, message: str) -> N
 
 def test_what_is_no_dataset_of_numbers_is_refused() -> None:
     data = dataset()
-    with pytest.raises(errors.StoreError, match=r"a dataset with a transform.*reset_format"):
+    with pytest.raises(errors.StoreError, match=r"the dataset has a transform.*reset_format"):
         Feeder(data.with_transform(lambda rows: rows), batch_size=1)
     with pytest.raises(
         errors.StoreError, match=r"unequal numbers of rows: source\['train'\]\['x'\] has 30"
     ):
         Feeder(DatasetDict({"train": data, "test": data.select([1])}), batch_size=1)
-    with pytest.raises(errors.StoreError, match="columns of the same name: a, a"):
+    with pytest.raises(errors.StoreError, match="columns have the same name: a, a"):
         Feeder(pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"]), batch_size=1)
     with pytest.raises(errors.StoreError, match="IterableDataset; expected a path"):
         Feeder(data.to_iterable_dataset(), batch_size=1)

@@ -352,10 +352,10 @@ def test_the_choice_of_a_strategy(store: Decoding) -> None:
     assert chosen(rows.per_rank(rows.shuffled(1), rank=0, world_size=3), KiB(64))[0] is ChunkReads
     strategy, note = chosen(BLOCKS, nbytes - 5000)
     assert strategy is WindowReadahead
-    assert note.startswith("x, 31.2 KiB: its windows are read ahead")
+    assert note.startswith("x, 31.2 KiB: read ahead window by window")
     strategy, note = chosen(BLOCKS, 5000)
     assert strategy is ChunkReads
-    assert "memory for windows would be 24.0 KiB, 4.9 KiB are left" in note
+    assert "windows in RAM need 24.0 KiB, but 4.9 KiB are free" in note
     strategy, note = chosen(rows.shuffled(1), 5000)
     assert strategy is ChunkReads
     assert "block_rows=100" in note
@@ -372,8 +372,8 @@ def test_epochs_under_a_limit_equal_those_of_the_array(
     store = Decoding(array, even_bounds(N, 25))
     with Feeder(store, config=limit, rows=order, device="cpu") as feeder:
         assert feeder.plan.host_bytes <= KiB(5500)
-        assert ("its windows" in feeder.plan.notes[0]) is (order == BLOCKS)
-        assert "into memory" not in feeder.plan.notes[0]
+        assert ("window by window" in feeder.plan.notes[0]) is (order == BLOCKS)
+        assert "into RAM" not in feeder.plan.notes[0]
         got = [batch.numpy().copy() for batch in feeder]
     with Feeder(array, batch_size=feeder.plan.batch_size, rows=order, depth=0, device="cpu") as one:
         expected = [batch.numpy().copy() for batch in one]
@@ -389,7 +389,7 @@ def test_a_limit_that_holds_no_windows_is_no_error(monkeypatch: pytest.MonkeyPat
     order = rows.block_shuffled(1, block_rows=150, window_blocks=4)
     limit = Config(cpu_memory_limit=KiB(4200), preferred_batch_size=60, depth=1).for_feeder()
     with Feeder(store, config=limit, rows=order, device="cpu") as feeder:
-        assert "memory for windows would be 1.8 MiB" in feeder.plan.notes[0]
+        assert "windows in RAM need 1.8 MiB" in feeder.plan.notes[0]
     store.close()
 
 

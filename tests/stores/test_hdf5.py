@@ -217,7 +217,7 @@ def test_the_name_of_the_dataset(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.h5", "a") as file:
         file["train/y"] = X
         dataset = file["train/y"]
-        with pytest.raises(errors.ArgumentError, match="leave it out"):
+        with pytest.raises(errors.ArgumentError, match="leave name out"):
             HDF5Store(dataset, "train/x")
     for name, problem in ((None, "has 2 datasets"), ("x", "no dataset 'x'"), ("train", "no data")):
         with pytest.raises(errors.StoreError, match=f"{problem}.*'train/x', 'train/y'"):
@@ -253,7 +253,7 @@ def dataset(file: Any, kind: str) -> None:
     ("kind", "hint"),
     {
         "enumerated": "enumerated type",
-        "text": "text; number it",
+        "text": "text; convert it",
         "ragged": r"give pinfeed.RaggedStore\(values, offsets\)",
         "references": "references to other objects",
         "arrays": "arrays as items",

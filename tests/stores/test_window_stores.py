@@ -220,7 +220,7 @@ def test_the_plan_counts_the_file_once(path: Path) -> None:
         assert [(item.place, item.total) for item in strategy.items] == [("page cache", 12_000)]
         config = Config(cpu_memory_limit=MiB(8), preferred_batch_size=4)
         with Feeder(store, shuffle=True, config=config) as feeder:
-            assert "train.bin, 11.7 KiB: rows come from the page cache" in str(feeder.plan)
+            assert "train.bin, 11.7 KiB: read through the OS page cache" in str(feeder.plan)
 
 
 def test_the_plan_counts_a_file_of_inputs_and_targets_once(path: Path) -> None:
@@ -330,8 +330,8 @@ def test_windows_cannot_be_written(path: Path) -> None:
         ({"length": 8, "start": 3, "span": 10}, "span=10: .* at least 11, because start=3 and len"),
         ({"length": 8, "offset": -2}, "offset=-2: expected a whole number, at least 0"),
         ({"length": 8, "dtype": None}, "no header .* expected a .npy file, or dtype="),
-        ({"length": 8, "offset": 1}, "less offset=1 are 5,999 items of uint16 and 1 more bytes"),
-        ({"length": 6001}, "has 6,000 items; expected at least 6,001, which one window of len"),
+        ({"length": 8, "offset": 1}, "minus offset=1 are 5,999 items of uint16 and 1 more bytes"),
+        ({"length": 6001}, "has 6,000 items; expected at least 6,001 for one window of len"),
         ({"length": 8, "span": 7000}, "has 6,000 items; expected at least 7,000"),
         ({"length": 1 << 80}, "has 6,000 items"),
         ({"length": 8, "keep_cache": 3}, "keep_cache=3"),
@@ -356,9 +356,9 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     archive = tmp_path / "x.npz"
     np.savez(archive, x=np.zeros(4))
     cases: list[tuple[Any, dict[str, Any], str]] = [
-        (npy, {"offset": 128}, r"offset=128: it is a \.npy file.*give start="),
+        (npy, {"offset": 128}, r"offset=128: the header of a \.npy file.*give start="),
         (npy, {"dtype": "uint16"}, "items of dtype float32"),
-        (empty, {}, "have no bytes"),
+        (empty, {}, "have 0 bytes"),
         (damaged, {"dtype": "uint8"}, r"not a \.npy file"),
         (archive, {}, "it looks like a .npz archive"),
         (tmp_path, {"dtype": "uint8"}, "is a directory"),

@@ -37,10 +37,10 @@ NO_NUMBERS: list[Any] = [None, True, 1.0, "1", np.array([1, 2]), torch.tensor(1.
     "make", [fed, wrapped, read, trained, Config], ids=lambda make: make.__name__
 )
 def test_a_depth_that_takes_memory_for_nothing_is_refused(make: Callable[..., Any]) -> None:
-    alternative = "" if make is read else ", or None, with which pinfeed chooses"
+    alternative = "" if make is read else ", or None to let pinfeed choose"
     message = (
         "depth=1000000: expected a whole number, from 0 to 1,024 (0 is the synchronous loop)"
-        f"{alternative}; each batch ahead takes memory"
+        f"{alternative}; each prefetched batch needs memory"
     )
     with pytest.raises(ArgumentError, match=re.escape(message)):
         make(depth=10**6)
@@ -439,10 +439,7 @@ def test_a_table_that_is_larger_than_memory() -> None:
 
 @pytest.mark.parametrize("init", [lambda tensor: torch.randn(4, 2), lambda tensor: tensor + 1])
 def test_an_init_that_fills_another_tensor(tmp_path: Path, init: Callable[..., Any]) -> None:
-    message = (
-        "returned another tensor than it was given; expected a function that fills the given "
-        "tensor in place"
-    )
+    message = "returned a new tensor; expected a function that fills the given tensor in place"
     for store in (None, tmp_path / "x.npy"):
         with pytest.raises(ArgumentError, match=message):
             HostEmbedding(4, 2, init=init, store=store)

@@ -137,7 +137,7 @@ def test_words_of_torch_and_numpy_are_explained(tmp_path: Path) -> None:
     for call, message in [
         (
             lambda: table(sparse=True),
-            "HostEmbedding has no argument 'sparse'; the rows of a batch alone are moved",
+            "HostEmbedding has no argument 'sparse'; pinfeed always moves and trains only",
         ),
         (
             lambda: table(device="cuda"),
@@ -149,9 +149,12 @@ def test_words_of_torch_and_numpy_are_explained(tmp_path: Path) -> None:
         ),
         (
             lambda: HostEmbedding.from_pretrained(rows_of, sparse=True),
-            "has no argument 'sparse'; the rows",
+            "has no argument 'sparse'; pinfeed always moves",
         ),
-        (lambda: HostEmbeddingBag(4, 2, sparse=True), "has no argument 'sparse'; the rows"),
+        (
+            lambda: HostEmbeddingBag(4, 2, sparse=True),
+            "has no argument 'sparse'; pinfeed always moves",
+        ),
         (
             lambda: HostEmbeddingBag(10, 2, "sum"),  # type: ignore[misc]
             (

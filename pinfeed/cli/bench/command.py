@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from pinfeed.cli.terminal.sources import OpenedFile
 
 _LEGEND = (
-    "1st, later: the first epoch, and later ones. The last row is the most that the machine gives "
-    "without a loader. x: how many times as fast pinfeed is. waits: the share of time that a loop "
-    "with a training step waits in later epochs. own, file: growth of the process's own memory, "
-    "and of mapped pages of files, which the kernel may drop."
+    "1st, later: the rate in the first epoch, and in later epochs. The last rows show the highest "
+    "rates of the machine without a loader. x: pinfeed is this many times as fast. waits: share "
+    "of time that a loop with a training step waits for data in later epochs. own, file: growth "
+    "of the process's own memory, and of mapped file pages, which the kernel may drop."
 )
 
 # In a shorter epoch, the one to two milliseconds in which pinfeed begins and ends it count.
@@ -75,13 +75,13 @@ def _local(store: OpenedFile) -> MmapStore:
         ArgumentError: If its files are elsewhere, of another format, or have rows of no bytes.
     """
     if not isinstance(store, MmapStore):
-        problem = "is elsewhere" if has_protocol(store.paths[0]) else "is no .npy file"
+        problem = "is a remote file" if has_protocol(store.paths[0]) else "is not a .npy file"
         raise ArgumentError(
-            f"{store.paths[0]} {problem}; "
-            "numpy.load, which is timed as well, reads local .npy files"
+            f"{store.paths[0]} {problem}; expected a local .npy file, because bench also times "
+            "numpy.load"
         )
     if not store.row_nbytes:
-        raise ArgumentError(f"{store.paths[0]}: rows of no bytes; there is nothing to time")
+        raise ArgumentError(f"{store.paths[0]}: its rows have 0 bytes; expected rows to read")
     return store
 
 
@@ -106,7 +106,7 @@ def _report(
     n_batches = -(-trial.n_rows // size)
     if n_batches < _FEW_BATCHES:
         texts.append(
-            f"an epoch has {n_batches} batches; with so few, the time to begin it lowers the rates"
+            f"an epoch has only {n_batches} batches, so the time to start it lowers the rates"
         )
     conditions = [wrapped(text, "  ", "  ") for text in texts]
     failures = [
@@ -121,7 +121,7 @@ def _report(
 
 
 def _table(trial: Trial, timings: Sequence[Timing], ceilings: dict[str, float]) -> str:
-    """Show what each contestant reached, and in the last row what the machine can do."""
+    """Show the rates of each contestant, and in the last row the highest rates of the machine."""
     what, best = min(ceilings.items(), key=lambda item: item[1])
     limit = [what, "", ""]
     limit[2 if trial.warm else 1] = f"{best:.3g}"

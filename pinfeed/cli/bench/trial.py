@@ -111,8 +111,8 @@ class Trial:
         free = free_host_bytes()
         if warm and self.nbytes > free // 2:
             raise ArgumentError(
-                f"--warm: the files have {human(self.nbytes)}; {human(free)} of memory are free, "
-                "half of which they may take"
+                f"--warm: the files have {human(self.nbytes)}, but they may fill only half of the "
+                f"free memory ({human(free)}); use --cold"
             )
         self.warm = self.nbytes <= free // 2 if warm is None else warm
         if self.warm:
@@ -123,23 +123,23 @@ class Trial:
     def page_cache(self) -> str:
         """The state of the page cache before each contestant, in words."""
         if self.warm:
-            text = "warm: in the page cache before each contestant"
-            stray = "were not there: other programs need the memory"
+            text = "warm: the files are in the OS page cache before each loader starts"
+            stray = "were not, because other programs need the memory"
         else:
             text = (
-                "cold: dropped from the page cache before each contestant, "
-                "and read for one epoch at most"
+                "cold: the files are dropped from the OS page cache before each loader starts, "
+                "and read for at most one epoch"
             )
-            stray = "stayed there: they are not on a disk, or in use"
+            stray = "stayed in it, because they are in use or not on a disk"
         if self.misplaced is None:
-            text += "; whether they were, the kernel does not tell"
+            text += "; the kernel does not report whether this succeeded"
         elif self.misplaced > 0.01:
             text += f"; up to {self.misplaced:.0%} {stray}"
         return text
 
     def ceilings(self) -> dict[str, float]:
         """Measure the rates, in GB/s without a loader, that bound every contestant."""
-        with saying("measuring what the machine does at best"):
+        with saying("measuring the highest rates of the machine"):
             touch_memory(_COPIED_BYTES)
             found = {"copy in memory": memory_rate()}
             if self.warm:
@@ -192,7 +192,9 @@ class Trial:
     def _timed(self, name: str, make: Callable[[], AbstractContextManager[Epochs]]) -> Timing:
         """Compare a contestant's first batches; then make it again and time its epochs."""
         if not self._gives_the_rows(make):
-            return Timing(name, problem="its batches are not the rows of the files", equal=False)
+            return Timing(
+                name, problem="its batches differ from the rows of the files", equal=False
+            )
         self._settle()
         before = memory_by_kind()
         begin = time.perf_counter()

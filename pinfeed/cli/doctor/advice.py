@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from pinfeed.memory.units import human
 
-# Share of the free memory that data may take; a model, or a feeder, needs the rest.
+# Share of the free memory that data may use; a model, or a feeder, needs the rest.
 _ENOUGH = 0.5
 
 
@@ -44,7 +44,7 @@ class Ceilings:
     """Rate of copies from page-locked memory to the GPU."""
 
     def batch_ms(self, nbytes: int) -> dict[str, float]:
-        """Return the milliseconds that a batch takes at best, for each rate that was measured."""
+        """Return the least milliseconds of a batch, for each rate that was measured."""
         ways = {
             "memory": self.memory,
             "disk in sequence": self.sequential,
@@ -73,20 +73,20 @@ def advise(data: Data, ceilings: Ceilings, *, free_host: int, gpu: str, free_gpu
     Args:
         data: The data of the loop.
         ceilings: The rates of the machine.
-        free_host: Host memory that may be taken, in bytes.
+        free_host: Host memory that may be used, in bytes.
         gpu: Name of the GPU; empty if there is none.
         free_gpu: Free memory of the GPU, in bytes.
     """
     times = ceilings.batch_ms(data.batch_nbytes)
     size = human(data.nbytes)
     if gpu and data.nbytes <= _ENOUGH * free_gpu:
-        limits = "pinfeed is for data that does not fit, or where the model needs that memory."
+        limits = "Use pinfeed if the model needs that memory."
         return Advice("no", (_on_the_gpu(size, free_gpu), limits))
     almost = ""
     if gpu and data.nbytes <= free_gpu:
         almost = (
-            f"The data ({size}) would fit on the GPU ({human(free_gpu)} free) "
-            "if the model took the rest only: then put it there once. "
+            f"The data ({size}) would fit on the GPU ({human(free_gpu)} free) if the model fits "
+            "in the rest. Then copy the data there once. "
         )
     if data.nbytes <= _ENOUGH * free_host:
         worth = _worth(times["memory"] + times.get("link", 0.0))
@@ -103,9 +103,9 @@ def spelled(ms: float) -> str:
 
 def _on_the_gpu(size: str, free_gpu: int) -> str:
     return (
-        f"The data ({size}) fits on the GPU, which has {human(free_gpu)} free: put it there once, "
-        "x = torch.from_numpy(numpy.load(path)).to('cuda'), and index it there. "
-        "No copy is faster than none."
+        f"The data ({size}) fits on the GPU, which has {human(free_gpu)} free. Copy it there "
+        "once, x = torch.from_numpy(numpy.load(path)).to('cuda'), and index it there. This is "
+        "faster than any prefetching."
     )
 
 
@@ -113,50 +113,47 @@ def _in_memory(size: str, free_host: int, gpu: str) -> str:
     fits = f"The data ({size}) fits in memory ({human(free_host)} free)"
     if gpu:
         return (
-            f"{fits}, and not on the GPU. pinfeed gathers batches and copies them to the GPU "
-            "while your step computes."
+            f"{fits}, but not on the GPU. pinfeed gathers batches and copies them to the GPU "
+            "while your training step computes."
         )
     return (
-        f"{fits}, and there is no GPU to be fed. If numpy.load and indexing are fast enough, keep "
-        "them. pinfeed gathers batches in the background on the cores that your step computes on, "
-        "too; it brings prefetching, orders that can be resumed, and memory limits that hold."
+        f"{fits}, and this machine has no GPU. If numpy.load and indexing are fast enough, keep "
+        "them. pinfeed would gather batches in the background, but on the same cores as your "
+        "training step. It adds prefetching, row orders that can be resumed, and memory limits."
     )
 
 
 def _worth(batch_ms: float) -> str:
-    """Say when it is worth hiding the time that a batch takes."""
+    """Say when it is worth hiding the time of gathering a batch."""
     return (
-        f"A batch takes {spelled(batch_ms)} at best, which is what can be hidden, and more where "
-        f"your loop reads row by row. Where a step takes more than {spelled(20 * batch_ms)}, less "
-        "than 5% are to be gained; feeder.stats tells for how long your loop waits."
+        f"Prefetching can hide the time to gather a batch: at least {spelled(batch_ms)}, and more "
+        "if your loop reads row by row. If a training step takes more than "
+        f"{spelled(20 * batch_ms)}, the gain is less than 5%. feeder.stats shows how long your "
+        "loop waits."
     )
 
 
 def _larger(size: str, free_host: int, gpu: bool) -> str:
-    way = (
-        "and copies batches to the GPU while your step computes"
-        if gpu
-        else "in the background, also without a GPU"
-    )
+    way = "and copies batches to the GPU while your step computes" if gpu else "in the background"
     return (
-        f"The data ({size}) is more than memory can hold beside other things ({human(free_host)} "
-        f"free). pinfeed streams it from the disk {way}, within the limits that you give."
+        f"The data ({size}) is too large for host memory ({human(free_host)} free). pinfeed "
+        f"streams it from the disk {way}, within the memory limits that you set."
     )
 
 
 def _from_disk(times: Mapping[str, float]) -> tuple[str, ...]:
     if "disk in sequence" not in times:
-        return ("The disk was not measured: give a FILE, or --dir.",)
+        return ("The disk was not measured; give a FILE, or --dir.",)
     in_sequence = times["disk in sequence"]
     at_random = times.get("disk at random", 0.0)
     sequential = (
-        f"A batch takes {spelled(in_sequence)} at best if the disk is read in sequence, as it is "
-        "in order or with pinfeed.rows.block_shuffled; a step that takes longer need not wait."
+        f"Reading a batch from the disk takes at least {spelled(in_sequence)} in sequential or "
+        "pinfeed.rows.block_shuffled order. A longer training step need not wait."
     )
     if at_random < 1.5 * in_sequence:
         return (sequential,)
     random = (
-        f"Rows in fully random order (shuffle=True) take {spelled(at_random)} a batch: "
-        "as long as the disk seeks."
+        f"In fully random order (shuffle=True), a batch takes {spelled(at_random)}, because the "
+        "disk seeks for each row."
     )
     return sequential, random

@@ -28,7 +28,7 @@ class CacheAdvice:
     Attributes:
         path: File of the row indices.
         n_read: Number of row indices that were read.
-        is_informative: Whether they are enough to tell.
+        is_informative: Whether they are enough for an answer.
         sizes: Sizes of caches, with their hit rates.
         best: The size with the largest gain; None if no cache would help.
     """
@@ -73,36 +73,37 @@ class CacheAdvice:
 
     def _answer(self) -> str:
         if not self.is_informative:
-            return "These are too few batches, or too few look-ups, to tell."
+            return "The file has too few batches, or too few look-ups, for an answer."
         if self.best is None:
             return (
-                "The rows served are hardly more than the rows of the cache, as for uniform row "
-                "indices, so it would not be worth its memory."
+                "The share of hits is little more than the share of cached rows, as for uniform "
+                "row indices, so a cache would not be worth its memory."
             )
         return (
-            f"A cache of {self.best.share:.0%} of the rows gains most for its size: give "
-            f"HostEmbedding(device_cache={self.best.share:g}). The sizes are those of the rows "
-            "alone. State of an optimizer is cached with them: Adam's makes it three times as much."
+            f"A cache of {self.best.share:.0%} of the rows gains most for its size: "
+            f"HostEmbedding(device_cache={self.best.share:g}). The sizes above count the rows "
+            "alone. The cache also holds optimizer state; with Adam, it needs three times as much "
+            "memory."
         )
 
 
 def advise_on_cache(path: str, data: Data) -> CacheAdvice:
-    """Say which caches would serve which share of the look-ups.
+    """Report the share of look-ups that caches of several sizes would serve.
 
     Args:
         path: File of integers, whose first axis is in the order of training.
         data: The rows that they look up, and the items of a batch.
 
     Raises:
-        RowIndexError: If the file has something else than indices of the rows.
+        RowIndexError: If the file contains anything but indices of the rows.
         PinfeedError: If the file cannot be read.
     """
     sketch = ReuseSketch(data.n_rows)
     with contextlib.closing(open_rows([path])) as store, saying(f"reading {path}"):
         if store.dtype.kind not in "iu":
             raise RowIndexError(
-                f"--ids {path}: {store.dtype}; expected integers, the row indices in the order in "
-                "which training looks them up"
+                f"--ids {path}: dtype is {store.dtype}; expected integers, the row indices in "
+                "training order"
             )
         n_read = _add_batches(sketch, store, data, path)
     sizes = [CacheSize(share, sketch.hit_rate(share * data.n_rows)) for share in CACHE_SHARES]
@@ -110,7 +111,7 @@ def advise_on_cache(path: str, data: Data) -> CacheAdvice:
 
 
 def _add_batches(sketch: ReuseSketch, store: Store, data: Data, path: str) -> int:
-    """Note the row indices of a file, batch by batch; return how many were read."""
+    """Add the row indices of a file to the sketch, batch by batch; return how many were read."""
     n_read = 0
     for start in range(0, store.n_rows, data.batch_size):
         items = np.arange(start, min(start + data.batch_size, store.n_rows))

@@ -113,33 +113,37 @@ def _diagnosis(subject: Subject | None, directory: str | None) -> Diagnosis:
 
 
 def _route(gpu: Gpu, optional: Sequence[Package], data: Data | None) -> str:
-    """Say by which route rows would be moved to the device."""
+    """Say which route rows would take to the device."""
     if not gpu.name:
         return (
-            "Without a GPU there is one way: batches are gathered where they are lent. "
-            "Rows of files for a GPU would be staged."
+            "Without a GPU, pinfeed copies rows straight into each batch. With a GPU, it would "
+            "copy rows of files through page-locked (pinned) buffers (the staged route)."
         )
-    files = "Rows of files are staged: gathered into page-locked buffers, and copied."
+    files = (
+        "Rows of files take the staged route: pinfeed gathers them into page-locked (pinned) "
+        "buffers and copies these to the GPU."
+    )
     if any(package.name == "CuPy" and not package.here for package in optional):
         return (
-            f"{files} Rows of a PinnedStore could be read by the GPU itself; "
-            "that needs CuPy (above)."
+            f"{files} With CuPy (see above), GPU kernels could also read rows straight from a "
+            "PinnedStore (the direct route)."
         )
     if data is None or not data.row_nbytes:
         return (
-            f"{files} For rows of a PinnedStore it is measured which way is faster: "
-            "give FILE, or --rows and --row-bytes, to hear it."
+            f"{files} For rows of a PinnedStore, pinfeed measures whether the direct route is "
+            "faster, where GPU kernels read the rows themselves. Give FILE, or --rows and "
+            "--row-bytes, to measure it."
         )
     from pinfeed.feeders.feeder import Feeder
     from pinfeed.stores import PinnedStore
 
     n_rows = max(1, min(data.n_rows, _TABLE_BYTES // data.row_nbytes))
-    with saying("moving rows to the GPU in each way"):
+    with saying("measuring the routes of rows to the GPU"):
         try:
             table = PinnedStore.empty((n_rows, data.row_nbytes), "uint8")
             with Feeder(table, batch_size=data.batch_size, shuffle=True, device="cuda") as feeder:
                 found = feeder.plan
         except PinfeedError as error:
-            return f"{files} For rows of a PinnedStore it could not be measured: {error}"
+            return f"{files} For a PinnedStore, the faster route could not be measured: {error}"
     notes = "; ".join(found.notes)
-    return f"{files} Rows of this size in a PinnedStore go by the {found.route} route: {notes}."
+    return f"{files} Rows of this size in a PinnedStore take the {found.route} route: {notes}."

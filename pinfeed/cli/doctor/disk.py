@@ -46,17 +46,15 @@ class Disk:
 
     def __str__(self) -> str:
         if self.cold:
-            state = "dropped from the page cache before"
+            state = "which was dropped from the page cache first"
         elif self.cached is None:
-            state = (
-                "of which the kernel does not tell what is in the page cache: it may have been that"
-            )
+            state = "but the kernel does not report whether the reads were served by the page cache"
         else:
             state = (
-                f"{self.cached:.0%} of which stayed in the page cache: "
-                "it is not the disk alone that was measured"
+                f"but {self.cached:.0%} stayed in the page cache, so the rates are not those of "
+                "the disk alone"
             )
-        return f"The disk was measured on {self.what}, {human(self.nbytes)}, {state}."
+        return f"The disk was measured with {self.what} ({human(self.nbytes)}), {state}."
 
 
 def look_at_disk(
@@ -87,8 +85,8 @@ def look_at_disk(
     except OSError as error:
         why = error.strerror or described(error)
         return None, (
-            f"the disk could not be measured: no scratch file in {folder} ({why}); "
-            "--dir names a folder that can be written"
+            f"the disk could not be measured: no scratch file in {folder} ({why}); give a "
+            "writable folder with --dir"
         )
 
 

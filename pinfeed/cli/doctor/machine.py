@@ -50,7 +50,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that torch can use, or the reason why there is none.
+    """A GPU that torch can use, or the reason why torch has none.
 
     Attributes:
         name: Name of torch's current GPU; empty if there is none.
@@ -59,7 +59,7 @@ class Gpu:
         free: Free memory of the current GPU, in bytes.
         torch: Version of torch.
         torch_cuda: The CUDA version that torch was built for; None for a build without.
-        driver_cuda: The newest CUDA version that the driver knows; None without a driver.
+        driver_cuda: The newest CUDA version that the driver supports; None without a driver.
         problem: The reason why a GPU that seems to exist cannot be used, and what to do; empty if
             nothing is wrong.
     """
@@ -75,7 +75,7 @@ class Gpu:
 
     @classmethod
     def now(cls) -> Gpu:
-        """Ask torch and the driver."""
+        """Query torch and the driver."""
         import torch
 
         driver = driver_cuda()
@@ -111,13 +111,13 @@ def gpu_problem(torch: str, torch_cuda: str | None, driver: str | None, said: st
         return ""
     if torch_cuda is None:
         return (
-            f"there is an NVIDIA driver, but torch {torch} is built without CUDA: "
-            "pip install --force-reinstall torch"
+            f"there is an NVIDIA driver, but torch {torch} is built without CUDA; run pip install "
+            "--force-reinstall torch"
         )
     if _version(driver) < (_version(torch_cuda)[0], 0):
         return (
-            f"torch {torch} is built for CUDA {torch_cuda}, the driver knows CUDA {driver}: "
-            "update the driver, or install an older torch"
+            f"torch {torch} is built for CUDA {torch_cuda}, but the driver supports CUDA "
+            f"{driver}; update the driver, or install an older torch"
         )
     return (
         f"there is an NVIDIA driver (CUDA {driver}), but torch {torch} (CUDA {torch_cuda}) "
@@ -126,7 +126,7 @@ def gpu_problem(torch: str, torch_cuda: str | None, driver: str | None, said: st
 
 
 def driver_cuda() -> str | None:
-    """Return the newest CUDA version that the driver knows, as ``12.4``; None without a driver."""
+    """Return the newest CUDA version of the driver, such as ``12.4``; None without a driver."""
     version = ctypes.c_int()
     with contextlib.suppress(OSError):
         if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) == 0:
@@ -152,14 +152,14 @@ def packages(gpu: Gpu) -> list[Package]:
     CuPy must match the CUDA version of torch, and is listed only if there is a GPU.
     """
     found = [
-        Package("matplotlib", "plot", "timelines as pictures", _is_here("matplotlib")),
-        Package("fsspec", "remote", "files elsewhere: s3://, gs://, https://", _is_here("fsspec")),
+        Package("matplotlib", "plot", "timeline plots", _is_here("matplotlib")),
+        Package("fsspec", "remote", "remote files: s3://, gs://, https://", _is_here("fsspec")),
         Package("safetensors", "safetensors", "rows of safetensors files", _is_here("safetensors")),
     ]
     if gpu.name:
         problem = _pinning_problem()
         extra = f"cuda{_version(gpu.torch_cuda or '13')[0]}"
-        purpose = "tables in page-locked memory that the GPU reads itself"
+        purpose = "tables in page-locked (pinned) memory that the GPU reads directly"
         found.insert(0, Package("CuPy", extra, purpose, not problem, problem))
     return found
 

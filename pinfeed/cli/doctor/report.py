@@ -86,13 +86,13 @@ class Diagnosis:
         answer = f"  {self.advice.helps.capitalize()}" if self.advice else ""
         parts = {
             "This machine": self._machine(),
-            "At best": self._rates(),
+            "Highest rates": self._rates(),
             "Optional packages": self._packages(),
             "Route": wrapped(self.route, "  ", "  "),
             f"Would pinfeed help?{answer}": self._advice(),
         }
         if self.cache and self.subject:
-            title = f"Would a cache on the device help?  {self.cache.helps.capitalize()}"
+            title = f"Would a GPU cache help?  {self.cache.helps.capitalize()}"
             parts[title] = self.cache.text(self.subject.data)
         return sections(parts)
 
@@ -112,12 +112,12 @@ class Diagnosis:
         ]
         locked = "unlimited"
         if host.lock_limit is not None:
-            locked = f"{human(host.lock_limit)} (ulimit -l; CUDA need not keep to it)"
+            locked = f"{human(host.lock_limit)} (ulimit -l; the CUDA driver may exceed it)"
         built = f"for CUDA {gpu.torch_cuda}" if gpu.torch_cuda else "without CUDA"
         driver = f"driver for CUDA {gpu.driver_cuda}" if gpu.driver_cuda else "no NVIDIA driver"
         pairs = [
-            ("memory", f"{human(host.memory)}, a feeder may take {human(host.free)}"),
-            *(limits or [("limits", "none but the memory itself")]),
+            ("memory", f"{human(host.memory)}, a feeder may use {human(host.free)}"),
+            *(limits or [("limits", "only the memory of the machine")]),
             ("memlock", locked),
             ("cores", _cores(host)),
             ("GPU", _gpu(gpu)),
@@ -139,7 +139,7 @@ class Diagnosis:
     def _packages(self) -> str:
         missing = [package for package in self.packages if not package.here]
         rows = [
-            (package.name, "here" if package.here else "missing", package.purpose)
+            (package.name, "installed" if package.here else "missing", package.purpose)
             for package in self.packages
         ]
         problems = [
@@ -150,24 +150,22 @@ class Diagnosis:
 
     def _advice(self) -> str:
         if self.subject is None or self.advice is None:
-            return wrapped(
-                "Give a FILE, or --rows and --row-bytes of your data, to hear it.", "  ", "  "
-            )
+            return wrapped("Give a FILE, or --rows and --row-bytes of your data.", " ", " ")
         data = self.subject.data
         times = ", ".join(
             f"{way} {spelled(ms)}" for way, ms in self.ceilings.batch_ms(data.batch_nbytes).items()
         )
         batches = f"batches of {data.batch_size:,} rows, {human(data.batch_nbytes)}"
-        head = f"{self.subject.words}; {batches}. A batch takes at best: {times}."
+        head = f"{self.subject.words}; {batches}. Least time per batch: {times}."
         return "\n".join(wrapped(text, "  ", "  ") for text in (head, *self.advice.why))
 
 
 def _cores(host: Host) -> str:
     text = str(host.cores)
     if host.usable_cores < host.cores:
-        text = f"{host.usable_cores} of {host.cores} may be used"
+        text = f"{host.usable_cores} of {host.cores} usable"
     if host.core_quota is not None:
-        text += f", for {host.core_quota:g} cores' worth of time (control group)"
+        text += f", limited to the CPU time of {host.core_quota:g} cores (control group)"
     return text
 
 

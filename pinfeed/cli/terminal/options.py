@@ -45,7 +45,7 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def order_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that say how rows become batches, named as ``Feeder`` names them."""
+    """Add the options for row order and batch size, with the names that ``Feeder`` uses."""
     for option in (
         click.option(
             "--seed", type=int, default=None, show_default="0", help="Seed of the random order."
@@ -54,11 +54,11 @@ def order_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--block-rows",
             type=click.IntRange(1),
             metavar="ROWS",
-            help="Random order, in blocks of so many neighbouring rows.",
+            help="Random order of contiguous blocks, with this many rows per block.",
         ),
-        click.option("--shuffle", is_flag=True, help="Rows in random order."),
+        click.option("--shuffle", is_flag=True, help="Fully random order of rows."),
         click.option(
-            "--batch-size", type=click.IntRange(1), metavar="ROWS", help="Rows of a batch."
+            "--batch-size", type=click.IntRange(1), metavar="ROWS", help="Rows per batch."
         ),
     ):
         command = option(command)
@@ -66,7 +66,7 @@ def order_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def order_of(shuffle: bool, block_rows: int | None, seed: int | None) -> tuple[Any, str]:
-    """Return the order that the options ask for, and its name for people.
+    """Return the order that the options select, and its name for people.
 
     Raises:
         click.UsageError: If two orders were given, or a seed without a random order.
@@ -74,11 +74,10 @@ def order_of(shuffle: bool, block_rows: int | None, seed: int | None) -> tuple[A
     from pinfeed.rows.orders import block_shuffled, sequential, shuffled
 
     if shuffle and block_rows is not None:
-        raise click.UsageError("--shuffle and --block-rows: give one of them")
+        raise click.UsageError("--shuffle and --block-rows conflict; give one of them")
     if seed is not None and not shuffle and block_rows is None:
         raise click.UsageError(
-            f"--seed {seed} was given, and neither --shuffle nor --block-rows, which use it: "
-            "give one of them"
+            f"--seed {seed} has no effect without a random order; give --shuffle or --block-rows"
         )
     seed = seed or 0
     if block_rows is not None:
@@ -87,9 +86,9 @@ def order_of(shuffle: bool, block_rows: int | None, seed: int | None) -> tuple[A
 
 
 def with_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the option for further sources, which ``Feeder`` takes in a tuple with FILE."""
+    """Add the option for further sources, which become a tuple with FILE for ``Feeder``."""
     words = (
-        "Another source, whose rows go with those of FILE, as labels with images: "
-        "a file or a quoted pattern. May be repeated."
+        "Another source with one row for each row of FILE, such as labels for images: a file or a "
+        "quoted pattern. May be repeated."
     )
     return click.option("--with", "others", multiple=True, metavar="FILE", help=words)(command)

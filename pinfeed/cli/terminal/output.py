@@ -90,7 +90,7 @@ def sections(parts: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def saying(what: str) -> Iterator[None]:
-    """Show on a terminal what the command waits for, until the context ends."""
+    """Show on a terminal what the command is doing, until the context ends."""
     if not sys.stderr.isatty():
         yield
         return

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     OpenedFile = AnyShardedStore | ChunkedStore
 
-# A file of another format, and what is read of it, such as x.h5:/images.
+# A file of another format, and the dataset or column to read, such as x.h5:/images.
 _FORMAT = re.compile(
     r"(?P<path>.+\.(?P<format>h5|hdf5|zarr|parquet))(:(?P<name>.+))?", re.IGNORECASE
 )
@@ -56,14 +56,14 @@ def open_rows(files: Sequence[str]) -> OpenedFile:
     names = expanded(files)
     kind = RemoteStore if has_protocol(names[0]) else MmapStore
     try:
-        # A single name may be a pattern without matches, for which the store has its own message.
+        # A single name may be a pattern without matches. The store has a message for this case.
         return kind(names[0] if len(names) == 1 else names)
     except StoreError as error:
         if "shards do not match" not in str(error):
             raise
         raise StoreError(
-            f"{error}; several files are shards of one source: "
-            "give what goes with them, such as labels, as --with FILE"
+            f"{error}; several files are shards of one source; give another source, such as "
+            "labels, with --with FILE"
         ) from None
 
 
@@ -99,8 +99,8 @@ def open_sources(files: Sequence[str], others: Sequence[str]) -> Iterator[list[O
         if any(store.n_rows != stores[0].n_rows for store in stores):
             counts = ", ".join(f"{_files_of(store)} has {store.n_rows:,}" for store in stores)
             raise StoreError(
-                f"sources have unequal numbers of rows: {counts}; "
-                "expected equally many, as a sample has one row of each"
+                f"sources have unequal numbers of rows: {counts}; expected equal numbers, because "
+                "each sample has one row of every source"
             )
         yield stores
 

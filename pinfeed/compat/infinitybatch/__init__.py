@@ -1,7 +1,7 @@
 """Drop-in replacement for infinitybatch: ``import pinfeed.compat.infinitybatch as infinitybatch``.
 
-It has the three ways to train of the original: ``ib(200)`` or ``ib.train(200)``; ``ib.epoch()``;
-and a training loop of the user:
+It has the three ways to train of the original: ``ib(200)`` or ``ib.train(200)``, ``ib.epoch()``,
+and the user's own training loop:
 
     for inputs, targets in ib.dataloader:
         outputs = ib.batch_(inputs)
@@ -14,26 +14,28 @@ The last lines can also be ``ib.loss()``, ``ib.backward()``, ``ib.step()``, ``ib
 
 The following behaviour differs, because the original gave wrong results or did not run:
 
-- Memory is bounded. The original kept what the backward pass of every sample needs, as the plain
-  step does. Here a batch that fits is computed at once. A batch that does not fit is computed in
-  chunks, each of which the backward pass computes again, with the same random numbers.
-  ``pinfeed.BigBatch`` uses the same rules to choose, from the memory that is free, and
-  ``ib.chosen`` shows the choice. ``config``, ``chunk_size`` and ``strategy`` are new.
+- Memory is bounded. The original kept the activations of every sample until the backward pass, as
+  the plain step does. Here a batch that fits in memory is computed at once. A batch that does not
+  fit is computed in chunks, and the backward pass computes each chunk again with the same random
+  numbers. The choice follows the rules of ``pinfeed.BigBatch`` and the free memory; ``ib.chosen``
+  shows it. ``config``, ``chunk_size`` and ``strategy`` are new.
 - Samples are computed together, not one by one. BatchNorm sees the whole batch, or an error says
   what to do. Dropout draws the same numbers as for the whole batch, if the batch fits.
-- Containers keep the last batch only, and those of past epochs are empty. The original kept every
-  tensor of the whole training. ``losses`` are numbers, and all of them are kept.
-- ``epoch()`` and ``train()`` clear existing gradients first. The first batch used to add to them.
+- Containers keep the last batch only, and containers of past epochs are empty. The original kept
+  every tensor of the whole training. ``losses`` are numbers, and all losses are kept.
+- ``epoch()`` and ``train()`` clear existing gradients first. In the original, the first batch added
+  to them.
 - The README's programs run as they are printed: ``ib.optimier`` is the optimizer, and
-  ``ib.batch_()`` uses the inputs of the batch that ``ib.dataloader`` gave last. For that,
+  ``ib.batch_()`` uses the inputs of the batch that ``ib.dataloader`` yielded last. For that,
   ``ib.dataloader`` is a wrapper that behaves like the loader.
 - Inputs, outputs and targets may be tuples and dicts. ``batch_`` gives no gradients to inputs.
 - A dataloader without a batch, or a missing setting, raises ``InfinityBatchError``.
-  ``backward()`` without a loss warns, as intended. Errors of the backward pass are raised.
+  ``backward()`` without a loss warns, as the original intended. Errors of the backward pass are
+  raised.
 - ``cuda`` and ``cuda:0`` are the same device. ``changemodeldevice`` compares the devices, as
   documented.
 - ``tools.is_equal_with_error`` is true for equal tensors, not for different ones, and accepts
-  tensors of any shape. ``free_cache`` of a snapshot exists. Without CUDA, snapshots have zeros.
+  tensors of any shape. Snapshots have ``free_cache``, and are zeros without CUDA.
   ``tools.CudaMemorySnapshot`` and ``CudaMemorySnapShot`` are the same class.
 """
 

@@ -28,7 +28,7 @@ from pinfeed.training.memory_model.tensor_specs import to_device
 def outputs_in_chunks(
     model: nn.Module, inputs: Any, size: int, device: torch.device, back: torch.device
 ) -> Any:
-    """Return the outputs of a batch, of which the backward pass needs only the inputs.
+    """Return the outputs of a batch; the backward pass computes them again from the inputs.
 
     Args:
         model: The model, on ``device``.
@@ -37,7 +37,7 @@ def outputs_in_chunks(
         device: Device of the model.
         back: Device of the outputs.
     """
-    # Autograd adds a node for the outputs only if an input wants a gradient.
+    # Autograd adds a node for the outputs only if an input requires a gradient.
     trigger = torch.zeros((), requires_grad=any(p.requires_grad for p in model.parameters()))
     chunks = _Chunks(model, inputs, size, device, back)
     leaves = _ChunkedForward.apply(chunks, trigger)  # type: ignore[no-untyped-call]
@@ -95,7 +95,7 @@ class _Chunks:
 def _backward(
     outputs: Any, gradients: tuple[torch.Tensor | None, ...], start: int, stop: int
 ) -> None:
-    """Run the backward pass of a chunk, whose rows are ``start`` to ``stop`` of the batch."""
+    """Run the backward pass of a chunk that has rows ``start`` to ``stop`` of the batch."""
     leaves = [leaf for _, leaf in flatten(outputs)[0]]
     pairs = [
         (leaf, gradient[start:stop].to(leaf.device))
@@ -106,14 +106,14 @@ def _backward(
 
 
 class _ChunkedForward(torch.autograd.Function):
-    """Node of the outputs of all chunks.
+    """Autograd node of the outputs of all chunks.
 
-    Its backward pass runs those of the chunks, which add to the gradients of the parameters.
+    Its backward pass runs the backward pass of each chunk, which adds to the parameters' gradients.
     """
 
     @staticmethod
     def forward(ctx: Any, chunks: _Chunks, trigger: torch.Tensor) -> tuple[Any, ...]:
-        """Return the leaves of the outputs; ``trigger`` wants a gradient if a parameter does."""
+        """Return the outputs' leaves; ``trigger`` requires a gradient if a parameter does."""
         ctx.chunks = chunks
         ctx.set_materialize_grads(False)
         return tuple(chunks.forward())

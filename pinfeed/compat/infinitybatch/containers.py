@@ -29,7 +29,7 @@ class Containers:
         self._unread: list[tuple[torch.Tensor, int]] = []
 
     def clear(self) -> None:
-        """Clear all containers. A loop that is running continues in a new epoch."""
+        """Clear all containers. A running loop continues in a new epoch."""
         for container in (self.inputs, self.outputs, self.targets, self._losses, self._unread):
             container.clear()
 
@@ -44,7 +44,7 @@ class Containers:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether an epoch has begun that had no batch yet."""
+        """Whether the current epoch has begun and had no batch yet."""
         return bool(self.inputs) and not (self.inputs[-1] or self._losses[-1] or self._unread)
 
     def add_loss(self, loss: torch.Tensor, n: int) -> None:
@@ -54,8 +54,8 @@ class Containers:
     def read_losses(self) -> list[list[tuple[float, int]]]:
         """Return the losses as numbers, with the sizes of their batches, by epoch.
 
-        Reading a loss waits for its device. So losses are read only here, when the user asks for
-        them or when an epoch ends.
+        Reading a loss waits for its device. Losses are therefore read only here: when the user
+        reads ``losses`` or when an epoch ends.
         """
         if self._unread:
             values = torch.stack([loss.double() for loss, _ in self._unread]).tolist()
@@ -66,7 +66,7 @@ class Containers:
         return self._losses
 
     def detach_outputs(self) -> None:
-        """Detach the outputs, to free what the last backward pass needed."""
+        """Detach the outputs, to free the graph of the last backward pass."""
         for outputs in self.outputs[-1]:
             leaves, rebuild = flatten(outputs)
             values = [leaf for _, leaf in leaves]

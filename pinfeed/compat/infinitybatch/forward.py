@@ -1,4 +1,4 @@
-"""BatchForward: the forward pass of a batch of any size, by the strategy that fits the memory."""
+"""BatchForward: the forward pass of a batch of any size, by a strategy that fits in memory."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class BatchForward:
     """Computes the outputs of batches of any size.
 
     Args:
-        config: Limits of memory; None for the memory that is free.
-        chunk_size: Samples of a chunk; None for the largest chunk that fits.
+        config: Memory limits; None for the free memory.
+        chunk_size: Samples per chunk; None for the largest chunk that fits.
         strategy: A strategy of BigBatch, except for ``"accumulate"``, which needs the loss.
         prove: Whether to compare gradients with those of the plain step, as BigBatch does.
 
@@ -72,7 +72,7 @@ class BatchForward:
         self.unpredicted: str | None = None
 
     def forget(self) -> None:
-        """Drop all choices and the memory for the previous device, because the model was moved."""
+        """Drop all choices and the memory for the previous device; call it after a move."""
         self._choice_by_shape.clear()
         self._plain_choices.clear()
         self._verifier.forget()
@@ -93,7 +93,7 @@ class BatchForward:
         Args:
             model: The model, on ``device``.
             inputs: The inputs of the batch, on any device.
-            optimizer: The optimizer of the model; None if it is not known.
+            optimizer: The optimizer of the model; None if it is unknown.
             device: Device of the model.
             back: Device of the outputs.
         """
@@ -120,15 +120,15 @@ class BatchForward:
     def _choose(
         self, model: nn.Module, inputs: Any, optimizer: Any, device: torch.device
     ) -> StrategyChoice:
-        """Return the choice for batches of this shape, which is made once."""
+        """Return the choice for batches of this shape; it is made once."""
         n = n_samples(inputs)
         if n == 0:
             raise ArgumentError("the batch is empty; expected at least one sample")
         modes = tuple(module.training for module in model.modules())
         key = (shapes_and_dtypes(inputs), *modes)
         if key not in self._choice_by_shape:
-            # If a plain step of many samples fits, one of fewer does: the smaller last batch of an
-            # epoch needs no prediction of its own.
+            # If a plain step of many samples fits, a step of fewer samples fits too, so the smaller
+            # last batch of an epoch needs no prediction of its own.
             sample_key = (sample_spec_of(inputs).key, modes)
             choice = self._plain_choices.get(sample_key)
             if choice is None or choice.chunk_size <= n:
@@ -144,7 +144,7 @@ class BatchForward:
         self._check_strategy(model, inputs)
         unknown: dict[str, int | None] = dict.fromkeys(STRATEGIES)
         if self._strategy not in ("auto", "two_pass"):
-            return StrategyChoice(self._strategy, n, "it was asked for", unknown)  # type: ignore[arg-type]
+            return StrategyChoice(self._strategy, n, "the user named it", unknown)  # type: ignore[arg-type]
         try:
             predictor = None
             if self._chunk_size is None:
@@ -159,24 +159,24 @@ class BatchForward:
                 size = predictor.chunk_size(n, in_two_passes=True)
         except EstimateError as error:
             self.unpredicted = str(error)
-            return StrategyChoice("plain", n, "what it takes cannot be predicted", unknown)
+            return StrategyChoice("plain", n, "its memory cannot be predicted", unknown)
         assert size is not None
-        return StrategyChoice("two_pass", min(n, size), "it was asked for", unknown)
+        return StrategyChoice("two_pass", min(n, size), "the user named it", unknown)
 
     def _check_strategy(self, model: nn.Module, inputs: Any) -> None:
         """Refuse, or warn about, a strategy that gives other gradients than the plain step."""
         if self._strategy == "two_pass" and (norms := batch_norms(model)):
             raise ArgumentError(
-                f"strategy='two_pass' computes chunks, and {norms[0]} normalizes over the batch; "
-                "take 'offload' or 'checkpoint'"
+                f"strategy='two_pass' computes chunks, but {norms[0]} normalizes over the batch; "
+                "give strategy='offload' or 'checkpoint'"
             )
         if self._strategy not in ("two_pass", "checkpoint"):
             return
         if problem := self._problem_of(model, inputs, self._strategy):
             warnings.warn(
                 f"strategy={self._strategy!r} does not give the gradients of the plain step: "
-                f"{problem}; take strategy='auto', or give prove=False "
-                "if the difference does not matter",
+                f"{problem}; give strategy='auto', or prove=False if the difference does not "
+                "matter",
                 stacklevel=7,
             )
 

@@ -17,7 +17,17 @@ from pinfeed.training.trainer.evaluate import pair_of
 
 
 class InfinityBatch(Settings):
-    """A trainer for batches of any size, in bounded memory.
+    """Trainer for batches of any size, in bounded memory.
+
+    Examples:
+        >>> import warnings
+        >>> from pinfeed.compat import infinitybatch
+        >>> warnings.simplefilter("ignore", infinitybatch.InfinityBatchWarning)  # without a GPU
+        >>> loader = [(torch.randn(500, 8), torch.randn(500, 1)) for _ in range(3)]
+        >>> ib = infinitybatch.InfinityBatch(torch.nn.Linear(8, 1), verbose=False, chunk_size=100)
+        >>> ib.optimizer = torch.optim.Adam(ib.model.parameters())
+        >>> ib.criterion, ib.dataloader = torch.nn.MSELoss(), loader
+        >>> ib.train(2)
 
     Args:
         model: The model; the first dimension of its inputs is the batch. Like ``optimizer`` and
@@ -27,8 +37,8 @@ class InfinityBatch(Settings):
         dataloader: An iterable of pairs of inputs and targets.
         backward_device: The device of outputs, targets and losses; None for the CPU.
         verbose: Whether to print progress.
-        config: Limits of memory; None for the memory that is free.
-        chunk_size: Samples of a chunk; None for the largest chunk that fits.
+        config: Memory limits; None for the free memory.
+        chunk_size: Samples per chunk; None for the largest chunk that fits.
         strategy: A strategy of ``pinfeed.BigBatch``, except for ``"accumulate"``.
         prove: Whether to compare gradients with those of the plain step, as ``pinfeed.BigBatch``
             does.
@@ -49,7 +59,7 @@ class InfinityBatch(Settings):
         prove: bool = True,
     ) -> None:
         if not torch.cuda.is_available():
-            warn("there is no CUDA device: batches are computed within the memory of the host", 3)
+            warn("there is no CUDA device, so batches are computed on the CPU, in host memory", 3)
         super().__init__(BatchForward(config, chunk_size, strategy, prove), verbose)
         self._loss: torch.Tensor | None = None
         self.backward_device = backward_device
@@ -74,7 +84,7 @@ class InfinityBatch(Settings):
         """Train for one epoch.
 
         Raises:
-            InfinityBatchError: If a setting is missing, or the dataloader has no batch.
+            InfinityBatchError: If a setting is missing, or the dataloader yields no batch.
         """
         for name in ("model", "optimizer", "criterion", "dataloader"):
             self._required(name)
@@ -98,7 +108,7 @@ class InfinityBatch(Settings):
             self.zero_grad()
         if not n_batches:
             raise InfinityBatchError(
-                f"dataloader={self._loader!r} gave no batch; expected at least one"
+                f"dataloader={self._loader!r} yielded no batch; expected at least one"
             )
         self._containers.read_losses()
         self._print(
@@ -110,10 +120,10 @@ class InfinityBatch(Settings):
         """Compute the outputs of a whole batch, on the backward device.
 
         Args:
-            inputs: The inputs of the batch; None for those that ``dataloader`` gave last.
+            inputs: The inputs of the batch; None for the inputs that ``dataloader`` yielded last.
 
         Raises:
-            InfinityBatchError: If there is no model, or ``dataloader`` gave no batch yet.
+            InfinityBatchError: If there is no model, or ``dataloader`` has not yielded a batch yet.
         """
         model = self._required("model")
         if not self.inputs:
@@ -121,8 +131,8 @@ class InfinityBatch(Settings):
         if inputs is None:
             if not self.inputs[-1]:
                 raise InfinityBatchError(
-                    "batch_() has no inputs: dataloader gave no batch yet; "
-                    "give them, as batch_(inputs)"
+                    "batch_() has no inputs, because dataloader has not yielded a batch yet; "
+                    "iterate ib.dataloader, or give the inputs: batch_(inputs)"
                 )
             inputs = self.inputs[-1][-1]
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -132,7 +142,7 @@ class InfinityBatch(Settings):
         if self._batch_forward.unpredicted is not None:
             warn(
                 "the whole batch is computed at once, "
-                f"because {self._batch_forward.unpredicted}; give chunk_size=",
+                f"because {self._batch_forward.unpredicted}; give chunk_size= to compute chunks",
                 3,
             )
             self._batch_forward.unpredicted = None
@@ -162,7 +172,7 @@ class InfinityBatch(Settings):
     def backward(self) -> None:
         """Run the backward pass of the last loss. Warn if there is none."""
         if self._loss is None:
-            warn("backward() without a loss; call loss() first", 3)
+            warn("backward() has no loss; call loss() first", 3)
             return
         loss = self._loss
         self._loss = None

@@ -1,4 +1,4 @@
-"""Settings of an InfinityBatch: what it trains, with what, and on which devices."""
+"""Settings of an InfinityBatch: model, optimizer, criterion, dataloader and devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pinfeed.errors import ArgumentError
 
 
 class InfinityBatchError(ArgumentError):
-    """A setting that is needed was not set."""
+    """A setting is missing."""
 
 
 class InfinityBatchWarning(Warning):
@@ -59,7 +59,7 @@ class Settings:
             self._optimizer = optimizer
 
     optimier = optimizer
-    """The optimizer, under the name that the README of infinitybatch has for it."""
+    """Alias of ``optimizer``, as the README of infinitybatch spells it."""
 
     @property
     def criterion(self) -> Any:
@@ -111,7 +111,7 @@ class Settings:
                 (p.device for p in self._model.parameters() if p.requires_grad), None
             )
             if self._forward_device is None:
-                warn("the model has no parameter that can be trained", 3)
+                warn("the model has no trainable parameter", 3)
         if self._forward_device != before:
             self._batch_forward.forget()
 
@@ -120,18 +120,18 @@ class Settings:
         if self._forward_device is None:
             return
         if _with_index(self._forward_device) == _with_index(self._backward_device):
-            warn(f"forward and backward device are the same, {self._forward_device}", 4)
+            warn(f"forward and backward device are the same: {self._forward_device}", 4)
 
     def _is_unset(self, name: str) -> bool:
         if getattr(self, f"_{name}") is not None:
-            warn(f"{name} is set already, and stays", 4)
+            warn(f"{name} was set before and does not change; make a new InfinityBatch", 4)
             return False
         return True
 
     def _required(self, name: str) -> Any:
         found = self._loader if name == "dataloader" else getattr(self, f"_{name}")
         if found is None:
-            raise InfinityBatchError(f"{name} was not set; set it, as ib.{name} = {name}")
+            raise InfinityBatchError(f"{name} is not set; set it: ib.{name} = {name}")
         return found
 
 

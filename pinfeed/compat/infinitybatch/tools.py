@@ -29,7 +29,13 @@ _LABEL_LENGTH = 20
 
 
 class CudaMemorySnapShot:
-    """Memory of a CUDA device at one moment, in bytes; zeros where there is none.
+    """Memory of a CUDA device at one moment, in bytes; zeros without a GPU.
+
+    Examples:
+        >>> from pinfeed.compat.infinitybatch import tools
+        >>> snapshot = tools.CudaMemorySnapShot()
+        >>> snapshot.allocated <= snapshot.reserved <= snapshot.total
+        True
 
     Args:
         device_id: Device to measure; None for the current device.
@@ -75,7 +81,15 @@ CudaMemorySnapshot = CudaMemorySnapShot
 
 
 class CudaHistory(list[tuple[str, CudaMemorySnapShot]]):
-    """A list of labels and snapshots, printed as a table."""
+    """List of labelled snapshots; ``str(history)`` is a table.
+
+    Examples:
+        >>> from pinfeed.compat.infinitybatch import tools
+        >>> history = tools.CudaHistory()
+        >>> history.append("after loading")
+        >>> print(history)
+        CudaHistory:...
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +126,7 @@ def determinize(seed: int | None = None, be_deterministic: bool = True) -> None:
     Args:
         seed: Seed of all generators. None stands for 0, or with ``be_deterministic=False`` for a
             seed that differs each time.
-        be_deterministic: Whether cuDNN uses the same algorithms each time, or else the fastest.
+        be_deterministic: Whether cuDNN uses deterministic algorithms; False for the fastest ones.
     """
     torch.backends.cudnn.deterministic = be_deterministic
     torch.backends.cudnn.benchmark = not be_deterministic
@@ -138,7 +152,7 @@ def is_equal_network(one: nn.Module, another: nn.Module) -> bool:
 def is_equal_with_error(one: torch.Tensor, another: torch.Tensor, detach: bool = True) -> bool:
     """Return whether two tensors have the same shape, and values within the tolerance.
 
-    ``detach`` has no effect any more.
+    ``detach`` has no effect.
     """
     if one.shape != another.shape:
         return False

@@ -22,26 +22,29 @@ these functions it gets numpy arrays of ``input_dtype`` and ``output_dtype``. Wi
 
 The following behaviour differs, because the original gave wrong results or did not run:
 
-- Every epoch is read anew. Random variations vary, and memory does not grow from epoch to epoch.
-  The original kept all batches until the last epoch ended. So ``multiply_epochs`` accepts an epoch
-  from ``generate_epoch``, or an iterable that can be iterated again, but no plain generator.
-- Batches are read in a background thread, ``depth`` ahead. The user's functions run there, or in
-  the loop's thread with ``depth=0``. ``apply_on_…`` runs with the CUDA device and stream that are
-  current where the epoch begins. An error of a function is raised when the loop reaches its batch.
-- An epoch of ``Feeder`` has full batches only; one of ``generate_epoch`` has all samples. The
-  original gave empty batches, and an error after about 1,000 batches.
-- Each identity must give ``one_read_count`` samples, of inputs and outputs alike, and
-  ``apply_on_…`` must use all of a batch; an error names the identity. The original combined labels
-  with other inputs.
+- Every epoch is read anew. Random augmentation differs from epoch to epoch, and memory does not
+  grow. The original kept all batches until the last epoch ended. ``multiply_epochs`` therefore
+  accepts an epoch from ``generate_epoch``, or an iterable that can be iterated again, but no plain
+  generator.
+- A background thread reads ``depth`` batches ahead. It runs the user's functions; with ``depth=0``
+  they run in the loop's thread. ``apply_on_…`` runs with the CUDA device and stream that are
+  current when the epoch begins. If a function fails, its error is raised when the loop reaches the
+  batch.
+- An epoch of ``Feeder`` has full batches only; an epoch of ``generate_epoch`` has all samples. The
+  original returned empty batches, and an error after about 1,000 batches.
+- For each identity, both functions must return ``one_read_count`` samples, and ``apply_on_…`` must
+  use all samples of a batch. Otherwise an error names the identity. The original combined labels
+  with wrong inputs.
 - ``batch_size`` is the largest that fits in both limits, up to ``preferred_batch_size``. The
   estimate covers a whole training step: parameters once each and in their own dtype, gradients,
-  the optimizer's state, and what torch's allocator reserves. It also covers the prefetched batches,
-  as if all of them were on the GPU and on the host. If not even one identity fits, an error is
-  raised, also for ``cpu_memory_limit``.
-- ``model_class`` may be a module, or a function that makes one. It may return several outputs, and
-  accept integers. ``input_shape`` is the shape of a sample or of a batch of one: a leading 1 is the
-  dimension of the batch if the network accepts that. A dtype may be a name, numpy's or torch's. The
-  first READMEs call it ``network``, and count with ``InspectNetwork``; both work.
+  the optimizer's state, and the memory that torch's allocator reserves. It also covers the
+  prefetched batches, as if all of them were on the GPU and on the host. If not even one identity
+  fits in one of the limits, an error is raised.
+- ``model_class`` may be a module, or a function that makes one. The model may return several
+  outputs, and accept integers. ``input_shape`` is the shape of a sample or of a batch of one: a
+  leading 1 is the batch dimension if the network accepts that. A dtype may be a name, a numpy dtype
+  or a torch dtype. The first READMEs call this argument ``network``, and count with
+  ``InspectNetwork``; both work.
 - ``total_sample_count`` (identities) determines what Config counts. The lists determine what is
   read.
 - A Config cannot be changed: make a new one.

@@ -1,4 +1,4 @@
-"""Config: from memory limits and a network to the largest batch."""
+"""Config: the largest batch for given memory limits and a network."""
 
 from __future__ import annotations
 
@@ -32,7 +32,17 @@ _INDEPENDENT_OF_BATCH = ("parameters", "buffers", "gradients", "optimizer state"
 class Config:
     """Memory limits, and the largest batch that fits in them.
 
-    Its attributes are those of the original, so it is one class.
+    It is one class because its attributes are those of the original.
+
+    Examples:
+        >>> from pinfeed.compat.pytorch_memory import Config, GiB
+        >>> config = Config(
+        ...     cpu_memory_limit=GiB(2), gpu_memory_limit=GiB(1), total_sample_count=2048,
+        ...     input_shape=(8,), output_shape=(1,), model_class=torch.nn.Linear(8, 1),
+        ...     preferred_batch_size=256,
+        ... )
+        >>> config.batch_size, config.batch_count
+        (256, 8)
 
     Args:
         cpu_memory_limit: Limit of the samples in host memory, in bytes.
@@ -40,14 +50,14 @@ class Config:
         input_shape: Shape of an input sample, or of a batch of one.
         output_shape: Shape of an output sample; None without outputs.
         model_class: The network, or a class or function that makes it.
-        total_sample_count: Identities of an epoch.
+        total_sample_count: Identities per epoch. An identity is one element of ``input_list``.
         input_dtype: Dtype of input samples.
         output_dtype: Dtype of output samples.
         one_read_count: Samples that ``read_input`` returns for an identity. The batch size is a
             multiple of it.
         preferred_batch_size: Upper bound of the batch size, which is at least ``one_read_count``.
             None or 0 for the largest batch that fits.
-        depth: Batches read ahead of the loop; 0 is the synchronous loop.
+        depth: Number of prefetched batches; 0 is the synchronous loop.
         loss: Loss function for the estimate, called with the network's outputs and the output
             samples; None for the sum of the outputs.
         optimizer: A torch optimizer's class, a function called with parameters, or an optimizer of
@@ -59,7 +69,7 @@ class Config:
         EstimateError: If the training step cannot be predicted, or the network does not accept such
             samples.
         NotEnoughGPURam: If the samples of one identity do not fit on the GPU.
-        NotEnoughCPUMemory: If they do not fit on the host.
+        NotEnoughCPUMemory: If the samples of one identity do not fit in host memory.
     """
 
     cpu_memory_limit: int
@@ -81,17 +91,17 @@ class Config:
         if network is not None:
             if self.model_class is not None:
                 raise ArgumentError(
-                    "model_class and network are two names of one argument; pass one of them"
+                    "model_class= and network= are two names of one argument; give one of them"
                 )
             object.__setattr__(self, "model_class", network)
         for name in ("cpu_memory_limit", "gpu_memory_limit"):
             value = getattr(self, name)
             if not isinstance(value, (int, float, np.number)) or not 1 <= value < math.inf:
-                raise ArgumentError(f"{name}={value!r}: expected bytes, as GiB(1.5)")
+                raise ArgumentError(f"{name}={value!r}: expected bytes, such as GiB(1.5)")
         for name in ("total_sample_count", "one_read_count"):
             whole_number(getattr(self, name), name)
         check_depth(self.depth)
-        # An invalid argument is refused now, not when the budget is used.
+        # The budget is computed now, so that an invalid argument is refused at once.
         _ = self.budget
 
     @functools.cached_property
@@ -138,7 +148,7 @@ class Config:
     def allowed_sample_count(self) -> int:
         """Identities, in whole batches, whose samples fit in ``cpu_memory_limit``.
 
-        A loop holds ``depth + 3`` batches at a time, whatever fits.
+        A loop holds ``depth + 3`` batches at a time, even if more fit.
         """
         return round_to(self._allowed_sample_count, self.sample_count_in_single_batch)
 
@@ -189,9 +199,9 @@ class Config:
 
     @property
     def total_intermediate_variable_count(self) -> int:
-        """Elements that the layers give for a sample, as ``get_variable_count`` counts them.
+        """Elements of the layers' outputs for a sample, as ``get_variable_count`` counts them.
 
-        ``budget`` shows how many bytes the step really needs.
+        ``budget`` shows the estimated bytes of the step.
         """
         return self._format.n_variables
 
@@ -251,9 +261,10 @@ class Config:
         if n_reads == 0:
             need = self._host_bytes(1)
             raise NotEnoughCPUMemory(
-                f"batches of {self.one_read_count} samples, the fewest there can be, need "
-                f"{human(need)} ({need} bytes) on the host, {self.depth + 3} of them at a time; "
-                f"cpu_memory_limit is {human(limit)} ({limit} bytes); raise it, or lower depth"
+                f"{self.depth + 3} batches of {self.one_read_count} samples (the samples of one "
+                f"identity) need {human(need)} ({need} bytes) of host memory; cpu_memory_limit is "
+                f"{human(limit)} ({limit} bytes); raise cpu_memory_limit, or lower depth (now "
+                f"{self.depth})"
             )
         return n_reads * self.one_read_count
 
@@ -270,7 +281,7 @@ def host_items(specs: Sequence[SampleSpec], batch_size: int, depth: int) -> tupl
     Args:
         specs: Shapes and dtypes of the samples.
         batch_size: Samples in a batch.
-        depth: Batches read ahead of the loop.
+        depth: Number of prefetched batches.
     """
     nbytes = tuple(size for spec in specs for size in spec.nbytes)
     none = (False,) * len(nbytes)

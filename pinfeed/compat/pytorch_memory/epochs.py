@@ -1,4 +1,4 @@
-"""Epochs of batches that functions of the user read, ahead of the loop, anew in each epoch."""
+"""Epochs of batches that the user's functions read, ahead of the loop and anew in each epoch."""
 
 from __future__ import annotations
 
@@ -24,6 +24,18 @@ class Epoch(Iterator[tuple[Any, Any]]):
 
     Reading begins with the first ``next()`` and ends with the last batch.
 
+    Examples:
+        >>> from pinfeed.compat import pytorch_memory
+        >>> config = pytorch_memory.Config(
+        ...     2**28, 2**30, (8,), (1,), torch.nn.Linear(8, 1), 64, preferred_batch_size=16
+        ... )
+        >>> read_input, get_output = lambda i: [np.full(8, i)], lambda i: [[i]]
+        >>> epoch = pytorch_memory.generate_epoch(
+        ...     config, range(64), range(64), read_input, get_output
+        ... )
+        >>> [x.shape for x, y in epoch]
+        [(16, 8), (16, 8), (16, 8), (16, 8)]
+
     Args:
         batches: Function that returns the batches of an epoch, given its number.
         number: Number of this epoch.
@@ -37,19 +49,29 @@ class Epoch(Iterator[tuple[Any, Any]]):
         return next(self._batches)
 
     def again(self, number: int) -> Epoch:
-        """Return another pass over the data, with a number of its own."""
+        """Return another pass over the data, with another epoch number."""
         return Epoch(self._read, number)
 
     def close(self) -> None:
-        """End the epoch now. It also ends when it is garbage collected."""
+        """End the epoch now; otherwise it ends with the last batch or its garbage collection."""
         self._batches.close()  # type: ignore[attr-defined]  # a generator
 
 
 class Feeder:
-    """Epochs of full batches, which functions of the user read.
+    """Epochs of full batches that the user's functions read.
+
+    Examples:
+        >>> from pinfeed.compat import pytorch_memory
+        >>> config = pytorch_memory.Config(
+        ...     2**28, 2**30, (8,), (1,), torch.nn.Linear(8, 1), 64, preferred_batch_size=16
+        ... )
+        >>> read_input, get_output = lambda i: [np.full(8, i)], lambda i: [[i]]
+        >>> feeder = pytorch_memory.Feeder(config, range(64), range(64), read_input, get_output)
+        >>> sum(1 for epoch in feeder.generate_epochs(2) for x, y in epoch)
+        8
 
     Args:
-        configs: Config with the size of a batch.
+        configs: Config that determines the batch size.
         input_list: The argument of ``read_input`` for each identity.
         output_list: The argument of ``get_output`` for each identity.
         read_input: Function that returns the ``one_read_count`` input samples of an identity.
@@ -57,14 +79,15 @@ class Feeder:
         apply_on_input_batch: Function that makes a batch from an iterator over its input samples.
             None stacks the samples.
         apply_on_output_batch: The same for output samples.
-        shuffle: Whether identities have another order in every epoch.
+        shuffle: Whether to shuffle the identities, in another order in every epoch. The orders
+            are the same in every run with the same ``seed``.
         seed: Seed of the shuffle.
-        device: Device that batches are copied to: ``"cuda"``, ``"auto"`` or ``"cpu"``. None leaves
-            them as they are made.
+        device: Device to which batches are copied: ``"cuda"``, ``"auto"`` or ``"cpu"``. None
+            leaves them as the functions return them.
 
     Raises:
-        ArgumentError: If the lists differ in length or have less than a batch, or if a function
-            cannot be called.
+        ArgumentError: If the lists differ in length or have fewer samples than a batch, or if a
+            function cannot be called.
     """
 
     def __init__(
@@ -99,16 +122,16 @@ class Feeder:
         n_identities = len(self._reader.inputs)
         if n_identities < configs.sample_count_in_single_batch:
             raise ArgumentError(
-                f"input_list has {n_identities} identities, a full batch "
-                f"{configs.sample_count_in_single_batch}, so there would be none; give Config "
+                f"input_list has {n_identities} identities; expected at least "
+                f"{configs.sample_count_in_single_batch}, one full batch; give Config "
                 f"total_sample_count={n_identities}, or read with generate_epoch, "
-                "which also gives the remaining samples"
+                "which also yields the remaining samples"
             )
 
     def generate_epochs(self, epoch_count: int = 1) -> Iterator[Epoch]:
-        """Return ``epoch_count`` epochs, each of which is read when it is iterated.
+        """Yield ``epoch_count`` epochs; each one is read when it is iterated.
 
-        With ``shuffle``, their orders continue those of the last call.
+        With ``shuffle``, the orders continue those of the last call.
         """
         for _ in range(epoch_count):
             number = self._n_epochs
@@ -129,7 +152,7 @@ def generate_epoch(
     seed: int = 0,
     device: Any = None,
 ) -> Epoch:
-    """Return one epoch, as ``Feeder`` does, with a last batch that may be smaller.
+    """Return one epoch of all samples; the last batch may be smaller.
 
     The arguments are those of ``Feeder``.
     """
@@ -160,21 +183,21 @@ def multiply_epochs(
         epoch_count: Number of epochs.
 
     Raises:
-        ArgumentError: If it can be iterated only once, so that its batches would have to be kept.
+        ArgumentError: If ``epoch_generator`` can be iterated only once.
     """
     if isinstance(epoch_generator, Epoch):
         return map(epoch_generator.again, range(epoch_count))
     if isinstance(epoch_generator, Iterator) or not hasattr(epoch_generator, "__iter__"):
         raise ArgumentError(
-            f"multiply_epochs: got a {type(epoch_generator).__name__}, which can be read once, "
-            "and its batches would have to be kept; give what generate_epoch returned (and change "
-            "batches in the loop, or in apply_on_…), or what can be iterated again"
+            f"multiply_epochs: got a {type(epoch_generator).__name__}, which can be iterated only "
+            "once; give an epoch from generate_epoch (and change batches in the loop, or in "
+            "apply_on_…), or an iterable that can be iterated again, such as a list"
         )
     return (iter(epoch_generator) for _ in range(epoch_count))
 
 
 class _OpaqueBatch:
-    """A batch from a function of the user, which is neither inspected nor moved."""
+    """A batch from the user's function, which pinfeed neither inspects nor copies."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -182,7 +205,7 @@ class _OpaqueBatch:
 
 @dataclass(frozen=True)
 class _EpochReader:
-    """Reads epochs. Its arguments, those of ``Feeder``, are checked by making a first feeder."""
+    """Reads epochs. Its arguments are those of ``Feeder``; a first feeder checks them."""
 
     configs: Config
     inputs: Sequence[Any]
@@ -239,9 +262,9 @@ class _EpochReader:
 
 
 def _opaque_on(stream: Any, apply: Apply) -> Apply:
-    """Return ``apply`` with its GPU work on the loop's stream, so that the loop's work follows it.
+    """Return ``apply`` with its GPU work in the loop's stream, so that the loop's work follows it.
 
-    A stream of None leaves the stream as it is.
+    With ``stream=None``, the current stream stays.
     """
 
     def make_batch(samples: Iterator[Any]) -> _OpaqueBatch:
@@ -252,13 +275,13 @@ def _opaque_on(stream: Any, apply: Apply) -> Apply:
 
 
 def _unwrap(batch: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Return the user's own values of a batch, and arrays for what was stacked."""
+    """Return a batch with the values of the user's functions, or with arrays of stacked samples."""
     x, y = (part.value if isinstance(part, _OpaqueBatch) else memory_of(part) for part in batch)
     return x, y
 
 
 def _common_dtype(samples: Sequence[SampleSpec]) -> Any:
-    """Return the dtype to stack samples in; None, which keeps their own, if they have several."""
+    """Return the dtype for stacked samples; None keeps the samples' own dtypes, if they differ."""
     dtypes = {dtype for each in samples for dtype in each.dtypes}
     return dtypes.pop() if len(dtypes) == 1 else None
 

@@ -1,4 +1,4 @@
-"""ForwardTrace: the layers of a network that a forward pass calls, on tensors without data."""
+"""ForwardTrace: records the layers that a forward pass calls, on tensors without data."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ class LayerCall:
 
     Attributes:
         layer: The layer.
-        input_shape: Shape of its first input tensor; ``()`` without one.
-        output_shape: Shape of its output, or a tuple of shapes if it returns several tensors.
-        n_variables: Elements of its new outputs. An output is new if it is not the input, not the
-            output of another layer, and no view of these. Elements count twice if they have a
+        input_shape: Shape of the first input tensor; ``()`` if there is none.
+        output_shape: Shape of the output, or a tuple of shapes if the layer returns several
+            tensors.
+        n_variables: Elements of the new outputs. An output is new if it is not the input, not the
+            output of another layer, and not a view of these. Elements count twice if they have a
             gradient.
     """
 
@@ -40,7 +41,7 @@ class ForwardTrace:
     """A step for StepEstimator that runs the forward pass only, and records each layer.
 
     Attributes:
-        calls: Calls of layers in the order in which they ended; the network's own is the last.
+        calls: Calls of layers in the order in which they ended; the network's own call is last.
         outputs: Outputs of the network.
     """
 
@@ -55,7 +56,8 @@ class ForwardTrace:
         self.calls = []
         self._storages = {}
         for module in run.model.modules():
-            # In training mode BatchNorm refuses a batch of one. Its shapes are the same in both.
+            # In training mode, BatchNorm refuses a batch of one. The shapes are the same in eval
+            # mode.
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.eval()
         inputs, _ = run.batch(batch_size)
@@ -76,7 +78,7 @@ class ForwardTrace:
 
     @property
     def n_outputs(self) -> int | None:
-        """Length of the first output tensor, which should be the size of the batch."""
+        """Length of the first output tensor, which should be the batch size."""
         outputs = self.outputs
         if isinstance(outputs, Mapping):
             outputs = dict(outputs)
@@ -124,7 +126,7 @@ def trace_input_shape(model: Any, input_shape: Any) -> ForwardTrace:
     """Trace the forward pass of a tensor of exactly this shape, or else of a batch of one.
 
     Raises:
-        EstimateError: If the network accepts neither, as floats or as integers.
+        EstimateError: If the network accepts neither shape, with floats or with integers.
     """
     shape = samples_of(input_shape, "float32", "input").shapes[0]
     batch_shapes = [(1, *shape)]
@@ -150,8 +152,8 @@ def _float_dtype(model: Any) -> torch.dtype:
 
 
 def _optimizer(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-    """Return an optimizer without state. The trace runs no step of it.
+    """Return an optimizer without state, which never steps.
 
-    A network may have no parameters, but an optimizer needs one.
+    A network may have no parameters, but an optimizer needs at least one.
     """
     return torch.optim.SGD(list(parameters) or [torch.zeros(1)])

@@ -30,25 +30,31 @@ def get_parameter_count(model_class: Any) -> int:
 def get_variable_count(model_class: Any, input_shape: Any) -> int:
     """Return the number of elements of the outputs of all layers, twice if they have gradients.
 
-    An output that is the output of another layer, or a view of it, counts once. This applies to
-    containers, layers that work in place, and Flatten. Of computations outside layers, only the
-    result is counted.
+    An output that is the output of another layer, or a view of that output, counts once. This
+    applies to containers, layers that work in place, and Flatten. Intermediate results of
+    computations outside layers do not count.
 
     Raises:
-        EstimateError: If the network accepts neither such an input nor a batch of one of them.
+        EstimateError: If the network accepts neither such an input nor a batch of one such input.
     """
     return trace_input_shape(check_model_class(model_class), input_shape).n_variables
 
 
 class InspectNetwork:
-    """The counts of a network, as in the first READMEs.
+    """Counts of a network's parameters and outputs, as in the original's first READMEs.
+
+    Examples:
+        >>> from pinfeed.compat.pytorch_memory import InspectNetwork
+        >>> inspected = InspectNetwork(torch.nn.Linear(8, 2), (8,))
+        >>> inspected.get_parameter_count()
+        18
 
     Args:
         network: The network, or a class or a function without arguments that makes one.
         input_shape: Shape of an input, with or without the dimension of the batch.
 
     Raises:
-        ArgumentError: If ``network`` is not a module and makes none.
+        ArgumentError: If ``network`` is not a module and does not make one.
         EstimateError: If the network does not accept such an input.
     """
 
@@ -66,13 +72,13 @@ class InspectNetwork:
 
 
 def summary_of_network(model_class: Any, input_shape: Any) -> list[dict[str, Any]]:
-    """Return the layers of a network, in the order in which they give their outputs.
+    """Return the layers of a network, in the order in which they return their outputs.
 
     Each is a dict of ``input_shape``, ``output_shape`` (a tuple of shapes for several outputs),
     ``parameter_count`` and ``layer_type_name``. Containers are layers, too.
 
     Raises:
-        EstimateError: If the network accepts neither such an input nor a batch of one of them.
+        EstimateError: If the network accepts neither such an input nor a batch of one such input.
     """
     calls = trace_input_shape(check_model_class(model_class), input_shape).calls
     # The last call is the network itself, which is listed only if it is a single layer.

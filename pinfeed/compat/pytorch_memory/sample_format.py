@@ -1,4 +1,4 @@
-"""SampleFormat: the shape and dtype in which a network accepts samples, found by trying."""
+"""SampleFormat: the shape and dtype in which a network accepts samples, found by trials."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from pinfeed.tensors.pytree import flatten
 from pinfeed.training.memory_model.tensor_specs import samples_of
 
 Integers = Literal["as they are", "as floats", "as int64"]
-"""The conversion of integer samples.
-
-They may be ids, pixels of one byte each, or ids that are stored in few bits.
-"""
+"""The conversion of integer samples, which may be ids, pixels, or ids stored in few bits."""
 
 
 class ConvertingModel(nn.Module):
@@ -34,7 +31,8 @@ class ConvertingModel(nn.Module):
         self.model = model if isinstance(model, nn.Module) else model()
         if not isinstance(self.model, nn.Module):
             raise ArgumentError(
-                f"model_class={model!r} made a {type(self.model).__name__}; expected a torch module"
+                f"model_class={model!r} returned a {type(self.model).__name__}; expected a torch "
+                "module"
             )
         self.training = self.model.training
         floats = [p.dtype for p in self.model.parameters() if p.is_floating_point()]
@@ -55,7 +53,7 @@ class ConvertingModel(nn.Module):
 
 @dataclass(frozen=True)
 class ConvertingModelFactory:
-    """A function that makes the network when it is called, under the estimator's tensor mode."""
+    """A function that makes the network at its call, in the tensor mode of the estimator."""
 
     model: Any
     integers: Integers
@@ -83,7 +81,7 @@ def check_model_class(model_class: Any) -> Any:
     """Return ``model_class``, if it is a module, or a callable that needs no arguments.
 
     Raises:
-        ArgumentError: If it is neither.
+        ArgumentError: If ``model_class`` is neither.
     """
     if isinstance(model_class, nn.Module):
         return model_class
@@ -98,7 +96,7 @@ def check_model_class(model_class: Any) -> Any:
     except TypeError as error:
         raise ArgumentError(
             f"model_class={name} cannot be called without arguments ({described(error)}); "
-            f"give a module that you have made, or a function: lambda: {name}(...)"
+            f"give a module, {name}(...), or a function that makes one, lambda: {name}(...)"
         ) from None
     except ValueError:
         # Some builtins have no signature. Calling them shows whether they need arguments.
@@ -107,17 +105,17 @@ def check_model_class(model_class: Any) -> Any:
 
 
 def find_sample_format(model_class: Any, input_shape: Any, input_dtype: Any) -> SampleFormat:
-    """Find out how a network accepts samples, by trying it on batches of two and three.
+    """Find the format in which a network accepts samples, by trials with batches of two and three.
 
-    A leading 1 of ``input_shape`` is the dimension of the batch if the network then gives as many
-    outputs as it gets samples. Otherwise it is part of the sample. Floats are converted to the
-    network's dtype. Integers stay as they are. If the network does not accept them, they become
-    floats, or else int64.
+    A leading 1 of ``input_shape`` is the batch dimension if the network then returns one output
+    for each sample. Otherwise it is part of the sample. Floats are converted to the network's
+    dtype. Integers stay integers. If the network does not accept them, they become floats, or else
+    int64.
 
     Raises:
         ArgumentError: If the shape, the dtype or the model is invalid.
-        EstimateError: If the network accepts the samples in no way. The error is that of the first
-            attempt.
+        EstimateError: If the network accepts the samples in none of these formats. The error is
+            that of the first trial.
     """
     model = check_model_class(model_class)
     first_error: EstimateError | None = None
@@ -132,7 +130,7 @@ def find_sample_format(model_class: Any, input_shape: Any, input_dtype: Any) -> 
                 continue
             if is_confirmed:
                 return found
-            # The shape as it was given is the last one, and is preferred.
+            # The last shape is the one that the user gave, and is preferred.
             unconfirmed = found
         if unconfirmed is not None:
             return unconfirmed
@@ -159,10 +157,10 @@ def _possible_shapes(input_shape: Any) -> list[Any]:
 def _try_format(
     model: Any, shape: Any, input_dtype: Any, integers: Integers
 ) -> tuple[SampleFormat, bool]:
-    """Try a format on batches of two and three samples.
+    """Try a format with batches of two and three samples.
 
     Returns:
-        The format, and whether the outputs have the size of the batch.
+        The format, and whether the outputs have the batch size.
     """
     converting: Any = (
         ConvertingModel(model, integers)

@@ -1,4 +1,4 @@
-"""DataGadget: rows of a file or an array, read onto the GPU and written with numpy's indexes."""
+"""DataGadget: rows of a file or an array, read to the GPU and written by numpy's indexing."""
 
 from __future__ import annotations
 
@@ -25,9 +25,17 @@ from pinfeed.tensors.numpy_torch import TORCH, memory_of
 
 
 class DataGadget(SingleTable):
-    """Rows of a .npy file in memory, to be read onto the GPU and written.
+    """Rows of a .npy file in host memory, which are read to the GPU and can be written.
 
-    The rows are loaded by ``gadgetInit()``, or by the first method that needs them.
+    ``gadgetInit()`` loads the rows, or else the first method that needs them.
+
+    Examples:
+        >>> from pinfeed.compat import speedtorch
+        >>> np.save("rows.npy", np.arange(12, dtype="float32").reshape(4, 3))
+        >>> gadget = speedtorch.DataGadget("rows.npy")
+        >>> gadget.insertData(torch.zeros(3), 0)
+        >>> gadget.getData([2, 0]).tolist()
+        [[6.0, 7.0, 8.0], [0.0, 0.0, 0.0]]
 
     Args:
         fileName: Path of a file in C or Fortran order, or a pattern that matches several files; or
@@ -42,11 +50,11 @@ class DataGadget(SingleTable):
         self.CPUPinn = CPUPinn
 
     def gadgetInit(self) -> None:
-        """Load the rows now. Methods that need rows call this if it was not called.
+        """Load the rows now; otherwise the first method that needs rows loads them.
 
         Raises:
             FileMissing: If the file does not exist.
-            StoreError: If it is not a .npy file, or its rows have a dtype that torch does not have.
+            StoreError: If the file is not a .npy file, or torch does not have its dtype.
         """
         self._open(self.fileName)
 
@@ -66,7 +74,7 @@ class DataGadget(SingleTable):
         return out.to(device, non_blocking=True)
 
     def insertData(self, dataObject: Any, indexes: Any) -> None:
-        """Do what ``array[indexes] = dataObject`` does; the last value of a repeated row counts.
+        """Do what ``array[indexes] = dataObject`` does; a repeated row gets its last value.
 
         Args:
             dataObject: A tensor on any device, an array or a number. It is converted to the dtype
@@ -75,8 +83,8 @@ class DataGadget(SingleTable):
 
         Raises:
             RowIndexError: If an index is out of range or is not an index.
-            WriteBackError: If the shapes do not match, or the values cannot be converted. No row
-                has changed then.
+            WriteBackError: If the shapes do not match, or the values cannot be converted. In both
+                cases no row changes.
         """
         index = _as_numpy(indexes)
         array = self._array()
@@ -87,11 +95,11 @@ class DataGadget(SingleTable):
             expected = self._picked(index).shape
             raise WriteBackError(
                 f"insertData: {described(error)}; "
-                f"expected values of shape {expected} for {array.dtype}"
+                f"expected values of shape {expected} that convert to {array.dtype}"
             ) from None
 
     def loadCupy(self, loadFileName: FileName) -> None:
-        """Replace the rows by those of another .npy file, of any shape.
+        """Replace the rows by the rows of another .npy file, of any shape.
 
         Raises:
             FileMissing: If the file does not exist.
@@ -126,12 +134,21 @@ class DataGadget(SingleTable):
         except (IndexError, TypeError, ValueError) as error:
             raise RowIndexError(
                 f"indexes: {described(error)}; "
-                f"expected an index of numpy for an array of shape {array.shape}"
+                f"expected an index that numpy accepts for an array of shape {array.shape}"
             ) from None
 
 
 class DataGadgetMM(DataGadget):
-    """Rows that stay in a .npy file: ``insertData`` writes to the file.
+    """Rows that stay in a .npy file; ``insertData`` writes to the file.
+
+    Examples:
+        >>> from pinfeed.compat import speedtorch
+        >>> np.save("rows.npy", np.arange(12, dtype="float32").reshape(4, 3))
+        >>> gadget = speedtorch.DataGadgetMM("rows.npy")
+        >>> gadget.insertData(torch.zeros(3), 0)
+        >>> gadget.close()
+        >>> np.load("rows.npy")[0].tolist()
+        [0.0, 0.0, 0.0]
 
     Args:
         fileName: Path of a file in C order and this machine's byte order; or an array, a CPU tensor
@@ -158,8 +175,8 @@ class DataGadgetMM(DataGadget):
             store = MmapStore(os.path.abspath(source), mode="r+")
             if len(store.paths) > 1 or np.load(store.paths[0], mmap_mode="r").dtype != store.dtype:
                 raise StoreError(
-                    f"{source}: expected one file in this machine's byte order, "
-                    "to be read and written in place; DataGadget makes a copy"
+                    f"{source}: DataGadgetMM writes to the file in place; expected one file in "
+                    "this machine's byte order; use DataGadget, which makes a copy in memory"
                 )
             return FileTable(store)
         rows = source if isinstance(source, Store) else ArrayStore(source, name="fileName")

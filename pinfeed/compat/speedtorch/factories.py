@@ -1,7 +1,7 @@
 """SpeedTorch's factories: tables of weights, of optimizer state and of counts, in each placement.
 
-A factory is one of three kinds of table (WeightTable, StateTables, CountTable) with one of five
-placements. The placement determines its arguments and where its rows are.
+A factory combines one of three kinds of table (WeightTable, StateTables, CountTable) with one of
+five placements. The placement determines the arguments of the factory and the place of the rows.
 """
 
 from __future__ import annotations
@@ -23,13 +23,22 @@ def _on_gpu_unless(CPUPinn: bool) -> Placement:
 
 
 class ModelFactory(WeightTable):
-    """A table of embeddings on the GPU, if there is one.
+    """A table of embeddings on the GPU, or in host memory without a GPU.
 
     With ``CPUPinn`` it is in page-locked memory. With ``diskname``, which the first READMEs
     document, it is in a file, as in ``ModelFactoryMM``.
 
+    Examples:
+        >>> from pinfeed.compat import speedtorch
+        >>> embedding = torch.nn.Embedding(3, 16)  # a row for each slot of a batch
+        >>> table = speedtorch.ModelFactory(embedding, 1000, 16)
+        >>> table.normalDistributionInit(0, 0.1)
+        >>> table.beforeForwardPass([5, 7], [999])
+        >>> embedding.weight.shape
+        torch.Size([3, 16])
+
     Raises:
-        StoreError: If ``datatype`` is not a dtype. Pass the name of a file as ``diskname=``.
+        StoreError: If ``datatype`` is not a dtype. Give the name of a file as ``diskname=``.
     """
 
     def __init__(
@@ -45,9 +54,7 @@ class ModelFactory(WeightTable):
             table_dtype(datatype)
         except StoreError as error:
             # The first READMEs have diskname where datatype is now.
-            raise StoreError(
-                f"{error}; the name of a file is passed by keyword, as diskname="
-            ) from None
+            raise StoreError(f"{error}; give the name of a file by keyword: diskname=") from None
         placement = _on_gpu_unless(CPUPinn) if diskname is None else on_disk(diskname)
         super().__init__(model_variable, total_classes, embed_dimension, datatype, placement)
         self.CPUPinn = CPUPinn
@@ -56,9 +63,18 @@ class ModelFactory(WeightTable):
 
 
 class OptimizerFactory(StateTables):
-    """Tables of an optimizer's row-wise state on the GPU, if there is one.
+    """Tables of an optimizer's row-wise state on the GPU, or in host memory without a GPU.
 
     With ``CPUPinn`` they are in page-locked memory.
+
+    Examples:
+        >>> from pinfeed.compat import speedtorch
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(3, 16))
+        >>> adam = torch.optim.Adam(model.parameters())
+        >>> table = speedtorch.OptimizerFactory(adam, 1000, 16, model, "0")
+        >>> table.optInit()
+        >>> sorted(table.getNumpyVersion())
+        ['exp_avg', 'exp_avg_sq']
     """
 
     def __init__(
@@ -84,9 +100,17 @@ class OptimizerFactory(StateTables):
 
 
 class COM(CountTable):
-    """A table of co-occurrence counts on the GPU, if there is one.
+    """A table of co-occurrence counts on the GPU, or in host memory without a GPU.
 
     With ``CPUPinn`` it is in page-locked memory.
+
+    Examples:
+        >>> from pinfeed.compat import speedtorch
+        >>> counts = speedtorch.COM(100)
+        >>> counts.comInit()
+        >>> counts.getTorchVar()[3, 7] = 1
+        >>> int(counts.getNumpyVersion().sum())
+        1
     """
 
     def __init__(self, total_classes: int, datatype: Any = "uint32", CPUPinn: bool = False) -> None:
@@ -95,9 +119,18 @@ class COM(CountTable):
 
 
 class ModelFactoryMM(WeightTable):
-    """A table of embeddings in a file; each initialisation creates a new file.
+    """A table of embeddings in a file; each call of an init method creates a new file.
 
     ``CPUPinn`` has no effect, because the rows are not in memory.
+
+    Examples:
+        >>> from pinfeed.compat import speedtorch
+        >>> embedding = torch.nn.Embedding(3, 16)  # a row for each slot of a batch
+        >>> table = speedtorch.ModelFactoryMM(embedding, 1000, 16, diskname="words")
+        >>> table.normalDistributionInit(0, 0.1)
+        >>> table.beforeForwardPass([5, 7], [999])
+        >>> embedding.weight.shape
+        torch.Size([3, 16])
     """
 
     getCupyMM = WeightTable.getCupyVar  # noqa: N815 - its documented name
@@ -120,8 +153,18 @@ class ModelFactoryMM(WeightTable):
 class OptimizerFactoryMM(StateTables):
     """Tables of an optimizer's row-wise state, each in a file.
 
-    ``diskname`` begins the names of the files. None stands for the names of the variable and of the
-    optimizer's class. ``CPUPinn`` has no effect, because the rows are not in memory.
+    ``diskname`` is the beginning of the file names; None is the name of the variable followed by
+    the name of the optimizer's class. ``CPUPinn`` has no effect, because the rows are not in
+    memory.
+
+    Examples:
+        >>> from pinfeed.compat import speedtorch
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(3, 16))
+        >>> adam = torch.optim.Adam(model.parameters())
+        >>> table = speedtorch.OptimizerFactoryMM(adam, 1000, 16, model, "0")
+        >>> table.optInit()
+        >>> sorted(table.getNumpyVersion())
+        ['exp_avg', 'exp_avg_sq']
     """
 
     getCupyMM = StateTables.getCupyVar  # noqa: N815 - its documented name
@@ -149,6 +192,14 @@ class COMMM(CountTable):
     """A table of co-occurrence counts in a file.
 
     ``CPUPinn`` has no effect, because the rows are not in memory.
+
+    Examples:
+        >>> from pinfeed.compat import speedtorch
+        >>> counts = speedtorch.COMMM(100)
+        >>> counts.comInit()
+        >>> counts.getTorchVar()[3, 7] = 1
+        >>> int(counts.getNumpyVersion().sum())
+        1
     """
 
     getCupyMM = CountTable.getCupyVar  # noqa: N815 - its documented name
@@ -166,9 +217,19 @@ class COMMM(CountTable):
 
 
 class PytorchModelFactory(WeightTable):
-    """A table of embeddings on the GPU, if there is one, or in memory.
+    """A table of embeddings on the GPU or in host memory.
 
-    ``pinType`` page-locks a table in memory.
+    ``deviceType="cpu"``, or a machine without a GPU, puts it in host memory; ``pinType`` page-locks
+    that memory.
+
+    Examples:
+        >>> from pinfeed.compat import speedtorch
+        >>> embedding = torch.nn.Embedding(3, 16)  # a row for each slot of a batch
+        >>> table = speedtorch.PytorchModelFactory(embedding, 1000, 16)
+        >>> table.normalDistributionInit(0, 0.1)
+        >>> table.beforeForwardPass([5, 7], [999])
+        >>> embedding.weight.shape
+        torch.Size([3, 16])
     """
 
     def __init__(
@@ -187,10 +248,20 @@ class PytorchModelFactory(WeightTable):
 
 
 class PytorchOptimizerFactory(StateTables):
-    """Tables of an optimizer's row-wise state on the GPU, if there is one, or in memory.
+    """Tables of an optimizer's row-wise state on the GPU or in host memory.
 
-    ``pinType`` page-locks tables in memory. ``CPUPinn=True``, which one of the READMEs documents,
+    ``deviceType="cpu"``, or a machine without a GPU, puts them in host memory; ``pinType``
+    page-locks that memory. ``CPUPinn=True``, which one of the READMEs documents,
     means ``deviceType="cpu", pinType=True``.
+
+    Examples:
+        >>> from pinfeed.compat import speedtorch
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(3, 16))
+        >>> adam = torch.optim.Adam(model.parameters())
+        >>> table = speedtorch.PytorchOptimizerFactory(adam, 1000, 16, model, "0")
+        >>> table.optInit()
+        >>> sorted(table.getNumpyVersion())
+        ['exp_avg', 'exp_avg_sq']
     """
 
     def __init__(
@@ -214,9 +285,18 @@ class PytorchOptimizerFactory(StateTables):
 
 
 class PytorchCOM(CountTable):
-    """A table of co-occurrence counts on the GPU, if there is one, or in memory.
+    """A table of co-occurrence counts on the GPU or in host memory.
 
-    ``pinType`` page-locks a table in memory.
+    ``deviceType="cpu"``, or a machine without a GPU, puts it in host memory; ``pinType`` page-locks
+    that memory.
+
+    Examples:
+        >>> from pinfeed.compat import speedtorch
+        >>> counts = speedtorch.PytorchCOM(100)
+        >>> counts.comInit()
+        >>> counts.getTorchVar()[3, 7] = 1
+        >>> int(counts.getNumpyVersion().sum())
+        1
     """
 
     def __init__(
@@ -232,7 +312,17 @@ class PytorchCOM(CountTable):
 
 
 class GPUPytorchModelFactory(PytorchModelFactory):
-    """A table of embeddings on the GPU, if there is one."""
+    """A table of embeddings on the GPU, or in host memory without a GPU.
+
+    Examples:
+        >>> from pinfeed.compat import speedtorch
+        >>> embedding = torch.nn.Embedding(3, 16)  # a row for each slot of a batch
+        >>> table = speedtorch.GPUPytorchModelFactory(embedding, 1000, 16)
+        >>> table.normalDistributionInit(0, 0.1)
+        >>> table.beforeForwardPass([5, 7], [999])
+        >>> embedding.weight.shape
+        torch.Size([3, 16])
+    """
 
     def __init__(
         self,
@@ -245,7 +335,17 @@ class GPUPytorchModelFactory(PytorchModelFactory):
 
 
 class GPUPytorchOptimizerFactory(PytorchOptimizerFactory):
-    """Tables of an optimizer's row-wise state on the GPU, if there is one."""
+    """Tables of an optimizer's row-wise state on the GPU, or in host memory without a GPU.
+
+    Examples:
+        >>> from pinfeed.compat import speedtorch
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(3, 16))
+        >>> adam = torch.optim.Adam(model.parameters())
+        >>> table = speedtorch.GPUPytorchOptimizerFactory(adam, 1000, 16, model, "0")
+        >>> table.optInit()
+        >>> sorted(table.getNumpyVersion())
+        ['exp_avg', 'exp_avg_sq']
+    """
 
     def __init__(
         self,
@@ -262,14 +362,33 @@ class GPUPytorchOptimizerFactory(PytorchOptimizerFactory):
 
 
 class GPUPytorchCOM(PytorchCOM):
-    """A table of co-occurrence counts on the GPU, if there is one."""
+    """A table of co-occurrence counts on the GPU, or in host memory without a GPU.
+
+    Examples:
+        >>> from pinfeed.compat import speedtorch
+        >>> counts = speedtorch.GPUPytorchCOM(100)
+        >>> counts.comInit()
+        >>> counts.getTorchVar()[3, 7] = 1
+        >>> int(counts.getNumpyVersion().sum())
+        1
+    """
 
     def __init__(self, total_classes: int, datatype: Any = "int32") -> None:
         super().__init__(total_classes, datatype, "cuda")
 
 
 class CPUPytorchModelFactory(PytorchModelFactory):
-    """A table of embeddings in page-locked memory."""
+    """A table of embeddings in page-locked memory.
+
+    Examples:
+        >>> from pinfeed.compat import speedtorch
+        >>> embedding = torch.nn.Embedding(3, 16)  # a row for each slot of a batch
+        >>> table = speedtorch.CPUPytorchModelFactory(embedding, 1000, 16)
+        >>> table.normalDistributionInit(0, 0.1)
+        >>> table.beforeForwardPass([5, 7], [999])
+        >>> embedding.weight.shape
+        torch.Size([3, 16])
+    """
 
     def __init__(
         self,
@@ -282,7 +401,17 @@ class CPUPytorchModelFactory(PytorchModelFactory):
 
 
 class CPUPytorchOptimizerFactory(PytorchOptimizerFactory):
-    """Tables of an optimizer's row-wise state in page-locked memory."""
+    """Tables of an optimizer's row-wise state in page-locked memory.
+
+    Examples:
+        >>> from pinfeed.compat import speedtorch
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(3, 16))
+        >>> adam = torch.optim.Adam(model.parameters())
+        >>> table = speedtorch.CPUPytorchOptimizerFactory(adam, 1000, 16, model, "0")
+        >>> table.optInit()
+        >>> sorted(table.getNumpyVersion())
+        ['exp_avg', 'exp_avg_sq']
+    """
 
     def __init__(
         self,
@@ -306,7 +435,16 @@ class CPUPytorchOptimizerFactory(PytorchOptimizerFactory):
 
 
 class CPUPytorchCOM(PytorchCOM):
-    """A table of co-occurrence counts in page-locked memory."""
+    """A table of co-occurrence counts in page-locked memory.
+
+    Examples:
+        >>> from pinfeed.compat import speedtorch
+        >>> counts = speedtorch.CPUPytorchCOM(100)
+        >>> counts.comInit()
+        >>> counts.getTorchVar()[3, 7] = 1
+        >>> int(counts.getNumpyVersion().sum())
+        1
+    """
 
     def __init__(self, total_classes: int, datatype: Any = "int32") -> None:
         super().__init__(total_classes, datatype, "cpu", True)

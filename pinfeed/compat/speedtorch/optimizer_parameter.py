@@ -12,7 +12,7 @@ from torch import nn
 from pinfeed.errors import ArgumentError
 from pinfeed.training.embeddings.optimizer_state import StateLayout, discover
 
-# These options select an implementation and do not change which state is kept.
+# These options select an implementation and do not change the state.
 _IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
@@ -27,7 +27,7 @@ def weight_of(model: nn.Module, variable_name: str) -> nn.Parameter:
     if weight is None:
         names = [name.removesuffix(".weight") for name in parameters if name.endswith(".weight")]
         raise ArgumentError(
-            f"variable_name={variable_name!r}: the model has no {variable_name}.weight; "
+            f"variable_name={variable_name!r}: the model has no parameter {variable_name}.weight; "
             f"expected one of {names}"
         )
     return weight
@@ -39,21 +39,21 @@ def group_of(
     """Return the parameter group that has the weight.
 
     Raises:
-        ArgumentError: If no group has it.
+        ArgumentError: If no group has the weight.
     """
     for group in optimizer.param_groups:
         if any(parameter is weight for parameter in group["params"]):
             return group
     raise ArgumentError(
         f"variable_name={variable_name!r}: the optimizer does not have this parameter; "
-        "give it to the optimizer at construction"
+        "make the optimizer from model.parameters()"
     )
 
 
 def discover_layout(
     optimizer: torch.optim.Optimizer, weight: nn.Parameter, variable_name: str, dim: int
 ) -> StateLayout:
-    """Find the state that the optimizer keeps for the weight, with its present dtype and options.
+    """Find the state that the optimizer keeps for the weight, with its current dtype and options.
 
     Raises:
         ArgumentError: If the optimizer does not have the weight, cannot train rows, or keeps state
@@ -61,13 +61,14 @@ def discover_layout(
     """
     optimizer_class = type(optimizer)
     options = _options(optimizer_class, group_of(optimizer, weight, variable_name))
-    # A default device must not apply to the small tables that are tried.
+    # A default device must not apply to the small tables of the trial.
     with torch.device("cpu"):
         layout = discover(optimizer_class, options, dim, weight.dtype)
     if copies := [row.key for row in layout.rows if row.initial is None]:
         raise ArgumentError(
-            f"{optimizer_class.__name__} begins {copies} as a copy of the weights; expected state "
-            "that begins with a constant (pinfeed.RowOptimizer can train with this)"
+            f"{optimizer_class.__name__} starts its state {copies} as a copy of the weights; "
+            "expected state that starts with a constant; use pinfeed.RowOptimizer, which can "
+            "train with this optimizer"
         )
     return layout
 

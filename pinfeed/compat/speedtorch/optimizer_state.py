@@ -39,7 +39,7 @@ class StateTables(SlotTables):
         model: The model that has the embedding.
         variable_name: Name of the embedding in the model, with dots if it is nested.
         dtype: Dtype of the tables for state that has the dtype of the weight.
-        placement: Creates the tables where their rows are to be.
+        placement: Function that creates a table in its place.
 
     Raises:
         ArgumentError: If the model or the optimizer does not have the parameter, if its rows have
@@ -69,8 +69,8 @@ class StateTables(SlotTables):
         self._weight = weight_of(model, variable_name)
         check_row_width(self._weight, embed_dimension, variable_name)
         self._layout = self._discover_layout()
-        # Keys of the row-wise state that the optimizer has created. It creates other keys in its
-        # first step.
+        # Keys of the row-wise state that the optimizer has created. It creates the other keys in
+        # its first step.
         self._created: set[str] = set()
 
     def optInit(self) -> None:
@@ -101,7 +101,7 @@ class StateTables(SlotTables):
 
         Raises:
             FileMissing: If the file does not exist.
-            StoreError: If it is of another optimizer or another shape.
+            StoreError: If the file belongs to another optimizer or another shape.
         """
         with np.load(find_file(loadFileName, ".npz")) as file:
             arrays = {key: file[key] for key in file.files}
@@ -121,13 +121,13 @@ class StateTables(SlotTables):
 
         Raises:
             FileMissing: If the file does not exist.
-            StoreError: If it is of another optimizer or another shape.
+            StoreError: If the file belongs to another optimizer or another shape.
         """
         path = find_file(loadFileName, "")
         saved = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(saved, dict):
             raise StoreError(
-                f"{path}: a {type(saved).__name__} was saved; expected tables of an optimizer"
+                f"{path} contains a {type(saved).__name__}; expected the tables of an optimizer"
             )
         self.restore(saved)
 
@@ -146,7 +146,7 @@ class StateTables(SlotTables):
         """Restore a snapshot.
 
         Raises:
-            StoreError: If it is of another optimizer or another shape.
+            StoreError: If the snapshot belongs to another optimizer or another shape.
         """
         if self._tables is None:
             self._layout = self._discover_layout()
@@ -164,7 +164,7 @@ class StateTables(SlotTables):
 
     def _restore_shared(self, shared: Mapping[str, Any]) -> None:
         state = self.given_optimizer.state[self._weight]
-        # The next batch copies its rows in again.
+        # The next batch copies its rows to the state again.
         state.clear()
         group = group_of(self.given_optimizer, self._weight, self.variable_name)
         step_on_device = group.get("capturable") or group.get("fused")
@@ -196,8 +196,8 @@ class StateTables(SlotTables):
     def _copy_in(self, slots: Slots) -> None:
         state = self.given_optimizer.state[self._weight]
         for row in self._layout.rows:
-            # State that is present belongs to a batch that was not written back, or to
-            # load_state_dict: the optimizer relies on it.
+            # Existing state belongs to a batch that was not written back, or to load_state_dict.
+            # The optimizer relies on it.
             was_present = state.pop(row.key, None) is not None
             if was_present or row.key in self._created:
                 table = self._all()[row.key]
@@ -210,8 +210,8 @@ class StateTables(SlotTables):
         tensor_keys = [key for key, value in state.items() if isinstance(value, torch.Tensor)]
         if unknown := [key for key in tensor_keys if key not in known]:
             raise ArgumentError(
-                f"{type(self.given_optimizer).__name__} keeps {unknown}, "
-                "which it did not keep when it was tried"
+                f"{type(self.given_optimizer).__name__} keeps state {unknown} that it did not keep "
+                "in the trial of optInit(); set its options before optInit()"
             )
         kept = {
             row.key: values_of_rows(state[row.key], slots, row.row_shape, row.key)

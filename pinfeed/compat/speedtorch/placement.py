@@ -59,9 +59,9 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 def staging_tensor(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Allocate host memory for values that are copied to a device next.
+    """Allocate host memory for values that are then copied to a device.
 
-    For a GPU the memory is page-locked, so that the copy is asynchronous. torch's allocator keeps
+    For a GPU, the memory is page-locked, so that the copy is asynchronous. torch's allocator keeps
     the memory until the copy has completed.
     """
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
@@ -172,13 +172,13 @@ class DeviceTable:
 
 
 def in_memory(page_locked: bool) -> Placement:
-    """Place tables in host memory, page-locked if asked for and possible."""
+    """Place tables in host memory, and page-lock it if ``page_locked`` is set and possible."""
     pin: Any = "auto" if page_locked else False
     return lambda shape, dtype, key: MemoryTable(PinnedStore.zeros(shape, dtype, pin=pin))
 
 
 def on_device(device_type: str, page_locked: bool) -> Placement:
-    """Place tables on a GPU if it is asked for and available, else in host memory.
+    """Place tables on a GPU if ``device_type`` is one and available, else in host memory.
 
     Raises:
         ArgumentError: If ``device_type`` is not a CPU or CUDA device.
@@ -197,7 +197,7 @@ def on_device(device_type: str, page_locked: bool) -> Placement:
 
 
 def on_disk(name: str) -> Placement:
-    """Place each table in a new .npy file, whose name has the first number that is free."""
+    """Place each table in a new .npy file, with the first unused number in its name."""
     # The process may change its working directory later.
     name = os.path.abspath(name)
 
@@ -213,7 +213,7 @@ def table_dtype(value: Any) -> np.dtype[Any]:
     """Return the numpy dtype for the name of a dtype, a numpy dtype or a torch dtype.
 
     Raises:
-        StoreError: If it is not a dtype, or not one that both numpy and torch have.
+        StoreError: If the value is not a dtype, or not one that both numpy and torch have.
     """
     try:
         found = numpy_dtype_of(value, "datatype")

@@ -1,4 +1,4 @@
-"""Names of the files that tables are saved in."""
+"""Names of the files in which tables are saved."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ def find_file(name: FileName, suffix: str) -> str:
     """Return the path of a saved file: the name with the suffix, or else the name alone.
 
     Raises:
-        FileMissing: If neither exists.
+        FileMissing: If neither file exists.
     """
     for candidate in (with_suffix(name, suffix), os.fspath(name)):
         if os.path.isfile(candidate):
             return candidate
-    raise FileMissing(f"{os.fspath(name)}: no such file (looked in {os.getcwd()})")
+    raise FileMissing(
+        f"{os.fspath(name)}: the file does not exist (working directory {os.getcwd()})"
+    )

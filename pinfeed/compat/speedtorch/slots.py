@@ -1,4 +1,4 @@
-"""Slots: the rows of a weight that hold one batch, with a slot for each occurrence of an id."""
+"""Slots: the rows of a weight that hold one batch, one slot for each occurrence of an id."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pinfeed.rows.orders import Rows
 
 @dataclass(frozen=True)
 class Slots:
-    """The slots of a batch: each occurrence of an id has a slot of its own."""
+    """The slots of a batch, one for each occurrence of an id."""
 
     rows: Rows
     """Row index of each slot."""
@@ -46,11 +46,11 @@ class SlotTables(Tables):
 
         Args:
             retrievedPosIndexes: Array, tensor or list of integer ids, of any shape.
-            retrievedNegIndexes: Further ids; None for no more.
+            retrievedNegIndexes: Further ids; None for no further ids.
 
         Raises:
             RowIndexError: If the ids are not integers, or one is negative or too large.
-            ClosedError: If the table was not created yet.
+            ClosedError: If the table does not exist yet.
         """
         self._all()
         rows = self._rows(retrievedPosIndexes, retrievedNegIndexes)
@@ -59,23 +59,23 @@ class SlotTables(Tables):
         self._current = slots
 
     def afterOptimizerStep(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
-        """Copy the rows of the batch back to the table, as the optimizer has left them.
+        """Copy the rows of the batch back to the table after the step of the optimizer.
 
         Args:
-            retrievedPosIndexes: The ids that ``beforeForwardPass`` was given.
-            retrievedNegIndexes: Likewise.
+            retrievedPosIndexes: The same ids as in ``beforeForwardPass``.
+            retrievedNegIndexes: The same further ids as in ``beforeForwardPass``.
 
         Raises:
             RowIndexError: If the ids are not integers, or one is negative or too large.
-            WriteBackError: If ``beforeForwardPass`` was given other ids, if the rows have another
-                shape, or if slots of one row differ.
+            WriteBackError: If ``beforeForwardPass`` got other ids, if the rows have another shape,
+                or if slots of one row differ.
         """
         rows = self._rows(retrievedPosIndexes, retrievedNegIndexes)
         slots = self._current
         if slots is None or not np.array_equal(rows, slots.rows):
             raise WriteBackError(
-                f"{type(self).__name__}.afterOptimizerStep: {len(rows)} rows that are not in the "
-                "model; expected beforeForwardPass with the same ids before it"
+                f"{type(self).__name__}.afterOptimizerStep got {len(rows)} rows that are not in "
+                "the model; call beforeForwardPass with the same ids before"
             )
         self._copy_out(slots)
         self._current = None
@@ -107,7 +107,7 @@ def check_row_width(weight: torch.Tensor, embed_dimension: int, name: str) -> No
     """Check that the rows of a weight have ``embed_dimension`` numbers.
 
     Raises:
-        ArgumentError: If they have not.
+        ArgumentError: If the rows have another length.
     """
     if weight.ndim != 2 or weight.shape[1] != embed_dimension:
         raise ArgumentError(
@@ -126,7 +126,7 @@ def values_of_rows(
     """
     if tuple(values.shape) != (len(slots.rows), *row_shape):
         raise WriteBackError(
-            f"{name} is of shape {tuple(values.shape)}; expected {(len(slots.rows), *row_shape)}, "
-            "as beforeForwardPass has left it"
+            f"{name} has shape {tuple(values.shape)}; expected {(len(slots.rows), *row_shape)}, "
+            "the shape after beforeForwardPass; do not resize it before afterOptimizerStep"
         )
     return values.detach().index_select(0, torch.from_numpy(slots.first).to(values.device))

@@ -1,4 +1,4 @@
-"""StateSnapshot: an optimizer's state for one table, and the format in which it is saved.
+"""StateSnapshot: an optimizer's state for one table, and its format in files.
 
 The keys of a snapshot are ``optimizer`` (the name of the class), ``rows.<key>`` (row-wise state),
 ``table.<key>`` and ``number.<key>`` (tensors and numbers for the table as a whole) and
@@ -25,7 +25,7 @@ from pinfeed.training.embeddings.optimizer_state import StateLayout
 
 @dataclass(frozen=True)
 class StateSnapshot:
-    """A snapshot that has been checked.
+    """A checked snapshot.
 
     Attributes:
         rows: Row-wise state by key.
@@ -64,10 +64,10 @@ def check_snapshot(
     """Check that a saved snapshot fits an optimizer and a table of ``n_rows`` rows.
 
     Raises:
-        StoreError: If the snapshot is of another optimizer or another shape.
+        StoreError: If the snapshot belongs to another optimizer or another shape.
     """
     if (other := saved.get("optimizer", optimizer_name)) != optimizer_name:
-        raise StoreError(f"state of {other} was saved; the optimizer is {optimizer_name}")
+        raise StoreError(f"the saved state belongs to {other}; expected {optimizer_name}")
     rows = {key: store_of_saved(value, f"rows.{key}") for key, value in _part(saved, "rows")}
     shapes = {key: (store.n_rows, *store.row_shape) for key, store in rows.items()}
     expected = {row.key: (n_rows, *row.row_shape) for row in layout.rows}
@@ -76,8 +76,8 @@ def check_snapshot(
     known = {f"{kind}.{key}" for kind in ("table", "number") for key in layout.tables}
     if shapes != expected or shared - known or created - {f"begun.{key}" for key in expected}:
         raise StoreError(
-            f"state {shapes}, {sorted(shared | created)} was saved; "
-            f"{optimizer_name} has {expected}, {sorted(layout.tables)}"
+            f"the saved state has {shapes}, {sorted(shared | created)}; "
+            f"{optimizer_name} expects {expected}, {sorted(layout.tables)}"
         )
     return StateSnapshot(
         rows,
@@ -95,7 +95,7 @@ def to_arrays(snapshot: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
 
 
 def from_arrays(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, Any]:
-    """Return the snapshot that ``to_arrays`` made into arrays."""
+    """Return the snapshot that ``to_arrays`` has converted to arrays."""
     snapshot: dict[str, Any] = {}
     for key, array in arrays.items():
         # numpy reads bfloat16 back as plain bytes.

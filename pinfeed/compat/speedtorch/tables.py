@@ -1,4 +1,4 @@
-"""Tables as SpeedTorch shows, saves and loads them."""
+"""Base classes of tables with SpeedTorch's methods: show, save and load."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from pinfeed.training.row_file import row_chunks
 
 
 def copy_all_rows(source: Store, table: Table) -> None:
-    """Copy all rows of a store into a table, piece by piece.
+    """Copy all rows of a store into a table, in chunks.
 
     Raises:
         StoreError: If the shapes differ.
     """
     if (shape := (source.n_rows, *source.row_shape)) != table.shape:
-        raise StoreError(f"a table of shape {shape} was saved; expected {table.shape}")
+        raise StoreError(f"the saved table has shape {shape}; expected {table.shape}")
     for start, stop in row_chunks(source):
         rows = np.arange(start, stop, dtype=np.int64)
         values = torch.empty(
@@ -48,7 +48,7 @@ def store_of_saved(value: Any, name: str) -> ArrayStore:
 
 @contextlib.contextmanager
 def new_tables() -> Iterator[dict[str, Table]]:
-    """Give a dict for new tables, whose files are removed if creating or filling them fails."""
+    """Yield a dict for new tables; if the block fails, close them and remove their files."""
     tables: dict[str, Table] = {}
     try:
         yield tables
@@ -61,7 +61,7 @@ def new_tables() -> Iterator[dict[str, Table]]:
 
 
 class Tables:
-    """Base of one table, or of several with a key each, that are shown and closed together."""
+    """Base of one table, or of several tables by key, that are shown and closed together."""
 
     _tables: dict[str, Table] | None = None
     _init_method = "zerosInit()"
@@ -72,9 +72,10 @@ class Tables:
         return self._shown(lambda table: memory_of(table.tensor().cpu()).copy())
 
     def getCupyVar(self) -> Any:
-        """Return the table as a numpy array that shares its memory; CuPy is not used.
+        """Return the table as a numpy array that shares its memory; this does not use CuPy.
 
-        The array of a table in a file is mapped. The array of a table on a GPU is a read-only copy.
+        The array of a table in a file is a memory map. The array of a table on a GPU is a read-only
+        copy.
         """
         return self._shown(_as_array)
 
@@ -108,7 +109,7 @@ class Tables:
     def _writing(self, path: str) -> contextlib.AbstractContextManager[IO[bytes]]:
         if self._has_rows_in(path):
             raise ArgumentError(
-                f"{path}: the table has its rows in this file; save it under another name"
+                f"{path} is the file of the table itself; save the table under another name"
             )
         return atomic_write(os.path.realpath(path))
 
@@ -121,7 +122,7 @@ class Tables:
 
 
 class SingleTable(Tables):
-    """Base of a table that is saved as a .npy file, or by torch."""
+    """Base of a table that can be saved as a .npy file or with ``torch.save``."""
 
     datatype: np.dtype[Any]
 
@@ -141,7 +142,7 @@ class SingleTable(Tables):
 
         Raises:
             FileMissing: If the file does not exist.
-            StoreError: If its shape is different.
+            StoreError: If the file has another shape.
         """
         # A .npy file cannot name bfloat16.
         dtype = BFLOAT16 if self.datatype == BFLOAT16 else None
@@ -158,11 +159,11 @@ class SingleTable(Tables):
             torch.save(self._all()[""].tensor().cpu(), file)
 
     def loadTorch(self, loadFileName: FileName) -> None:
-        """Load the rows of a tensor that ``torch.save`` saved; nothing else is unpickled.
+        """Load the rows of a tensor that ``torch.save`` saved, with ``weights_only=True``.
 
         Raises:
             FileMissing: If the file does not exist.
-            StoreError: If it does not hold a tensor of the table's shape.
+            StoreError: If the file does not contain a tensor of the table's shape.
         """
         path = find_file(loadFileName, "")
         saved = torch.load(path, map_location="cpu", weights_only=True)
@@ -182,12 +183,12 @@ class SingleTable(Tables):
 
 
 class CountTable(SingleTable):
-    """A square table of counts: how often two classes occur together.
+    """A square table that counts how often two classes occur together.
 
     Args:
-        total_classes: Number of rows, and of columns.
+        total_classes: Number of rows and of columns.
         datatype: Dtype of the counts.
-        placement: Creates the table where its rows are to be.
+        placement: Function that creates the table in its place.
     """
 
     _init_method = "comInit()"
@@ -200,7 +201,7 @@ class CountTable(SingleTable):
     def comInit(self, CPUPinn: bool = False) -> None:
         """Create the table, filled with zeros. Count into the tensor of ``getTorchVar()``.
 
-        ``CPUPinn`` has no effect here: the constructor's argument counts.
+        ``CPUPinn`` has no effect here; give it to the constructor.
         """
         self._use({"": self.new_table()})
 
@@ -212,6 +213,6 @@ def _as_array(table: Table) -> Any:
     tensor = table.tensor()
     array = memory_of(tensor.cpu())
     if tensor.device.type != "cpu":
-        # Values that are written into a copy would be lost.
+        # Values written to a copy would be lost, so the copy is read-only.
         array.flags.writeable = False
     return array

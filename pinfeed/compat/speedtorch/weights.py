@@ -15,15 +15,16 @@ from pinfeed.compat.speedtorch.tables import SingleTable, new_tables
 from pinfeed.errors import ArgumentError, StoreError, WriteBackError
 
 _HOOKS = WeakTensorKeyDictionary()
-"""Handle of the gradient hook of each weight whose slots share gradients.
+"""Handle of the gradient hook of each weight that has several slots for one row.
 
 A hook belongs to the weight, because several tables may use a weight one after the other.
 """
 
 _MAX_COMPARED = 64
-"""Slots of a batch that are compared with the first slot of their row.
+"""Number of slots of a batch that are compared with the first slot of their row.
 
-If the slots of one row differ, those of most rows do. Comparing all would cost as much as a gather.
+If the slots of one row differ, the slots of most rows differ. Comparing all slots would cost as
+much as a gather.
 """
 
 
@@ -35,11 +36,11 @@ class WeightTable(SlotTables, SingleTable):
         total_classes: Number of rows of the table.
         embed_dimension: Length of a row.
         datatype: Dtype of the table; the weight keeps its own.
-        placement: Creates the table where its rows are to be.
+        placement: Function that creates the table in its place.
 
     Raises:
-        ArgumentError: If there is no weight, or its rows have another length, or the embedding has
-            options that refer to ids, because it is called with slots.
+        ArgumentError: If ``model_variable`` has no weight, its rows have another length, or it has
+            options that refer to ids (the model calls it with slots).
         StoreError: If ``datatype`` is not a dtype.
     """
 
@@ -60,8 +61,8 @@ class WeightTable(SlotTables, SingleTable):
         has_padding = getattr(model_variable, "padding_idx", None) is not None
         if has_padding or getattr(model_variable, "scale_grad_by_freq", False):
             raise ArgumentError(
-                "model_variable: padding_idx and scale_grad_by_freq refer to ids, "
-                "but the embedding is called with slots; leave both out"
+                "model_variable has padding_idx or scale_grad_by_freq, which refer to ids; "
+                "expected neither, because the model calls the embedding with slots; leave both out"
             )
         self.model_variable = model_variable
         self.total_classes = total_classes
@@ -91,7 +92,10 @@ class WeightTable(SlotTables, SingleTable):
         """
         # numpy's kind of bfloat16 is V.
         if self.datatype.kind not in "fV":
-            raise StoreError(f"random rows of {self.datatype}; expected a floating point datatype")
+            raise StoreError(
+                f"datatype={self.datatype}: random rows need a floating-point dtype; give another "
+                "datatype, or call zerosInit()"
+            )
         with new_tables() as tables:
             tables[""] = self.new_table()
             tables[""].fill(lambda tensor: initFunction(tensor, *args))
@@ -124,10 +128,10 @@ class WeightTable(SlotTables, SingleTable):
         weight = self.model_variable.weight
         values = self._all()[""].read(slots.rows, weight.device, weight.dtype)
         if weight.shape != values.shape:
-            # A gradient of another size cannot be added to.
+            # The backward pass cannot add to a gradient of another size.
             weight.grad = None
-            # Autograd's node of the weight also knows the size, and it lives as long as the last
-            # loss is referenced. torch creates a new node after the weight had another dtype.
+            # Autograd's node of the weight also has the size, and lives as long as the last loss is
+            # referenced. torch creates a new node after the weight had another dtype.
             other_dtype = torch.float32 if weight.dtype == torch.float64 else torch.float64
             weight.data = weight.data.new_empty(0, dtype=other_dtype)
         weight.data = values
@@ -156,10 +160,10 @@ def remove_gradient_hook(weight: torch.Tensor) -> None:
 
 
 def check_slots_equal(values: torch.Tensor, slots: Slots) -> None:
-    """Check, for some slots, that they equal the first slot of their row.
+    """Check for some slots that they equal the first slot of their row.
 
     Raises:
-        WriteBackError: If they differ by more than rounding.
+        WriteBackError: If a slot differs by more than rounding.
     """
     first = slots.first[slots.inverse]
     repeated = np.flatnonzero(first != np.arange(len(first)))[:_MAX_COMPARED]
@@ -172,9 +176,8 @@ def check_slots_equal(values: torch.Tensor, slots: Slots) -> None:
     tolerance = 32 * torch.finfo(values.dtype).eps * expected.abs().max()
     if bool(((found - expected).abs() > tolerance).any()):
         raise WriteBackError(
-            "weight: slots of one row differ, and only one of them could be kept; expected them to "
-            "stay equal: an optimizer with state needs its OptimizerFactory "
-            "(or give each id once)"
+            "slots of one row differ in the weight, and only one value can be kept; expected equal "
+            "slots; use an OptimizerFactory for an optimizer with state, or give each id once"
         )
 
 
@@ -191,7 +194,7 @@ def shared_gradient(gradient: torch.Tensor, inverse: torch.Tensor, n: int) -> to
     slots = gradient._indices()[0]
     values = gradient._values()
     sums = values.new_zeros(n, *values.shape[1:]).index_add_(0, inverse[slots], values)
-    # Slots of rows without a gradient stay without one, so that a sparse optimizer skips them.
+    # Slots of rows without a gradient get none, so that a sparse optimizer skips them.
     has_gradient = torch.zeros(n, dtype=torch.bool, device=inverse.device)
     has_gradient.index_fill_(0, inverse[slots], True)
     kept = has_gradient[inverse].nonzero().squeeze(1)

@@ -173,8 +173,8 @@ class RowCache:
         """
         if self._is_sealed:
             raise ClosedError(
-                f"the loop was closed by another thread, which writes the cache of {self.name} to "
-                "its stores; join the thread of the loop before closing it"
+                f"another thread closed the loop, and now writes the cache of {self.name} to its "
+                "stores; join the thread of the loop before closing it"
             )
 
     def close(self) -> None:
@@ -267,7 +267,7 @@ class RowCache:
             return self._empty(self.capacity)
         except (MemoryError, RuntimeError) as error:
             raise BudgetError(
-                f"device_cache of {self.name}: {self._device.name} has no memory for "
-                f"{self.capacity:,} rows with their optimizer state, {human(self.nbytes)} "
+                f"device_cache of {self.name} needs {human(self.nbytes)} for {self.capacity:,} "
+                f"rows with their optimizer state, which {self._device.name} cannot allocate "
                 f"({described(error)}); give a smaller device_cache, or smaller batches"
             ) from error

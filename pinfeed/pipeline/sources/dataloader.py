@@ -67,21 +67,20 @@ def check_loader(loader: Any) -> None:
         has_keys = isinstance(loader, Mapping) or is_table
         gives = "its keys or columns" if has_keys else "single samples"
         raise ArgumentError(
-            f"loader is a {type(loader).__name__}, and iterating it gives {gives}; expected a "
-            "DataLoader or another iterable of batches; give DataLoader(dataset, "
-            "batch_size=...), or let pinfeed.Feeder(source, batch_size=...) read arrays and "
-            "tensors as batches"
+            f"loader is a {type(loader).__name__}, and iterating over it yields {gives}; expected "
+            "a DataLoader or another iterable of batches; give DataLoader(dataset, "
+            "batch_size=...), or use pinfeed.Feeder(source, batch_size=...) for arrays and tensors"
         )
     if _is_map_style(loader):
         raise ArgumentError(
-            f"loader is a {type(loader).__name__}, a Dataset, which gives single samples; "
+            f"loader is a {type(loader).__name__}, a Dataset, which returns single samples; "
             "expected a DataLoader or another iterable of batches; give DataLoader(dataset, "
-            "batch_size=...), or batch_size=None where each item is a whole batch"
+            "batch_size=...), or batch_size=None if each item is a whole batch"
         )
     is_iterable = isinstance(loader, Iterable) or hasattr(loader, "__getitem__")
     if isinstance(loader, (str, bytes)) or not is_iterable:
         is_path = isinstance(loader, (str, bytes, os.PathLike))
-        file = "; a file is streamed by pinfeed.Feeder(path, batch_size=...)" if is_path else ""
+        file = "; use pinfeed.Feeder(path, batch_size=...) to stream a file" if is_path else ""
         raise ArgumentError(
             f"loader={loader!r} cannot be iterated; expected a DataLoader or another iterable of "
             f"batches{file}"
@@ -151,8 +150,8 @@ class LoaderSource:
         begun = guarded(iter, self.loader)
         if begun is self.loader and self._is_used_up:
             raise ArgumentError(
-                f"loader={self.loader!r} is an iterator, which gives its batches once; give what "
-                "it iterates for a second epoch"
+                f"loader={self.loader!r} is an iterator, which yields its batches only once; for a "
+                "second epoch, give an iterable that can be iterated over again"
             )
         self._begun = begun
         self._is_used_up = True
@@ -171,8 +170,8 @@ class LoaderSource:
                 if not isinstance(error.__cause__, StopIteration) or not is_end(error.__cause__):
                     raise
                 raise ArgumentError(
-                    f"{n} batches of this epoch were done when the state was saved; now the "
-                    f"loader gives {i}"
+                    f"{n} batches of this epoch were done when the state was saved, but the loader "
+                    f"now yields only {i}; make the loader as it was when the state was saved"
                 ) from None
 
     def finish(self) -> None:
@@ -205,17 +204,17 @@ class LoaderSource:
             return self.fetch.hint()
         if source_share < 0.5:
             return (
-                "Most of it is copying the tensors of the batches: a smaller dtype leaves less to "
-                "copy (uint8, converted on the device)."
+                "Copying the tensors of the batches takes most of the time: a smaller dtype leaves "
+                "less to copy (uint8, converted on the device)."
             )
         if n_workers is None:
             return (
-                f"It is the loader ({type(self.loader).__name__}) that is waited for: pinfeed can "
-                "only ask it earlier, not make it faster."
+                f"The loop waits for the loader ({type(self.loader).__name__}): pinfeed can only "
+                "request its batches earlier, not make it faster."
             )
         return (
-            f"It is the DataLoader that is waited for (num_workers={n_workers}): raise num_workers "
-            f"(this process may use {len(os.sched_getaffinity(0))} cores), or make the dataset's "
+            f"The loop waits for the DataLoader (num_workers={n_workers}): raise num_workers (this "
+            f"process may use {len(os.sched_getaffinity(0))} cores), or make the dataset's "
             "__getitem__ and collate_fn cheaper."
         )
 

@@ -153,7 +153,7 @@ class RowFetch:
             for store, strategy in zip(spec.stores, spec.strategies, strict=True)
         ]
         names = ", ".join(spec.name for spec in self._specs)
-        return f"Most of it is gathering rows of {names}. {max(pairs)[1]}"
+        return f"Gathering rows of {names} takes most of the time. {max(pairs)[1]}"
 
     def _add_rows(
         self,

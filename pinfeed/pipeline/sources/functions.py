@@ -75,9 +75,9 @@ class ReaderSource:
         """Return what to change if a loop stalls on the functions."""
         names = " and ".join(reader.function_name for reader in self._readers)
         return (
-            f"It is {names} that are waited for: raise n_readers (is {self._n_threads}; this "
-            f"process may use {len(os.sched_getaffinity(0))} cores) to read more identities at a "
-            "time, if they may be called so; or make them cheaper."
+            f"The loop waits for {names}: raise n_readers (now {self._n_threads}; this process may "
+            f"use {len(os.sched_getaffinity(0))} cores) to read more identities at the same time, "
+            "if the functions are thread-safe, or make them cheaper."
         )
 
     def transfer_hint(self) -> str:

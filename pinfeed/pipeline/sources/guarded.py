@@ -19,15 +19,15 @@ def guarded(fn: Callable[..., Any], *args: Any) -> Any:
         return fn(*args)
     except (StopIteration, StopAsyncIteration, SystemExit, GeneratorExit) as error:
         raise WorkerError(
-            f"{_where(error)} raised {error!r}, which would end the loop in silence; raise an "
-            "error that says what is wrong"
+            f"{_where(error)} raised {error!r}, which would end the loop without an error; raise "
+            "another exception that says what is wrong"
         ) from error
     except RuntimeError as error:
         # A generator turns a StopIteration into a RuntimeError.
         if isinstance(error.__cause__, StopIteration) and not isinstance(error, WorkerError):
             raise WorkerError(
                 f"{_where(error.__cause__)} raised {error.__cause__!r}, which would end the loop "
-                "in silence"
+                "without an error; raise another exception that says what is wrong"
             ) from error.__cause__
         raise
 

@@ -58,8 +58,8 @@ def ids_array(ids: Any, name: str) -> Array:
         hasattr(ids, "__array__") or isinstance(ids, (Sequence, Number))
     ):
         raise RowIndexError(
-            f"{name}: ids of the batch are a {type(ids).__name__}; expected integers in a tensor, "
-            "an array or a list; give the function or the key that returns them"
+            f"{name}: the ids of the batch are a {type(ids).__name__}; expected integers in a "
+            "tensor, an array or a list; give a function or a key that returns them"
         )
     torch = sys.modules.get("torch")
     try:
@@ -73,6 +73,8 @@ def ids_array(ids: Any, name: str) -> Array:
     except (StoreError, ValueError, TypeError) as error:
         raise RowIndexError(f"{name}: ids of the batch: {described(error)}") from None
     if array.size and array.dtype.kind not in "iu":
-        hint = " (of a mask: ids[mask])" if array.dtype == bool else ""
-        raise RowIndexError(f"{name}: ids of the batch are {array.dtype}; expected integers{hint}")
+        hint = "; for a mask, give ids[mask]" if array.dtype == bool else ""
+        raise RowIndexError(
+            f"{name}: the ids of the batch are {array.dtype}; expected integers{hint}"
+        )
     return array

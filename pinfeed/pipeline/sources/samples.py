@@ -96,8 +96,8 @@ class SampleReader:
             if self.ask(identity, next, samples, _END) is not _END:
                 raise ArgumentError(
                     f"{self.call(identity)}: got more than {wanted} samples; expected "
-                    f"one_read_count={wanted} from every identity (a sample that is not yielded "
-                    "but returned is iterated itself)"
+                    f"one_read_count={wanted} from every identity; if the function returns one "
+                    "sample, return it in a list"
                 )
         finally:
             if isinstance(samples, Generator):
@@ -140,9 +140,9 @@ class SampleReader:
         if taken < wanted:
             shown = _SHORT.repr(identities.tolist())
             raise ArgumentError(
-                f"{self.apply_name} took {taken} samples of identities {shown}; expected it to "
-                f"take all {wanted} before it returns, else inputs and outputs would not belong "
-                "together"
+                f"{self.apply_name} consumed {taken} samples of identities {shown}; expected it to "
+                f"consume all {wanted} before it returns, because inputs and outputs would not "
+                "match otherwise"
             )
         return batch
 
@@ -169,7 +169,8 @@ class SampleReader:
         try:
             return check_dtype(array.dtype, "a sample")
         except StoreError as error:
-            raise StoreError(f"{self.call(identity)}: {error}; or give {self.apply_name}") from None
+            advice = f"or give {self.apply_name}, which makes the batch"
+            raise StoreError(f"{self.call(identity)}: {error}; {advice}") from None
 
     def ask(self, identity: int, fn: Callable[..., Any], *args: Any) -> Any:
         """Call code of the user; a note of its error names the identity."""
@@ -225,12 +226,12 @@ class StackedSamples:
         if sample.shape != self.shape[1:]:
             raise ArgumentError(
                 f"{reader.call(identity)}: got a sample of shape {sample.shape}; expected "
-                f"{self.shape[1:]}, the first one's of its batch (samples of several shapes: give "
-                f"{reader.apply_name}, to pad them, say)"
+                f"{self.shape[1:]}, as for the first sample of the batch; for samples of several "
+                f"shapes, give {reader.apply_name}, for example to pad them"
             )
         if sample.dtype != self.dtype and reader.dtype_of(sample, identity) != self.dtype:
             raise ArgumentError(
                 f"{reader.call(identity)}: got a sample of {sample.dtype}; expected {self.dtype}, "
-                f"the first one's of its batch (give {reader.kind}_dtype, to convert them)"
+                f"as for the first sample of the batch; give {reader.kind}_dtype to convert them"
             )
         reader.ask(identity, np.copyto, place, sample, "unsafe")

@@ -1,18 +1,20 @@
-"""Save and resume a run, in the middle of an epoch too.
+"""Save and resume a run, also in the middle of an epoch.
 
-A checkpoint has tables, optimizer state, positions of loops, random generators, and every object
-that has a ``state_dict``. It is a directory of complete saves, each a directory with a number. A
-save is written under another name, synced to the disk and then renamed. At any moment, even in the
-middle of a save, the highest number is therefore a complete one.
+A checkpoint contains tables, optimizer state, positions of loops, random generators, and every
+object that has a ``state_dict``:
 
     parts = dict(users=users, optimizer=optimizer, batches=batches, model=model)
-    save("run/checkpoint", **parts)
+    pinfeed.checkpoint.save("run/checkpoint", **parts)
 
-If the process is killed, the next one makes all objects again. Its loop continues with the very
+After a crash, the next process creates all objects again and resumes. Its loop continues with the
 next batch:
 
-    resume("run/checkpoint", **parts)
+    pinfeed.checkpoint.resume("run/checkpoint", **parts)
     for batch in batches: ...
+
+A checkpoint is a directory of complete saves. Each save is a directory named by a number. pinfeed
+writes a save under another name, syncs it to the disk and then renames it. The save with the
+highest number is therefore complete at any moment, even while the next one is written.
 """
 
 from pinfeed.training.checkpoint.reader import check, exists, resume

@@ -1,4 +1,4 @@
-"""The files of one object in a checkpoint, by its kind."""
+"""The files of one object in a checkpoint, for each kind of object."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pinfeed.training.embeddings.optimizer import RowOptimizer
 from pinfeed.training.embeddings.table import HostEmbedding
 
 RETURNED_KINDS = ("value", "tensor", "array")
-"""Kinds of objects that ``resume`` returns; objects of all other kinds load what was saved."""
+"""Kinds of objects that ``resume`` returns. Objects of all other kinds load what was saved."""
 
 _PLAIN = (type(None), bool, int, float, str)
 
@@ -37,7 +37,7 @@ class Entry:
         stores: Stores of its rows, by file name.
         target: Object with ``state_dict`` and ``load_state_dict``, if it has such a state.
         state: Function that returns the state to save, without ``target``.
-        more: Further plain values for the manifest, which must be the same when it is resumed.
+        more: Further plain values for the manifest, which must be the same in ``resume``.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class Entry:
         """Name of the file of its state."""
         self._target = target
         self.state = state if target is None else target.state_dict
-        """Function that returns the state to save; None if all of it is in stores."""
+        """Function that returns the state to save; None if the whole state is in stores."""
 
     @property
     def files(self) -> list[str]:
-        """Names of all its files."""
+        """Names of all files of the object."""
         return [*self.stores, self.file] if self.state is not None else [*self.stores]
 
     @property
@@ -77,7 +77,7 @@ def entry_for(name: str, value: Any) -> Entry:
     """Return the files of an object.
 
     Raises:
-        ArgumentError: If the name cannot be that of a file, or the object cannot be saved.
+        ArgumentError: If the name is not an identifier, or the object cannot be saved.
     """
     _check_name(name, value)
     if isinstance(value, HostEmbedding):
@@ -113,12 +113,12 @@ def tables_of(value: Any) -> list[HostEmbedding]:
 
 
 def resumable_parts(value: Any) -> list[HostEmbedding] | list[RowOptimizer]:
-    """Return the tables and RowOptimizers in an object, whose files may await a resume."""
+    """Return the tables and RowOptimizers of an object, whose files may wait for a resume."""
     return [value] if isinstance(value, HostEmbedding) else row_optimizers(value)
 
 
 def save_location(objects: Iterable[Any]) -> LocalSave:
-    """Return where this process saves objects, and which other ranks save with it.
+    """Return the location of the saves of this process, and the ranks that save with it.
 
     Raises:
         ArgumentError: If tables belong to several process groups.
@@ -127,7 +127,7 @@ def save_location(objects: Iterable[Any]) -> LocalSave:
     groups = {table.rank_group for table in tables if isinstance(table, ShardedEmbedding)}
     if len(groups) > 1:
         raise ArgumentError(
-            f"tables of {len(groups)} process groups; expected those of one in a checkpoint"
+            f"tables of {len(groups)} process groups; expected one process group in a checkpoint"
         )
     return ShardedSave(groups.pop()) if groups else LocalSave()
 
@@ -135,11 +135,11 @@ def save_location(objects: Iterable[Any]) -> LocalSave:
 def _check_name(name: str, value: Any) -> None:
     if not name.isidentifier() or name == "random":
         raise ArgumentError(
-            f"an object named {name!r}; expected a name that a variable may have, and not 'random'"
+            f"an object named {name!r}; expected a valid variable name other than 'random'"
         )
     if isinstance(value, type):
         raise ArgumentError(
-            f"{name}: {value.__name__} is a class; expected an object of it; "
+            f"{name}: {value.__name__} is a class; expected an instance; "
             f"give {name}={value.__name__}(...)"
         )
 
@@ -166,9 +166,9 @@ def _has_method(value: Any, name: str) -> bool:
 
 
 def _without_numpy(value: Any) -> Any:
-    """Return a value with Python's numbers instead of numpy's, in lists and dicts too.
+    """Return a value with Python numbers instead of numpy numbers, also in lists and dicts.
 
-    Numbers that Python does not have stay as they are.
+    Numbers that Python does not have are not converted.
     """
     if isinstance(value, dict):
         return {key: _without_numpy(inner) for key, inner in value.items()}
@@ -181,7 +181,7 @@ def _without_numpy(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether JSON restores a value as it is."""
+    """Return whether JSON restores a value unchanged."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_plain(inner) for key, inner in value.items())
     return all(map(_is_plain, value)) if isinstance(value, list) else isinstance(value, _PLAIN)
@@ -193,7 +193,7 @@ def _is_dense_tensor(value: Any) -> bool:
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy on the CPU; of a view, torch would save all of its memory."""
+    """Return a contiguous copy on the CPU, because torch saves the whole memory of a view."""
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
@@ -201,13 +201,13 @@ def _refusal(name: str, value: Any) -> ArgumentError:
     kind = type(value).__name__
     if isinstance(value, Mapping) and any(isinstance(one, torch.Tensor) for one in value.values()):
         return ArgumentError(
-            f"{name}: a {kind} of tensors cannot be saved; expected the object that it is the "
-            f"state of; give {name}=model, whose state_dict is saved, and loaded by resume; "
-            "or give each tensor by a name of its own"
+            f"{name}: a {kind} of tensors cannot be saved; expected the object with this state; "
+            f"give {name}=model, whose state_dict is saved and loaded by resume; "
+            "or give each tensor under a separate name"
         )
     return ArgumentError(
         f"{name}: a {kind} cannot be saved; expected tables, Stores, objects with state_dict and "
-        "load_state_dict, dense tensors and arrays of numbers (each by a name of its own), "
+        "load_state_dict, dense tensors and arrays of numbers (each under a separate name), "
         "or plain values: None, bool, int, float, str, and lists and dicts "
-        "(with keys that are str) of these"
+        "(with str keys) of these"
     )

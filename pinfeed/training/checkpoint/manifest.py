@@ -1,4 +1,4 @@
-"""The manifest of a save: the sizes and checksums of its files, and the objects that it has.
+"""The manifest of a save: sizes and checksums of its files, and descriptions of its objects.
 
 It is written last and checked first.
 """
@@ -69,7 +69,7 @@ def read(directory: pathlib.Path) -> dict[str, Any]:
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is damaged: {described(error):.200}; "
-            f"remove {directory} to go back to the save before, if there is one"
+            f"remove {directory} to return to the previous save, if one exists"
         ) from error
     return body
 
@@ -86,23 +86,23 @@ def _check_body(body: Mapping[str, Any]) -> None:
         raise ValueError("it names files outside its directory")
     for file in body["files"].values():
         if type(file["bytes"]) is not int or type(file["crc32"]) is not list:
-            raise ValueError(f"{file} is no size with checksums")
+            raise ValueError(f"{file} is not a size with checksums")
     for entry in body["objects"].values():
         if entry["kind"] == "value" and "value" not in entry:
-            raise ValueError("a value is not in it")
+            raise ValueError("a value is missing")
 
 
 def check_file(path: pathlib.Path, expected: Mapping[str, Any]) -> None:
     """Check that a file has the size and the checksums of its manifest.
 
     Raises:
-        CheckpointError: If it has not, or cannot be read.
+        CheckpointError: If the size or a checksum differs, or the file cannot be read.
     """
     try:
         size = os.stat(path).st_size
         found = checksums(str(path)) if size == expected["bytes"] else []
     except (OSError, ValueError) as error:
-        # A ValueError means that the name cannot be that of a file.
+        # A ValueError means that no file can have this name.
         raise CheckpointError(f"{path} cannot be read: {described(error)}") from error
     if size != expected["bytes"]:
         raise CheckpointError(
@@ -111,8 +111,8 @@ def check_file(path: pathlib.Path, expected: Mapping[str, Any]) -> None:
     if found != expected["crc32"]:
         pairs = itertools.zip_longest(found, expected["crc32"])
         # Without a difference, the manifest has further checksums, which are null.
-        piece = next((i for i, (one, other) in enumerate(pairs) if one != other), len(found))
+        chunk = next((i for i, (one, other) in enumerate(pairs) if one != other), len(found))
         raise CheckpointError(
             f"{path} is damaged: "
-            f"its checksum is wrong in piece {piece} of {len(found)} (16 MiB each)"
+            f"its checksum is wrong in chunk {chunk} of {len(found)} (16 MiB each)"
         )

@@ -45,23 +45,24 @@ class _CheckedSave:
 
 @explain_arguments({}, OBJECTS_BY_NAME)
 def resume(path: Path, **objects: Any) -> dict[str, Any]:
-    """Restore all objects from the last complete save, so that the run continues from there.
+    """Restore all objects from the last complete save, to continue the run from there.
 
-    All files are read and checked first. Nothing is changed unless all of them are good. Then
-    objects load their states, and tables and stores their rows. No code of a checkpoint is ever
-    run. If a table is sharded, all ranks resume at once, and as many as saved.
+    First, it reads and checks all files. It changes nothing unless all files are complete and
+    undamaged. Then the objects load their states, and tables and stores load their rows. It never
+    runs code from a checkpoint.
+    With sharded tables, all ranks call this at once, and their number must be that of the save.
 
     Args:
-        path: Directory that ``save`` was given.
-        objects: Objects that ``save`` was given, by the same names, made as they were made then.
-            Plain values, tensors and arrays may be left out.
+        path: The same directory as for ``save``.
+        objects: The same objects as for ``save``, under the same names, created in the same way.
+            Plain values, tensors and arrays may be omitted.
 
     Returns:
-        The saved plain values, tensors and arrays, by name. A tensor is on the CPU, wherever it
-        was. No tensor or array that is given is changed.
+        The saved plain values, tensors and arrays, by name. All tensors are on the CPU. Tensors and
+        arrays that are passed as arguments are not changed.
 
     Raises:
-        CheckpointError: If no save is complete, a file is damaged or missing, the save is of other
+        CheckpointError: If no save is complete, a file is damaged or missing, the save has other
             objects, or an object refuses its state.
         ArgumentError: If ``path`` is not a path, or an object is one that ``save`` refuses.
         ClosedError: If a loop over one of the tables is running.
@@ -93,7 +94,7 @@ def resume(path: Path, **objects: Any) -> dict[str, Any]:
 def exists(path: Path) -> bool:
     """Return whether ``path`` has a complete save to resume from.
 
-    For sharded tables the directory must be one that all ranks see.
+    With sharded tables, all ranks must see the same directory.
 
     Raises:
         ArgumentError: If ``path`` is not a path.
@@ -109,11 +110,11 @@ def exists(path: Path) -> bool:
 
 
 def check(path: Path) -> dict[str, Any]:
-    """Compare the last complete save with its checksums, reading all of it and loading nothing.
+    """Read the last complete save and compare it with its checksums, without loading it.
 
     Returns:
-        Plain values: its ``directory``, its number of ``bytes``, and the ``objects`` in it, names
-        with kinds.
+        Plain values: the ``directory`` of the save, its number of ``bytes``, and its ``objects``, a
+        dict of names and kinds.
 
     Raises:
         CheckpointError: If no save is complete, or a file is damaged or missing.
@@ -131,7 +132,7 @@ def check(path: Path) -> dict[str, Any]:
 def _checked_save(
     path: pathlib.Path, location: LocalSave, objects: Mapping[str, Any]
 ) -> _CheckedSave:
-    """Find the last complete save, and check that it is good and of the given objects."""
+    """Find the last complete save, and check that it is undamaged and has the given objects."""
     directory = newest_save(path, location)
     body = manifest.read(directory)
     saved = body["objects"]
@@ -155,20 +156,20 @@ def _check_objects(found: _CheckedSave) -> None:
     """Check that the given objects are those that were saved.
 
     Raises:
-        CheckpointError: If they are not.
+        CheckpointError: If they differ.
     """
     saved = found.objects
     wanted = {name for name, entry in saved.items() if entry["kind"] not in RETURNED_KINDS}
     if set(found.entries) != wanted:
         raise CheckpointError(
-            f"{found.directory} has {', '.join(sorted(wanted)) or 'nothing'}; "
-            f"resume was given {', '.join(sorted(found.entries)) or 'nothing'}"
+            f"resume was given {', '.join(sorted(found.entries)) or 'nothing'}; expected the "
+            f"objects in {found.directory}: {', '.join(sorted(wanted)) or 'nothing'}"
         )
     for name, entry in found.entries.items():
         if entry.saved != saved[name]:
             raise CheckpointError(
-                f"{found.directory}: {name} was {saved[name]}, is {entry.saved}; "
-                "make it as it was made then"
+                f"{found.directory}: {name} is {entry.saved}; expected {saved[name]}; "
+                "create it in the same way as for save"
             )
 
 
@@ -176,7 +177,7 @@ def _check_files_are_listed(found: _CheckedSave, files: Mapping[str, Any]) -> No
     """Check that the manifest lists all files of the objects.
 
     Raises:
-        CheckpointError: If one is missing in it.
+        CheckpointError: If a file is missing in the manifest.
     """
     needed = ["random.pt"]
     for entry in found.entries.values():
@@ -186,7 +187,7 @@ def _check_files_are_listed(found: _CheckedSave, files: Mapping[str, Any]) -> No
             needed.append(f"{name}.pt")
     if missing := [file for file in needed if file not in files]:
         raise CheckpointError(
-            f"{found.directory / manifest.NAME} is damaged: {missing[0]} is not in it"
+            f"{found.directory / manifest.NAME} is damaged: {missing[0]} is missing in it"
         )
 
 
@@ -201,7 +202,7 @@ def _restore(found: _CheckedSave, states: Mapping[str, Any]) -> None:
             found.entries[name].load(state)
         except Exception as error:
             raise CheckpointError(
-                f"{found.directory}: {name} does not take over its state: {described(error)}"
+                f"{found.directory}: {name} cannot load its state: {described(error)}"
             ) from error
     for entry in found.entries.values():
         for store_name, store in entry.stores.items():
@@ -209,7 +210,7 @@ def _restore(found: _CheckedSave, states: Mapping[str, Any]) -> None:
 
 
 def _load(path: pathlib.Path) -> Any:
-    """Load what ``torch.save`` wrote, without running code of the file.
+    """Load a file of ``torch.save``, without running code from the file.
 
     Raises:
         CheckpointError: If it cannot be loaded.
@@ -225,7 +226,7 @@ def _returned_value(directory: pathlib.Path, name: str, saved: Mapping[str, Any]
     """Return the value, tensor or array that was saved.
 
     Raises:
-        CheckpointError: If its file has something else.
+        CheckpointError: If its file contains something else.
     """
     if saved["kind"] == "value":
         return saved["value"]
@@ -244,10 +245,10 @@ def _returned_value(directory: pathlib.Path, name: str, saved: Mapping[str, Any]
 
 
 def _load_random(path: pathlib.Path) -> Any:
-    """Return the saved state of the random generators, after trying it.
+    """Return the saved state of the random generators, after a test.
 
     Raises:
-        CheckpointError: If the generators refuse it.
+        CheckpointError: If the generators refuse the state.
     """
     state = _load(path)
     try:

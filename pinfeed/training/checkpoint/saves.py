@@ -19,7 +19,7 @@ _REMOVED = ".removing-"
 def save_numbers(root: pathlib.Path) -> list[int]:
     """Return the numbers of the complete saves, ascending.
 
-    Anything that is not a directory is ignored, and so is a link to one.
+    Links and everything else that is not a directory are ignored.
     """
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(root) as found:
         names = [child.name for child in found if child.is_dir(follow_symlinks=False)]
@@ -31,12 +31,12 @@ def newest_save(path: pathlib.Path, location: LocalSave) -> pathlib.Path:
     """Return the directory of the last complete save.
 
     Raises:
-        CheckpointError: If no save is complete, or ``path`` is itself a save.
+        CheckpointError: If no save is complete, or ``path`` is a single save.
     """
     root = location.directory(path)
     if (path / manifest.NAME).is_file():
         raise CheckpointError(
-            f"{path} is one save; expected the directory that checkpoint.save was given; "
+            f"{path} is a single save; expected the directory that checkpoint.save was given; "
             f"give {str(path.parent)!r}"
         )
     return root / save_name(location.newest(path, save_numbers(root)))
@@ -48,14 +48,14 @@ def save_name(number: int) -> str:
 
 
 def sweep(root: pathlib.Path) -> None:
-    """Remove the files of saves that were killed."""
+    """Remove the files of saves whose processes were killed."""
     for child in root.iterdir():
         if child.name.startswith((UNFINISHED, _REMOVED)):
             shutil.rmtree(child, ignore_errors=True)
 
 
 def remove(directory: pathlib.Path) -> None:
-    """Remove a save; it is renamed first, so that its number never names an incomplete one."""
+    """Rename a save and remove it, because its number must never name an incomplete save."""
     removed = directory.with_name(f"{_REMOVED}{directory.name}")
     directory.rename(removed)
     shutil.rmtree(removed)

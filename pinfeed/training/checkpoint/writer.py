@@ -44,29 +44,30 @@ OBJECTS_BY_NAME = "model=model, optimizer=optimizer"
 def save(path: Path, *, keep: int = 1, **objects: Any) -> pathlib.Path:
     """Save everything that a run needs to continue.
 
-    In a training step, the changes of the loop so far are saved, and its batch counts as done. Give
-    the loop as well as its tables or stores. After ``break``, the resumed loop continues in the
-    epoch that was left. Rows are written in chunks of 16 MiB, which is the memory that this takes.
-    The generators of torch, numpy and Python are always saved. If a table is sharded, all ranks
-    save at once, each its part.
+    In a training step, it saves all changes of the loop so far, and the batch of the step counts as
+    done. Save the loop together with its tables or stores. After ``break``, the resumed loop
+    continues in the same epoch. The random generators of torch, numpy and Python are always saved.
+    Rows are written in chunks, which take 16 MiB of memory. With sharded tables, all ranks call
+    this at once, and each rank saves its part.
 
     Args:
-        path: Directory, which is made if it does not exist. One process at a time saves there.
-        keep: Number of complete saves that are kept, this one included.
-        objects: Objects by any names: tables (``HostEmbedding``), ``RowOptimizer`` s and
-            ``CombinedOptimizer`` s, results of ``train_rows`` and ``Feeder``, Stores, modules,
-            optimizers, schedulers and everything else with ``state_dict`` and
-            ``load_state_dict``; tensors and numpy arrays, each of which is copied first; and plain
-            values. numpy's numbers, alone and in lists and dicts, are saved as Python's numbers,
-            which ``resume`` returns.
+        path: Directory, which is created if it does not exist. Only one process at a time may save
+            there.
+        keep: Number of complete saves to keep, including this one.
+        objects: Objects by any names: tables (HostEmbedding), RowOptimizers, CombinedOptimizers,
+            Feeders, the loops of ``train_rows``, Stores, and every object with ``state_dict`` and
+            ``load_state_dict`` (modules, optimizers, schedulers). Also tensors, numpy arrays and
+            plain values (None, bool, int, float, str, and lists and dicts of these). Tensors and
+            arrays are copied first. numpy numbers, also in lists and dicts, are saved as Python
+            numbers, which ``resume`` returns.
 
     Returns:
         The directory of this save.
 
     Raises:
         ArgumentError: If an object cannot be saved, or ``path`` is not a path.
-        StoreError: If a table or its optimizer's state is in an existing file and was not resumed.
-        OSError: If the file system refuses; the save before this one is then as it was.
+        StoreError: If a table or its optimizer state is in an existing file that was not resumed.
+        OSError: If the file system refuses. The previous save is not changed.
     """
     check_path(path)
     whole_number(keep, "keep")
@@ -77,8 +78,7 @@ def save(path: Path, *, keep: int = 1, **objects: Any) -> pathlib.Path:
                 changing.flush_writes()
     if pathlib.Path(path).exists() and not pathlib.Path(path).is_dir():
         raise ArgumentError(
-            f"{os.fspath(path)!r} is a file; "
-            "expected a directory, or the name of one that is to be made"
+            f"{os.fspath(path)!r} is a file; expected a directory, or a new name for one"
         )
     location = save_location(objects.values())
     with location.report_failure():
@@ -126,7 +126,7 @@ def _write_files(directory: pathlib.Path, entries: Mapping[str, Entry]) -> None:
             rows = functools.partial(write_rows, store)
             files[name] = manifest.write_file(directory / name, rows)
         if entry.state is not None:
-            # Passed on without a name, because the next state is made while names here live.
+            # The state has no name here, because a name would keep it while the next one is made.
             files[entry.file] = _write_state(directory / entry.file, entry.state())
             _check_loadable(directory / entry.file)
     manifest.write(directory, files, {name: entry.saved for name, entry in entries.items()})
@@ -140,12 +140,12 @@ def _check_loadable(path: pathlib.Path) -> None:
     """Check that ``resume`` can load a file.
 
     Raises:
-        ArgumentError: If it cannot.
+        ArgumentError: If ``resume`` could not load it.
     """
     try:
         torch.load(path, weights_only=True, mmap=True, map_location="cpu")
     except Exception as error:
         raise ArgumentError(
-            f"{path.stem}: its state_dict has something besides tensors and plain values "
+            f"{path.stem}: its state_dict has a value other than tensors and plain values "
             f"({described(error)})"
         ) from error

@@ -1,7 +1,7 @@
 """ShardedBatchRows: the rows of a sharded table in a training step.
 
-When a batch is lent, ranks exchange the deferred rows. When the optimizer steps, gradients are sent
-to the ranks that have the rows.
+At the beginning of a step, ranks exchange the deferred rows. In ``optimizer.step()``, they send
+gradients to the ranks that own the rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class RowPositions(NamedTuple):
-    """The positions of an ``ExchangePlan``, on the device, by the same names."""
+    """The positions of an ``ExchangePlan`` on the device, under the same names."""
 
     order: torch.Tensor
     given: torch.Tensor
@@ -44,7 +44,7 @@ class ShardedDeviceRows(DeviceRows):
     wanted: Rows
     """The ids that this rank looks up."""
     values: torch.Tensor
-    """The rows of ``wanted``; deferred rows are not filled."""
+    """The rows of ``wanted``. Deferred rows are not filled yet."""
     row_positions: RowPositions
     counts: Counts
     mean: bool
@@ -88,8 +88,7 @@ class ShardedDeviceBatch(DeviceBatch):
             if wrong := table.wanted[order[differs].cpu().numpy()].tolist():
                 raise VerificationError(
                     f"batch {number}: table {table.numbers[1]} of the loop, row {wrong[0]} differs "
-                    f"from what the rank has that owns it ({len(wrong)} of {len(found)} rows "
-                    "differ)"
+                    f"from the row on its own rank ({len(wrong)} of {len(found)} rows differ)"
                 )
 
 
@@ -97,8 +96,8 @@ class ShardedBatchRows(BatchRows):
     """The rows that this rank looks up, and its own rows that any rank looks up.
 
     Args:
-        rows: Both.
-        trainable: Whether they have gradients.
+        rows: Both kinds of rows.
+        trainable: Whether the rows have gradients.
     """
 
     def __init__(self, rows: ShardedDeviceRows, trainable: bool) -> None:
@@ -116,32 +115,32 @@ class ShardedBatchRows(BatchRows):
     def touched(self) -> bool:
         if super().touched:
             raise ArgumentError(
-                "the rows of a sharded table were changed by hand; they are copies of what their "
-                "ranks have: use gradients"
+                "the training step changed rows of a sharded table, which are copies of rows on "
+                "other ranks; change them only through gradients and the optimizer"
             )
         return False
 
     def positions(self, ids: torch.Tensor, name: str) -> torch.Tensor:
         if self._is_stepped:
             raise ArgumentError(
-                f"{name} was looked up after step(): the updated rows are on the ranks that own "
-                "them, and are sent with the next batch; look up before step(), or on all ranks "
-                "inside evaluating()"
+                f"{name} was looked up after step(): the updated rows are on their own ranks, and "
+                "are sent with the next batch; look rows up before step(), or on all ranks inside "
+                "evaluating()"
             )
         return super().positions(ids, name)
 
     def collect_gradients(self, every: Sequence[Any]) -> None:
-        """Add the gradients of all ranks, rank 0 first, in the rows of the ranks that have them.
+        """Add the gradients of all ranks on the ranks that own the rows, in the order of ranks.
 
         All ranks call this at once.
 
         Raises:
-            RankError: If another rank does something else, or has died.
+            RankError: If another rank takes another step, or has died.
         """
         for tables in _in_flag_groups(every):
             for table in tables:
                 table._is_stepped = True
-                # As in a batch without gradients, if no rank has any for this table.
+                # It stays None if no rank has gradients for this table.
                 table._owned.grad = None
             first = tables[0]._device_rows
             wishes = [table.weight.grad is not None for table in tables]
@@ -152,7 +151,7 @@ class ShardedBatchRows(BatchRows):
 
 
 def exchange_deferred(tables: Sequence[ShardedDeviceRows]) -> None:
-    """Exchange the rows that earlier batches could change until now."""
+    """Exchange the rows that earlier steps could still change until now."""
     sent = [table.tensors[0].index_select(0, table.row_positions.deferred_out) for table in tables]
     n_sent = [table.counts.deferred_out for table in tables]
     n_received = [table.counts.deferred_in for table in tables]
@@ -163,7 +162,7 @@ def exchange_deferred(tables: Sequence[ShardedDeviceRows]) -> None:
 
 @torch.no_grad()
 def _add_gradients(tables: Sequence[ShardedBatchRows]) -> None:
-    """Send gradients to the ranks that have the rows, and add them there in the order of ranks."""
+    """Send gradients to the ranks that own the rows, and add them there in the order of ranks."""
     every = [table._device_rows for table in tables]
     sent = []
     for table, rows in zip(tables, every, strict=True):
@@ -190,14 +189,14 @@ def _agree_on(
     tables: Sequence[T],
     wishes: Sequence[bool],
 ) -> list[T]:
-    """Agree on a step, and return the tables for which any rank has a wish.
+    """Agree on a step, and return the tables that at least one rank wants.
 
     Args:
         lockstep: The ranks' lockstep.
         step: The step.
         numbers: Number of the batch and of the first table.
-        tables: Tables, as many as there may be flags.
-        wishes: Whether this rank wants each table to be among the returned ones.
+        tables: Tables, at most ``MAX_FLAGS``.
+        wishes: Whether this rank wants each of the tables.
     """
     own_flags = sum(wish << i for i, wish in enumerate(wishes))
     _, flags = lockstep.agree(step, *numbers, flags=own_flags)
@@ -205,6 +204,6 @@ def _agree_on(
 
 
 def _in_flag_groups(tables: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Yield the tables in groups with as many as a message has flags."""
+    """Yield the tables in groups of at most ``MAX_FLAGS``, the number of flags of a message."""
     for i in range(0, len(tables), MAX_FLAGS):
         yield tables[i : i + MAX_FLAGS]

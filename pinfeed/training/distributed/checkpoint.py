@@ -1,4 +1,4 @@
-"""The checkpoint directories of ranks, and the agreement on which saves are complete."""
+"""The checkpoint directories of ranks, and their agreement on the complete saves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RANK_DIRECTORY = re.compile(r"(\d+)-of-(\d+)", re.ASCII)
 
 
 class LocalSave:
-    """Saves of one process, which has the checkpoint directory to itself."""
+    """Saves of one process, which alone uses the checkpoint directory."""
 
     def directory(self, path: pathlib.Path) -> pathlib.Path:
         """Return the directory of this rank's saves."""
@@ -29,7 +29,7 @@ class LocalSave:
     def report_failure(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that reports errors to other ranks.
 
-        It surrounds a save, and the part of resuming that changes nothing yet.
+        It surrounds a save, and the first part of a resume, which does not change anything.
         """
         return contextlib.nullcontext()
 
@@ -56,13 +56,13 @@ class LocalSave:
         """
         if not numbers:
             raise CheckpointError(
-                f"{path} has no complete checkpoint; expected one that checkpoint.save wrote"
+                f"{path} has no complete checkpoint; expected the directory of checkpoint.save"
             )
         return numbers[-1]
 
 
 class ShardedSave(LocalSave):
-    """Saves of several ranks, each with a directory in the checkpoint directory.
+    """Saves of several ranks. Each rank has a directory in the checkpoint directory.
 
     A save is complete if all ranks have it.
 
@@ -97,7 +97,7 @@ class ShardedSave(LocalSave):
         complete = set(of_ranks[0]).intersection(*of_ranks)
         if not complete:
             raise CheckpointError(
-                f"{path} has no complete checkpoint that all of {self._size} ranks have; "
+                f"{path} has no checkpoint that all {self._size} ranks have completed; "
                 f"rank {self._rank} has {[*numbers]}"
             )
         return max(complete)
@@ -106,14 +106,14 @@ class ShardedSave(LocalSave):
         """Check that no other number of ranks has saved.
 
         Raises:
-            CheckpointError: If one has.
+            CheckpointError: If another number of ranks has saved.
         """
         others = sorted({size for _, size in _ranks_and_sizes(path)} - {self._size})
         if others:
             raise CheckpointError(
                 f"{path} was saved by {' and by '.join(map(str, others))} ranks and is resumed by "
-                f"{self._size}; expected as many (to go on with others: export() the tables, and "
-                "ShardedEmbedding.from_pretrained the files)"
+                f"{self._size}; expected the same number (to continue with another number, "
+                "export() the tables and load the files with ShardedEmbedding.from_pretrained)"
             )
 
     def _of_all_ranks(self, step: RankStep, numbers: Sequence[int]) -> list[list[int]]:
@@ -127,9 +127,9 @@ class ShardedSave(LocalSave):
 
 
 def rank_directories(path: pathlib.Path) -> list[list[pathlib.Path]]:
-    """Return the directories of all ranks, for each number of ranks that has all of them."""
+    """Return the directories of all ranks, for each number of ranks whose directories all exist."""
     found = _ranks_and_sizes(path)
-    # Directories are counted, because a name may claim any number of ranks.
+    # Count the directories, because a name may contain any number of ranks.
     n_ranks = Counter(size for rank, size in found if rank < size)
     sizes = [size for size in sorted(n_ranks) if n_ranks[size] == size]
     return [_all_directories(path, size) for size in sizes]

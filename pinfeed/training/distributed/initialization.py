@@ -1,4 +1,4 @@
-"""Initial rows of a sharded table, drawn chunk by chunk as if for the whole table at once."""
+"""Initial rows of a sharded table, drawn in chunks, equal to those of one draw for all rows."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pinfeed.training.embeddings.initializers import Fill
 from pinfeed.training.row_file import CHUNK_BYTES
 
 OperatorCall = tuple[Any, tuple[Any, ...], dict[str, Any]]
-"""A torch operator, its arguments by position and by name."""
+"""A torch operator, its positional arguments and its keyword arguments."""
 
-# torch draws normal numbers on the CPU sixteen at a time. If fewer are left at the end, it draws
-# them together with the ones before.
+# torch draws normal numbers on the CPU in groups of sixteen. If the last group is smaller, torch
+# draws it together with the numbers before it.
 _DRAWN_TOGETHER = 16
 _DRAWS = {torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default}
 _FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}
 _EXPECTED = (
-    "a rank has its own rows alone; expected a function that draws each number once, by itself "
-    "(normal, uniform, xavier_*, kaiming_*, ones, zeros), or a store= of this rank's rows"
+    "a rank has only its own rows; expected a function that draws each number once and separately "
+    "(normal, uniform, xavier_*, kaiming_*, ones, zeros), or store= with this rank's rows"
 )
 
 
@@ -47,9 +47,9 @@ class _OperatorRecorder(TorchDispatchMode):
 def draw_chunks(
     fill: Fill, shape: tuple[int, int], dtype: torch.dtype
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the rows of a table as an initializer makes them, chunk by chunk.
+    """Yield the initial rows of a table in chunks.
 
-    The numbers, and the use of torch's generator, are those of one call for the whole table.
+    The numbers and the final state of torch's generator equal those of one call for all rows.
 
     Args:
         fill: Initializer. It is called with a tensor of the whole shape, without data.
@@ -57,7 +57,7 @@ def draw_chunks(
         dtype: Dtype of the table.
 
     Yields:
-        The index of a first row, and the rows from there on.
+        The index of the first row of a chunk, and the rows of the chunk.
 
     Raises:
         ArgumentError: If the initializer needs the whole table at once.
@@ -97,17 +97,17 @@ def _recorded_calls(fill: Fill, shape: tuple[int, int], dtype: torch.dtype) -> l
             )
     if not calls:
         raise ArgumentError(
-            "init does nothing to a tensor without data (orthogonal and trunc_normal do not); "
+            "init has no effect on a tensor without data (like orthogonal and trunc_normal); "
             f"{_EXPECTED}"
         )
     n_draws = sum(func in _DRAWS for func, _, _ in calls)
     if n_draws > 1:
-        raise ArgumentError(f"init draws {n_draws} times for the same numbers; {_EXPECTED}")
+        raise ArgumentError(f"init draws the same numbers {n_draws} times; {_EXPECTED}")
     return calls
 
 
 def _is_elementwise(call: OperatorCall, whole: torch.Tensor) -> bool:
-    """Return whether a call changes every number of the table in place, each independently."""
+    """Return whether a call changes each number of the table in place and independently."""
     func, args, kwargs = call
     is_pointwise = torch.Tag.pointwise in func.tags and func._schema.name.endswith("_")
     is_in_place = func in _DRAWS or func in _FILLS or is_pointwise

@@ -1,7 +1,7 @@
-"""Lockstep: ranks agree on each step before they take it, so that none waits for a missing rank.
+"""Lockstep: ranks agree on each step before they take it, so no rank waits for a missing one.
 
-Every exchange begins with a message from each rank to each. If a rank has failed or left, or is
-about to take another step, all ranks learn it in the same exchange and raise.
+Every exchange begins with a message from each rank to every rank. If a rank has failed or left, or
+is about to take another step, these messages inform all ranks, and all raise an error.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pinfeed.errors import RankError, described
 Numbers = npt.NDArray[np.int64]
 
 MAX_FLAGS = 62
-"""Number of flags that a message has room for."""
+"""Number of flags in a message."""
 
 
 class RankStep(IntEnum):
-    """The step that a rank is about to take, or the reason why it takes none."""
+    """The step that a rank is about to take, or the reason why it takes no step."""
 
     BEGIN = 0
     NEXT = 1
@@ -39,7 +39,7 @@ class RankStep(IntEnum):
     BATCH = 8
     ROWS = 9
     NO_BATCH = 10
-    # The rank takes no further step after the following ones.
+    # After one of the following, the rank takes no further step.
     FAILED = 11
     BAD_BATCH = 12
     LEFT = 13
@@ -48,7 +48,7 @@ class RankStep(IntEnum):
 _DESCRIPTIONS = {
     RankStep.BEGIN: "begins a loop over its sharded tables",
     RankStep.NEXT: "takes batch {}",
-    RankStep.STEP: "calls step() in batch {}, of table {} and those with it",
+    RankStep.STEP: "calls step() in batch {} (for table {} and the tables exchanged with it)",
     RankStep.END: "ends its loop",
     RankStep.READ: "reads rows",
     RankStep.EXPORT: "exports a table",
@@ -62,14 +62,14 @@ _DESCRIPTIONS = {
     RankStep.LEFT: "left its loop at batch {}",
 }
 _MAX_REASON = 2000  # characters
-# A message is: step, batch, table; length of the reason in bytes, flags; further numbers. All ranks
-# must send the same first three.
+# A message consists of step, batch, table, length of the reason in bytes, flags, further numbers.
+# All ranks must send the same first three.
 _N_AGREED = 3
 _N_HEADER = 5
 
 
 class Channel(Protocol):
-    """Exchanges of bytes among ranks.
+    """Exchanges of bytes between ranks.
 
     Every rank makes the same exchanges in the same order, one at a time.
     """
@@ -81,15 +81,15 @@ class Channel(Protocol):
     def all_to_all(
         self, sent: torch.Tensor, n_sent: Sequence[int], n_received: Sequence[int]
     ) -> torch.Tensor:
-        """Send rows of a tensor of uint8, shape (n, row_nbytes), and receive those of all ranks.
+        """Send rows of a uint8 tensor, shape (n, row_nbytes), and receive rows from all ranks.
 
         Args:
-            sent: Rows on the host or on the device, those for rank 0 first.
+            sent: Rows on the host or on the device, in the order of their target ranks.
             n_sent: Number of rows for each rank.
-            n_received: Number of rows from each rank, as they send them.
+            n_received: Number of rows from each rank.
 
         Returns:
-            The received rows, those of rank 0 first.
+            The received rows, in the order of their source ranks.
 
         Raises:
             RuntimeError: If a rank has died, or the timeout has passed.
@@ -109,7 +109,7 @@ class Lockstep:
         self.rank = channel.rank
         self.size = channel.size
         self.is_over = True
-        """Whether all ranks know that the loop has ended, or none is running."""
+        """Whether no loop is running, or all ranks know that the loop has ended."""
         # The batch of the last message.
         self._batch = 0
         # Further numbers in each message.
@@ -137,7 +137,7 @@ class Lockstep:
         flags: int = 0,
         reason: str = "",
     ) -> tuple[Numbers, int]:
-        """Tell all ranks the next step, and check that all take the same.
+        """Send the next step to all ranks, and check that all ranks take the same step.
 
         Args:
             step: Step that this rank is about to take.
@@ -148,13 +148,13 @@ class Lockstep:
             reason: Text that errors add to the step.
 
         Returns:
-            The further numbers from each rank, shape (size, n_numbers); and the flags that at least
+            The further numbers from each rank, shape (size, n_numbers), and the flags that at least
             one rank has set.
 
         Raises:
             RankError: If not all ranks take the same step.
         """
-        # A bytearray, because torch takes writable memory only.
+        # A bytearray, because torch accepts only writable memory.
         text = np.frombuffer(bytearray(reason[:_MAX_REASON].encode()), np.uint8)
         self._batch = batch
         message = np.empty((self.size, _N_HEADER + self._n_numbers), np.int64)
@@ -171,23 +171,23 @@ class Lockstep:
         return found[:, _N_HEADER:], int(np.bitwise_or.reduce(found[:, _N_AGREED + 1]))
 
     def leave(self, step: RankStep, reason: str, batch: int | None = None) -> None:
-        """Tell the other ranks that this one does not continue; their loop ends with an error.
+        """Inform the other ranks that this rank stops; their loops end with an error.
 
-        Nothing is sent if all ranks know that the loop is over.
+        Nothing is sent if all ranks know that the loop has ended.
         """
         if self.is_over:
             return
-        # This rank already has an error of its own to raise.
+        # This rank already has its own error to raise.
         with contextlib.suppress(RankError):
             self.agree(step, self._batch if batch is None else batch, reason=reason)
 
     @contextlib.contextmanager
     def report_failure(self) -> Iterator[None]:
-        """Tell the other ranks, which wait for this one, if the block raises."""
+        """Inform the other ranks, which wait for this rank, if the block raises an error."""
         try:
             yield
         except RankError:
-            # The other ranks know of it already.
+            # The other ranks already know the error.
             raise
         except Exception as error:
             with contextlib.suppress(RankError):
@@ -196,9 +196,9 @@ class Lockstep:
 
     @contextlib.contextmanager
     def no_report(self) -> Iterator[None]:
-        """Run a block on which all ranks have agreed; if it raises, no message is sent.
+        """Run a block on which all ranks have agreed, and send no message if it raises an error.
 
-        The other ranks would take the message for the bytes that they expect in this step.
+        The other ranks would mistake the message for the bytes that they expect in this step.
         """
         try:
             yield
@@ -236,12 +236,12 @@ class Lockstep:
 
         Args:
             kind: Kind of the rows, for ``sent`` and for errors.
-            rows: Rows of each table, shape (n, dim), those for rank 0 first.
+            rows: Rows of each table, shape (n, dim), in the order of their target ranks.
             n_sent: For each table, the number of rows for each rank.
             n_received: For each table, the number of rows from each rank.
 
         Returns:
-            The received rows of each table, those of rank 0 first.
+            The received rows of each table, in the order of their source ranks.
         """
         row_nbytes = [of_table.shape[1] * of_table.itemsize for of_table in rows]
         nbytes_sent = _nbytes_by_rank(n_sent, row_nbytes)
@@ -265,10 +265,10 @@ class Lockstep:
     def exchange_tensor(
         self, kind: str, sent: torch.Tensor, n_sent: Sequence[int], n_received: Sequence[int]
     ) -> torch.Tensor:
-        """Send rows of bytes, shape (n, row_nbytes), those for rank 0 first, and receive others'.
+        """Exchange rows of bytes, shape (n, row_nbytes), as ``Channel.all_to_all`` does.
 
         Raises:
-            RankError: If a rank has died.
+            RankError: If a rank has died, or the timeout has passed.
         """
         self.sent[kind] += (sum(n_sent) - n_sent[self.rank]) * sent.shape[1]
         try:
@@ -276,12 +276,12 @@ class Lockstep:
         except RuntimeError as error:
             self.end()
             raise RankError(
-                f"rank {self.rank} of {self.size} lost the others while they exchanged {kind}: "
+                f"rank {self.rank} of {self.size} lost the other ranks in an exchange of {kind}: "
                 f"{described(error)}"
             ) from error
         except BaseException:
-            # An interrupt, before or after the exchange. A message that is sent now could be taken
-            # for rows.
+            # An interrupt, before or after the exchange. Another rank could mistake a message for
+            # rows.
             self.end()
             raise
 
@@ -293,13 +293,13 @@ class Lockstep:
 
 
 def _nbytes_by_rank(counts: Sequence[Sequence[int]], row_nbytes: Sequence[int]) -> list[list[int]]:
-    """Return the bytes of each table for each rank, from numbers of rows by table and rank."""
+    """Return the bytes for each rank and table, from the numbers of rows by table and rank."""
     nbytes: list[list[int]] = (np.array(counts).T * np.array(row_nbytes)).tolist()
     return nbytes
 
 
 def _difference(messages: Sequence[Sequence[int]], reasons: Sequence[str]) -> str:
-    """Return an error message: which rank takes which step, and what to do."""
+    """Return an error message with the step of each rank and the remedy."""
     ranks_by_text: dict[str, list[int]] = {}
     for rank, ((step, *numbers), reason) in enumerate(zip(messages, reasons, strict=True)):
         text = _DESCRIPTIONS[RankStep(step)].format(*numbers) + (f" ({reason})" if reason else "")
@@ -311,15 +311,16 @@ def _difference(messages: Sequence[Sequence[int]], reasons: Sequence[str]) -> st
     steps = {step for step, *_ in messages}
     if steps == {RankStep.BATCH, RankStep.NO_BATCH}:
         return (
-            f"{who}; expected equally many batches on every rank: "
-            "a DistributedSampler pads or drops, and so does drop_last"
+            f"{who}; expected the same number of batches on every rank; use a DistributedSampler, "
+            "which pads or drops, or drop_last=True"
         )
     if steps & {RankStep.BAD_BATCH, RankStep.LEFT}:
-        return f"{who}; what was done up to there counts, on every rank"
+        return f"{who}; all steps before that count on every rank"
     if RankStep.FAILED in steps:
         return who
     if steps == {RankStep.BEGIN}:
         return f"{who}; expected the same tables, optimizers and depth on every rank"
     return (
-        f"{who}; expected all ranks to do the same in the same order, whatever is in their batches"
+        f"{who}; expected all ranks to take the same steps in the same order, independent of the "
+        "contents of their batches"
     )

@@ -14,10 +14,10 @@ from pinfeed.training.distributed.lockstep import Channel, Lockstep
 
 
 class RankGroup:
-    """The ranks that share tables, as one of them sees them.
+    """The ranks that share tables, from the view of one rank.
 
-    The training thread and the reader threads have a channel each. Neither waits for the other, nor
-    receives the bytes of the other.
+    The training thread and the reader threads have separate channels. Neither waits for the other
+    or receives its bytes.
 
     Args:
         loop: Channel of the training thread.
@@ -37,9 +37,9 @@ class ProcessGroupChannel:
     """A channel over process groups.
 
     Args:
-        host_group: Group for tensors on the host, which nothing else uses.
-        device_group: Group for other tensors: the user's own. It is used in the thread and at the
-            places where the user's program uses it.
+        host_group: Group for tensors on the host. Nothing else uses it.
+        device_group: The user's group, for tensors on the device. It is used in the same thread and
+            in the same order as the program uses it.
     """
 
     def __init__(self, host_group: Any, device_group: Any) -> None:
@@ -60,16 +60,16 @@ class ProcessGroupChannel:
 _rank_groups: dict[Any, tuple[RankGroup, Sequence[Any]]] = {}
 """For each process group, its ranks and the process groups that were made for their channels.
 
-All tables of a process group use the same channels in turns, so that all ranks make them at the
-same time.
+All tables of a process group share the channels and use them in turns. All ranks therefore create
+the channels at the same time.
 """
 
 
 def rank_group_of(process_group: Any) -> RankGroup:
     """Return the ranks of a process group.
 
-    All ranks make the first call for a process group together. Exchanges wait for another rank as
-    long as those of the process group do.
+    All ranks make the first call for a process group together. Exchanges have the timeout of the
+    process group.
 
     Args:
         process_group: The process group; None for the default one.
@@ -84,13 +84,14 @@ def rank_group_of(process_group: Any) -> RankGroup:
         raise ArgumentError(
             "a sharded table needs the ranks of a job; expected "
             "torch.distributed.init_process_group() before it (torchrun starts the processes and "
-            "sets what that reads), or a HostEmbedding for one process"
+            "sets the environment variables that the call reads), or a HostEmbedding for one "
+            "process"
         )
     group = distributed.group.WORLD if process_group is None else process_group
     if distributed.get_rank(group) < 0:
         raise ArgumentError(
-            f"rank {distributed.get_rank()} is not in the process_group "
-            "that the sharded table was given"
+            f"rank {distributed.get_rank()} is not in the process_group of the sharded table; "
+            "expected only ranks of the group to create it"
         )
     _destroy_orphans()
     if group not in _rank_groups:
@@ -102,7 +103,7 @@ def rank_group_of(process_group: Any) -> RankGroup:
 
 
 def _destroy_orphans() -> None:
-    """Destroy process groups that were made for one that its owner has destroyed.
+    """Destroy pinfeed's process groups for a group that its owner has destroyed.
 
     This ends their threads and closes their connections.
     """
@@ -113,7 +114,7 @@ def _destroy_orphans() -> None:
 
 
 def _gloo_group_like(group: Any, ranks: list[int]) -> Any:
-    """Make a process group of gloo with the ranks and the timeout of another one."""
+    """Create a gloo process group with the ranks and the timeout of another group."""
     timeout = _timeout_of(group)
     try:
         return distributed.new_group(
@@ -121,20 +122,19 @@ def _gloo_group_like(group: Any, ranks: list[int]) -> Any:
         )
     except RuntimeError as error:
         raise RankError(
-            f"rank {distributed.get_rank(group)} of {len(ranks)} made a sharded table, "
-            "and not all others did so within the timeout of their process group "
-            f"({timeout or 'the default one'}); expected all ranks to make it: {described(error)}"
+            f"rank {distributed.get_rank(group)} of {len(ranks)} made a sharded table, but another "
+            f"rank did not within the timeout of the process group ({timeout or 'the default'}); "
+            f"expected all ranks to make it: {described(error)}"
         ) from error
 
 
 def _timeout_of(group: Any) -> timedelta | None:
     """Return the time that an exchange of a group waits for a rank.
 
-    torch has no public function for this. A group that was made for several devices has one timeout
-    for all of them.
+    torch has no public function for this. A group for several devices has the same timeout for all.
 
     Returns:
-        The timeout; None, torch's default, for a backend that does not report it.
+        The timeout, or None, which is torch's default, for a backend that does not report it.
     """
     for device in getattr(group, "_device_types", ()):
         options = getattr(group._get_backend(device), "options", None)

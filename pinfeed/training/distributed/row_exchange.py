@@ -1,9 +1,9 @@
-"""RowExchange: the rows of one batch, sent between ranks while the loop is at earlier batches.
+"""RowExchange: sends the rows of a batch between ranks while the loop is at earlier batches.
 
-Each rank asks the ranks that have its rows, and these send them. A row may still change if a recent
-batch looks it up, too, and a row in the cache of its rank has its newest value on the device. Such
-rows are deferred: ``ShardedDeviceBatch`` sends them when their batch is lent. All other rows are
-sent here. Every row is therefore sent once, with the values of the synchronous loop.
+Each rank requests rows from the ranks that own them, and these send the rows. A row may still
+change if a recent batch also looks it up. A row in the cache of its rank has its newest value on
+the device. Such rows are deferred: ``ShardedDeviceBatch`` sends them when their batch is lent. All
+other rows are sent here. Every row is therefore sent once, with the values of the synchronous loop.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ExchangedTable:
     weights: Store
     """Store of this rank's rows."""
     n_recent: int
-    """Number of preceding batches whose changes the store may lack when rows are gathered."""
+    """Number of preceding batches whose changes may be missing in the store during a gather."""
     is_trained: bool
     """Whether the loop changes the rows."""
 
@@ -47,13 +47,13 @@ class Counts(NamedTuple):
     """Numbers of rows by rank."""
 
     wanted: list[int]
-    """Rows that this rank looks up, by the rank that has them."""
+    """Rows that this rank looks up, by the rank that owns them."""
     given: list[int]
-    """Rows that this rank has, by the rank that looks them up."""
+    """Rows that this rank owns, by the rank that looks them up."""
     deferred_in: list[int]
-    """Those of ``wanted`` that are sent when the batch is lent."""
+    """Rows of ``wanted`` that are sent when the batch is lent."""
     deferred_out: list[int]
-    """Those of ``given`` that are sent when the batch is lent."""
+    """Rows of ``given`` that are sent when the batch is lent."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +64,15 @@ class ExchangePlan:
     """
 
     order: Positions
-    """Positions in the wanted rows: those that rank 0 has first, and so on."""
+    """Positions in the wanted rows, ordered by the rank that owns the row."""
     values: Array
-    """The wanted rows, ascending by id; deferred rows are not filled."""
+    """The wanted rows, sorted by id. Deferred rows are not filled yet."""
     own: Rows
-    """Own rows that any rank wants, as indices in this rank's store, ascending, each once."""
+    """Own rows that any rank wants, as distinct ascending indices in this rank's store."""
     given: Positions
-    """Positions in ``own``: those that rank 0 wants first, and so on."""
+    """Positions in ``own``, ordered by the rank that wants the row."""
     by_row: Positions
-    """Positions in ``given``: those of the first own row, by rank, and so on."""
+    """Positions in ``given``, ordered by own row, then by rank."""
     n_by_row: Positions
     """Number of ranks that want each own row."""
     deferred_in: Positions
@@ -80,18 +80,18 @@ class ExchangePlan:
     deferred_out: Positions
     """The part of ``given`` that is deferred."""
     cached: CachedRows | None
-    """The rows of ``own`` in the cache of the table; None without a cache."""
+    """The rows of ``own`` in the cache of the table, or None without a cache."""
     counts: Counts
     """Lengths of ``order``, ``given``, ``deferred_in`` and ``deferred_out``, by rank."""
 
 
 class RowExchange:
-    """Exchanges the rows of batch after batch of a loop.
+    """Exchanges the rows of each batch of a loop.
 
     Args:
-        lockstep: The ranks' lockstep, which nothing else uses at the same time.
+        lockstep: The ranks' lockstep. Nothing else uses it at the same time.
         tables: The tables.
-        caches: Cache of this rank's rows of each table; None for a table without one.
+        caches: Cache of this rank's rows for each table, or None for a table without a cache.
     """
 
     def __init__(
@@ -111,13 +111,13 @@ class RowExchange:
 
         Args:
             number: Number of the batch.
-            wanted: For each table the ids that this rank looks up, ascending, each once.
+            wanted: For each table, the distinct ids that this rank looks up, ascending.
 
         Returns:
-            The rows of each table.
+            The plan of each table.
 
         Raises:
-            RankError: If another rank failed, has left, or has no more batches.
+            RankError: If another rank has failed, has left, or has no more batches.
         """
         requests = [
             _Request(ids, *table.partition.by_owner(ids))
@@ -135,21 +135,21 @@ class RowExchange:
         """Agree that no rank has a batch ``number``.
 
         Raises:
-            RankError: If another rank has one, failed or left.
+            RankError: If another rank has such a batch, has failed, or has left.
         """
         self._lockstep.agree(RankStep.NO_BATCH, number)
 
     def _exchange_ids(
         self, requests: Sequence[_Request], n_asked: Sequence[list[int]]
     ) -> list[Rows]:
-        """Send the wanted ids to the ranks that have the rows.
+        """Send the wanted ids to the ranks that own the rows.
 
         Args:
             requests: Request of each table.
             n_asked: For each table, the number of ids from each rank.
 
         Returns:
-            For each table, the rows that ranks ask of this one, those of rank 0 first.
+            For each table, the rows that ranks request from this rank, in the order of ranks.
         """
         ids = [
             _column(table.partition.local(request.ids)[request.order])
@@ -162,7 +162,7 @@ class RowExchange:
     def _make_offers(
         self, number: int, asked: Sequence[Rows], n_asked: Sequence[list[int]]
     ) -> list[_Offer]:
-        """Gather the rows that ranks ask for; tell the others if that fails."""
+        """Gather the requested rows, and inform the other ranks if this fails."""
         try:
             return [
                 _Offer(*of_table)
@@ -175,7 +175,7 @@ class RowExchange:
     def _exchange_values(
         self, number: int, requests: Sequence[_Request], offers: Sequence[_Offer]
     ) -> list[ExchangePlan]:
-        """Send the offered rows, and marks that tell which rows are deferred."""
+        """Send the offered rows, and marks for the deferred rows."""
         lockstep = self._lockstep
         n_wanted = [request.n_by_rank for request in requests]
         n_given = [offer.n_given for offer in offers]
@@ -197,33 +197,33 @@ class _Request:
 
     ids: Rows
     order: Positions
-    """Positions in ``ids``: those that rank 0 has first, and so on."""
+    """Positions in ``ids``, ordered by the rank that owns the row."""
     n_by_rank: list[int]
 
 
 class _ChangingRows:
-    """Own rows of a table whose newest values its store may lack.
+    """Own rows of a table whose newest values may be missing in its store.
 
     Args:
         table: The table.
-        cache: Cache of the rows; None for a table without one.
+        cache: Cache of the rows, or None for a table without a cache.
     """
 
     def __init__(self, table: ExchangedTable, cache: RowCache | None) -> None:
-        # Rows of the preceding batches, and those that left the cache after each of them.
+        # Rows of the preceding batches, and the rows that left the cache after each batch.
         self._recent: deque[Rows] = deque(maxlen=table.n_recent)
         self._is_trained = table.is_trained
         self._cache = cache
 
     def find(self, rows: Rows) -> Array:
-        """Tell which rows of a batch are among these."""
+        """Return a mask of the rows of a batch that are among these rows."""
         found = np.isin(rows, np.concatenate([np.empty(0, np.int64), *self._recent]))
         if self._cache is not None and self._is_trained:
             found |= self._cache.decisions.contains(rows)
         return found
 
     def add(self, rows: Rows) -> CachedRows | None:
-        """Add the rows of a batch; return what becomes of them in the cache."""
+        """Add the rows of a batch, and return the decisions of the cache about them."""
         if self._cache is None:
             self._recent.append(rows)
             return None
@@ -234,13 +234,13 @@ class _ChangingRows:
 
 
 class _Offer:
-    """The rows of one table that a rank has for the others, for one batch.
+    """The rows of one table that a rank sends to all ranks for one batch.
 
     Args:
         table: The table.
-        changing: This rank's rows that may have newer values; those of this batch are added.
-        asked: Rows that the ranks ask for, those of rank 0 first.
-        n_given: Number of rows that each rank asks for.
+        changing: This rank's rows that may have newer values. The rows of this batch are added.
+        asked: Rows that the ranks request, in the order of ranks.
+        n_given: Number of rows that each rank requests.
     """
 
     def __init__(
@@ -271,8 +271,8 @@ class _Offer:
 
         Args:
             request: The rows that this rank wants.
-            is_deferred: For each position in the request's order, whether its row is deferred.
-            rows: Values of the other rows, in that order.
+            is_deferred: For each position in the order of the request, whether its row is deferred.
+            rows: Values of the other rows, in the same order.
         """
         order = request.order
         values = np.empty((len(order), *rows.shape[1:]), rows.dtype)

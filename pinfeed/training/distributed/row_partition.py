@@ -14,8 +14,8 @@ from pinfeed.rows.orders import Rows
 class RowPartition:
     """Row r is on rank ``r % size``, as row ``r // size`` of that rank.
 
-    Neighbouring rows are on different ranks. Ids are often assigned by age or by frequency: if the
-    ranks had ranges of equal length, one of them would have most of the rows that are looked up.
+    Consecutive rows are on different ranks. Ids are often assigned by age or by frequency. If each
+    rank had a range of consecutive rows, one rank would have most of the looked-up rows.
     """
 
     n_rows: int
@@ -28,20 +28,20 @@ class RowPartition:
         return len(range(rank, self.n_rows, self.size))
 
     def own(self, rank: int, start: int, stop: int) -> Rows:
-        """Return the row indices in [start, stop) that a rank has, ascending."""
+        """Return the row indices in [start, stop) that a rank owns, ascending."""
         return np.arange(start + (rank - start) % self.size, stop, self.size)
 
     def local(self, rows: Rows) -> Rows:
-        """Return the row indices in the store of the rank that has the rows."""
+        """Return the row indices in the store of the rank that owns the rows."""
         return rows // self.size
 
     def by_owner(self, rows: Rows) -> tuple[npt.NDArray[np.intp], list[int]]:
-        """Sort rows by the rank that has them.
+        """Sort rows by the rank that owns them.
 
         Returns:
-            Positions of the rows, those of rank 0 first and otherwise in their order; and the
-            number of rows that each rank has.
+            Positions of the rows, ordered by rank and then by their original order, and the number
+            of rows of each rank.
         """
-        # numpy sorts numbers of one or two bytes by counting.
+        # numpy sorts numbers of one or two bytes with a radix sort, which is faster.
         owner = (rows % self.size).astype(np.min_scalar_type(self.size))
         return np.argsort(owner, kind="stable"), np.bincount(owner, minlength=self.size).tolist()

@@ -48,7 +48,7 @@ class ShardedTableSpec:
     """A sharded table in a loop."""
 
     table: TableSpec
-    """The table; its stores have this rank's rows."""
+    """The table. Its stores have this rank's rows."""
     trained: bool
     """Whether the loop changes the rows."""
     mean: bool
@@ -74,8 +74,8 @@ class _BatchTable:
 class ShardedSource(TableRowSource):
     """The batches of this rank's loader, with the rows of sharded tables.
 
-    Each batch has this rank's rows that any rank looks up in its batch of the same number, and the
-    rows of other ranks that this rank looks up.
+    Each batch has two kinds of rows. The first are rows of this rank that any rank looks up in its
+    batch of the same number. The second are rows of other ranks that this rank looks up.
 
     Args:
         loader: A loader, as for ``wrap_loader``.
@@ -85,8 +85,8 @@ class ShardedSource(TableRowSource):
         verify: Whether the loop is verified.
     """
 
-    # Rows are deferred for a number of batches, while changes reach the stores after a number of
-    # writes. So every batch must count as a write.
+    # Rows are deferred for a number of batches, but changes are in the stores after a number of
+    # writes. Every batch must therefore count as a write.
     writes_always = True
 
     def __init__(
@@ -101,8 +101,8 @@ class ShardedSource(TableRowSource):
         self._specs = tables
         self._group = group
         self._first = 0
-        # Without reader threads, the training thread exchanges rows, too. A rank that takes another
-        # step must learn it in that exchange, so both use one lockstep.
+        # Without reader threads, the training thread also exchanges rows. Both kinds of steps then
+        # use the same lockstep, to detect a rank that takes another step.
         self._lockstep = group.reader_lockstep if schedule.depth else group.loop_lockstep
         self._exchanged_tables = [
             ExchangedTable(
@@ -143,8 +143,8 @@ class ShardedSource(TableRowSource):
         thread = threading.get_ident()
         if group.is_looping:
             raise ClosedError(
-                "a loop over sharded tables of these ranks is running; end it first: "
-                "they exchange for one loop at a time"
+                "a loop over sharded tables of these ranks is running, and ranks exchange rows for "
+                "one loop at a time; end it first"
             )
         group.is_looping = True
         try:
@@ -169,11 +169,11 @@ class ShardedSource(TableRowSource):
             lockstep.agree(RankStep.END)
             lockstep.end()
         except BaseException as error:
-            # If the garbage collector ends the loop in another thread, the other ranks learn it by
-            # their timeout.
+            # If the garbage collector ends the loop in another thread, the other ranks notice it
+            # only after their timeout.
             if threading.get_ident() == thread:
                 is_break = isinstance(error, GeneratorExit)
-                reason = "break, or an error in its body" if is_break else repr(error)
+                reason = "break, or an error in its training step" if is_break else repr(error)
                 lockstep.leave(RankStep.LEFT, reason)
             raise
 
@@ -194,10 +194,10 @@ class ShardedSource(TableRowSource):
                 load, lookups = self._looked_up(batch, ids)
             except Exception as error:
                 self._lockstep.leave(RankStep.BAD_BATCH, repr(error), number)
-                # In a generator, a StopIteration of the user's is raised as a RuntimeError.
+                # In a generator, Python raises a user's StopIteration as a RuntimeError.
                 raise
             wanted = [lookup.rows for lookup in lookups]
-            # A name for the plans would keep their rows in memory until the next batch is drawn.
+            # A variable for the plans would keep their rows in memory until the next batch.
             yield functools.partial(
                 self._sharded_batch, load, lookups, exchange.exchange(number, wanted), number
             )
@@ -215,7 +215,7 @@ class ShardedSource(TableRowSource):
         plans: Sequence[ExchangePlan],
         number: int,
     ) -> HostBatch:
-        """Return a batch whose parts are those of ``load``, and then those of each table."""
+        """Return a batch with the parts of ``load``, followed by the parts of each table."""
         parts = list(load.parts)
         tables = []
         for spec, lookup, plan in zip(self._specs, lookups, plans, strict=True):

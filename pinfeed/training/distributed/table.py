@@ -29,44 +29,53 @@ from pinfeed.validation.arguments import check_flag
 Gradients = Literal["mean", "sum"]
 
 _REFUSED = {
-    "max_norm": "changes rows where they are looked up",
-    "scale_grad_by_freq": "counts ids in the batches of all ranks",
+    "max_norm": "would change rows of other ranks in a lookup",
+    "scale_grad_by_freq": "needs the id counts of the batches of all ranks",
 }
 
 
 class ShardedEmbedding(HostEmbedding):
     """A ``HostEmbedding`` whose rows are spread over the ranks of a job.
 
-    Row r is on rank ``r % world_size``, with its optimizer's state. The table is used like a
-    ``HostEmbedding``, with the same ids, on all ranks at once: each rank loops over batches of its
-    own, and looks up any rows of the table. Together, the ranks compute what one process computes
-    with their batches joined.
+    Row ``r`` and its optimizer state are on rank ``r % world_size``. Each rank loops over its own
+    batches and may look up any row of the table, with the same ids as in a ``HostEmbedding``.
+    Together, the ranks compute the same result as one process with their batches joined.
 
-    All ranks do the following together, in the same order: making a table, loops over
-    ``train_rows``, ``read``, ``export``, ``to_embedding``, and lookups outside a loop.
+    All ranks do the following together, in the same order: create a table, loop over
+    ``train_rows``, call ``read``, ``export`` and ``to_embedding``, and look up rows outside a loop.
 
-        torch.distributed.init_process_group()
-        users = pinfeed.ShardedEmbedding(50_000_000, 128)
+    Examples:
+        Under torchrun, ``init_process_group()`` needs no arguments. Here, the job is one process.
+
+        >>> store = torch.distributed.HashStore()
+        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> users = pinfeed.ShardedEmbedding(1_000, 16, name="users")
+        >>> users.read([3, 7]).shape
+        torch.Size([2, 16])
+        >>> torch.distributed.destroy_process_group()
 
     Args:
         num_embeddings: Number of rows of the whole table.
-        embedding_dim: Numbers in a row.
-        process_group: The ranks; None for all ranks of the job. The first table of a group makes
-            two process groups of gloo for the same ranks, with the timeout of this group.
-        gradients: Reduction of a row's gradient over ranks: ``"mean"``, as in
-            ``DistributedDataParallel``, if each rank's loss is a mean over a batch of equal length;
-            or ``"sum"``, for losses that are sums.
-        store: Location of this rank's rows: a Store with as many rows, a path that gets the rank
-            into its name (``users.npy`` is ``users.0-of-4.npy``), or None for memory.
-        options: As for ``HostEmbedding``, without ``max_norm`` and ``scale_grad_by_freq``. With the
-            same seed of torch's generator on every rank, the table begins as a ``HostEmbedding``
-            does, drawn in chunks of 16 MiB.
+        embedding_dim: Length of a row.
+        process_group: Process group of the ranks. None is all ranks of the job. The first table of
+            a group creates two gloo process groups for the same ranks, with the timeout of the
+            group.
+        gradients: Reduction of a row's gradient over ranks. Use ``"mean"``, as in
+            ``DistributedDataParallel``, if the loss of each rank is a mean over a batch of equal
+            length. Use ``"sum"`` if the losses are sums.
+        store: Location of this rank's rows: a Store with exactly these rows, a path, or None for
+            host memory. The rank is added to the name of the file, so ``users.npy`` becomes
+            ``users.0-of-4.npy``.
+        options: As for ``HostEmbedding``, without ``max_norm`` and ``scale_grad_by_freq``. If all
+            ranks seed torch's generator with the same number, the table has the same initial values
+            as a ``HostEmbedding``. They are drawn in chunks of 16 MiB.
 
     Raises:
-        ArgumentError: If torch.distributed has no ranks, the table has more ranks than rows, a rank
-            cannot apply an option alone, or ``init`` needs the whole table.
+        ArgumentError: If torch.distributed is not initialised, this process is not in
+            ``process_group``, or the table has fewer rows than ranks. Also if a rank cannot apply
+            an option alone, or ``init`` needs the whole table.
         StoreError: As for ``HostEmbedding``.
-        RankError: If another rank did not make the table within the timeout of the process group.
+        RankError: If another rank did not create the table within the timeout of the process group.
     """
 
     def __init__(
@@ -85,7 +94,7 @@ class ShardedEmbedding(HostEmbedding):
             if options.get(option):
                 raise ArgumentError(
                     f"{option}={options[option]!r} of a sharded table: it {reason}; "
-                    "expected none, or a HostEmbedding"
+                    "omit it, or use a HostEmbedding"
                 )
         group = rank_group_of(process_group)
         self.rank_group = group
@@ -99,17 +108,17 @@ class ShardedEmbedding(HostEmbedding):
     def from_pretrained(
         cls, embeddings: Any, *, freeze: bool = True, name: str | None = None, **options: Any
     ) -> Any:
-        """Make a table that begins with existing rows; every rank copies its share of them.
+        """Make a table from existing rows. Every rank copies its own rows.
 
         Args:
             embeddings: The whole table: a 2-d tensor or array, a path of a .npy file, or a Store.
                 It is not changed.
-            freeze: Whether the rows of the new table are not trained.
+            freeze: Whether the rows of the new table stay untrained.
             name: As for the class.
             options: As for the class.
 
         Raises:
-            StoreError: If they are not rows of floating point numbers.
+            StoreError: If ``embeddings`` are not rows of floating point numbers.
             ArgumentError: If ``freeze`` is neither True nor False, or an option is invalid.
         """
         check_flag(freeze, "freeze")
@@ -135,31 +144,32 @@ class ShardedEmbedding(HostEmbedding):
         return RowPartition(self.num_embeddings, self.rank_group.size)
 
     def read(self, ids: Any) -> torch.Tensor:
-        """Read rows as they are now, as ``HostEmbedding.read`` does.
+        """Read rows with their present values, as ``HostEmbedding.read`` does.
 
-        All ranks call this at once, each with ids of its own, or none.
+        All ranks call this at once, each with its own ids, which may be empty.
 
         Raises:
             RowIndexError: If an id is out of range.
             ClosedError: As for ``HostEmbedding.read``.
-            RankError: If another rank failed, or does something else.
+            RankError: If another rank failed, or takes another step.
         """
-        # In a thread other than the loop's, this raises before any rank exchanges anything.
+        # In another thread than the loop's, this raises before the ranks exchange anything.
         self.flush_writes()
         with self.rank_group.loop_lockstep.report_failure():
             return super().read(ids)
 
     def export(self, path: Path) -> None:
-        """Save the whole table as one .npy file, atomically; rank 0 writes it, chunk by chunk.
+        """Save the whole table atomically as one .npy file.
 
-        All ranks call this at once. When it returns, the file exists.
+        All ranks call this at once, and rank 0 writes the file chunk by chunk. When the call
+        returns, the file exists.
 
         Args:
             path: File to create or replace.
 
         Raises:
-            OSError: If the file system refuses, on rank 0.
-            RankError: If rank 0 has failed, on the others.
+            OSError: If the file system refuses on rank 0.
+            RankError: If another rank has failed.
         """
         self.flush_writes()
         lockstep = self.rank_group.loop_lockstep
@@ -180,7 +190,7 @@ class ShardedEmbedding(HostEmbedding):
         if self.num_embeddings < group.size:
             raise ArgumentError(
                 f"{self.name}: {self.num_embeddings} rows over {group.size} ranks; "
-                "expected a row for each, at least"
+                "expected at least one row for each rank"
             )
         return self.owners.n_own(group.rank)
 
@@ -205,7 +215,7 @@ class ShardedEmbedding(HostEmbedding):
             self._store.scatter(owners.local(rows), values)
 
     def _gathered(self, rows: Rows) -> npt.NDArray[Any]:
-        """Return rows of the whole table; all ranks call this at once, each with its own rows."""
+        """Return rows of the whole table. All ranks call this at once, each with its own rows."""
         lockstep = self.rank_group.loop_lockstep
         store = self._store
         order, n_wanted = self.owners.by_owner(rows)
@@ -222,7 +232,7 @@ class ShardedEmbedding(HostEmbedding):
         return out
 
     def _may_read_others(self) -> bool:
-        # All ranks read together, and only one of them may look up ids that were not announced.
+        # All ranks read together, but perhaps only one of them has ids that were not announced.
         return False
 
     def _write_rows(self, file: Any) -> None:
@@ -234,7 +244,18 @@ class ShardedEmbedding(HostEmbedding):
 
 
 class ShardedEmbeddingBag(ShardedEmbedding, HostEmbeddingBag):
-    """A ``ShardedEmbedding`` that reduces the rows of each bag, as ``HostEmbeddingBag`` does."""
+    """A ``ShardedEmbedding`` that reduces the rows of each bag, as ``HostEmbeddingBag`` does.
+
+    Examples:
+        >>> store = torch.distributed.HashStore()
+        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> words = pinfeed.ShardedEmbeddingBag(1_000, 16, mode="sum", name="words")
+        >>> with torch.no_grad():
+        ...     sums = words(torch.tensor([1, 2, 3, 4]), offsets=torch.tensor([0, 3]))
+        >>> sums.shape
+        torch.Size([2, 16])
+        >>> torch.distributed.destroy_process_group()
+    """
 
 
 class _WholeTable:
@@ -247,5 +268,5 @@ class _WholeTable:
         self.dtype = table.store.dtype
 
     def gather(self, rows: Rows, out: npt.NDArray[Any]) -> None:
-        """Gather rows from the ranks that have them; all ranks call this at once."""
+        """Gather rows from the ranks that have them. All ranks call this at once."""
         out[...] = self._table._gathered(rows)

@@ -1,4 +1,4 @@
-"""Arguments of embedding tables: their checks, and advice for those that they do not have."""
+"""Checks of the arguments of embedding tables, and advice for arguments that do not exist."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _WEIGHT_HINT = "give the rows to HostEmbedding.from_pretrained(rows, freeze=Fals
 _FREEZE_HINT = (
     "give it to HostEmbedding.from_pretrained(rows, freeze=...), or call requires_grad_(False)"
 )
-_PATH_HINT = "the file of the rows is store="
+_PATH_HINT = "give the file of the rows as store="
 
 HINTS = {
     "sparse": (
-        "the rows of a batch alone are moved and trained, always; leave it out, and train the "
-        "table with pinfeed.RowOptimizer; one whose rule needs sparse gradients, with "
+        "pinfeed always moves and trains only the rows of a batch; leave it out, and train the "
+        "table with pinfeed.RowOptimizer; if the optimizer needs sparse gradients, use "
         'RowOptimizer(..., gradients="sparse")'
     ),
     "device": (
@@ -30,26 +30,26 @@ HINTS = {
     "weight": _WEIGHT_HINT,
     "freeze": _FREEZE_HINT,
     "_freeze": _FREEZE_HINT,
-    "mode": "bags of rows are a HostEmbeddingBag(num_embeddings, embedding_dim, mode=...)",
+    "mode": "for bags of rows, use HostEmbeddingBag(num_embeddings, embedding_dim, mode=...)",
     "path": _PATH_HINT,
     "filename": _PATH_HINT,
     **dict.fromkeys(
         ("cache", "cache_size", "cache_ratio", "cache_load_factor", "gpu_cache"),
-        "the size of a cache on the device is device_cache=",
+        "give the size of a cache on the device as device_cache=",
     ),
 }
-"""Advice for arguments that torch or other libraries have and HostEmbedding has not."""
+"""Advice for arguments of torch or other libraries that HostEmbedding does not have."""
 
 
 def integer_tensor(values: Any, name: str) -> torch.Tensor:
-    """Return integers as a tensor; a tensor is returned itself.
+    """Return integers as a tensor. A tensor is returned unchanged.
 
     Args:
         values: A tensor, an array or a list.
         name: Name of the values in errors.
 
     Raises:
-        RowIndexError: If they are not integers, or are rows of different lengths.
+        RowIndexError: If the values are not integers, or are lists of different lengths.
     """
     if isinstance(values, torch.Tensor):
         return values
@@ -69,7 +69,7 @@ def integer_tensor(values: Any, name: str) -> torch.Tensor:
 
 
 def checked_padding(padding: int | None, n_rows: int) -> int | None:
-    """Return the padding row as an index from 0 on; negative ones count from the end."""
+    """Return the index of the padding row, at least 0. A negative index counts from the end."""
     if padding is None:
         return None
     note = f" (a row of {n_rows:,})"

@@ -1,4 +1,4 @@
-"""HostEmbeddingBag: an embedding table whose rows are reduced bag by bag."""
+"""HostEmbeddingBag: an embedding table that reduces the rows of each bag to one row."""
 
 from __future__ import annotations
 
@@ -16,18 +16,26 @@ from pinfeed.validation.arguments import check_flag, explain_arguments
 class HostEmbeddingBag(HostEmbedding):
     """A ``HostEmbedding`` that reduces the rows of each bag, like ``torch.nn.EmbeddingBag``.
 
-    If the padding row is not among the rows of a batch, torch sums weighted bags in another order
-    than if it is. The last bit may therefore differ from ``nn.EmbeddingBag``.
+    If the rows of a batch do not include the padding row, torch sums weighted bags in another
+    order. The last bit may then differ from ``nn.EmbeddingBag``.
+
+    Examples:
+        >>> words = pinfeed.HostEmbeddingBag(1_000, 16, mode="sum", name="words")
+        >>> with torch.no_grad():
+        ...     sums = words(torch.tensor([1, 2, 3, 4]), offsets=torch.tensor([0, 3]))
+        >>> sums.shape
+        torch.Size([2, 16])
 
     Args:
         num_embeddings: As for ``HostEmbedding``.
         embedding_dim: As for ``HostEmbedding``.
         mode: Reduction of a bag: ``"sum"``, ``"mean"`` or ``"max"``.
-        include_last_offset: As in ``nn.EmbeddingBag``.
+        include_last_offset: Whether ``offsets`` has one more entry, the number of ids, as in
+            ``nn.EmbeddingBag``.
         options: As for ``HostEmbedding``.
 
     Raises:
-        ArgumentError: If the mode is another one.
+        ArgumentError: If ``mode`` is another value, or an option is invalid.
     """
 
     @explain_arguments(HINTS)
@@ -55,12 +63,13 @@ class HostEmbeddingBag(HostEmbedding):
         Args:
             ids: Integers in a tensor, an array or a list, shape (bags, ids of a bag), or (n,) with
                 ``offsets``.
-            offsets: Index in ``ids`` at which each bag begins, shape (bags,), likewise.
+            offsets: Index in ``ids`` at which each bag begins, shape (bags,), in a tensor, an array
+                or a list.
             per_sample_weights: Factors of the rows, in the shape of ``ids``; for mode ``"sum"``
                 only.
 
         Returns:
-            The reduced rows, shape (bags, embedding_dim).
+            The reduced rows, shape (bags, embedding_dim), in the dtype of the table.
 
         Raises:
             RowIndexError: As for ``HostEmbedding``.

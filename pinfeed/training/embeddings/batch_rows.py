@@ -40,7 +40,7 @@ class BatchRows:
         self.may_be_trained = False
         """Whether the training step got the rows in training mode.
 
-        It may then have changed them through ``weight.data``, which torch does not count.
+        It may then have changed them through ``weight.data``, which torch does not record.
         """
         self._version = version_of(weight)
         self._prepared = [(known, version_of(known), found) for known, found in positions]
@@ -52,7 +52,7 @@ class BatchRows:
 
     @property
     def touched(self) -> bool:
-        """Whether ``weight`` was changed in place; changes through ``weight.data`` do not count."""
+        """Whether ``weight`` was changed in place, other than through ``weight.data``."""
         return version_of(self.weight) != self._version
 
     def positions(self, ids: torch.Tensor, name: str) -> torch.Tensor:
@@ -70,12 +70,12 @@ class BatchRows:
                 raise _not_announced(name, int(ids.to(self.ids.device, torch.int64)[~is_found][0]))
         else:
             torch._assert_async(
-                is_found.all(), f"{name}: an id that was not announced to train_rows for this batch"
+                is_found.all(), f"{name}: an id was not announced to train_rows for this batch"
             )
         return positions
 
     def find(self, ids: torch.Tensor, name: str) -> torch.Tensor | None:
-        """Return the positions of ids among the rows; None if an id is not among them.
+        """Return the positions of ids among the rows, or None if an id is not among the rows.
 
         For ids without prepared positions, the host waits for the device.
 
@@ -86,7 +86,7 @@ class BatchRows:
         return positions if is_found is None or bool(is_found.all()) else None
 
     def newest(self, rows: Rows, values: torch.Tensor) -> torch.Tensor:
-        """Return rows of the table on the device, with the present values of those of this batch.
+        """Return rows of the table on the device, with the present values of this batch's rows.
 
         Args:
             rows: Row indices, ascending, each once, shape (n,).
@@ -99,7 +99,9 @@ class BatchRows:
         return values.to(device).index_copy(0, torch.from_numpy(found).to(device), current)
 
     def _search(self, ids: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return positions of ids, and which ids are among the rows; None if they were prepared.
+        """Return positions of ids, and a mask of the ids that are among the rows.
+
+        The mask is None if the positions were prepared.
 
         Raises:
             RowIndexError: If the ids are not integers.
@@ -107,7 +109,7 @@ class BatchRows:
         if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype is torch.bool:
             raise RowIndexError(f"{name}: ids of {ids.dtype}; expected integers (mask: ids[mask])")
         for known, version, found in self._prepared:
-            # The version tells whether the ids were changed after the positions were computed.
+            # The version shows whether the ids were changed after the positions were computed.
             if ids is known and version_of(ids) == version:
                 return found, None
         wanted = ids.to(self.ids.device, torch.int64, non_blocking=True)
@@ -119,24 +121,24 @@ class BatchRows:
     def collect_gradients(self, every: Sequence[Any]) -> None:
         """Move gradients from ``weight`` to ``owned``, for this table and others of its kind.
 
-        Here both are one parameter, so nothing is done.
+        Here, both are the same parameter, so this does nothing.
         """
 
     def position_of(self, row: int | None) -> int | None:
-        """Return the position of a row index; None if it is None, or not among the rows."""
+        """Return the position of a row index, or None if it is None or not among the rows."""
         return None if row is None else position_in(self.rows, row)
 
 
 def position_in(rows: Rows, row: int) -> int | None:
-    """Return the position of a row index in ascending row indices; None if it is not among them."""
+    """Return the position of a row index in ascending row indices, or None if it is missing."""
     position = int(np.searchsorted(rows, row))
     return position if position < len(rows) and rows[position] == row else None
 
 
 def _not_announced(name: str, row: int) -> RowIndexError:
     return RowIndexError(
-        f"{name}: id {row} was not announced for this batch; expected the function that train_rows "
-        "was given for this table to return every id that is looked up (a tuple of tensors for "
-        "several inputs). To evaluate other rows, use `with batches.evaluating():`, or eval mode "
-        "and torch.no_grad() if the table is not sharded"
+        f"{name}: id {row} was not announced for this batch; expected the function of this table "
+        "in train_rows to return every id that the step looks up (a tuple of tensors for several "
+        "inputs); to evaluate other rows, use `with batches.evaluating():`, or eval mode and "
+        "torch.no_grad() if the table is not sharded"
     )

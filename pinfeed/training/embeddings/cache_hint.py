@@ -1,4 +1,4 @@
-"""CacheHint: which tables of a loop would gain from a cache on the device, and of which size."""
+"""CacheHint: names tables of a loop that would be faster with a device cache, and its size."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _MOST_TABLES = 2
 
 
 class CacheHint:
-    """The look-ups of tables that have no cache, and a hint at the caches that would serve them.
+    """Records lookups of tables without a cache, and recommends caches for these tables.
 
-    Reader threads note look-ups; the training thread asks for the hint.
+    Reader threads record lookups. The training thread requests the hint.
 
     Args:
-        tables: Name and stores of each table, in the order of the groups of a batch; None for a
+        tables: Name and stores of each table, in the order of the groups of a batch, or None for a
             table that needs no hint.
     """
 
@@ -29,18 +29,18 @@ class CacheHint:
         self._tables = [table and _TableReuse.of(*table) for table in tables]
 
     def begin_epoch(self) -> None:
-        """Note that an epoch begins, at whose start every cache is empty."""
+        """Note that an epoch begins. Every cache is empty at its start."""
         for table in filter(None, self._tables):
             table.sketch.begin_epoch()
 
     def add(self, groups: Iterable[RowGroup]) -> None:
-        """Note the rows that a batch looks up, one group for each table."""
+        """Record the rows that a batch looks up, with one group for each table."""
         for table, group in zip(self._tables, groups, strict=False):
             if table is not None:
                 table.sketch.add(group.rows)
 
     def text(self) -> str:
-        """Return sentences that say which caches would help; empty if none would."""
+        """Return sentences that name useful caches; empty if no cache would help."""
         sizes = [(table, table.sketch.best_size()) for table in filter(None, self._tables)]
         useful = [(table, size) for table, size in sizes if size is not None]
         useful.sort(key=lambda pair: pair[0].saved_bytes(pair[1]), reverse=True)
@@ -48,7 +48,7 @@ class CacheHint:
 
 
 def gains_from_cache(stores: Iterable[Store], *, is_unified: bool) -> bool:
-    """Tell whether a cache on the device can be faster than the stores of a table.
+    """Return whether a cache on the device can be faster than the stores of a table.
 
     Args:
         stores: Stores of the weights and their state.
@@ -64,7 +64,7 @@ class _TableReuse(NamedTuple):
 
     @classmethod
     def of(cls, name: str, stores: Sequence[Store]) -> _TableReuse:
-        """Return a table none of whose look-ups were seen."""
+        """Return a table without recorded lookups."""
         return cls(name, stores, ReuseSketch(stores[0].n_rows))
 
     @property
@@ -77,11 +77,11 @@ class _TableReuse(NamedTuple):
         return size.hit_rate * self.sketch.rows_per_batch * self.row_nbytes
 
     def sentence(self, size: CacheSize) -> str:
-        """Say how large the cache is, and what it serves."""
+        """Return a sentence with the size of the cache and its hit rate."""
         nbytes = human(size.share * self.stores[0].n_rows * self.row_nbytes)
         state = " with their state" if len(self.stores) > 1 else ""
         return (
-            f"{size.share:.0%} of the rows of {self.name} ({nbytes}{state}) would serve "
-            f"{size.hit_rate:.0%} of its look-ups from the device: give "
+            f"A device cache with {size.share:.0%} of the rows of {self.name} ({nbytes}{state}) "
+            f"would serve {size.hit_rate:.0%} of its lookups: use "
             f"HostEmbedding(device_cache={size.share:g})."
         )

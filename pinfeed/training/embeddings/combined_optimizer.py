@@ -14,33 +14,37 @@ from pinfeed.training.embeddings.optimizer import RowOptimizer
 class CombinedOptimizer(torch.optim.Optimizer):
     """Several optimizers used as one, for example those of tables and of dense parameters.
 
-    Its parameter groups are the groups of all optimizers, the same objects, in order. So one
+    Its parameter groups are the groups of all optimizers, in order, as the same objects. One
     scheduler, one ``GradScaler`` and one call of gradient clipping (``optimizer.parameters()``)
-    serve all of them. ``train_rows`` takes the RowOptimizers in it, and ``pinfeed.checkpoint``
-    saves it with their row-wise state.
+    therefore serve all optimizers. ``train_rows`` uses the RowOptimizers that it contains, and
+    ``pinfeed.checkpoint`` saves it together with their row-wise state.
 
-        rows = pinfeed.RowOptimizer(torch.optim.Adagrad, [users], lr=0.1)
-        dense = torch.optim.Adam(model.parameters(), lr=1e-3)
-        optimizer = pinfeed.CombinedOptimizer(rows, dense)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up)
-        for batch in pinfeed.train_rows(loader, ids, optimizer=optimizer):
-            ...
+    Examples:
+        >>> users = pinfeed.HostEmbedding(1_000, 16, name="users")
+        >>> model = torch.nn.Linear(16, 1)
+        >>> rows = pinfeed.RowOptimizer(torch.optim.Adagrad, [users], lr=0.1)
+        >>> dense = torch.optim.Adam(model.parameters(), lr=1e-3)
+        >>> optimizer = pinfeed.CombinedOptimizer(rows, dense)
+        >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10)
+        >>> len(optimizer.param_groups)
+        2
 
     Args:
         optimizers: Optimizers of different parameters and tables.
 
     Raises:
-        ArgumentError: If there are none, one is not a torch optimizer, or two of them have a table
-            or a parameter in common.
+        ArgumentError: If no optimizer is given, one is not a torch optimizer, or two optimizers
+            share a table or a parameter.
     """
 
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
         _check(optimizers)
         first, *others = (optimizer.defaults for optimizer in optimizers)
-        # OneCycleLR and CyclicLR read here which momentum all groups have.
+        # OneCycleLR and CyclicLR read from the defaults which kind of momentum all groups have.
         defaults = {key: first[key] for key in first if all(key in other for other in others)}
-        # Optimizer.__init__ would make groups, which are those of the optimizers here. Without it,
-        # torch prepares an optimizer, for example an unpickled one, by __setstate__.
+        # Optimizer.__init__ would make new groups, but the groups are those of the optimizers.
+        # torch uses __setstate__ to prepare an optimizer without __init__, for example after
+        # unpickling.
         self.__setstate__({"defaults": defaults})
         self.optimizers = optimizers
 
@@ -60,7 +64,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters of all optimizers, for example to clip gradients.
 
-        Those of tables are the rows of the current batch.
+        The parameter of a table is the rows of its current batch.
         """
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
@@ -68,10 +72,11 @@ class CombinedOptimizer(torch.optim.Optimizer):
         """Step all optimizers, the RowOptimizers first.
 
         Args:
-            closure: Function that is called first, with gradients enabled; its loss is returned.
+            closure: Function that is called first, with gradients enabled. The method returns its
+                loss.
 
         Raises:
-            ArgumentError: As for ``RowOptimizer.step``; the dense parameters are then unchanged.
+            ArgumentError: As for ``RowOptimizer.step``. The dense parameters then stay unchanged.
         """
         loss = None
         if closure is not None:
@@ -88,31 +93,31 @@ class CombinedOptimizer(torch.optim.Optimizer):
             optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse, because it is not known which optimizer should get the parameters.
+        """Refuse the group, because the optimizer that should get it is unknown.
 
         Raises:
             ArgumentError: Always.
         """
         raise ArgumentError(
-            "add_param_group() of a CombinedOptimizer; expected one of its optimizers, which would "
-            "step the group; call optimizer.add_param_group() of that one"
+            "add_param_group() of a CombinedOptimizer; expected add_param_group() of the one of "
+            "its optimizers that should step the group"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all optimizers; row-wise state is in the stores of its tables."""
+        """Return the states of all optimizers, without row-wise state, which is in stores."""
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a state that ``state_dict`` returned.
 
         Raises:
-            ArgumentError: If it is of other optimizers. No optimizer has changed then.
+            ArgumentError: If the state is from other optimizers. No optimizer is changed then.
         """
         states = state_dict.get("optimizers", ())
         if len(states) != len(self.optimizers):
             raise ArgumentError(
-                f"a state of {len(states)} optimizers; expected what state_dict() of a "
-                f"CombinedOptimizer of {len(self.optimizers)} optimizers returned"
+                f"a state of {len(states)} optimizers; expected a state of "
+                f"{len(self.optimizers)}, as state_dict() of this CombinedOptimizer returns"
             )
         earlier = self.state_dict()["optimizers"]
         try:
@@ -151,7 +156,7 @@ def _check(optimizers: tuple[Any, ...]) -> None:
         ):
             raise ArgumentError(
                 f"CombinedOptimizer: got a {type(optimizer).__name__}; expected torch optimizers "
-                "and RowOptimizers, each as an argument of its own: "
+                "and RowOptimizers as separate arguments: "
                 "CombinedOptimizer(row_optimizer, optimizer)"
             )
         parameters = [one for group in optimizer.param_groups for one in group["params"]]

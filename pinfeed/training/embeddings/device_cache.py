@@ -1,4 +1,4 @@
-"""The size of a table's cache on the device: as the user gives it, and in rows."""
+"""The size of a table's cache on the device: the user's argument, and the number of rows."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pinfeed.errors import ArgumentError
 from pinfeed.memory.units import human
 
 DeviceCacheSize = int | float | Literal["auto"]
-"""Bytes as an int, a share of the rows as a float, or ``"auto"`` for what memory limits leave."""
+"""Bytes as an int, a share of the rows as a float, or ``"auto"`` to fit the memory limits."""
 
 
 def check_device_cache(size: Any) -> DeviceCacheSize | None:
-    """Return the size of a cache, as an int, a float or ``"auto"``; None for no cache.
+    """Return the size of a cache as an int, a float or ``"auto"``, or None for no cache.
 
     Raises:
-        ArgumentError: If it is something else, or not above 0, or a share above 1.
+        ArgumentError: If it is something else, is not above 0, or is a share above 1.
     """
     if size is None:
         return None
@@ -28,22 +28,22 @@ def check_device_cache(size: Any) -> DeviceCacheSize | None:
     elif isinstance(size, numbers.Real) and 0 < float(size) <= 1:
         return float(size)
     raise ArgumentError(
-        f"device_cache={size!r}: expected bytes as an int of at least 1 (pinfeed.GiB(4)), a share "
+        f"device_cache={size!r}; expected bytes as an int of at least 1 (pinfeed.GiB(4)), a share "
         "of the rows as a float above 0 and up to 1.0 (0.1), 'auto', or None for no cache"
     )
 
 
 def n_cached_rows(size: int | float, n_rows: int, row_nbytes: int, name: str) -> int:
-    """Return the number of rows that a cache holds: not more than its size, nor than all rows.
+    """Return the number of rows that a cache of a given size holds, at most all rows.
 
     Args:
-        size: Bytes, or a share of the rows, which is at least one row.
+        size: Bytes as an int, or a share of the rows as a float. A share is at least one row.
         n_rows: Rows of the table.
         row_nbytes: Bytes of a row with its optimizer state.
         name: Name of the table in errors.
 
     Raises:
-        ArgumentError: If it does not hold a row.
+        ArgumentError: If the size is smaller than a row.
     """
     if isinstance(size, float):
         return max(1, int(size * n_rows))
@@ -52,6 +52,6 @@ def n_cached_rows(size: int | float, n_rows: int, row_nbytes: int, name: str) ->
         raise ArgumentError(
             f"device_cache={size} of {name} holds no row: a row with its optimizer state has "
             f"{human(row_nbytes)}; expected at least as many bytes, or a share of the rows as a "
-            "float (1.0 for all of them)"
+            "float (1.0 for all rows)"
         )
     return min(n_rows, n)

@@ -1,8 +1,9 @@
 """require_one_rule(): refuses optimizers whose rule depends on whether gradients are sparse.
 
-An optimizer is run with dense and with sparse gradients on a small table. The gradients are equal,
-and contain every row. Results of one rule differ by rounding alone. DLRM's RWSAdagrad, for example,
-keeps one number for each row if gradients are sparse, and one for each weight if they are dense.
+The check runs an optimizer with dense and with sparse gradients on a small table. The gradients are
+equal, and contain every row. If the rule is the same, the results differ only by rounding. DLRM's
+RWSAdagrad, for example, keeps one number for each row if gradients are sparse, and one number for
+each weight if they are dense.
 """
 
 from __future__ import annotations
@@ -39,31 +40,31 @@ def require_one_rule(trial: OptimizerTrial, dim: int, dtype: torch.dtype) -> Non
         ArgumentError: If the results differ.
         MemoryError: If the system does not have the memory for the trial.
     """
-    # The more exact the weights, the clearer is the difference between a rule and its rounding.
-    # Optimizers may be written for one dtype, so others are tried too.
+    # With more precise weights, a different rule is easier to tell from rounding. An optimizer may
+    # support one dtype only, so several are tried.
     for precision in dict.fromkeys((torch.float64, torch.float32, dtype)):
         try:
             difference = _difference(trial, dim, precision)
         except MemoryError:
-            # The error says nothing about the optimizer.
+            # This error does not concern the optimizer.
             raise
         except Exception:
             continue
         if difference:
             raise ArgumentError(
-                f"{trial.name} has one rule for dense gradients and another one for sparse "
-                f"gradients: {difference} on a small table differs; expected a choice; give "
-                "gradients='sparse' for the rule that nn.Embedding(sparse=True) would get, or "
-                "gradients='dense' for that of sparse=False"
+                f"{trial.name} has different rules for dense and for sparse gradients: "
+                f"{difference} on a small table differs; expected a choice between them; give "
+                "gradients='sparse' for the rule of nn.Embedding(sparse=True), or "
+                "gradients='dense' for the rule of nn.Embedding(sparse=False)"
             )
         return
 
 
 def _difference(trial: OptimizerTrial, dim: int, dtype: torch.dtype) -> str:
-    """Return which result differs between dense and sparse gradients; empty if none does.
+    """Return the name of a result that dense and sparse gradients change; empty if none differs.
 
     A result that differs between two runs with dense gradients does not count. The optimizer may
-    draw random numbers from a generator of its own, or keep a time.
+    draw random numbers from its own generator, or store a time.
     """
     numbers = np.random.default_rng(0)
     values = torch.from_numpy(numbers.uniform(1, 2, (_N_ROWS, dim))).to(dtype)
@@ -78,9 +79,10 @@ def _difference(trial: OptimizerTrial, dim: int, dtype: torch.dtype) -> str:
 
 
 def _differences(values: torch.Tensor, one: Trained, other: Trained) -> list[str]:
-    """Return which results of two runs that began with ``values`` differ."""
+    """Return the names of the results that differ between two runs from ``values``."""
     weights, state = one
-    # Weights are rounded to their dtype, and updates to that of the state, which may be coarser.
+    # Weights are rounded to their dtype. Updates are rounded to the dtype of the state, which may
+    # be less precise.
     update = (weights - values).abs().max().double()
     allowed = _eps(weights) * values.abs().max().double()
     allowed += max(map(_eps, (weights, *state.values()))) * update
@@ -89,7 +91,7 @@ def _differences(values: torch.Tensor, one: Trained, other: Trained) -> list[str
 
 
 def _different_state(state: Mapping[str, Any], other_state: Mapping[str, Any]) -> list[str]:
-    """Return the state that differs."""
+    """Return the names of the state that differs."""
     found = []
     for key in sorted({*state, *other_state}, key=str):
         one, other = state.get(key), other_state.get(key)
@@ -111,7 +113,7 @@ def _agree(one: torch.Tensor, other: torch.Tensor, allowed: float) -> bool:
 
 
 def _eps(value: Any) -> float:
-    """Return the relative error of a rounding; 0 for whole numbers, which are not rounded."""
+    """Return the relative rounding error; 0 for whole numbers, which are not rounded."""
     if isinstance(value, torch.Tensor) and value.dtype.is_floating_point:
         return float(torch.finfo(value.dtype).eps)
     return 0.0

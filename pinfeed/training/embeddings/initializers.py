@@ -1,4 +1,4 @@
-"""Initializers: functions that fill a new table, given by the name that torch has for them."""
+"""Initializers: functions that fill a new table, by their names in torch."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def find_initializer(init: Init | None) -> Fill:
 
     Args:
         init: Name of a function of ``torch.nn.init``, with or without the final underscore, or a
-            function of the user's. None is ``"normal"``.
+            user's function. None is ``"normal"``.
 
     Raises:
-        ArgumentError: If no function has this name, or it needs more arguments than a tensor.
+        ArgumentError: If no function has this name, or it needs arguments other than a tensor.
     """
     if callable(init):
         return functools.partial(_fill_in_place, init)
@@ -37,7 +37,7 @@ def find_initializer(init: Init | None) -> Fill:
     ]
     if name not in names:
         raise ArgumentError(
-            f"init={init!r} is no function of torch.nn.init that needs a tensor alone; "
+            f"init={init!r} is not a function of torch.nn.init with a tensor as its only argument; "
             f"expected one of {', '.join(sorted(names))}, "
             "or a function that fills a tensor (functools.partial(nn.init.constant_, val=0.5))"
         )
@@ -56,14 +56,14 @@ def _fill_in_place(init: Fill, tensor: torch.Tensor) -> None:
         return
     if returned.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
         raise ArgumentError(
-            f"init={init!r} returned another tensor than it was given; expected a function that "
-            "fills the given tensor in place; give lambda tensor: tensor.copy_(values), or "
+            f"init={init!r} returned a new tensor; expected a function that fills the given tensor "
+            "in place; give lambda tensor: tensor.copy_(values), or use "
             "HostEmbedding.from_pretrained(values, freeze=False)"
         )
 
 
 def _needs_only_a_tensor(function: Callable[..., Any]) -> bool:
-    """Return whether a function can be called with a tensor and nothing else."""
+    """Return whether a function can be called with a tensor as its only argument."""
     try:
         inspect.signature(function).bind(None)
     except TypeError:

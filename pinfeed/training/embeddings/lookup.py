@@ -24,7 +24,7 @@ class HostLookup(NamedTuple):
     rows: Rows
     """The ids, ascending, each once."""
     positions: list[tuple[int, Rows]]
-    """For ids that are a part of the batch: the index of the part, and their positions in ``rows``.
+    """For ids that are a part of the batch: index of the part, and positions of ids in ``rows``.
 
     The positions have the shape of the ids.
     """
@@ -36,11 +36,11 @@ def position_parts(lookup: HostLookup) -> list[HostLeaf]:
 
 
 class DataOnDevice:
-    """The loader's batch on the device, which a function may change before its rows are lent.
+    """The loader's batch on the device, which a transform may change before its rows are lent.
 
     Args:
         load: The batch on the host.
-        lookups: Ids that it looks up in each table.
+        lookups: Ids that the batch looks up in each table.
     """
 
     def __init__(self, load: HostBatch, lookups: Sequence[HostLookup]) -> None:
@@ -48,7 +48,7 @@ class DataOnDevice:
         """Number of parts of the batch."""
         self._rebuild = load.rebuild
         self._id_parts = {part for lookup in lookups for part, _ in lookup.positions}
-        # For each part that is ids, how often its tensor was changed before the function ran.
+        # For each part that contains ids: the version of its tensor before the transform ran.
         self._versions: dict[int, int] = {}
 
     def rebuild(self, tensors: Iterator[Tensor]) -> Any:
@@ -60,7 +60,7 @@ class DataOnDevice:
     def positions(
         self, lookup: HostLookup, parts: Sequence[Tensor], positions: Iterator[Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Return the tensors of ids that no function has changed, each with their positions.
+        """Return the id tensors that no transform has changed, each with its positions.
 
         Args:
             lookup: The ids.
@@ -74,13 +74,13 @@ class DataOnDevice:
 
 
 def look_up(load: HostBatch, ids: Any, name: str, n_rows: int) -> HostLookup:
-    """Return the ids that a batch looks up in a table, each once.
+    """Return the distinct ids that a batch looks up in a table.
 
     Args:
         load: The batch.
         ids: The ids, in a tensor or array, or in a structure of several.
         name: Name of the table in errors.
-        n_rows: Number of its rows.
+        n_rows: Number of rows of the table.
 
     Raises:
         RowIndexError: If an id is out of range, or not an integer.
@@ -105,7 +105,7 @@ def _distinct(
     Raises:
         RowIndexError: If an id is out of range.
     """
-    # Most batches have one array of ids, which needs neither a copy nor a split.
+    # Most batches have one array of ids. It needs neither a copy nor a split.
     arrays = [array.astype(np.int64, copy=False) for array in ids]
     every = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
     rows, positions = distinct_rows(every)
@@ -116,7 +116,7 @@ def _distinct(
 
 
 def _part_index(leaf: Any, load: HostBatch) -> int | None:
-    """Return the index of the batch's part that the ids are, unchanged; None for other ids."""
+    """Return the index of the batch part that is this tensor of ids; None if no part is."""
     if not isinstance(leaf, torch.Tensor):
         return None
     for i, part in enumerate(load.parts):
@@ -126,7 +126,7 @@ def _part_index(leaf: Any, load: HostBatch) -> int | None:
 
 
 def _leaves(ids: Any) -> list[Any]:
-    """Return the arrays in a nested structure of ids; a list of numbers is one array."""
+    """Return the arrays in a nested structure of ids. A list of numbers is one array."""
     if isinstance(ids, Mapping):
         ids = list(ids.values())
     if isinstance(ids, (list, tuple)) and any(map(_is_array_or_nested, ids)):

@@ -1,4 +1,4 @@
-"""RowOptimizer: any torch optimizer, with row-wise state that moves with the rows of its tables."""
+"""RowOptimizer: any torch optimizer, whose row-wise state moves with the rows of its tables."""
 
 from __future__ import annotations
 
@@ -31,54 +31,62 @@ from pinfeed.training.embeddings.table_state import TableState
 
 
 class RowOptimizer(torch.optim.Optimizer):
-    """A torch optimizer for tables on the host: it updates the rows of a batch, with their state.
+    """A torch optimizer for host tables, which updates the rows of a batch and their state.
 
-    Let ``R`` be the rows that a batch looks up. Let ``U(w, s, g, t)`` be the update of
-    ``optimizer_class``: weights, row-wise state, gradient, and state of the whole table such as the
-    number of steps. A step is
+    Learning-rate schedulers, ``GradScaler`` and gradient clipping (``optimizer.parameters()``) use
+    it like any other optimizer. Gradients live as long as their batch: call ``step()`` before the
+    loop requests the next batch.
+
+    Examples:
+        >>> users = pinfeed.HostEmbedding(1_000, 16, name="users")
+        >>> optimizer = pinfeed.RowOptimizer(torch.optim.Adam, [users], lr=1e-3)
+        >>> loader = [torch.tensor([3, 7, 3])]
+        >>> for ids in pinfeed.train_rows(loader, {users: lambda ids: ids}, optimizer=optimizer):
+        ...     users(ids).square().mean().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+
+    A step updates only the rows ``R`` that the batch looks up. Let ``U(w, s, g, t)`` be the update
+    of ``optimizer_class`` for weights ``w``, row-wise state ``s`` and gradients ``g``. State of the
+    whole table, such as the number of steps, is ``t``. A step is
 
         w[R], s[R], t = U(w[R], s[R], gradient of w[R], t)
 
-    All other rows stay as they are: weights, state and weight decay alike (*lazy*). There is one
-    ``t`` for the table. For optimizers that do not change a row whose gradient is zero (SGD without
-    momentum and weight decay, Adagrad), the result is that of the dense optimizer. Other optimizers
-    give another result than the dense one, by the rule of ``torch.optim.SparseAdam``. Dense Adam,
-    for example, also moves rows that a batch does not look up, by their momentum. Some optimizers
-    treat their first step specially (SGD takes the first gradient as the momentum, undamped). That
-    happens in the table's first step alone: a row that is first looked up later begins with state
-    of zeros.
+    All other rows keep their weights and their state, and get no weight decay (*lazy* updates).
+    Optimizers that do not change a row whose gradient is zero (SGD without momentum and weight
+    decay, Adagrad) give the result of the dense optimizer. Other optimizers follow the rule of
+    ``torch.optim.SparseAdam``, so their result differs from the dense one. Dense Adam, for example,
+    also moves rows that a batch does not look up, by their momentum. Some optimizers treat their
+    first step specially: SGD takes the first gradient as momentum, without dampening. Here this
+    happens only in the first step of the table. A row that is first looked up in a later step
+    begins with its initial state, which is zero for a momentum.
 
-    Row-wise state and its initial values are found by running the optimizer on a small table.
-    Gradients live as long as their batch: call ``step()`` before taking the next batch.
-
-    Learning-rate schedulers, ``GradScaler`` and gradient clipping (``optimizer.parameters()``) use
-    it like any other optimizer.
-
-        optimizer = pinfeed.RowOptimizer(torch.optim.Adam, [users, items], lr=1e-3)
-
-    It is one class because all of it is the interface of ``torch.optim.Optimizer``. The state of a
-    table, parameter groups and stores have modules of their own.
+    The constructor runs the optimizer on a small table to find its row-wise state and the initial
+    values.
 
     Args:
         optimizer_class: A class of ``torch.optim``, or one with the same interface.
-        tables: ``HostEmbedding`` s, or parameter groups: ``[{"params": [users], "lr": 0.1},
-            {"params": [items]}]``.
+        tables: HostEmbeddings, or parameter groups:
+            ``[{"params": [users], "lr": 0.1}, {"params": [items]}]``.
         state: Function of table, key, shape and dtype that makes a store for row-wise state. By
-            default the state is next to the table: in the same kind of memory, or for
-            ``users.npy`` in ``users.exp_avg.npy`` and so on. As for tables, an existing file is not
-            changed, and can be used once ``checkpoint.resume`` has replaced its rows.
-        gradients: Kind of the gradients that the steps get: ``"sparse"``, as
-            ``nn.Embedding(sparse=True)`` gives them, or ``"dense"``, as ``sparse=False`` does. With
-            None, they are dense, or sparse ones of all rows of the batch for optimizers that take
-            no dense ones.
+            default, the state is in the same kind of memory as the table, or in a file next to it:
+            ``users.exp_avg.npy`` for ``users.npy``. As with tables, an existing file is not
+            changed, and cannot be used until ``checkpoint.resume`` has replaced its rows.
+        gradients: Kind of the gradients in a step: ``"sparse"`` as in
+            ``nn.Embedding(sparse=True)``, or ``"dense"`` as in ``nn.Embedding(sparse=False)``. With
+            None, they are dense. For optimizers that refuse dense gradients, None means sparse
+            gradients of all rows of the batch.
         options: Options of ``optimizer_class``.
 
     Raises:
-        ArgumentError: If there are no tables, a table is frozen or is given twice, or the optimizer
-            cannot train rows. Also if the optimizer has one rule for dense gradients and another
-            one for sparse ones, and ``gradients`` is None.
-        StoreError: If a store has another shape or dtype, or another file exists at its path.
+        ArgumentError: If ``tables`` is empty, a table is frozen or given twice, or the optimizer
+            cannot train rows. Also if ``gradients`` is None, and the optimizer has different rules
+            for dense and for sparse gradients.
+        StoreError: If a store has another shape or dtype, or a different file exists at its path.
     """
+
+    # It is one class because all of it is the interface of torch.optim.Optimizer. The state of a
+    # table, parameter groups and stores have modules of their own.
 
     def __init__(
         self,
@@ -120,11 +128,12 @@ class RowOptimizer(torch.optim.Optimizer):
         """Update the rows of the batch that have gradients.
 
         Args:
-            closure: Function that is called first, with gradients enabled; its loss is returned.
+            closure: Function that is called first, with gradients enabled. The method returns its
+                loss.
 
         Raises:
-            ArgumentError: If gradients of an earlier batch were never applied: their rows are no
-                longer on the device. Also if the running loop was not given this optimizer.
+            ArgumentError: If gradients of an earlier batch were never applied, because their rows
+                have left the device. Also if ``train_rows`` was called without this optimizer.
             ClosedError: If the training step is inside ``evaluating()``.
         """
         loss = None
@@ -148,7 +157,7 @@ class RowOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, as torch's optimizers do."""
+        """Drop the gradients, as torch optimizers do."""
         super().zero_grad(set_to_none)
         for state in self.tables.values():
             state.has_pending_gradients = False
@@ -158,22 +167,24 @@ class RowOptimizer(torch.optim.Optimizer):
         """Check that the row-wise state belongs to this run.
 
         Raises:
-            StoreError: If some is in existing files, and ``checkpoint.resume`` has not replaced it.
+            StoreError: If a part is in existing files, and ``checkpoint.resume`` has not replaced
+                it.
         """
         if self.awaits_resume:
             raise StoreError(
-                f"{'; '.join(self._found)} was there already when the optimizer was made, and is "
-                "as it was; expected checkpoint.resume with this optimizer before it is used, "
-                "which replaces the state; or give the table overwrite=True to begin anew, remove "
-                "the file, or give state=a function that opens it: MmapStore(..., mode='r+')"
+                f"{'; '.join(self._found)} existed before the optimizer was made, and is "
+                "unchanged; expected checkpoint.resume, which replaces the state, before the "
+                "optimizer is used; to start with new state, give the table overwrite=True or "
+                "remove the file; to use the existing state, give as state= a function that opens "
+                "it: MmapStore(..., mode='r+')"
             )
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the rows of the current batch, table by table, for example to clip gradients."""
+        """Return the rows of the current batch for each table, for example to clip gradients."""
         return [state.lent for state in self.tables.values()]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse, because all tables are given at construction.
+        """Refuse the group, because the constructor takes all tables.
 
         Raises:
             ArgumentError: If the optimizer is already constructed.
@@ -186,9 +197,9 @@ class RowOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return hyper-parameters and the state that is not row-wise.
+        """Return hyper-parameters and the state of whole tables.
 
-        Row-wise state is in the stores; ``pinfeed.checkpoint`` saves both.
+        Row-wise state is in the stores. ``pinfeed.checkpoint`` saves both.
         """
         tables = []
         for state in self.tables.values():
@@ -202,7 +213,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """Restore hyper-parameters and state that ``state_dict`` returned.
 
         Raises:
-            ArgumentError: If the optimizer that they are from had other tables or groups.
+            ArgumentError: If ``state_dict`` is from an optimizer with other tables or groups.
         """
         try:
             tables = list(state_dict["tables"])
@@ -222,8 +233,8 @@ class RowOptimizer(torch.optim.Optimizer):
         if missing and any(saved["begun"] for saved in tables):
             raise ArgumentError(
                 f"a state without {', '.join(missing)} of {type(self.inner).__name__}, which "
-                "earlier versions did not save, so that its next step would begin anew; expected "
-                "what state_dict() of this version returned"
+                "earlier versions did not save: its next step would be treated as the first one; "
+                "expected what state_dict() of this version returned"
             )
         for state, saved in zip(self.tables.values(), tables, strict=True):
             state.is_initialized = bool(saved["begun"])
@@ -255,7 +266,7 @@ class RowOptimizer(torch.optim.Optimizer):
             table: The table.
             weight: The rows that the optimizer updates.
             rows: Their row-wise state, in the order of the layout.
-            lent: The rows that the training step has, if they are others; by default ``weight``.
+            lent: The rows that the training step has, if they differ. The default is ``weight``.
         """
         self._switch(table, weight, weight if lent is None else lent, rows)
         group = self._group_of(self.tables[table])
@@ -264,8 +275,8 @@ class RowOptimizer(torch.optim.Optimizer):
         for key, value in own.items():
             if not isinstance(value, torch.Tensor) or value.device == weight.device:
                 continue
-            # The state is from a checkpoint, or from a loop on another device. torch keeps numbers
-            # on the CPU unless the optimizer needs them on the device.
+            # The state is from a checkpoint, or from a loop on another device. torch keeps state
+            # that is a single number on the CPU, unless the optimizer needs it on the device.
             if value.ndim or on_device:
                 own[key] = value.to(weight.device)
 
@@ -311,16 +322,16 @@ class RowOptimizer(torch.optim.Optimizer):
         if stale:
             raise ArgumentError(
                 f"gradients of an earlier batch of {', '.join(stale)} were neither applied nor "
-                "dropped; call step(), or zero_grad(), before the next batch is taken "
-                "(to accumulate gradients, give train_rows the larger batches and split them in "
-                "the loop)"
+                "dropped; call step() or zero_grad() before the loop requests the next batch "
+                "(to accumulate gradients, give train_rows larger batches and split them in the "
+                "training step)"
             )
 
     def _collect_gradients(self) -> None:
         """Move the gradients of the lent rows to the rows that are updated.
 
         Raises:
-            ArgumentError: If the running loop was not given this optimizer.
+            ArgumentError: If ``train_rows`` was called without this optimizer.
             ClosedError: If the training step is inside ``evaluating()``.
         """
         lent: list[BatchRows] = []
@@ -336,14 +347,14 @@ class RowOptimizer(torch.optim.Optimizer):
         if strange:
             raise ArgumentError(
                 f"the loop over rows of {', '.join(strange)} was made without this optimizer; "
-                "give it to train_rows"
+                "give train_rows(..., optimizer=...)"
             )
         for kind in {type(batch_rows) for batch_rows in lent}:
             same = [batch_rows for batch_rows in lent if type(batch_rows) is kind]
             same[0].collect_gradients(same)
 
     def _set_group_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Put one parameter for each table into the groups, which have the tables in this order."""
+        """Put one parameter for each table into the groups, in the order of the tables."""
         remaining = iter(parameters)
         for group in self.param_groups:
             group["params"] = [next(remaining) for _ in group["params"]]
@@ -357,7 +368,7 @@ class RowOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Continue with other rows of a table.
 
-        If an interrupt ends this, the next call finds the old rows or the new ones, and the state
+        After an interrupt, the next call finds either the old rows or the new ones, and the state
         of the whole table.
         """
         state = self.tables[table]

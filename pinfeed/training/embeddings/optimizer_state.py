@@ -1,8 +1,8 @@
-"""The layout of an optimizer's state, found by running the optimizer instead of by a list.
+"""The layout of an optimizer's state, found by running the optimizer on small parameters.
 
-The optimizer is run on two small parameters of unequal length, with gradients of zero. State whose
-first axis follows the length is row-wise. All other state belongs to the table as a whole. The
-value that a state tensor is first assigned is the initial state of a row.
+The trial runs the optimizer on two small parameters of different lengths, with zero gradients. A
+state tensor is row-wise if its first axis follows the length. All other state belongs to the table
+as a whole. The first value of a state tensor is the initial state of a row.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RowState:
     row_shape: tuple[int, ...]
     dtype: np.dtype[Any]
     initial: float | None
-    """Initial value of all its numbers; None if it begins as a copy of the weights."""
+    """Initial value of all its elements; None if it begins as a copy of the weights."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class StateLayout:
     tables: frozenset[str]
     """Keys of state that belongs to the table as a whole."""
     created_in_init: frozenset[str]
-    """Keys that the optimizer's constructor makes; its first step makes all others."""
+    """Keys that the optimizer's constructor makes. Its first steps make all others."""
     sparse: bool
     """Whether its steps get sparse gradients."""
     attributes: frozenset[str]
-    """Attributes of the optimizer itself that steps change, for example whether one was taken."""
+    """Names of attributes of the optimizer itself that steps change, such as a first-step flag."""
 
 
 def discover(
@@ -63,18 +63,19 @@ def discover(
         optimizer_class: Class of the optimizer, which is called with a parameter group and the
             options.
         options: Options of the optimizer.
-        dim: Numbers in a row.
+        dim: Length of a row.
         dtype: Dtype of the parameter.
         group: Options of the parameter group.
-        gradients: Kind of the gradients that it gets; None for dense ones if it takes them.
+        gradients: Kind of the gradients in a step. None is dense, or sparse if the optimizer
+            refuses dense gradients.
 
     Raises:
-        ArgumentError: If it cannot be run step by step, or keeps something that is neither row-wise
-            nor independent of the number of rows.
+        ArgumentError: If a step fails, or the optimizer keeps state that is neither row-wise nor
+            independent of the number of rows.
         MemoryError: If the system does not have the memory for the trial.
     """
     trial = OptimizerTrial(optimizer_class, options, group or {})
-    # A generator of its own, because making an optimizer must not change a run.
+    # A separate generator, because making an optimizer must not change the results of a run.
     values = torch.from_numpy(np.random.default_rng(0).uniform(1, 2, (_LENGTHS[0], dim))).to(dtype)
     zeros, more_zeros = (torch.zeros(n, dim, dtype=dtype, device="cpu") for n in _LENGTHS)
     short, sparse = trial.run_first(zeros, gradients)
@@ -98,7 +99,7 @@ def discover(
 
 
 def _is_row_wise(name: str, key: str, short: Any, long: Any) -> bool:
-    """Return whether state follows the number of rows, instead of belonging to the whole table.
+    """Return whether state has an entry for each row, instead of belonging to the whole table.
 
     Args:
         name: Name of the optimizer in errors.
@@ -107,13 +108,13 @@ def _is_row_wise(name: str, key: str, short: Any, long: Any) -> bool:
         long: The state for the second of ``_LENGTHS``.
 
     Raises:
-        ArgumentError: If it is neither.
+        ArgumentError: If the state is neither.
     """
     if not isinstance(short, torch.Tensor):
         if isinstance(short, _PLAIN):
             return False
         raise ArgumentError(
-            f"{name} keeps {type(short).__name__} {key!r}, which cannot be split into rows; "
+            f"{name} keeps a {type(short).__name__} as {key!r}, which cannot be split into rows; "
             "expected tensors and numbers"
         )
     if short.layout is not torch.strided:
@@ -153,6 +154,6 @@ def _initial_number(
     if filled.shape == values.shape and bool((filled == values.to(filled.dtype)).all()):
         return None
     raise ArgumentError(
-        f"{name} begins {key!r} with neither a constant nor a copy of the weights; "
-        "rows cannot begin one by one"
+        f"{name} initializes {key!r} neither with a constant nor with a copy of the weights; "
+        "expected one of these, because the state of single rows is initialized"
     )

@@ -1,4 +1,4 @@
-"""OptimizerTrial: an optimizer that is run on small parameters, to find out what it does."""
+"""OptimizerTrial: runs an optimizer on small parameters to learn its rule and its state."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TrialState:
 class OptimizerTrial:
     """An optimizer that can be run on small parameters.
 
-    Random numbers that it draws, and its warnings, do not reach the program.
+    A run neither changes the random generators of the program nor shows warnings.
     """
 
     optimizer_class: Any
@@ -51,7 +51,7 @@ class OptimizerTrial:
         return name
 
     def run(self, values: torch.Tensor, sparse: bool) -> TrialState:
-        """Run some steps with gradients of zero on a copy of ``values``."""
+        """Run some steps with zero gradients on a copy of ``values``."""
         with _isolated():
             weight, optimizer = self._make(values)
             for group in optimizer.param_groups:
@@ -70,12 +70,12 @@ class OptimizerTrial:
     def run_first(
         self, values: torch.Tensor, gradients: GradientKind | None
     ) -> tuple[TrialState, bool]:
-        """Run some steps, as ``run`` does, with the kind of gradients that the optimizer takes.
+        """Run some steps, as ``run`` does, with the kind of gradients that the optimizer accepts.
 
         Args:
             values: Values of the parameter.
-            gradients: The kind that the user chose; None for dense gradients, or for sparse ones
-                if those fail.
+            gradients: The kind that the user chose. None is dense, or sparse if dense gradients
+                fail.
 
         Returns:
             The state, and whether the gradients were sparse.
@@ -90,7 +90,7 @@ class OptimizerTrial:
             return self.run(values, sparse=False), False
         except MemoryError as error:
             raise MemoryError(
-                f"the system has no memory to try {self.name} on a small table "
+                f"the system does not have enough memory to run {self.name} on a small table "
                 f"({described(error)}); free memory, or raise the limit of the process"
             ) from error
         except Exception as dense_error:
@@ -101,16 +101,16 @@ class OptimizerTrial:
                 pass
             raise ArgumentError(
                 f"{self.name} cannot train rows: a step on a small table failed "
-                f"({described(dense_error)}); expected an optimizer whose step() needs "
-                "gradients alone, and options that it takes"
+                f"({described(dense_error)}); expected an optimizer whose step() needs only "
+                "gradients, and options that it accepts"
             ) from dense_error
 
     def train(
         self, values: torch.Tensor, gradients: Sequence[torch.Tensor], *, sparse: bool
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Run a step with each gradient, and return the weights and the state after them.
+        """Run a step with each gradient, and return the final weights and state.
 
-        State that is a sparse tensor is returned as a dense one.
+        Sparse state is returned as dense tensors.
         """
         with _isolated():
             weight, optimizer = self._make(values)
@@ -120,14 +120,14 @@ class OptimizerTrial:
 
     def _run_sparse(self, values: torch.Tensor) -> TrialState:
         try:
-            # Options such as weight decay may be refused with sparse gradients alone.
+            # An optimizer may refuse options such as weight decay only with sparse gradients.
             self.train(values, [torch.ones_like(values)], sparse=True)
             return self.run(values, sparse=True)
         except Exception as error:
             raise ArgumentError(
                 f"{self.name} with gradients='sparse': a step with sparse gradients on a small "
-                f"table failed ({described(error)}); expected an optimizer that takes them, and "
-                "options that it takes with them; or leave gradients out"
+                f"table failed ({described(error)}); expected an optimizer and options that accept "
+                "sparse gradients, or no argument gradients="
             ) from error
 
     def _make(self, values: torch.Tensor) -> tuple[nn.Parameter, Any]:
@@ -135,7 +135,7 @@ class OptimizerTrial:
         weight = nn.Parameter(values.clone())
         optimizer = self.optimizer_class([{**self.group, "params": [weight]}], **self.options)
         for group in optimizer.param_groups:
-            # This runs on the CPU, where capturable optimizers are refused.
+            # The trial runs on the CPU, where capturable optimizers raise an error.
             if "capturable" in group:
                 group["capturable"] = False
         return weight, optimizer
@@ -193,7 +193,7 @@ def _plain_attributes(optimizer: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _isolated() -> Iterator[None]:
-    """Keep warnings of a trial, and the random numbers that it draws, from the program."""
+    """Restore the random generators after a trial, and hide its warnings."""
     with rng_state.replayed(rng_state.capture()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.default_generator.manual_seed(0)

@@ -21,29 +21,29 @@ def check_optimizer_class(optimizer_class: Any) -> None:
     if isinstance(optimizer_class, torch.optim.Optimizer):
         kind = type(optimizer_class).__name__
         raise ArgumentError(
-            f"optimizer_class is a {kind} that is made already; expected the class, its options "
-            f"beside it: RowOptimizer(torch.optim.{kind}, tables, lr=...)"
+            f"optimizer_class is an existing {kind}; expected the class, and its options as "
+            f"arguments: RowOptimizer(torch.optim.{kind}, tables, lr=...)"
         )
     if isinstance(optimizer_class, nn.Module) or not callable(optimizer_class):
         raise ArgumentError(
-            f"optimizer_class={optimizer_class!r}: give the class of an optimizer, then the "
+            f"optimizer_class={optimizer_class!r}; expected the class of an optimizer, then the "
             "tables, then its options: RowOptimizer(torch.optim.SGD, tables, lr=...)"
         )
 
 
 def table_groups(tables: Iterable[HostEmbedding | Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return parameter groups whose ``"params"`` are lists of tables that can be trained.
+    """Return parameter groups whose ``"params"`` are lists of trainable tables.
 
     Args:
-        tables: Tables, or parameter groups with a table or several as ``"params"``.
+        tables: Tables, or parameter groups with one or several tables as ``"params"``.
 
     Raises:
-        ArgumentError: If there are no tables, a table is given twice, or one cannot be trained.
+        ArgumentError: If no table is given, a table is given twice, or one cannot be trained.
     """
     groups = _as_groups(tables)
     every = [table for group in groups for table in group["params"]]
     if len(set(map(id, every))) < len(every):
-        raise ArgumentError("a table stands twice among the tables; give each once")
+        raise ArgumentError("tables has the same table twice; give each table once")
     for table in every:
         _check_trainable(table)
     return groups
@@ -57,11 +57,13 @@ def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
 def _as_groups(tables: Any) -> list[dict[str, Any]]:
     if not isinstance(tables, (HostEmbedding, Iterable)):
         raise ArgumentError(
-            f"tables={tables!r}: expected HostEmbeddings, or parameter groups of them"
+            f"tables={tables!r}; expected HostEmbeddings, or parameter groups of HostEmbeddings"
         )
     given: list[Any] = [tables] if isinstance(tables, HostEmbedding) else list(tables)
     if not given:
-        raise ArgumentError("tables is empty; expected HostEmbeddings, or parameter groups of them")
+        raise ArgumentError(
+            "tables is empty; expected HostEmbeddings, or parameter groups of HostEmbeddings"
+        )
     if all(isinstance(table, HostEmbedding) for table in given):
         return [{"params": given}]
     try:
@@ -82,15 +84,15 @@ def _check_trainable(table: Any) -> None:
     if not isinstance(table, HostEmbedding):
         raise ArgumentError(
             f"tables: got {type(table).__name__}; expected HostEmbeddings "
-            "(other parameters need an optimizer of their own)"
+            "(other parameters need a separate optimizer)"
         )
     if not table.trainable:
         raise ArgumentError(
-            f"{table.name} is frozen; expected one that can be trained: "
+            f"{table.name} is frozen; expected a trainable table; use "
             "from_pretrained(..., freeze=False), or requires_grad_()"
         )
     if not table.store.writable:
         raise ArgumentError(
-            f"{table.name} is in a read-only store ({table.store!r}); expected one that can be "
-            "written: a file opened with mode='r+', or an array with memory for each element"
+            f"{table.name} is in a read-only store ({table.store!r}); expected a writable store: a "
+            "file opened with mode='r+', or an array with separate memory for each element"
         )

@@ -1,4 +1,4 @@
-"""ReuseSketch: the hit rates that caches of several sizes would have, from a sample of look-ups."""
+"""ReuseSketch: hit rates of caches of several sizes, estimated from a sample of lookups."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy.typing as npt
 from pinfeed.rows.orders import Rows
 
 CACHE_SHARES = (0.01, 0.05, 0.1, 0.25, 0.5)
-"""Sizes of caches that are compared, as shares of the rows."""
+"""Cache sizes to compare, as shares of the rows."""
 
-# Look-ups that are kept, and the fewest rows that are sampled for them. When no more are kept, each
-# row of the table has been looked up two to four times on average.
+# Number of lookups to keep, and the fewest rows to sample. When the sample is full, its rows have
+# been looked up two to four times on average.
 _MOST_LOOKUPS = 1 << 15
 _FEWEST_ROWS = 1 << 13
-# A hit rate of fewer look-ups, or of fewer batches, is mostly chance or first look-ups.
+# With fewer lookups or batches, a hit rate shows mostly chance or first lookups.
 _FEWEST_LOOKUPS = 512
 _FEWEST_BATCHES = 20
-# A cache is worth its memory if its hit rate exceeds its share of the rows by this. For uniform row
-# indices, the two are equal.
+# A cache is worth its memory if its hit rate exceeds its share of the rows by this number. For
+# uniformly distributed row indices, the two are equal.
 _LEAST_GAIN = 0.2
 
 # Consecutive multiples of this number, modulo 2**64, are spread evenly (Fibonacci hashing).
@@ -31,7 +31,7 @@ _Counts = npt.NDArray[np.int64]
 
 
 class CacheSize(NamedTuple):
-    """A size of a cache, and what it serves."""
+    """A cache size and its hit rate."""
 
     share: float
     """Rows of the cache, as a share of the rows of the table."""
@@ -42,11 +42,12 @@ class CacheSize(NamedTuple):
 class ReuseSketch:
     """Estimate of the hit rates of row caches, from a sample of the rows that batches look up.
 
-    A row is sampled if the hash of its index is below a threshold, so that every look-up of the row
-    is in the sample or none is. The sample of a cache of C rows is a cache of C x rate rows
-    (SHARDS: Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 2015). When the
-    memory, 256 KiB, is full, half of the sampled rows are dropped. When few rows are left, further
-    look-ups are not noted. Any thread may call the methods.
+    A row is sampled if the hash of its index is below a threshold. The sample therefore has either
+    all lookups of a row or none. A cache of C rows corresponds to a cache of C x rate sampled rows.
+    This method is SHARDS: Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 2015.
+
+    When the memory of 256 KiB is full, half of the sampled rows are dropped. When few sampled rows
+    remain, further lookups are not recorded. Any thread may call the methods.
 
     Args:
         n_rows: Number of rows of the table.
@@ -56,7 +57,7 @@ class ReuseSketch:
         self._n_rows = n_rows
         self._rate = 1.0
         self._lock = threading.Lock()
-        # Sampled look-ups in their order: row + epoch * n_rows.
+        # Sampled lookups in their order: row + epoch * n_rows.
         self._lookups = np.empty(_MOST_LOOKUPS, np.int64)
         self._n_lookups = 0
         self._n_batches = 0
@@ -66,12 +67,12 @@ class ReuseSketch:
 
     @property
     def is_full(self) -> bool:
-        """Whether further look-ups change nothing."""
+        """Whether further lookups change nothing."""
         return self._n_lookups == _MOST_LOOKUPS and not self._can_drop_rows
 
     @property
     def is_informative(self) -> bool:
-        """Whether enough batches were seen."""
+        """Whether enough batches were recorded."""
         return self._n_batches >= _FEWEST_BATCHES and self._n_lookups >= _FEWEST_LOOKUPS
 
     @property
@@ -80,12 +81,12 @@ class ReuseSketch:
         return self._n_rows_seen / max(1, self._n_batches)
 
     def begin_epoch(self) -> None:
-        """Count further look-ups as those of caches that are empty again."""
+        """Begin a new epoch, at whose start all caches are empty."""
         with self._lock:
             self._epoch += 1
 
     def add(self, rows: Rows) -> None:
-        """Note the rows that a batch looks up.
+        """Record the rows that a batch looks up.
 
         Args:
             rows: Row indices, each once.
@@ -107,16 +108,16 @@ class ReuseSketch:
     def hit_rate(self, capacity: float) -> float:
         """Return the share of looked-up rows that would have been in a cache of ``capacity`` rows.
 
-        The cache keeps either the rows that were used last, or those that were used most, whichever
-        serves more. It is empty at the start of each epoch. The rows that were used most are those
-        of the first half of the look-ups, and are compared with the second half.
+        The cache is empty at the start of each epoch. It keeps either the most recently used rows
+        or the most frequently used rows, whichever serves more. The most frequently used rows are
+        found in the first half of the lookups, and evaluated with the second half.
         """
         return self._analysed().hit_rate(capacity)
 
     def best_size(self) -> CacheSize | None:
-        """Return the size whose hit rate exceeds its share of the rows most.
+        """Return the size with the largest difference between hit rate and share of the rows.
 
-        It is None if no size is worth its memory, or too few batches were seen.
+        It is None if no size is worth its memory, or too few batches were recorded.
         """
         if not self.is_informative:
             return None
@@ -131,11 +132,11 @@ class ReuseSketch:
         return self._n_rows * self._rate >= 2 * _FEWEST_ROWS
 
     def _is_sampled(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Tell for each row whether its look-ups are kept."""
+        """Return a mask of the rows whose lookups are kept."""
         return _hash(rows) <= np.uint64(int(2**64 * self._rate) - 1)
 
     def _drop_half_of_rows(self) -> None:
-        """Sample half as many rows, and drop the look-ups of the others."""
+        """Sample half as many rows, and drop the lookups of the other rows."""
         self._rate /= 2
         lookups = self._lookups[: self._n_lookups]
         kept = lookups[self._is_sampled(lookups % self._n_rows)]
@@ -143,7 +144,7 @@ class ReuseSketch:
         self._n_lookups = len(kept)
 
     def _analysed(self) -> _Analysis:
-        """Return the analysis of the look-ups so far."""
+        """Return the analysis of the lookups so far."""
         with self._lock:
             if self._analysis is None or self._analysis.n_batches != self._n_batches:
                 lookups = self._lookups[: self._n_lookups]
@@ -152,7 +153,7 @@ class ReuseSketch:
 
 
 class _Analysis(NamedTuple):
-    """The look-ups of a sample, by the smallest cache that serves them."""
+    """The lookups of a sample, by the smallest cache that serves them."""
 
     n_batches: int
     """Number of batches in the sample."""
@@ -160,22 +161,23 @@ class _Analysis(NamedTuple):
     rate: float
     """Share of the rows that are sampled."""
     distances: _Counts
-    """For each row that was looked up again, the distinct rows in between; ascending."""
+    """For each repeated lookup, the number of distinct rows since the last one; ascending."""
     ranks: _Counts
-    """Look-ups again in the second half, each the rank of its row by use in the first; ascending.
+    """For each repeated lookup in the second half, its row's rank by use in the first; ascending.
 
-    Use is counted before it is evaluated. Otherwise, the rows that uniform row indices happen to
-    repeat would seem to be hot.
+    Ranks are from earlier lookups than the evaluated ones. Otherwise, rows that uniform row indices
+    repeat by chance would seem to be used frequently.
     """
 
     @classmethod
     def of(cls, lookups: Rows, n_rows: int, rate: float, n_batches: int) -> _Analysis:
-        """Analyse look-ups, each given as row + epoch * n_rows."""
+        """Analyse lookups, each given as row + epoch * n_rows."""
         previous = _previous_positions(lookups)
         is_again = previous >= 0
-        # The rows between are those whose own previous look-up is not in between.
+        # Each distinct row in between counts once, at its first lookup there. The previous lookup
+        # of that row is earlier.
         distances = _n_earlier_and_not_larger(previous) - (previous + 1)
-        # Rows of equal use are ranked by their hash, because row indices are often ordered by use.
+        # Rows with equal use are ranked by hash, because row indices are often ordered by use.
         hashes = _hash(lookups % n_rows)
         half = len(lookups) // 2
         rows, uses = np.unique(hashes[:half], return_counts=True)
@@ -185,7 +187,7 @@ class _Analysis(NamedTuple):
         return cls(n_batches, len(lookups), rate, distances, np.sort(ranks[ranks >= 0]))
 
     def hit_rate(self, capacity: float) -> float:
-        """Return the share of the look-ups that a cache of ``capacity`` rows serves."""
+        """Return the share of the lookups that a cache of ``capacity`` rows serves."""
         if self.n_lookups < 2:
             return 0.0
         n = capacity * self.rate
@@ -200,7 +202,7 @@ def _hash(rows: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
 
 
 def _previous_positions(values: Rows) -> _Counts:
-    """Return for each value the position at which it occurred last before; -1 if it did not."""
+    """Return for each value the position of its previous occurrence; -1 if there is none."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     is_again = np.flatnonzero(ordered[1:] == ordered[:-1])
@@ -210,7 +212,7 @@ def _previous_positions(values: Rows) -> _Counts:
 
 
 def _positions_in(values: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> _Counts:
-    """Return the positions at which ``values``, all distinct, has the wanted ones; -1 if not."""
+    """Return the positions of the wanted values in ``values``, all distinct; -1 if missing."""
     if not len(values):
         return np.full(len(wanted), -1)
     order = np.argsort(values)
@@ -221,11 +223,11 @@ def _positions_in(values: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> _Counts
 def _n_earlier_and_not_larger(values: _Counts) -> _Counts:
     """Return for each value the number of earlier values that are not larger.
 
-    It is a merge sort that counts for each value of a right half those of the left half that
-    belong before it, for all pairs of halves of a level at once.
+    This is a merge sort. For each value of a right half, it counts the values of the left half that
+    precede it. One step does this for all pairs of halves on a level.
     """
     size = 1 << max(0, len(values) - 1).bit_length()
-    # Ranks are distinct. Of equal values, the earlier one has the lower rank.
+    # Ranks are distinct. If values are equal, the earlier value has the lower rank.
     ranks = np.arange(size)
     ranks[np.argsort(values, kind="stable")] = np.arange(len(values))
     counts = np.zeros(size, np.int64)

@@ -1,4 +1,4 @@
-"""RowLender and ReadLoans: loops that lend rows of a table."""
+"""RowLender and ReadLoans: loops that lend rows to a table for the steps of the program."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class RowLender(Protocol):
 
     @property
     def is_evaluating(self) -> bool:
-        """Whether the training step is inside ``evaluating()``, so that no rows are lent."""
+        """Whether the training step is inside ``evaluating()``, where no rows are lent."""
         ...
 
     def _require_evaluating(self, table: str) -> None:
         """Check that the caller is inside ``evaluating()``, in the thread of the loop.
 
         Args:
-            table: Name of the table that is to be read.
+            table: Name of the table to read.
 
         Raises:
             ClosedError: If it is not.
@@ -44,23 +44,23 @@ class RowLender(Protocol):
     def release_tables(self) -> None:
         """Release the tables if the loop has ended without doing so, or cannot continue.
 
-        Interrupts can keep a loop from releasing its tables. A loop cannot continue if only
-        tracebacks keep its iterator.
+        Interrupts can prevent a loop from releasing its tables. A loop cannot continue if only
+        tracebacks refer to its iterator.
         """
 
     def _leave(self, reason: str) -> None:
         """End the loop, as ``break`` does, and release the tables. Called by its thread.
 
         Args:
-            reason: Error of its iterator, if it is asked for another batch.
+            reason: Error message of its iterator, if the program requests another batch.
         """
 
 
 class ReadLoans:
-    """Rows of one table that loops over ``read_rows`` lend now.
+    """Rows that loops over ``read_rows`` lend to one table at present.
 
-    Several loops may run at a time, in several threads. The rows of a loop are for its own thread,
-    because on a GPU another thread may use another stream.
+    Several loops may run at the same time, in several threads. Only the thread of a loop sees its
+    rows, because on a GPU another thread may use another stream.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class ReadLoans:
         return list(self._loans)
 
     def set(self, loop: RowLender, rows: BatchRows | None) -> None:
-        """Note that a loop lends rows of a batch in this thread; None between two batches."""
+        """Note the rows that a loop lends in this thread; None between two batches."""
         self._loans[loop] = (threading.get_ident(), rows)
 
     def end(self, loop: RowLender) -> None:
@@ -80,7 +80,7 @@ class ReadLoans:
         self._loans.pop(loop, None)
 
     def here(self) -> list[BatchRows]:
-        """Return the rows that are lent in this thread, those of the newest loop first."""
+        """Return the rows that are lent in this thread, with the newest loop first."""
         if not self._loans:
             return []
         here = threading.get_ident()
@@ -97,6 +97,6 @@ class ReadLoans:
             loop.release_tables()
         if self._loans:
             raise ClosedError(
-                f"a loop over read_rows of {table} is running; end it first by break, or by "
-                "close() of what read_rows returned"
+                f"a loop over read_rows of {table} is running; end it first, with break or with "
+                "close() of the loop that read_rows returned"
             )

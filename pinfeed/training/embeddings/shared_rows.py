@@ -1,6 +1,6 @@
-"""Tables that running loops lend, found by their rows: other tables may share these.
+"""Tables that running loops lend, and the search for tables that share rows.
 
-Two tables share rows if they are in the same memory or file, whatever their names are. A loop
+Two tables share rows if their rows are in the same memory or file, whatever their names are. A loop
 prefetches rows, so it would not see what another loop writes to them.
 """
 
@@ -31,11 +31,11 @@ class LentRows(Protocol):
         ...
 
 
-# It has no lock, because the garbage collector may end a loop, which then forgets its rows, while
-# this thread is inside any function here. Each change, and each copy, is one step in C.
+# There is no lock, because the garbage collector may end a loop and call forget_lent while this
+# thread is inside any function of this module. Each change and each copy is atomic, in C.
 _lent: set[weakref.ref[LentRows]] = set()
 
-# The loops of the parent process do not run in a forked one.
+# The loops of the parent process do not run in a forked process.
 os.register_at_fork(after_in_child=_lent.clear)
 
 
@@ -50,13 +50,13 @@ def forget_lent(rows: LentRows) -> None:
 
 
 def lent_with(table: HostEmbedding, stores: Sequence[Store], *, write: bool) -> list[HostEmbedding]:
-    """Return the other tables that loops lend and whose rows are in ``stores``, too.
+    """Return the other tables that loops lend and that have rows in ``stores``.
 
     Args:
-        table: The table that is left out.
-        stores: Its stores.
-        write: Whether the caller writes to the stores. If not, tables that are only read are left
-            out, too.
+        table: The caller's table, which is not in the result.
+        stores: Stores of the caller's table.
+        write: Whether the caller writes to the stores. If not, tables that loops only read are not
+            in the result.
     """
     if not _lent:
         return []

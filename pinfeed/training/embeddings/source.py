@@ -44,7 +44,7 @@ class TableSpec:
 
     name: str
     ids_of: IdsOf
-    """Given a batch on the host, returns the ids that the training step looks up.
+    """Function that takes a batch on the host and returns the ids that the training step looks up.
 
     The ids are a tensor or array of any shape, or several in a list, tuple or dict.
     """
@@ -59,13 +59,13 @@ class DeviceRows:
     """The rows of a table that a batch looks up, on the device."""
 
     rows: Rows
-    """Indices of the rows, ascending, each once."""
+    """Indices of the rows, distinct and ascending."""
     ids: Tensor
-    """The ids that are looked up, ascending, each once, on the device."""
+    """The ids that the batch looks up, on the device, distinct and ascending."""
     tensors: list[Tensor]
     """The rows of each store, on the device."""
     positions: list[tuple[Tensor, Tensor]]
-    """Ids that are tensors of the loader's batch, each with their positions among the rows."""
+    """Id tensors of the loader's batch, each with the positions of its ids among the rows."""
 
     def batch_rows(self, trainable: bool) -> BatchRows:
         """Return the rows in the form that the table looks up."""
@@ -101,15 +101,15 @@ class Exchanged(NamedTuple):
     """Bytes that this rank has sent to other ranks; all 0 for tables that are not sharded."""
 
     ids: int = 0
-    """Ids that the batches look up: 8 bytes for each row that another rank has."""
+    """Ids that the batches look up: 8 bytes for each row that another rank owns."""
     rows: int = 0
     """Rows that were sent in the background."""
     late_rows: int = 0
-    """Rows that were sent when their batch was lent, because an earlier one could change them."""
+    """Rows that were sent at the start of their step, because an earlier step could change them."""
     gradients: int = 0
-    """Gradients of rows that other ranks have."""
+    """Gradients of rows that other ranks own."""
     words: int = 0
-    """Messages by which ranks agree on each exchange."""
+    """Messages in which ranks agree on each exchange."""
 
 
 class TableRowSource(LoaderSource):
@@ -149,30 +149,30 @@ class TableRowSource(LoaderSource):
         return Exchanged()
 
     def report_failure(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that reports errors before a loop to other ranks.
+        """Return a context that reports errors to other ranks before a loop begins.
 
-        Called by the training thread.
+        The training thread calls this.
         """
         return contextlib.nullcontext()
 
     def claim_ranks(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that reserves the ranks for a loop, around its reader threads.
+        """Return a context that reserves the ranks for a loop while its reader threads exist.
 
-        Called by the training thread.
+        The training thread calls this.
         """
         return contextlib.nullcontext()
 
     def in_lockstep(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which all ranks run a loop, inside the life of its reader threads.
+        """Return a context in which all ranks run a loop. Its reader threads exist throughout.
 
-        Called by the training thread.
+        The training thread calls this.
         """
         return contextlib.nullcontext()
 
     def watch_reuse(self, *, is_unified: bool) -> None:
-        """Note from now on how often rows are looked up again, for ``transfer_hint``.
+        """Start to record how often rows are looked up repeatedly, for ``transfer_hint``.
 
-        Only tables without a cache are watched.
+        Only tables without a cache are recorded.
 
         Args:
             is_unified: Whether the device of the loop is the CPU.
@@ -193,11 +193,11 @@ class TableRowSource(LoaderSource):
             return super().hint(source_share)
         names = ", ".join(table.name for table in self._tables)
         if cache := self.transfer_hint():
-            return f"Most of it is gathering rows of {names}. {cache}"
+            return f"Gathering rows of {names} takes most of the time. {cache}"
         return (
-            f"Most of it is gathering rows of {names}: a table in memory (store=None) is faster "
-            "than one in a file, and a smaller dtype, or fewer different ids in a batch, leave "
-            "less to gather."
+            f"Gathering rows of {names} takes most of the time. A table in memory (store=None) is "
+            "faster than a table in a file. A smaller dtype or fewer distinct ids per batch reduce "
+            "the bytes to gather."
         )
 
     def epoch(
@@ -211,8 +211,8 @@ class TableRowSource(LoaderSource):
         return self._cache_hint.text()
 
     def draw(self, batch: Any) -> BatchThunk:
-        # The user's functions run here, one batch at a time. Any reader thread that is free
-        # computes the rest from their ids.
+        # The user's functions run here, one batch at a time. Any idle reader thread computes the
+        # rest from their ids.
         ids = [table.ids_of(batch) for table in self._tables]
         return functools.partial(self._load, batch, ids)
 
@@ -220,7 +220,7 @@ class TableRowSource(LoaderSource):
         if not any(self.caches):
             yield from super()._draws(batches)
             return
-        # A cache decides about batches in their order, so that one thread finds their rows here.
+        # A cache decides about batches in their order, so one thread looks up their rows here.
         for load, lookups in _ahead(self._lookups(batches), self._look_ahead):
             cached = [
                 None if cache is None else cache.decide(lookup.rows)
@@ -231,7 +231,7 @@ class TableRowSource(LoaderSource):
     def _lookups(
         self, batches: Iterator[Any]
     ) -> Generator[tuple[HostBatch, list[HostLookup]], None, None]:
-        """Yield each batch with its lookups, which the caches know from then on."""
+        """Announce the lookups of each batch to the caches, and yield the batch with them."""
         while (batch := self.next_batch(batches)) is not END:
             load, lookups = self._looked_up(batch, [table.ids_of(batch) for table in self._tables])
             for cache, lookup in zip(self.caches, lookups, strict=True):
@@ -249,7 +249,7 @@ class TableRowSource(LoaderSource):
         lookups: Sequence[HostLookup],
         every_cached: Sequence[CachedRows | None],
     ) -> HostBatch:
-        """Return a batch whose parts are those of ``load``, and then those of each table."""
+        """Return a batch with the parts of ``load``, followed by the parts of each table."""
         parts = list(load.parts)
         groups = []
         for table, lookup, cached in zip(self._tables, lookups, every_cached, strict=True):
@@ -291,10 +291,10 @@ class TableRowSource(LoaderSource):
 
 
 def _ahead(items: Iterator[T], n: int) -> Generator[T, None, None]:
-    """Yield each item when the ``n`` items after it are known.
+    """Yield each item when the next ``n`` items are known.
 
-    At the beginning fewer are known: two items are drawn for each one that is yielded, so that the
-    first is not late. An error is raised after the items that came before it.
+    At the beginning, fewer items are known, to avoid a delay of the first item. The function draws
+    two items for each item that it yields. An error is raised after the items before it.
     """
     waiting: deque[T] = deque()
     failure: Exception | None = None
@@ -326,7 +326,7 @@ def add_rows(
     """Add rows of a table to the parts of a batch, and return their group.
 
     Args:
-        parts: The parts, which are added to.
+        parts: The parts, to which this function appends.
         rows: Indices of the rows.
         stores: Stores of the rows.
         cached: The same rows in the cache of the table; None without a cache.
@@ -341,8 +341,8 @@ def add_rows(
 
 
 def take_rows(group: RowGroup, tensors: Iterator[Tensor]) -> list[Tensor]:
-    """Take the tensors of the parts that ``add_rows`` has added; return those of the rows."""
+    """Take the tensors of the parts that ``add_rows`` added, and return the row tensors."""
     if group.cached is not None:
-        # The positions concern the cache alone.
+        # Only the cache needs the positions.
         next(tensors)
     return [next(tensors) for _ in group.stores]

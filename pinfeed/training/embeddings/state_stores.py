@@ -19,16 +19,16 @@ from pinfeed.training.embeddings.table import HostEmbedding
 from pinfeed.training.row_file import row_chunks
 
 StateStore = Callable[[HostEmbedding, str, tuple[int, ...], np.dtype[Any]], Store]
-"""Function of a table, and the key, shape and dtype of its state, that makes a store for it."""
+"""Function of a table and the key, shape and dtype of its state; it makes a store for the state."""
 
 
 class StateStores:
     """Makes the stores of row-wise state, filled with initial values.
 
     Args:
-        make: The user's function; None to keep the state in the same kind of memory as the table,
-            or in a file next to the table's.
-        undo: Stack that removes new files and closes found ones if the optimizer cannot be made.
+        make: The user's function. With None, the state is in the same kind of memory as the table,
+            or in a file next to the table's file.
+        undo: Stack that removes new files and closes existing ones if the optimizer is not made.
         tables: All tables of the optimizer.
     """
 
@@ -42,19 +42,19 @@ class StateStores:
         self._undo = undo
         self._known = [(f"the rows of {table.name}", table.store) for table in tables]
         self.found: list[str] = []
-        """Descriptions of files that existed before; they are opened and not changed."""
+        """Descriptions of files that existed before. They are opened and not changed."""
 
     def make(self, table: HostEmbedding, layout: StateLayout) -> list[Store]:
         """Return a store for each row-wise state of a table, in the order of ``layout.rows``.
 
         Raises:
-            StoreError: If a store has another shape or dtype, cannot be written, or shares rows
-                with another one.
+            StoreError: If a store has another shape or dtype, is read-only, or shares rows with
+                another store.
         """
         return [self._store(table, row) for row in layout.rows]
 
     def _require_own(self, store: Store, what: str) -> None:
-        """Check that a store shares no rows with tables and other state of the optimizer.
+        """Check that a store shares no rows with tables or with other state of the optimizer.
 
         Raises:
             StoreError: If it does.
@@ -62,8 +62,8 @@ class StateStores:
         for known, other in self._known:
             if share_rows(store, other):
                 raise StoreError(
-                    f"{what}: its store has rows in common with {known}; expected a store of its "
-                    "own for each table and each key of the state"
+                    f"{what}: its store has rows in common with {known}; expected a separate store "
+                    "for each table and each key of the state"
                 )
         self._known.append((what, store))
 
@@ -94,8 +94,8 @@ def _check(store: Store, table: HostEmbedding, row: RowState) -> None:
     expected = (table.store.n_rows, *row.row_shape)
     if shape != expected or store.dtype != row.dtype or not store.writable:
         raise StoreError(
-            f"state {row.key!r} of {table.name}: a store of shape {shape}, {store.dtype}; "
-            f"expected {expected}, {row.dtype}, writable"
+            f"state {row.key!r} of {table.name}: a store of shape {shape} and dtype "
+            f"{store.dtype}; expected a writable store of shape {expected} and dtype {row.dtype}"
         )
 
 
@@ -114,7 +114,7 @@ def _fill(store: Store, row: RowState, weights: Store) -> None:
 def _zeros(
     table: HostEmbedding, path: pathlib.Path | None, shape: tuple[int, ...], dtype: np.dtype[Any]
 ) -> Store:
-    """Make a store of zeros of the same kind as the table's."""
+    """Make a store of zeros, of the same kind as the table's store."""
     if path is not None:
         return MmapStore.create(path, shape, dtype, overwrite=table.overwrite)
     pin = isinstance(table.store, PinnedStore) and table.store.page_locked
@@ -122,7 +122,7 @@ def _zeros(
 
 
 def _path_next_to(table: HostEmbedding, key: str) -> pathlib.Path | None:
-    """Return the path for state of a table that is in a file; None for a table in memory."""
+    """Return the path for state of a table in a file; None for a table in memory."""
     if not isinstance(table.store, MmapStore):
         return None
     path = pathlib.Path(table.store.paths[0])
@@ -130,7 +130,7 @@ def _path_next_to(table: HostEmbedding, key: str) -> pathlib.Path | None:
 
 
 def _remove(store: Store) -> None:
-    """Close a new store and remove its file, which the next attempt would refuse."""
+    """Close a new store and remove its file, because the next attempt would refuse the file."""
     store.close()
     if isinstance(store, MmapStore):
         os.remove(store.paths[0])

@@ -49,55 +49,66 @@ from pinfeed.validation.arguments import (
 class HostEmbedding(nn.Module):
     """An embedding table in host memory or in a file, used like ``torch.nn.Embedding``.
 
-    In a loop over ``train_rows``, the rows of the batch are a parameter on the device, ``weight``.
-    Its shape is (rows of the batch, embedding_dim), ascending by id. Each id stands there once, so
-    that the gradients of repeated ids are added. ``weight`` is not a parameter of the module:
-    ``parameters()`` and ``state_dict()`` of a model do not contain it, so that a dense optimizer
-    leaves it alone. ``RowOptimizer`` trains it. Outside a loop, rows are read from the store,
-    without gradients. In a loop over ``read_rows``, rows have no gradients, and are not written
-    back.
+    In a loop over ``train_rows``, the rows that a batch looks up are on the device. They are the
+    parameter ``weight`` of shape (rows of the batch, embedding_dim), sorted by id. Each id appears
+    once, so torch adds the gradients of repeated ids. ``RowOptimizer`` trains ``weight``.
+    ``parameters()`` and ``state_dict()`` of a model do not contain it, so a dense optimizer does
+    not change it.
 
-        users = pinfeed.HostEmbedding(50_000_000, 128)
-        optimizer = pinfeed.RowOptimizer(torch.optim.Adam, [users], lr=1e-3)
+    In a loop over ``read_rows``, rows have no gradients and are not written back. Outside a loop,
+    lookups read rows from the store, without gradients.
 
-    It is one class because all of it is one ``nn.Module`` interface. Stores, initializers and the
-    rows of a batch have modules of their own.
+    Examples:
+        >>> users = pinfeed.HostEmbedding(1_000, 16, name="users")
+        >>> optimizer = pinfeed.RowOptimizer(torch.optim.Adam, [users], lr=1e-3)
+        >>> loader = [{"user": torch.tensor([3, 7, 3])}]
+        >>> for batch in pinfeed.train_rows(loader, {users: "user"}, optimizer=optimizer):
+        ...     users(batch["user"]).square().mean().backward()
+        ...     optimizer.step()
+        >>> users.read([3, 7]).shape
+        torch.Size([2, 16])
 
     Args:
         num_embeddings: Number of rows.
-        embedding_dim: Numbers in a row.
-        padding_idx: As in ``nn.Embedding``: this row begins as zeros, and its gradient is zero.
-        max_norm: As in ``nn.Embedding``: rows that are longer are renormalized, in the table too,
-            when they are looked up in a loop.
+        embedding_dim: Length of a row.
+        padding_idx: Row that begins as zeros and whose gradient is zero, as in ``nn.Embedding``.
+        max_norm: Largest norm of a row, as in ``nn.Embedding``. A lookup renormalizes longer rows.
+            In a loop over ``train_rows``, the renormalized rows are written to the table.
         norm_type: Order p of the norm that ``max_norm`` limits.
-        scale_grad_by_freq: As in ``nn.Embedding``.
+        scale_grad_by_freq: Whether gradients are divided by the frequency of their id in the batch,
+            as in ``nn.Embedding``.
         init: Initial values: the name of a function of ``torch.nn.init`` (``"normal"``,
-            ``"xavier_uniform"``), or a function that fills the tensor that it is given, in place.
-            Drawn from torch's generator as ``nn.Embedding`` does: the same seed gives the same
-            table. None leaves a given Store as it is, and is ``"normal"`` otherwise.
-        dtype: Dtype of the table, as torch or numpy spells it; torch's default if None.
-        store: Location of the rows: a path of a .npy file that is created, or a Store of shape
-            (num_embeddings, embedding_dim); None for memory. An existing file of the same shape and
-            dtype is not changed, and can be used once ``checkpoint.resume`` has replaced its rows.
-            The program that began a run can therefore resume it, too.
-        pin: Whether memory is pinned, as in ``PinnedStore``.
-        overwrite: Whether an existing file is replaced by a new one at once.
-        name: Name of the table in errors and checkpoints; by default its type and shape.
-        device_cache: Size of the cache that keeps frequent rows on the device during a loop, with
-            their optimizer state: bytes as an int (``pinfeed.GiB(4)``), a share of the rows as a
-            float (``0.1``), or ``"auto"`` for what the limits of ``train_rows(config=...)`` or the
-            free memory leave. Results are the same. None for no cache.
+            ``"xavier_uniform"``), or a function that fills a given tensor in place. Random values
+            are from torch's generator as in ``nn.Embedding``, so the same seed gives the same
+            table. With None, a given Store keeps its rows, and a new table is ``"normal"``.
+        dtype: Dtype of the table, as torch or numpy spells it. None is torch's default dtype.
+        store: Location of the rows: a path of a .npy file to create, a Store of shape
+            (num_embeddings, embedding_dim), or None for host memory. An existing file of the same
+            shape and dtype is opened and not changed. Such a table cannot be used until
+            ``checkpoint.resume`` has replaced its rows. The same program can therefore start a run
+            and resume it.
+        pin: Whether host memory is page-locked (pinned), as in ``PinnedStore``.
+        overwrite: Whether an existing file is replaced by a new one immediately.
+        name: Name of the table in errors and checkpoints. The default is its type and shape.
+        device_cache: Size of a cache that keeps frequently used rows and their optimizer state on
+            the device during a loop: bytes as an int (``pinfeed.GiB(4)``), or a share of the rows
+            as a float (``0.1``). ``"auto"`` takes a part of the memory that
+            ``train_rows(config=...)`` or the free memory leaves. Results are the same with and
+            without a cache. None is no cache.
 
     Raises:
-        ArgumentError: If a size, an option or an initializer is invalid, or ``init`` returns
-            another tensor than it was given.
-        UnknownArgument: If an argument does not exist. The message says what to give instead.
+        ArgumentError: If a size, an option or an initializer is invalid, or if ``init`` returns a
+            tensor other than the given one.
+        UnknownArgument: If an argument does not exist. The message says what to pass instead.
         FileMissing: If the directory of the file that ``store`` names does not exist.
         MemoryError: If the system does not have enough memory.
-        StoreError: If the store has another shape, the dtype is not floating point, another file
-            exists at the path, or the table has more bytes than memory or a file can have. Also
-            if the rows of an existing file are used before ``checkpoint.resume`` has replaced them.
+        StoreError: If the store has another shape, the dtype is not floating point, or a different
+            file exists at the path. Also if the table has more bytes than memory or a file can
+            have, or if it is used before ``checkpoint.resume`` has replaced existing rows.
     """
+
+    # It is one class because all of it is one nn.Module interface. Stores, initializers and the
+    # rows of a batch have modules of their own.
 
     # The training loop that has reserved the table, and the rows of its current batch.
     _lender: RowLender | None = None
@@ -157,27 +168,28 @@ class HostEmbedding(nn.Module):
         pin: Pin = "auto",
         **options: Any,
     ) -> Any:
-        """Make a table of existing rows, which it shares, or copies if ``pin`` is True.
+        """Make a table from existing rows, without a copy unless ``pin`` is True.
 
         Args:
             embeddings: The rows: a 2-d tensor or array, a path of a .npy file, or a Store. A file
-                is opened for reading if ``freeze``; otherwise its rows are trained in place.
-            freeze: Whether the rows are not trained.
+                is opened for reading if ``freeze``. Otherwise its rows are trained in place.
+            freeze: Whether the rows stay untrained, as in ``nn.Embedding.from_pretrained``.
             name: As for the class.
-            pin: Whether the rows are copied into page-locked memory, as by
-                ``PinnedStore(embeddings)``, so that a GPU reads them itself. The table then has and
-                trains the copy, which is ``table.store``. With ``"auto"`` or False, the rows stay
-                in their memory. They cannot be pinned there, because a fork would separate the
-                pages of the process from those of the GPU.
+            pin: Whether to copy the rows into page-locked (pinned) memory, as
+                ``PinnedStore(embeddings)`` does, so that a GPU can read them directly. The table
+                then trains the copy, which is ``table.store``. With ``"auto"`` or False, the rows
+                stay in their memory and are not pinned. Pinning in place is unsafe, because after a
+                fork the process and the GPU may see different pages.
             options: As for the class: ``padding_idx``, ``max_norm``, ``norm_type``,
-                ``scale_grad_by_freq``, ``device_cache``; ``overwrite`` for the files of its
-                optimizer's state.
+                ``scale_grad_by_freq``, ``device_cache``. ``overwrite`` concerns the files of the
+                optimizer state.
 
         Raises:
-            StoreError: If they are not rows of floating point numbers.
+            StoreError: If ``embeddings`` are not rows of floating point numbers.
             ArgumentError: If ``freeze`` is neither True nor False, or an option is invalid.
-            MissingDependency: If ``pin=True`` without CuPy or without a CUDA device.
-            DeviceError: If ``pin=True``, and the system or the driver refuses to lock so much.
+            MissingDependency: If ``pin`` is True, and CuPy or a CUDA device is missing.
+            DeviceError: If ``pin`` is True, and the system or the driver refuses to lock the
+                memory.
         """
         check_flag(freeze, "freeze")
         opened = open_pretrained(embeddings, freeze=freeze, pin=pin)
@@ -194,20 +206,23 @@ class HostEmbedding(nn.Module):
     def forward(self, ids: Any) -> torch.Tensor:
         """Look up rows.
 
+        In a loop, ids are *announced* if the loop's function for this table returned them for the
+        batch. A lookup without training (in a loop over ``read_rows``, or in eval mode without
+        gradients) reads other ids from the store, with their present values.
+
         Args:
             ids: Integers of any dtype and shape, in a tensor, an array or a list.
 
         Returns:
-            The rows, shape (*ids.shape, embedding_dim), on the device of the loop, or on that of
-            ``ids`` outside a loop. In a loop, rows of ids that were not announced are read from the
-            store, as they are now, if nothing is to be trained: in eval mode without gradients, or
-            in a loop over ``read_rows``.
+            The rows in the dtype of the table, shape (*ids.shape, embedding_dim). They are on the
+            device of the loop, or outside a loop on the device of ``ids``.
 
         Raises:
-            RowIndexError: If an id is out of range. Also if it was not announced to ``train_rows``,
-                in training mode or with gradients, or if the table is sharded.
-            ClosedError: If it is called outside a loop, or inside ``evaluating()``, in training
-                mode and with gradients: the rows would not be trained.
+            RowIndexError: If an id is out of range. Also if an id was not announced, and the table
+                is sharded, or is used in a loop over ``train_rows`` in training mode or with
+                gradients.
+            ClosedError: If the table is in training mode with gradients, outside a loop or inside
+                ``evaluating()``, where its rows would not be trained.
         """
         positions, weight, padding = self._look_up(integer_tensor(ids, f"{self.name}: ids"))
         return functional.embedding(
@@ -224,19 +239,20 @@ class HostEmbedding(nn.Module):
     def store(self) -> Store:
         """Store of the rows.
 
-        It has all changes of a loop after ``flush_writes()``, and when the loop has ended.
+        It has all changes of a loop after ``flush_writes()``, and after the end of the loop.
         """
         return self._store
 
     @property
     def weight(self) -> nn.Parameter:
-        """Rows of the current batch on the device, shape (n, embedding_dim), ascending by id.
+        """Rows of the current batch on the device, shape (n, embedding_dim), sorted by id.
 
-        The training step may change them in any way. After the step they are being written back
-        and must not be changed; ``clone()`` them to keep them.
+        The training step may change them in any way. After the step, pinfeed writes them back, and
+        the program must not change them. Use ``clone()`` to keep a copy.
 
         Raises:
-            ClosedError: If no loop lends rows of the table.
+            ClosedError: If the program is not in a step of a loop over the table. Inside
+                ``evaluating()``, only loops over ``read_rows`` count.
         """
         return self.block.weight
 
@@ -245,7 +261,8 @@ class HostEmbedding(nn.Module):
         """Rows of the current batch, with their row indices.
 
         Raises:
-            ClosedError: If no loop lends rows of the table.
+            ClosedError: If the program is not in a step of a loop over the table. Inside
+                ``evaluating()``, only loops over ``read_rows`` count.
         """
         lent = self._batch_rows
         if lent is None:
@@ -261,7 +278,7 @@ class HostEmbedding(nn.Module):
         return lent
 
     def requires_grad_(self, requires_grad: bool = True) -> HostEmbedding:
-        """Let the table be trained or not, from the next loop on.
+        """Set whether the table is trained, from the next loop on.
 
         Raises:
             ArgumentError: If ``requires_grad`` is neither True nor False.
@@ -271,18 +288,19 @@ class HostEmbedding(nn.Module):
         return self
 
     def read(self, ids: Any) -> torch.Tensor:
-        """Read rows as they are now. In a loop, pending writes are flushed first.
+        """Read rows with their present values. In a loop, pending writes are flushed first.
 
         Args:
-            ids: A tensor, array or list of integers, of any shape.
+            ids: Integers of any shape, in a tensor, an array or a list.
 
         Returns:
-            A copy of the rows, shape (*ids.shape, embedding_dim), on the CPU, without gradients.
+            A copy of the rows on the CPU, shape (*ids.shape, embedding_dim), in the dtype of the
+            table, without gradients.
 
         Raises:
             RowIndexError: If an id is out of range.
-            ClosedError: If a loop in another thread lends rows of the table.
-            StoreError: If the table is in an existing file and was not resumed.
+            ClosedError: If a loop in another thread trains the table.
+            StoreError: If the table is in an existing file that was not resumed.
         """
         array = np.asarray(ids.detach().cpu() if isinstance(ids, torch.Tensor) else ids)
         rows = check_rows(array.reshape(-1), self.num_embeddings, self.name)
@@ -293,10 +311,10 @@ class HostEmbedding(nn.Module):
     def flush_writes(self) -> None:
         """Write every change of a running loop to the store. Without a loop, do nothing.
 
-        A loop that lends another table with the same rows counts as well.
+        This includes loops over other tables that share the rows.
 
         Raises:
-            Exception: If a write-back has failed, its error, as it was.
+            Exception: If a write-back has failed. The original error is raised.
             ClosedError: If the loop runs in another thread.
         """
         tables = [self, *lent_with(self, [self._store], write=False)]
@@ -305,20 +323,20 @@ class HostEmbedding(nn.Module):
                 lender.flush_writes()
 
     def land(self) -> None:
-        """Call ``flush_writes``, which was named ``land`` before."""
+        """Call ``flush_writes``; this is its former name."""
         self.flush_writes()
 
     def require_idle(self) -> None:
-        """Check that no loop lends rows of the table, or of another one that shares them.
+        """Check that no loop runs over this table, or over a table that shares its rows.
 
         Raises:
-            ClosedError: If a loop does.
+            ClosedError: If such a loop runs.
         """
         for table in (self, *lent_with(self, [self._store], write=True)):
             table._require_not_lent()
 
     def _require_not_lent(self) -> None:
-        """Check that no loop lends rows of this very table.
+        """Check that no loop lends rows of this table; tables that share its rows do not count.
 
         Raises:
             ClosedError: If a loop does.
@@ -327,8 +345,8 @@ class HostEmbedding(nn.Module):
             self._lender.release_tables()
         if self._lender is not None:
             raise ClosedError(
-                f"a loop over rows of {self.name} is running; end it first by break, or by close() "
-                "of what train_rows returned"
+                f"a loop over rows of {self.name} is running; end it first, with break or with "
+                "close() of the loop that train_rows returned"
             )
         self._read_loans.require_none(self.name)
 
@@ -342,25 +360,24 @@ class HostEmbedding(nn.Module):
         if self.awaits_resume and isinstance(self._store, MmapStore):
             path = self._store.paths[0]
             raise StoreError(
-                f"{path} was there already when {self.name} was made, and is as it was; expected "
-                "checkpoint.resume with this table before it is used, which replaces the rows; "
-                "or give overwrite=True to begin anew, "
-                f"HostEmbedding.from_pretrained({path!r}, freeze=False) to train the rows that are "
-                "there, or another path"
+                f"{path} existed before {self.name} was made, and its rows are unchanged; expected "
+                "checkpoint.resume, which replaces them, before the table is used; to start a new "
+                "table, give overwrite=True or another path; to train the existing rows, use "
+                f"HostEmbedding.from_pretrained({path!r}, freeze=False)"
             )
 
     def export(self, path: Path) -> None:
-        """Save the table as a .npy file, atomically, in the bytes that ``numpy.save`` would write.
+        """Save the table atomically as a .npy file, with the same bytes as ``numpy.save``.
 
-        The rows are written in chunks of 16 MiB.
+        It writes the rows in chunks of 16 MiB.
 
         Args:
             path: File to create or replace.
 
         Raises:
             OSError: If the file system refuses.
-            StoreError: If it is the table's own file, which has the rows when a loop has ended; if
-                that file was not resumed; or if ``path`` is a directory.
+            StoreError: If ``path`` is a directory, or the table's own file, which already has the
+                rows. Also if the table is in an existing file that was not resumed.
             FileMissing: If the directory of the file does not exist.
             ArgumentError: If ``path`` is not a path.
         """
@@ -384,21 +401,21 @@ class HostEmbedding(nn.Module):
         return embedding
 
     def reset_parameters(self, init: Init | None = None) -> None:
-        """Fill the table anew, as the constructor does.
+        """Fill the table with new initial values, as the constructor does.
 
         Args:
             init: As for the class.
 
         Raises:
-            ClosedError: If a loop lends its rows.
-            StoreError: If the table is in an existing file and was not resumed.
+            ClosedError: If a loop over the table is running.
+            StoreError: If the table is in an existing file that was not resumed.
         """
         self.require_idle()
         self.require_resumed()
         self._fill(find_initializer(init))
 
     def close(self) -> None:
-        """Flush and close the table's own store. A second call does nothing."""
+        """Flush and close the store, if the table made it. A second call does nothing."""
         if self._owned:
             self._store.close()
 
@@ -410,7 +427,7 @@ class HostEmbedding(nn.Module):
         return self.num_embeddings
 
     def _gathered(self, rows: Rows) -> npt.NDArray[Any]:
-        """Return rows of the table as the store has them."""
+        """Return rows of the table, with their values in the store."""
         out = np.empty((len(rows), self.embedding_dim), self._store.dtype)
         self._store.gather(rows, out)
         return out
@@ -426,18 +443,18 @@ class HostEmbedding(nn.Module):
             zero_row(self._store, self.padding_idx)
 
     def _fill_or_remove(self, fill: Fill, store: Store | Path | None) -> None:
-        """Fill a new store; if that fails, close it and remove the file that was created."""
+        """Fill a new store. If that fails, close it and remove the new file."""
         try:
             self._fill(fill)
         except BaseException:
             self.close()
             if isinstance(store, (str, os.PathLike)):
-                # The file would be taken for that of an earlier run at the next attempt.
+                # The next attempt would take it for a file of an earlier run.
                 os.remove(store)
             raise
 
     def _take(self, lender: RowLender) -> None:
-        """Reserve the table for a loop, which alone lends its rows until ``_release``."""
+        """Reserve the table for one loop until ``_release``; no other loop lends its rows."""
         self._require_not_lent()
         self._lender = lender
 
@@ -447,7 +464,7 @@ class HostEmbedding(nn.Module):
         self._lender = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy of a model that is made in a training step does not belong to the loop.
+        # A copy of a model does not belong to the loop in whose training step it was made.
         return {**self.__dict__, "_lender": None, "_read_loans": ReadLoans()}
 
     def _require_readable(self) -> None:
@@ -463,18 +480,18 @@ class HostEmbedding(nn.Module):
             lender._require_evaluating(self.name)
 
     def _refuse_in_evaluation(self, what: str) -> None:
-        """Check that the training step which lends rows of the table is not evaluating.
+        """Check that the training step of the table's loop is not inside ``evaluating()``.
 
         Args:
-            what: Name of what was asked for.
+            what: Name of what the program requested.
 
         Raises:
-            ClosedError: If it is.
+            ClosedError: If it is inside.
         """
         if self._lender is not None and self._lender.is_evaluating:
             raise ClosedError(
-                f"{what} of {self.name} was asked for inside evaluating(), where rows are read and "
-                "not trained; leave evaluating() first"
+                f"{what} of {self.name} was requested inside evaluating(), where rows can be read "
+                "and not trained; leave evaluating() first"
             )
 
     @property
@@ -500,30 +517,30 @@ class HostEmbedding(nn.Module):
             if positions is not None:
                 return positions, rows.weight, rows.position_of(self.padding_idx)
         if not every and self.training and self.trainable and torch.is_grad_enabled():
-            self._refuse_in_evaluation("a lookup in training mode, with gradients,")
+            self._refuse_in_evaluation("a lookup in training mode with gradients")
             raise ClosedError(
-                f"{self.name} was called outside a loop over train_rows, where its rows would not "
-                "be trained; loop over "
+                f"{self.name} was called in training mode outside a loop over train_rows, where "
+                "its rows would not be trained; loop over "
                 "pinfeed.train_rows(loader, {table: ids_of_batch}, optimizer=...), "
                 "or use torch.no_grad() or eval()"
             )
         return self._look_up_in_store(ids, every)
 
     def _may_read_others(self) -> bool:
-        """Return whether a lookup in a loop may read rows that are not those of the batch."""
+        """Return whether a lookup in a loop may read rows that the batch does not have."""
         if self._batch_rows is None:
             return True
-        # A copy of the table does not know which changes are not in its store yet.
+        # A copy of the table does not know which changes its store still lacks.
         return self._lender is not None and not self.training and not torch.is_grad_enabled()
 
     def _look_up_in_store(
         self, ids: torch.Tensor, lent: Sequence[BatchRows]
     ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-        """Look up rows as they are now, of which some may be lent.
+        """Look up rows with their present values; some of the rows may be lent.
 
         Args:
             ids: The ids.
-            lent: Rows that are lent; those of a training step are newer than the store.
+            lent: Rows that loops lend; the rows of a training step are newer than the store.
         """
         rows, positions = np.unique(np.asarray(ids.detach().cpu()), return_inverse=True)
         if self._batch_rows is None:

@@ -19,7 +19,7 @@ from pinfeed.training.embeddings.table import HostEmbedding
 
 
 class TableState:
-    """The rows of a table that a RowOptimizer updates now, and their gradients.
+    """The rows of a table that a RowOptimizer updates at present, and flags of their gradients.
 
     Args:
         table: The table.
@@ -36,10 +36,10 @@ class TableState:
         self.lent = self.weight
         """Parameter that the training step and the parameter groups have.
 
-        It has other rows than ``weight`` if the table is sharded.
+        If the table is sharded, its rows differ from those of ``weight``.
         """
         self.is_initialized = False
-        """Whether the optimizer has made the state that its first step makes."""
+        """Whether the optimizer has made the state of its first step."""
         self.is_stepped = False
         """Whether the rows of the current batch have been updated."""
         self.has_pending_gradients = False
@@ -47,7 +47,7 @@ class TableState:
         self.has_stale_gradients = False
         """Whether an earlier batch ended with gradients that no step had used."""
         self.has_unused_gradients = False
-        """Whether the current batch got gradients after its last step, even if dropped since."""
+        """Whether the batch got gradients after its last step, including dropped gradients."""
 
     @property
     def row_keys(self) -> set[str]:
@@ -85,7 +85,7 @@ class TableState:
         return found
 
     def switch(self, weight: nn.Parameter, lent: nn.Parameter) -> None:
-        """Continue with other rows; gradients that no step has used become stale."""
+        """Continue with other rows. Gradients that no step has used become stale."""
         self.has_stale_gradients |= self.has_pending_gradients
         self.weight = weight
         self.lent = lent
@@ -96,12 +96,12 @@ class TableState:
     def watch_gradients(self) -> None:
         """Note when backward() adds gradients to the lent rows."""
         if self.lent.requires_grad:
-            # A weak reference, because the garbage collector cannot see what a hook holds.
+            # A weak reference, because the garbage collector cannot see the references of a hook.
             hook = functools.partial(_note_gradient, weakref.ref(self))
             self.lent.register_post_accumulate_grad_hook(hook)
 
     def changed_rows(self, state: Mapping[str, Any], optimizer: str) -> list[torch.Tensor | None]:
-        """Return row-wise state after a step, with None for state that is not kept yet.
+        """Return row-wise state after a step, with None for state that does not exist yet.
 
         Args:
             state: The state of ``weight``.
@@ -113,8 +113,8 @@ class TableState:
         """
         if unknown := set(state) - self.row_keys - self.layout.tables:
             raise ArgumentError(
-                f"{optimizer} keeps {sorted(unknown)}, "
-                "which it did not keep when it was tried on a small table"
+                f"{optimizer} keeps state {sorted(unknown)}, "
+                "which it did not keep in its trial on a small table"
             )
         self.is_initialized = True
         n = len(self.weight)
@@ -124,10 +124,10 @@ class TableState:
 def _checked(
     value: torch.Tensor | None, row: RowState, n: int, optimizer: str
 ) -> torch.Tensor | None:
-    """Return row-wise state of ``n`` rows if it has the shape and dtype of the layout.
+    """Return row-wise state of ``n`` rows, if it has the shape and dtype of the layout.
 
     Raises:
-        ArgumentError: If it has not.
+        ArgumentError: If its shape or dtype differs.
     """
     if value is None:
         return None
@@ -135,7 +135,7 @@ def _checked(
     if (tuple(value.shape), NUMPY.get(value.dtype)) != (expected, row.dtype):
         raise ArgumentError(
             f"{optimizer} keeps {row.key!r} of shape {tuple(value.shape)}, {value.dtype}; "
-            f"expected {expected}, {row.dtype}, as when it was tried on a small table"
+            f"expected {expected}, {row.dtype}, as in its trial on a small table"
         )
     return value
 

@@ -1,4 +1,4 @@
-"""The store behind an embedding table: opened, created, filled and exported."""
+"""Functions that open, create, fill and export the store of an embedding table."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ Path = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class NewTable:
-    """The wanted rows of a table that is being made."""
+    """Requested properties of a new table."""
 
     name: str
     shape: tuple[int, int]
     dtype: Any
-    """As torch or numpy spells it; None for torch's default, or for that of a given store."""
+    """As torch or numpy spells it; None for torch's default, or for the dtype of a given store."""
     pin: Pin
     overwrite: bool
 
 
 @dataclass(frozen=True)
 class TableStore:
-    """The store of a table, and how the table got it."""
+    """The store of a table, and its owner."""
 
     store: Store
     is_owned: bool
-    """Whether the table made the store, and so closes it."""
+    """Whether the table made the store, and therefore closes it."""
     awaits_resume: bool = False
     """Whether the store is a file that existed before the table."""
 
@@ -52,11 +52,11 @@ def open_table_store(store: Store | Path | None, table: NewTable) -> TableStore:
 
     Args:
         store: Path of a .npy file to create or find, a Store, or None for memory.
-        table: The wanted rows.
+        table: Properties of the table.
 
     Raises:
-        StoreError: If the dtype is not floating point, or the given store or file differs from what
-            is wanted.
+        StoreError: If the dtype is not floating point, or the given store or file has other
+            properties.
         ArgumentError: If ``store`` is something else.
     """
     default = torch.get_default_dtype() if table.dtype is None else table.dtype
@@ -69,8 +69,8 @@ def open_table_store(store: Store | Path | None, table: NewTable) -> TableStore:
     if store is not None and not isinstance(store, (str, os.PathLike)):
         raise ArgumentError(
             f"{table.name}: store={type(store).__name__}; expected a path of a .npy file, "
-            "or a Store; rows that are there already are given as pinfeed.ArrayStore(array), "
-            "or to HostEmbedding.from_pretrained(array, freeze=False)"
+            "or a Store; for existing rows, give store=pinfeed.ArrayStore(array), "
+            "or use HostEmbedding.from_pretrained(array, freeze=False)"
         )
     shape_to_make(table.shape, dtype, table.name)
     if store is None:
@@ -94,13 +94,12 @@ def _check_given_store(store: Store, table: NewTable, dtype: np.dtype[Any]) -> N
 
 
 def open_pretrained(embeddings: Any, *, freeze: bool, pin: Pin) -> TableStore:
-    """Open rows that exist: a 2-d tensor or array, a path of a .npy file, or a Store.
+    """Open existing rows: a 2-d tensor or array, a path of a .npy file, or a Store.
 
     Args:
         embeddings: The rows.
-        freeze: Whether a file is opened for reading alone.
-        pin: Whether the rows are copied into page-locked memory; ``"auto"`` leaves them where they
-            are.
+        freeze: Whether to open a file only for reading.
+        pin: Whether to copy the rows into page-locked memory. ``"auto"`` does not copy.
     """
     check_pin(pin)
     if pin is True:
@@ -116,7 +115,7 @@ def check_is_table(store: Store) -> None:
     """Check that a store has rows of one dimension.
 
     Raises:
-        StoreError: If it has not.
+        StoreError: If its rows have another number of dimensions.
     """
     if len(store.row_shape) != 1:
         shape = (store.n_rows, *store.row_shape)
@@ -142,7 +141,7 @@ def fill_store(store: Store, fill: Fill, name: str) -> None:
         else:
             raise StoreError(
                 f"{name}: init cannot fill {'a' if store.writable else 'a read-only'} "
-                f"{type(store).__name__} as a whole; fill it before, and leave init out"
+                f"{type(store).__name__} as one array; fill the store first, and leave init out"
             )
         fill(to_torch(array))
 
@@ -169,8 +168,8 @@ def export_file(
     """
     if os.path.exists(path) and any(os.path.samefile(path, own) for own in own_files):
         raise StoreError(
-            f"export to {os.fspath(path)!r}, which is {name}'s own file and has its rows; "
-            "expected another path"
+            f"export to {os.fspath(path)!r}, which is the file of {name} and already has its "
+            "rows; expected another path"
         )
     with atomic_write(path) as file:
         write(file)

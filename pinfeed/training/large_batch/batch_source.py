@@ -18,7 +18,7 @@ _MOST_BATCHES = 8
 
 
 def first_batches(batches: Iterable[tuple[Any, Any]], spec: StepSpec) -> list[tuple[Any, Any]]:
-    """Read batches until there are two samples and a term of the loss, at most eight of them."""
+    """Read batches until they have two samples and a loss term, but at most eight batches."""
     return list(itertools.islice(_until_comparable(batches, spec), _MOST_BATCHES))
 
 
@@ -36,8 +36,8 @@ def _until_comparable(
 
 
 def joined_with_first(batches: list[tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Concatenate those batches whose samples have the shape of the first one."""
+    """Concatenate the batches whose samples have the shape of the first batch's samples."""
     shape = sample_shapes_and_dtypes(*batches[0])
-    alike = [batch for batch in batches if sample_shapes_and_dtypes(*batch) == shape]
-    inputs, targets = zip(*alike, strict=True)
+    same_shape = [batch for batch in batches if sample_shapes_and_dtypes(*batch) == shape]
+    inputs, targets = zip(*same_shape, strict=True)
     return concatenate(list(inputs)), None if targets[0] is None else concatenate(list(targets))

@@ -1,4 +1,4 @@
-"""BigBatch: the gradients of a batch that does not fit on the device."""
+"""BigBatch: gradients of a batch that does not fit on the device."""
 
 from __future__ import annotations
 
@@ -43,63 +43,71 @@ from pinfeed.training.memory_model.tensor_specs import to_device
 from pinfeed.validation.arguments import explain_arguments
 
 _HINTS = {
-    "batch_size": "the batch is what backward() is given; samples that are computed at a time are "
-    "chunk_size=",
+    "batch_size": "backward() takes a batch of any size; chunk_size= is the number of samples that "
+    "are computed at a time",
     **dict.fromkeys(
         ("micro_batch_size", "microbatch_size", "n_chunks", "chunks"),
-        "samples that are computed at a time are chunk_size=",
+        "chunk_size= is the number of samples that are computed at a time",
     ),
-    "optimizer": "step it after backward(), as without pinfeed",
-    "device": "move the model there: model.to(device)",
+    "optimizer": "call optimizer.step() after backward(), as without pinfeed",
+    "device": "move the model to the device: model.to(device)",
     **dict.fromkeys(
         ("gpu_memory_limit", "cpu_memory_limit"),
-        "limits are given together: config=pinfeed.Config(...)",
+        "give both limits in a Config: config=pinfeed.Config(...)",
     ),
 }
 """Hints for argument names that users try."""
 
 
 class BigBatch:
-    """Computes the gradients of batches of any size in the memory of a part of the batch.
+    """Gradients of batches of any size, computed in the memory of one chunk of the batch.
 
-        with BigBatch(model, loss_fn, chunk_size=32) as big_batch:
-            for inputs, targets in loader:
-                loss = big_batch.backward(inputs, targets)
-                optimizer.step()
-                optimizer.zero_grad()
+    A chunk is a part of the batch. The plain step is the training step without BigBatch: one
+    forward and one backward pass of the whole batch.
+
+    Examples:
+        >>> model = torch.nn.Linear(8, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> inputs, targets = torch.randn(512, 8), torch.randn(512, 1)
+        >>> with pinfeed.BigBatch(model, torch.nn.MSELoss(), chunk_size=64) as big_batch:
+        ...     loss = big_batch.backward(inputs, targets)
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
 
     Strategies:
-        ``"plain"``: The whole batch at once.
-        ``"accumulate"``: Chunk after chunk, with the next one prefetched. The loss must be a sum or
-            mean of terms; chunks are weighted by their number of terms. torch's own losses qualify
-            (also in ``functools.partial``), and others for which ``reduction`` says so.
-        ``"two_pass"``: The outputs of all chunks, their loss, and each chunk again with the same
-            random numbers. The loss may be any function of the outputs.
-        ``"checkpoint"``: The whole batch. Parts of the model are recomputed in the backward pass.
-        ``"offload"``: The whole batch. Activations wait for the backward pass in host memory.
-        ``"auto"``: Chosen at the first batch of each size, by memory and by correctness; ``chosen``
-            says why. Chunks are used only if they give the gradients of the plain step on some of
-            the first batch's samples (see ``prove``).
+        ``"plain"``: Computes the whole batch at once.
+        ``"accumulate"``: Computes chunk after chunk and prefetches the next one. The loss must be a
+            sum or mean of terms; chunks are weighted by their number of terms. torch's own losses
+            qualify (also in ``functools.partial``), and other losses if ``reduction`` is given.
+        ``"two_pass"``: Computes the outputs of all chunks, then their loss, then each chunk again
+            with the same random numbers. The loss may be any function of the outputs.
+        ``"checkpoint"``: Computes the whole batch, and recomputes parts of the model in the
+            backward pass.
+        ``"offload"``: Computes the whole batch, and keeps activations in host memory until the
+            backward pass.
+        ``"auto"``: Chooses a strategy at the first batch of each size, by memory and by
+            correctness; ``chosen`` says why. It uses chunks only if they give the gradients of the
+            plain step on a few samples of the first batch (see ``prove``).
 
     Args:
         model: The model, on its device, in the mode in which it is trained.
-        loss: Function of outputs and targets; targets are None if there are none.
-        config: Memory limits; chunks are the largest that fit.
-        chunk_size: Samples of a chunk, instead of a limit.
-        strategy: One of the above.
-        reduction: ``"mean"`` or ``"sum"`` of terms, for a loss that is none of torch's.
-        count: Function that returns, for targets, the number of terms of which the loss is the
-            mean. None counts samples; for class targets, those that are not ``ignore_index``
-            (-100), by the weight of their class.
+        loss: Function of outputs and targets, called with None for a batch without targets.
+        config: Memory limits; BigBatch uses the largest chunks that fit.
+        chunk_size: Samples per chunk, instead of ``config``.
+        strategy: One of the strategies above.
+        reduction: ``"mean"`` or ``"sum"`` of terms, for a loss that torch does not define.
+        count: Function that returns the number of terms of the mean for given targets. None
+            counts samples. If targets are classes, None leaves out ``ignore_index`` (-100) and
+            weights each target by its class.
         modules: Other modules with parameters that the loss uses.
-        autocast: The dtype of autocast for forward passes and losses; None for no autocast.
+        autocast: Dtype of autocast for forward passes and losses; None for no autocast.
         scaler: A ``torch.amp.GradScaler``; the caller unscales and steps.
-        prove: Compare ``"accumulate"``, ``"two_pass"`` and ``"checkpoint"`` with the plain step
-            before they are used: at the first batch, for another shape of samples, and after
-            ``train()`` or ``eval()``. Three samples are computed, whole and in chunks of two and
-            one. Outputs, gradients, the loss and the model's state are compared. If they differ,
-            ``"auto"`` takes another strategy or raises, and a named strategy warns. False skips
-            the comparison.
+        prove: Whether to compare ``"accumulate"``, ``"two_pass"`` and ``"checkpoint"`` with the
+            plain step before using them. The comparison runs at the first batch, for each new
+            shape of samples, and after ``train()`` or ``eval()``. It computes three samples, whole
+            and in chunks of two and one, and compares outputs, gradients, the loss and the model's
+            state. If they differ, ``"auto"`` takes another strategy or raises, and a named
+            strategy warns. False skips the comparison.
 
     Raises:
         ArgumentError: If an argument is invalid.
@@ -162,7 +170,7 @@ class BigBatch:
 
     @property
     def n_halved(self) -> int:
-        """Number of chunks that did not fit and were computed in halves."""
+        """Number of chunks that did not fit in memory and were computed in halves."""
         return self._runner.n_halved
 
     def backward(self, inputs: Any, targets: Any = None) -> torch.Tensor:
@@ -171,9 +179,9 @@ class BigBatch:
         Args:
             inputs: Tensors or numpy arrays, on the host or on the device, in any structure that the
                 model takes: a tuple is positional arguments, a dict keyword arguments. Or a
-                Feeder, a DataLoader or an iterator of (inputs, targets), whose batches together
-                are one batch. Such a source allows only ``"accumulate"``, and its batches are cut
-                if they are larger than a chunk.
+                source of (inputs, targets): a Feeder, a DataLoader or an iterator, whose batches
+                together are one batch. Only ``"accumulate"`` works with a source. Batches that are
+                larger than a chunk are cut.
             targets: Targets of the same samples, in the same forms; None without targets.
 
         Returns:
@@ -184,7 +192,7 @@ class BigBatch:
             ArgumentError: If tensors have different numbers of samples, or the strategy is wrong
                 for this model and loss.
             NotEnoughGPUMemory: If not even one sample fits on the GPU.
-            NotEnoughCPUMemory: If not even one sample fits on the CPU, where the model is.
+            NotEnoughCPUMemory: If the model is on the CPU and not even one sample fits.
         """
         self._require_open()
         if targets is None and is_batch_source(inputs):
@@ -207,16 +215,16 @@ class BigBatch:
     def check(self, inputs: Any, targets: Any = None, *, chunk_size: int | None = None) -> Check:
         """Compare the gradients of a small batch with those of the plain step.
 
-        Nothing is changed.
+        The model, its gradients and the random generators do not change.
 
         Args:
             inputs: Inputs as for ``backward``, at most as many samples as fit on the device at
                 once.
-            targets: Their targets.
-            chunk_size: Samples of a chunk; None for a third of the samples.
+            targets: Targets of these samples.
+            chunk_size: Samples per chunk; None for a third of the samples.
 
         Returns:
-            The differences; true as a bool if they are no more than rounding.
+            The differences; as a bool, True if they are no more than rounding.
 
         Raises:
             ClosedError: If this BigBatch is closed.
@@ -244,8 +252,8 @@ class BigBatch:
         """Add the gradients of all batches of an iterable, as those of one batch."""
         if self._options.strategy not in ("auto", "accumulate"):
             raise ArgumentError(
-                f"strategy={self._options.strategy!r} needs all samples at once; give the whole "
-                "batch as tensors, or strategy='accumulate'"
+                f"strategy={self._options.strategy!r} needs all samples at once, and batches "
+                "arrive one by one; give the whole batch as tensors, or strategy='accumulate'"
             )
         with contextlib.ExitStack() as stack:
             batches = source
@@ -254,7 +262,7 @@ class BigBatch:
             pairs = stack.enter_context(contextlib.closing(input_target_pairs(batches)))
             first = first_batches(pairs, self._spec)
             if not first:
-                raise ArgumentError("there is no batch; expected at least one")
+                raise ArgumentError("the source yields no batch; expected at least one")
             inputs, targets = joined_with_first(first)
             is_one_of_several = len(first) > 1 and n_samples(inputs) == 1
             chosen = self._selector.choose_for_source(
@@ -290,7 +298,7 @@ def _checked_modules(modules: Any) -> tuple[nn.Module, ...]:
     """Return ``modules`` as a tuple.
 
     Raises:
-        ArgumentError: If they are no torch modules.
+        ArgumentError: If one of them is not a torch module.
     """
     found = tuple(modules) if isinstance(modules, Iterable) else (modules,)
     if not isinstance(modules, Iterable) or not all(isinstance(one, nn.Module) for one in found):

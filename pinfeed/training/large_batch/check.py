@@ -1,4 +1,4 @@
-"""Check: how far a strategy is from the plain step on a small batch."""
+"""Check: differences between a strategy and the plain step on a small batch."""
 
 from __future__ import annotations
 
@@ -25,13 +25,20 @@ _DEFAULT_ROUNDING = 1e-4
 class Check:
     """Differences between a strategy and the plain step; ``str(check)`` is a sentence.
 
+    Examples:
+        >>> model = torch.nn.Linear(8, 1)
+        >>> with pinfeed.BigBatch(model, torch.nn.MSELoss(), chunk_size=64) as big_batch:
+        ...     check = big_batch.check(torch.randn(9, 8), torch.randn(9, 1))
+        >>> bool(check)
+        True
+
     Attributes:
         strategy: The strategy that was compared.
         gradient_error: Norm of the difference of all gradients, relative to their norm.
         loss_error: Difference of the losses, relative to the loss.
         buffer_error: Largest difference in a buffer (such as running statistics), relative to the
             buffer's largest value.
-        is_exact: Whether all of them are no more than rounding; also the value as a bool.
+        is_exact: Whether all differences are no more than rounding; ``bool(check)`` is the same.
     """
 
     strategy: str
@@ -44,7 +51,7 @@ class Check:
         return self.is_exact
 
     def __str__(self) -> str:
-        verdict = "equal but for rounding" if self.is_exact else "NOT the same"
+        verdict = "equal except for rounding" if self.is_exact else "NOT equal"
         errors = (
             f"gradients {self.gradient_error:.1e}, loss {self.loss_error:.1e}, "
             f"buffers {self.buffer_error:.1e}"
@@ -69,7 +76,7 @@ def compare_with_plain_step(
 ) -> Check:
     """Run two steps from the same state and compare them.
 
-    The model, its gradients and the random generators are unchanged afterwards.
+    The model, its gradients and the random generators do not change.
 
     Args:
         spec: The model and the loss.

@@ -1,4 +1,4 @@
-"""ChunkStream: the chunks of a batch on the device, prefetched one ahead."""
+"""ChunkStream: copies the chunks of a batch to the device, one chunk ahead."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ChunkStream:
     """Copies the chunks of one batch after another to the device, one chunk ahead.
 
     Args:
-        spec: Counts the terms of the loss of a chunk.
+        spec: The model and the loss, used to count the loss terms of a chunk.
         device: Device of the model.
     """
 

@@ -1,4 +1,4 @@
-"""MemoryPredictor: the memory that each strategy takes, predicted without running it."""
+"""MemoryPredictor: predicts the memory of each strategy without running it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from pinfeed.training.memory_model.step_run import Step, plain_step
 
 
 class MemoryPredictor:
-    """Predicts the device memory of each strategy for one model and shape of samples.
+    """Predicts the device memory of each strategy for one model and one shape of samples.
 
     Args:
         estimator: Estimates steps of the model.
         limit: Limit of device memory, in bytes; of host memory if training is on the CPU.
         host_limit: Limit of host memory, in bytes.
-        n_ahead: Chunks on the device in addition to the one that is computed.
+        n_ahead: Chunks on the device in addition to the current one.
     """
 
     def __init__(self, estimator: StepEstimator, limit: int, host_limit: int, n_ahead: int) -> None:
@@ -51,18 +51,18 @@ class MemoryPredictor:
         self._least = 2 if isinstance(model, nn.Module) and batch_norms(model) else 1
 
     def chunk_size(self, n: int | None, *, in_two_passes: bool = False) -> int:
-        """Return the largest chunk of a batch of ``n`` that fits while gradients exist already.
+        """Return the largest chunk of a batch of ``n`` that fits together with gradients.
 
         Raises:
             NotEnoughGPUMemory: If not even one sample fits on the GPU.
-            NotEnoughCPUMemory: If not even one sample fits on the CPU, where training is.
+            NotEnoughCPUMemory: If training is on the CPU and not even one sample fits.
         """
         strategy = "two_pass" if in_two_passes else "accumulate"
 
         def need(size: int) -> int:
             nbytes = self.bytes_of(strategy, n or size, max(size, self._least))
             if nbytes is None:
-                raise EstimateError(f"{self.why_not}; or give chunk_size=")
+                raise EstimateError(f"{self.why_not}; or give chunk_size=, which needs no estimate")
             return nbytes
 
         found = largest_that_fits(need, self.limit, n)
@@ -70,18 +70,18 @@ class MemoryPredictor:
             error, name = self._not_enough()
             raise error(
                 f"chunks of one sample need {human(need(1))} ({need(1)} bytes); {name} is "
-                f"{human(self.limit)} ({self.limit} bytes)"
+                f"{human(self.limit)} ({self.limit} bytes); raise {name}"
             )
         return found
 
     def n_compared(self, n: int) -> int:
         """Return how many samples can be compared with the plain step.
 
-        They fit on the device as one batch together with one more set of gradients.
+        That many fit on the device as one batch, together with a second set of gradients.
 
         Raises:
             NotEnoughGPUMemory: If not even two samples fit on the GPU.
-            NotEnoughCPUMemory: If not even two samples fit on the CPU, where training is.
+            NotEnoughCPUMemory: If training is on the CPU and not even two samples fit.
         """
         parameters = self._estimator.model.parameters()
         gradients = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
@@ -91,9 +91,9 @@ class MemoryPredictor:
                 return size
         error, name = self._not_enough()
         raise error(
-            f"two samples, which are compared with the plain step, need "
+            f"the comparison with the plain step computes two samples and needs "
             f"{human((nbytes or 0) + gradients)}; {name} is {human(self.limit)} ({self.limit} "
-            "bytes); raise the limit, or give prove=False"
+            f"bytes); raise {name}, or give prove=False to skip the comparison"
         )
 
     def bytes_of(self, strategy: str, n: int, chunk_size: int) -> int | None:
@@ -142,7 +142,7 @@ def memory_predictor_for(
 
     Without a loss or an optimizer, the defaults of ``estimate`` are used.
     """
-    # The estimate counts the model, whose memory is not free, so that is added to what is free.
+    # The estimate includes the model, so the memory that the model takes already counts as free.
     model_bytes = bytes_on_device(model, device)
     is_gpu = device.type == "cuda"
     limit = config.gpu_memory_limit

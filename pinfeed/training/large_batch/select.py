@@ -23,14 +23,22 @@ STRATEGIES: tuple[Strategy, ...] = ("plain", "accumulate", "two_pass", "checkpoi
 
 @dataclass(frozen=True)
 class StrategyChoice:
-    """Strategy that was chosen for a batch; ``str(chosen)`` says why.
+    """Strategy that a BigBatch has chosen for a batch; ``str(chosen)`` says why.
+
+    Examples:
+        >>> model = torch.nn.Linear(8, 1)
+        >>> with pinfeed.BigBatch(model, torch.nn.MSELoss(), chunk_size=64) as big_batch:
+        ...     loss = big_batch.backward(torch.randn(512, 8), torch.randn(512, 1))
+        ...     chosen = big_batch.chosen
+        >>> chosen.strategy, chosen.chunk_size
+        ('accumulate', 64)
 
     Attributes:
-        strategy: Name of the way in which gradients are computed.
+        strategy: Name of the strategy.
         chunk_size: Samples that are computed at a time.
         why: Reason for the choice, as a sentence.
-        device_bytes: Predicted device memory of the strategies that were considered, in bytes;
-            None where it is unknown.
+        device_bytes: Predicted device memory of each strategy that was considered, in bytes; None
+            if the prediction failed.
     """
 
     strategy: Strategy
@@ -74,11 +82,12 @@ def choose_strategy(
     """
     if predictor is None and chunk_size is None:
         raise ArgumentError(
-            "neither chunk_size nor a config with a limit was given; give one of them"
+            "the size of chunks is unknown without chunk_size and config; give chunk_size= or "
+            "config="
         )
     selection = _Selection(model, n, predictor, problem_of)
     if (chunk_size is not None and chunk_size >= n) or selection.fits("plain"):
-        return selection.choice("plain", n, "the whole batch fits")
+        return selection.choice("plain", n, "the whole batch fits in memory")
     chosen = selection.in_chunks(chunk_size, has_known_reduction) or selection.as_a_whole()
     if chosen is None:
         raise selection.error()
@@ -111,7 +120,7 @@ class _Selection:
         return self._predictor is not None and nbytes is not None and nbytes <= self._limit
 
     def in_chunks(self, chunk_size: int | None, has_known_reduction: bool) -> StrategyChoice | None:
-        """Return the fastest strategy that computes chunks and is right; None if none is."""
+        """Return the fastest right strategy that computes chunks; None if there is none."""
         if norms := batch_norms(self._model):
             self._problems["accumulate, two_pass"] = f"{norms[0]} normalizes over the batch"
             return None
@@ -134,15 +143,15 @@ class _Selection:
             return self.choice(
                 "offload",
                 self._n,
-                f"chunks are wrong ({why}), and what is kept for the backward pass fits on "
-                "the host",
+                f"chunks do not give its gradients ({why}) and its activations fit in host memory",
             )
         can_recompute = can_be_recomputed(self._model)
         if can_recompute and self.fits("checkpoint") and self._is_right("checkpoint"):
             return self.choice(
                 "checkpoint",
                 self._n,
-                f"chunks are wrong ({why}), and the whole batch fits if parts are computed again",
+                f"chunks do not give its gradients ({why}) and the whole batch fits if parts of "
+                "the model are recomputed",
             )
         return None
 
@@ -153,18 +162,18 @@ class _Selection:
         # the plain step.
         if all(one.startswith(PLAIN_FAILS) and NEED_ROWS not in one for one in problems):
             return ArgumentError(
-                f"{next(iter(problems))}, so that no strategy can be compared with it; expected "
-                "inputs and targets with which the step runs without pinfeed, too; if it fails "
-                "with few samples alone, name a strategy and give prove=False"
+                f"{next(iter(problems))}, so no strategy can be compared with it; expected inputs "
+                "and targets with which the step runs without pinfeed; if the step fails only with "
+                "few samples, name a strategy and give prove=False"
             )
         why = describe_problems(self._problems)
         return ArgumentError(
             f"chunks do not give the gradients of {self._n} samples ({why}), and no strategy that "
-            "sees all of them is known to fit; give config= with larger limits, or "
-            "strategy='offload' or 'checkpoint'; or change the model: GroupNorm in place of "
+            "computes the whole batch is known to fit in memory; give config= with larger limits, "
+            "or strategy='offload' or 'checkpoint'; or change the model (GroupNorm instead of "
             "BatchNorm, eval() for layers whose state changes, outputs with one row for each "
-            "sample; or, if you know that the difference does not matter, name "
-            "strategy='accumulate' or 'two_pass', or give prove=False"
+            "sample); or, if the difference does not matter, give strategy='accumulate', "
+            "strategy='two_pass' or prove=False"
         )
 
     @property
@@ -190,12 +199,15 @@ class _Selection:
 
     def _why_chunks(self, strategy: Strategy) -> str:
         if self._problems:
-            return f"accumulate is wrong: {self._problems['accumulate']}"
+            return (
+                "accumulate does not give the gradients of the plain step: "
+                f"{self._problems['accumulate']}"
+            )
         if strategy == "accumulate":
-            return "the loss is made of the losses of chunks"
+            return "the loss is a sum or mean of terms"
         return (
-            "the loss is computed of all outputs, for it is not known to be made of those of "
-            "chunks (reduction= tells)"
+            "the loss is not known to be a sum or mean of terms, so it needs all outputs (give "
+            "reduction= if it is)"
         )
 
 

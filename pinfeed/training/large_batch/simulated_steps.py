@@ -1,4 +1,4 @@
-"""Steps of each strategy on tensors without data, from which their memory is predicted."""
+"""Steps of each strategy on tensors without data, used to predict their memory."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class TwoPassStep:
 
 
 def checkpoint_step(run: StepRun, batch_size: int) -> Any:
-    """Simulate a whole batch with parts of the model recomputed in the backward pass."""
+    """Simulate a whole batch whose backward pass recomputes parts of the model."""
     with recomputed(run.model):
         return plain_step(run, batch_size)
 
 
 class _OffloadedStorage:
-    """A storage in host memory, and its copy on the device while something refers to that."""
+    """A storage in host memory, and its copy on the device while anything refers to the copy."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -71,10 +71,10 @@ class _OffloadedStorage:
 
 
 class OffloadStep:
-    """Simulates a whole batch whose activations wait in host memory for the backward pass.
+    """Simulates a whole batch whose activations stay in host memory until the backward pass.
 
     Attributes:
-        host_bytes: Most bytes in host memory at a time.
+        host_bytes: Peak of the bytes in host memory.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,8 @@ class OffloadStep:
     def __call__(self, run: StepRun, batch_size: int) -> Any:
         tensors = (*run.model.parameters(), *run.model.buffers())
         staying = {tensor.untyped_storage()._cdata for tensor in tensors}
-        # By the address of the storage, removed when it dies, since the address may be used again.
+        # The key is the address of the storage. It is removed when the storage dies, because
+        # another storage may get the same address.
         offloaded: dict[int, _OffloadedStorage] = {}
 
         def pack(tensor: torch.Tensor) -> Any:
@@ -120,7 +121,7 @@ class OffloadStep:
 
 
 def _outputs_of_batch(outputs: Any, n: int, size: int) -> Any:
-    """Return outputs of ``n`` samples in the shapes of those of ``size`` samples."""
+    """Return empty outputs for ``n`` samples, given the outputs of ``size`` samples."""
     leaves, rebuild = flatten(outputs)
     return rebuild(
         leaf.new_empty((len(leaf) * n // size, *leaf.shape[1:])) if leaf.ndim else leaf

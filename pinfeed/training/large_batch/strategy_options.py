@@ -1,4 +1,4 @@
-"""StrategyOptions: the options of BigBatch and Trainer that decide how gradients are computed."""
+"""StrategyOptions: the options of BigBatch and Trainer that determine the strategy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pinfeed.validation.arguments import check_flag, whole_number
 
 @dataclass(frozen=True)
 class StrategyOptions:
-    """Options of a BigBatch that decide how gradients are computed.
+    """Options of a BigBatch that determine how gradients are computed.
 
     Attributes:
         config: Memory limits; None for no limits.
@@ -40,7 +40,7 @@ class StrategyOptions:
 
 
 def check_step(model: Any, loss: Any, options: StrategyOptions, scaler: Any) -> None:
-    """Refuse arguments of a BigBatch or a Trainer with which no step can be computed.
+    """Check the arguments of a BigBatch or a Trainer that a step depends on.
 
     Raises:
         ArgumentError: If one of them is invalid.
@@ -51,8 +51,8 @@ def check_step(model: Any, loss: Any, options: StrategyOptions, scaler: Any) -> 
         raise ArgumentError(f"model={model!r}: expected a torch module")
     if isinstance(loss, type):
         raise ArgumentError(
-            f"loss is the class {loss.__name__}; expected a function of outputs and targets; give "
-            f"{loss.__name__}()"
+            f"loss={loss.__name__} is a class; expected a function of outputs and targets; give "
+            f"loss={loss.__name__}()"
         )
     if not callable(loss):
         raise ArgumentError(f"loss={loss!r}: expected a function of outputs and targets")

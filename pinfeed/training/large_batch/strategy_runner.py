@@ -1,4 +1,4 @@
-"""StrategyRunner: computes the gradients of a batch by the strategy that was chosen for it."""
+"""StrategyRunner: computes the gradients of a batch by its chosen strategy."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 
 class StrategyRunner:
-    """Computes gradients by a strategy, in smaller chunks while memory runs out.
+    """Computes gradients by a strategy, and halves the chunks if memory runs out.
 
     Args:
         spec: The model and the loss.
         device: Device of the model.
-        options: Options of the user.
-        selector: Learns which chunks did not fit.
+        options: The user's options.
+        selector: Receives smaller chunk sizes when chunks did not fit.
 
     Attributes:
         chosen: Strategy of the last batch; None before the first batch.
@@ -71,7 +71,7 @@ class StrategyRunner:
                 stack.callback(self._offload.close)
 
     def run(self, chosen: StrategyChoice, inputs: Any, targets: Any) -> torch.Tensor:
-        """Add the gradients of a batch, and return its loss; on an error nothing is added."""
+        """Add the gradients of a batch and return its loss; an error leaves gradients unchanged."""
         with gradient_transaction(self._spec):
             if chosen.strategy == "accumulate":
                 return self._accumulate_batch(chosen.chunk_size, inputs, targets)
@@ -104,17 +104,17 @@ class StrategyRunner:
     def _accumulate(self, chunks: Chunks, total: float | None, key: Any) -> torch.Tensor:
         accumulator = GradientAccumulator(self._spec)
         try:
-            # An error that the user keeps would otherwise keep the loop over chunks running.
+            # Without closing, an error that the user keeps would keep the loop over chunks running.
             with contextlib.closing(chunks):
                 return accumulator.run(chunks, total)
         finally:
             if accumulator.n_halved:
-                # The next batch is cut into smaller chunks at once.
+                # The next batch starts with the smaller chunks.
                 self.n_halved += accumulator.n_halved
                 self._selector.halve(key)
 
     def _compute_or_halve(self, chosen: StrategyChoice, inputs: Any, targets: Any) -> torch.Tensor:
-        """Compute the whole batch or two passes, again in smaller chunks while memory runs out."""
+        """Compute the whole batch or two passes; if memory runs out, retry in smaller chunks."""
         state = rng_state.capture()
         size = chosen.chunk_size
         try:
@@ -135,7 +135,10 @@ class StrategyRunner:
         if chosen.strategy == "plain":
             strategy = self._selector.strategy_in_chunks(inputs, targets)
         smaller = dataclasses.replace(
-            chosen, strategy=strategy, chunk_size=-(-size // 2), why="more did not fit"
+            chosen,
+            strategy=strategy,
+            chunk_size=-(-size // 2),
+            why="more samples did not fit in memory",
         )
         self.chosen = self._selector.keep(self._selector.key_of(inputs, targets), smaller)
         return self.run(smaller, inputs, targets)

@@ -1,4 +1,4 @@
-"""StrategySelector: the strategy of each batch of a BigBatch, chosen once per shape and mode."""
+"""StrategySelector: chooses the strategy for each batch of a BigBatch, once per shape and mode."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ SOURCE = object()
 
 
 class StrategySelector:
-    """Chooses how a batch is computed, once for each shape of batches and each mode of the model.
+    """Chooses the strategy for a batch, once for each batch shape and each mode of the model.
 
     Args:
         spec: The model and the loss.
         device: Device of the model.
-        options: Limits, chunk size and strategy that the user gave.
+        options: The user's limits, chunk size and strategy.
         has_known_reduction: Whether the loss is known to be the mean or sum of its terms.
     """
 
@@ -65,12 +65,12 @@ class StrategySelector:
         self._is_source_reported = False
 
     def choose(self, inputs: Any, targets: Any) -> StrategyChoice:
-        """Choose how a batch is computed.
+        """Choose the strategy for a batch.
 
         Raises:
             ArgumentError: If no strategy is right for this model and loss.
             NotEnoughGPUMemory: If not even one sample fits on the GPU.
-            NotEnoughCPUMemory: If not even one sample fits on the CPU, where the model is.
+            NotEnoughCPUMemory: If the model is on the CPU and not even one sample fits.
         """
         key = self.key_of(inputs, targets)
         if key in self._choices:
@@ -96,12 +96,12 @@ class StrategySelector:
     def choose_for_source(
         self, inputs: Any, targets: Any, *, is_one_of_several: bool
     ) -> StrategyChoice:
-        """Choose how the batches of a source are computed, from the first of them.
+        """Choose the strategy for the batches of a source, from its first batches.
 
         Args:
-            inputs: Samples of the first batches that have one shape.
-            targets: Their targets.
-            is_one_of_several: Whether this is a single sample although there are more batches.
+            inputs: Samples of those first batches that have the same shape.
+            targets: Targets of these samples.
+            is_one_of_several: Whether ``inputs`` is a single sample although more batches follow.
 
         Raises:
             ArgumentError: If the batches cannot be added up.
@@ -109,9 +109,9 @@ class StrategySelector:
         norms = batch_norms(self._spec.model)
         if self._options.strategy == "auto" and norms:
             raise ArgumentError(
-                f"{norms[0]} normalizes over the batch, and batches that come one by one can only "
-                "be added; give the whole batch as tensors, or strategy='accumulate' for "
-                "statistics of chunks"
+                f"{norms[0]} normalizes over the batch, but batches of a source arrive one by one, "
+                "so only their gradients can be added; give the whole batch as tensors, or "
+                "strategy='accumulate' to normalize over each chunk"
             )
         if SOURCE not in self._choices:
             size = self._chunk_size("accumulate", None, inputs, targets)
@@ -120,15 +120,15 @@ class StrategySelector:
         if is_one_of_several and self._verifier.is_on and not self._is_source_reported:
             self._report(
                 "accumulate",
-                "no two samples of the first batches have one shape, so that nothing can be "
-                "compared",
+                "no two samples of the first batches have the same shape, so the strategy cannot "
+                "be compared with the plain step",
             )
             self._is_source_reported = True
         self.check_part_of_source(inputs, targets)
         return self._choices[SOURCE]
 
     def check_part_of_source(self, inputs: Any, targets: Any) -> None:
-        """Compare samples of a source with the plain step, if their shape is new.
+        """Compare the strategy with the plain step on samples of a source, if their shape is new.
 
         Raises:
             ArgumentError: If the batches cannot be added up.
@@ -150,7 +150,7 @@ class StrategySelector:
             self.keep(key, dataclasses.replace(chosen, chunk_size=-(-chosen.chunk_size // 2)))
 
     def strategy_in_chunks(self, inputs: Any, targets: Any) -> Strategy:
-        """Return the strategy for a batch that was to be computed whole and does not fit.
+        """Return the strategy in chunks for a batch that did not fit as a whole.
 
         Raises:
             ArgumentError: If no strategy that computes chunks is right.
@@ -162,7 +162,7 @@ class StrategySelector:
                 return strategy
             problems[strategy] = problem
         raise ArgumentError(
-            "the whole batch does not fit, and chunks do not give its gradients "
+            "the whole batch does not fit in memory, and chunks do not give its gradients "
             f"({describe_problems(problems)}); give strategy='offload'"
         )
 
@@ -171,7 +171,8 @@ class StrategySelector:
 
         Args:
             strategy: The strategy.
-            n: Samples of the batch; None for a source, whose samples are unknown until its end.
+            n: Samples of the batch; None for a source, because its number of samples is unknown
+                until its end.
             chunk_size: Samples of a chunk, if the strategy computes chunks.
 
         Raises:
@@ -182,22 +183,23 @@ class StrategySelector:
             size = chunk_size if n is None else min(n, chunk_size)
         if (n is None or size < n) and (norms := batch_norms(self._spec.model)):
             warnings.warn(
-                f"{norms[0]} normalizes over chunks of {size} samples, not over the whole batch: "
-                "gradients and running statistics are those of the chunks; 'offload' and "
-                "'checkpoint' see the whole batch",
+                f"{norms[0]} normalizes over chunks of {size} samples, not over the whole batch, "
+                "so gradients and running statistics differ from the plain step; to normalize over "
+                "the whole batch, give strategy='offload' or 'checkpoint'",
                 stacklevel=4,
             )
         if strategy == "accumulate" and not self._has_known_reduction:
             raise ArgumentError(
-                "the loss is none of torch's, so it is not known how that of a batch is made of "
-                "those of its chunks; give reduction='mean' or 'sum' if it is made so (and count= "
-                "if it is a mean of other things than samples or classes), or strategy='two_pass'"
+                "strategy='accumulate' needs a loss whose reduction is known, and torch does not "
+                "define this loss; give reduction='mean' or 'sum' if the loss is a mean or sum of "
+                "terms (and count= if the terms are neither samples nor classes), or "
+                "strategy='two_pass'"
             )
-        why = "batches that come one by one can only be added" if n is None else "it was asked for"
+        why = "the batches of a source arrive one by one" if n is None else "the user named it"
         return StrategyChoice(strategy, size, why, {})
 
     def key_of(self, inputs: Any, targets: Any) -> Any:
-        """Return the key of a choice: shapes of the batch, and modes of the modules."""
+        """Return the key of a choice: the batch's shapes and dtypes, and the modules' modes."""
         return shapes_and_dtypes(inputs, targets), self._spec.training_modes
 
     def _problem_of(self, strategy: str, inputs: Any, targets: Any) -> str:
@@ -209,22 +211,21 @@ class StrategySelector:
         return self._verifier.problem_of(strategy, self._spec, inputs, targets, most_that_fit)
 
     def _report(self, strategy: Strategy, problem: str) -> None:
-        """Raise for a problem of a strategy that was chosen here, warn if the user named it."""
+        """Raise for a problem of a strategy that ``"auto"`` chose; warn if the user named it."""
         if not problem:
             return
         sentence = f"strategy={strategy!r} does not give the gradients of the plain step: {problem}"
         if self._options.strategy == "auto":
             raise ArgumentError(
-                f"{sentence}; batches that come one by one can only be added: give the whole batch "
-                "as tensors, strategy='accumulate' if the difference does not matter, or "
-                "prove=False"
+                f"{sentence}; batches of a source arrive one by one, so only their gradients can "
+                "be added; give the whole batch as tensors, or, if the difference does not matter, "
+                "strategy='accumulate' or prove=False"
             )
         if problem.startswith(PLAIN_FAILS):
             # The step is about to raise the error itself.
             return
         warnings.warn(
-            f"{sentence}; take strategy='auto', or give prove=False if the difference does not "
-            "matter",
+            f"{sentence}; give strategy='auto', or prove=False if the difference does not matter",
             stacklevel=4,
         )
 
@@ -236,7 +237,8 @@ class StrategySelector:
             return self._options.chunk_size
         if self._options.config is None:
             raise ArgumentError(
-                "neither chunk_size nor a config with a limit was given; give one of them"
+                "the size of chunks is unknown without chunk_size and config; give chunk_size= or "
+                "config="
             )
         is_two_pass = strategy == "two_pass"
         return self._predictors.get(inputs, targets).chunk_size(n, in_two_passes=is_two_pass)
@@ -252,7 +254,7 @@ class _Predictors:
         self._by_shape: dict[Any, MemoryPredictor] = {}
 
     def get(self, inputs: Any, targets: Any) -> MemoryPredictor:
-        """Return the predictor for batches like this one; there must be a config."""
+        """Return the predictor for batches of this shape; requires a config."""
         target_key = targets is not None and sample_spec_of(targets).key
         key = sample_spec_of(inputs).key, target_key, *batch_norms(self._spec.model)
         if key not in self._by_shape:
@@ -270,7 +272,7 @@ class _Predictors:
 
 
 def _may_differ(chosen: StrategyChoice, n: int, model: nn.Module) -> bool:
-    """Return whether a named strategy may differ from the plain step without a warning so far."""
+    """Return whether a named strategy may differ from the plain step and no warning said so yet."""
     if chosen.strategy == "checkpoint":
         return True
     is_cut = chosen.strategy in ("accumulate", "two_pass") and chosen.chunk_size < n

@@ -1,4 +1,4 @@
-"""BatchSearch: the largest batch whose training step and feeder fit the memory limits."""
+"""BatchSearch: finds the largest batch whose training step and feeder fit the memory limits."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from pinfeed.training.memory_model.estimate import StepEstimator
 from pinfeed.training.memory_model.probe import measure_steps
 
 _INEXACT_MARGIN = 0.06
-"""Share of the step that is left for workspace missing in the model of oneDNN's layouts."""
+"""Share of the step reserved for workspace that the model of oneDNN's layouts misses."""
 _HEAP_MARGIN = 0.08
-"""Share of the step that malloc keeps of freed memory, with ``enforce(malloc=True)``."""
+"""Share of the step reserved for freed memory that malloc keeps, with ``enforce(malloc=True)``."""
 _MAX_PROBES = 8
 _CLOSE_ENOUGH = 1.03
-"""Largest ratio of the next batch to one that ran, at which the search ends."""
+"""The search ends if the next batch is larger by at most this factor than one that ran."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class BatchBounds:
     Attributes:
         cpu_limit: Limit of host memory, in bytes.
         gpu_limit: Limit of device memory, in bytes; None if training is on the CPU.
-        one_read_count: Samples of a read; a batch is a multiple of it.
-        preferred_batch_size: Most samples of a batch; None for no preference.
-        total_sample_count: Reads of an epoch; None if unknown.
-        depth: Batches prefetched ahead of the loop.
+        one_read_count: Samples per read; the batch size is a multiple of it.
+        preferred_batch_size: Upper bound of the batch size; None for no preference.
+        total_sample_count: Reads per epoch; None if unknown.
+        depth: Number of prefetched batches.
         device_cache: Bytes of the caches of tables.
     """
 
@@ -114,7 +114,7 @@ class BatchSearch:
         return ran
 
     def at(self, batch_size: int, seen: float | None) -> Budget:
-        """Return the budget of a batch of ``batch_size`` samples, whether it fits or not."""
+        """Return the budget of a batch of ``batch_size`` samples, even if it does not fit."""
         bounds = self._bounds
         is_on_gpu = bounds.gpu_limit is not None
         step = self._estimator.at(batch_size)
@@ -162,16 +162,14 @@ class BatchSearch:
         most = [one for one in (preferred, bounds.total_sample_count) if one is not None]
         found = largest_that_fits(need, 1.0, min(most, default=None))
         if preferred is None:
-            # A small model on a large machine would otherwise get a batch too large for training.
+            # Without this bound, a small model on a large machine would get a batch that is too
+            # large for training.
             found = min(found, max(1, limits.MOST_ROWS // one_read))
         return at_reads(found) if found else None
 
     @functools.cached_property
     def _least(self) -> int:
-        """Samples of the smallest batch that is tried.
-
-        It is two if the model refuses one, as batch normalization does.
-        """
+        """Smallest batch size to try: 2 if the model refuses one sample (batch normalization)."""
         bounds = self._bounds
         may_be_two = bounds.preferred_batch_size != 1 and bounds.total_sample_count != 1
         if bounds.one_read_count == 1 and may_be_two:
@@ -189,5 +187,5 @@ class BatchSearch:
         if nbytes is None:
             return None
         seen = nbytes / self._estimator.at(n).reserved_bytes
-        # On the CPU a process grows by less than a step takes if its heap has room.
+        # On the CPU, a process grows by less than the memory of a step if its heap has room.
         return max(1.0, seen) if device.type == "cpu" else seen

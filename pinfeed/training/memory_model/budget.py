@@ -20,11 +20,19 @@ CACHES = "caches of tables"
 class Budget:
     """Memory of a training step and its feeder; ``str(budget)`` is a table.
 
+    Examples:
+        >>> model = torch.nn.Linear(1000, 10)
+        >>> limit = pinfeed.GiB(8)
+        >>> config = pinfeed.Config(gpu_memory_limit=limit, model=model, input_shape=(1000,))
+        >>> budget = config.budget
+        >>> budget.fits, budget.gpu_bytes <= limit
+        (True, True)
+
     Attributes:
-        batch_size: Samples of the batch.
+        batch_size: Samples in the batch.
         step: Estimate of the step.
         feeder: Plan of the feeder.
-        margin: Bytes left for memory that the estimate misses. After ``probe``, the measured
+        margin: Bytes reserved for memory that the estimate misses. After ``probe``, the measured
             excess over the estimate, which may be negative.
         seen: Measured memory of a step, relative to the estimate; None if it was not measured.
         cpu_memory_limit: Limit of host memory, in bytes.
@@ -41,16 +49,16 @@ class Budget:
 
     @property
     def items(self) -> tuple[Allocation, ...]:
-        """All allocations, each once: the batch of the step is one of the feeder's."""
+        """All allocations; the batch of the step counts once, as a batch buffer of the feeder."""
         place = "host" if self.gpu_memory_limit is None else "device"
         step = {name: nbytes for name, nbytes in self.step.breakdown.items() if name != "batch"}
-        step["left for what is not seen" if self.seen is None else "seen beyond that"] = self.margin
+        step["safety margin" if self.seen is None else "measured above estimate"] = self.margin
         own = [Allocation(name, place, 1, nbytes) for name, nbytes in step.items() if nbytes]  # type: ignore[arg-type]
         return (*own, *self.feeder.items)
 
     @property
     def cpu_bytes(self) -> int:
-        """Total host memory in bytes, pinned or not."""
+        """Total host memory in bytes, pinned and unpinned."""
         return sum(item.total for item in self.items if item.place != "device")
 
     @property
@@ -77,18 +85,19 @@ class Budget:
         ]
         table = tabulate(
             rows,
-            headers=("where", "what", "count", "each", "in all"),
+            headers=("where", "what", "count", "each", "total"),
             colalign=("left", "left", "right", "right", "right"),
         )
         lines = [
             f"batches of {self.batch_size} samples",
             table,
-            f"host: {human(self.cpu_bytes)} of {human(self.cpu_memory_limit)}",
+            f"host memory: {human(self.cpu_bytes)} (limit {human(self.cpu_memory_limit)})",
         ]
         if self.gpu_memory_limit is not None:
-            lines.append(f"device: {human(self.gpu_bytes)} of {human(self.gpu_memory_limit)}")
+            gpu_limit = human(self.gpu_memory_limit)
+            lines.append(f"GPU memory: {human(self.gpu_bytes)} (limit {gpu_limit})")
         if self.seen is not None:
-            return "\n".join([*lines, f"probed: steps took {self.seen:.2f} x the estimate"])
+            return "\n".join([*lines, f"probe: steps took {self.seen:.2f} x the estimate"])
         return "\n".join([*lines, f"confidence: {self.step.confidence}", *self.step.notes])
 
 
@@ -110,21 +119,21 @@ def refusal(least: Budget, n_samples: int) -> BudgetError:
     advice = f"lower depth (now {depth}), " if depth else ""
     advice += "lower device_cache, " if any(item.what == CACHES for item in items) else ""
     return error(
-        f"a batch of {n_samples} needs {human(need)} ({need} bytes): {uses}; {name} is "
-        f"{human(limit or 0)} ({limit} bytes); raise {name}, {advice}or train in chunks"
+        f"a batch of {n_samples} samples needs {human(need)} ({need} bytes): {uses}; {name} is "
+        f"{human(limit or 0)} ({limit} bytes); raise {name}, {advice}or train in chunks (BigBatch)"
     )
 
 
 def largest_that_fits(need: Callable[[int], float], limit: float, most: int | None) -> int:
     """Return the largest ``n`` from 1 to ``most`` with ``need(n) <= limit``; 0 if there is none.
 
-    ``need`` grows with ``n``, nearly linearly beyond some size. Interpolation finds the place in a
-    few calls, and halving the interval bounds their number.
+    ``need`` grows with ``n``, nearly linearly beyond some size. Interpolation finds the result in
+    a few calls, and halving the interval bounds the number of calls.
 
     Args:
-        need: Function that returns bytes or a share for ``n``; it may be called again for the same
-            ``n``.
-        limit: Limit of the result of ``need``.
+        need: Function that returns bytes or a share for ``n``. It may be called several times for
+            the same ``n``.
+        limit: Largest result of ``need`` that fits.
         most: Largest ``n`` to try; None for no bound.
     """
     at_fits = need(1)

@@ -1,7 +1,7 @@
 """CachingAllocator: a simulation of torch's caching allocator of CUDA memory.
 
-Sizes and policy are those of c10/cuda/CUDACachingAllocator.cpp by default: one stream, no
-expandable segments.
+Sizes and policy are the defaults of c10/cuda/CUDACachingAllocator.cpp: one stream, no expandable
+segments.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SMALL = 1 << 20
 """Largest size of a small tensor, in bytes; small tensors are in segments of their own kind."""
 _SMALL_SEGMENT = 2 << 20
 _MEDIUM = 10 << 20
-"""Larger tensors of fewer bytes than this are in segments of ``_MEDIUM_SEGMENT`` bytes."""
+"""Tensors above ``_SMALL`` and below this size are in segments of ``_MEDIUM_SEGMENT`` bytes."""
 _MEDIUM_SEGMENT = 20 << 20
 _ROUND_SEGMENT = 2 << 20
 """Bytes to which the size of a larger segment is rounded up."""
@@ -34,10 +34,10 @@ class Replay:
     """Memory that a program took.
 
     Attributes:
-        allocated: Most bytes of tensors at a time, each rounded up to 512.
-        reserved: Most bytes of segments at a time.
-        n_retries: Number of times that unused segments were freed because of the limit; each time
-            the host waits for the device.
+        allocated: Peak of the bytes of tensors, each rounded up to 512.
+        reserved: Peak of the bytes of segments.
+        n_retries: Number of times that the allocator freed unused segments because of the limit.
+            Each time, the host waits for the device.
     """
 
     allocated: int
@@ -68,10 +68,10 @@ class _Block:
 
 
 class CachingAllocator:
-    """Simulated allocator, empty at first.
+    """Simulated allocator, which is empty at first.
 
     Args:
-        limit: Most bytes of segments; None for no limit.
+        limit: Limit of the bytes of all segments; None for no limit.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -138,7 +138,7 @@ class CachingAllocator:
             self._free_unused_segments()
             if self.reserved + wanted > self.limit:
                 raise OutOfMemory(
-                    f"{wanted} bytes were wanted, {self.reserved} of {self.limit} are reserved"
+                    f"{wanted} bytes do not fit: {self.reserved} of {self.limit} are reserved"
                 )
         self.reserved += wanted
         self.most_reserved = max(self.most_reserved, self.reserved)
@@ -190,7 +190,7 @@ def _segment_nbytes(size: int) -> int:
 
 
 def _joined(first: _Block, second: _Block) -> _Block:
-    """Join two neighbouring blocks into the first one."""
+    """Join two adjacent blocks into the first one."""
     first.size += second.size
     first.after = second.after
     if second.after is not None:

@@ -1,4 +1,4 @@
-"""Confidence in an estimate, judged by the layers and operations of the model."""
+"""Confidence in an estimate, determined by the layers and operations of the model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pinfeed.training.memory_model.storage_tracker import StorageTracker
 
 _RANKS: tuple[Confidence, ...] = ("exact", "close", "low")
 _MOST_THREADS = 2
-"""Most threads with which layouts were measured; with more, weight gradients take much more."""
+"""Most threads of the measured layouts; with more threads, weight gradients take much more."""
 _VARIABLES = ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "ONEDNN_MAX_CPU_ISA")
-"""Environment variables that make torch or oneDNN compute as another CPU would."""
+"""Environment variables that make torch or oneDNN compute as on another CPU."""
 _NOT_MEASURED = (
-    f"was measured in float32, with AVX2 or AVX-512 and up to {_MOST_THREADS} threads; here it may "
-    "be much more: run probe()"
+    f"was measured only in float32, with AVX2 or AVX-512 and up to {_MOST_THREADS} threads; this "
+    "step may take much more; run probe()"
 )
 
 
@@ -34,18 +34,17 @@ def confidence_in(
     measured = _were_measured(model, autocast)
     found += _convolution_confidence(convolutions, device, are_measured=measured)
     if autocast is not None:
-        note = "autocast: which operations run in which dtype was taken from the CPU's list"
+        note = "autocast: the dtype of each operation follows the CPU's list of autocast operations"
         found.append(("close", note))
     recurrent = [kind for kind in kinds if issubclass(kind, nn.RNNBase)]
     found += _recurrent_confidence(recurrent, device, are_measured=measured)
     halves = {p.dtype for p in model.parameters()} | {autocast}
     if device == "cpu" and not halves.isdisjoint({torch.float16, torch.bfloat16}):
-        found.append(
-            ("low", "half precision: what a CPU takes to compute in it is not seen; run probe()")
-        )
+        note = "half precision: CPU operations take an unknown amount of temporary memory"
+        found.append(("low", f"{note}; run probe()"))
     if tracker.foreign:
         names = ", ".join(sorted(tracker.foreign))
-        note = "what these operations take while they run is not seen; run probe()"
+        note = "the temporary memory of these operations is unknown; run probe()"
         found.append(("low", f"{names}: {note}"))
     worst = max((_RANKS.index(rank) for rank, _ in found), default=0)
     return _RANKS[worst], [note for _, note in found]
@@ -71,9 +70,9 @@ def _convolution_confidence(
 ) -> list[tuple[Confidence, str]]:
     if not kinds:
         return []
-    taken = f"{_names(kinds)}: what a convolution takes while it runs"
+    taken = f"{_names(kinds)}: the temporary memory of convolutions"
     if device == "cuda":
-        return [("close", f"{taken} is not seen; up to some percent more")]
+        return [("close", f"{taken} is unknown; the step may take a few percent more")]
     if not are_measured:
         return [("low", f"{taken} {_NOT_MEASURED}")]
     return [("close", f"{taken} follows oneDNN's layouts; measured within 5 %")]
@@ -86,12 +85,13 @@ def _recurrent_confidence(
     are_measured: bool,
 ) -> list[tuple[Confidence, str]]:
     if kinds and device == "cuda":
-        return [("low", f"{_names(kinds)}: its kernels keep more than is seen here; run probe()")]
-    # On the CPU other recurrent layers consist of operations that are tracked.
+        names = _names(kinds)
+        return [("low", f"{names}: CUDA kernels keep an unknown amount of memory; run probe()")]
+    # On the CPU, other recurrent layers consist of operations that the tracker knows.
     lstms = [kind for kind in kinds if issubclass(kind, nn.LSTM)]
     if not lstms:
         return []
-    kept = f"{_names(lstms)}: what its layers keep"
+    kept = f"{_names(lstms)}: the memory that LSTM layers keep for the backward pass"
     if not are_measured:
         return [("low", f"{kept} {_NOT_MEASURED}")]
     return [("close", f"{kept} follows oneDNN's layouts; measured within 5 %")]

@@ -30,58 +30,64 @@ _MMAP_THRESHOLD_BYTES = 1 << 20
 _GPU_HINT = "give gpu_memory_limit=, in bytes: pinfeed.GiB(8)"
 _CPU_HINT = "give cpu_memory_limit=, in bytes: pinfeed.GiB(8)"
 _HINTS = {
-    "batch_size": "give it to the feeder, or give preferred_batch_size=, up to which the largest "
-    "batch that fits is taken",
+    "batch_size": "give batch_size= to the feeder; preferred_batch_size= is the upper bound of the "
+    "largest batch that fits",
     **dict.fromkeys(("gpu_memory", "gpu_limit", "gpu_mem", "vram", "max_gpu_memory"), _GPU_HINT),
     **dict.fromkeys(
         ("cpu_memory", "cpu_limit", "memory", "memory_limit", "host_memory", "ram", "max_memory"),
         _CPU_HINT,
     ),
-    "chunk_size": "give it to the Trainer or the BigBatch, in place of config=",
+    "chunk_size": "give chunk_size= to the Trainer or the BigBatch, instead of config=",
 }
 """Hints for argument names that users try."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Config(limits.MemoryLimits):
-    """Memory limits, and the use of the memory within them.
+    """Memory limits; with a model, also the largest batch that fits in them.
 
-    With a model, ``batch_size`` is the largest batch whose training step and feeder fit.
+    With a model, ``batch_size`` is the largest batch whose training step and feeder fit together.
 
-        config = Config(gpu_memory_limit=GiB(8), model=model, input_shape=(3, 224, 224))
-        config.batch_size
-        print(config.budget)
+    Examples:
+        >>> model = torch.nn.Linear(1000, 10)
+        >>> config = pinfeed.Config(
+        ...     gpu_memory_limit=pinfeed.GiB(8), model=model, input_shape=(1000,)
+        ... )
+        >>> config.batch_size
+        65536
+        >>> print(config.budget)
+        batches of 65536 samples...
 
     Args:
         cpu_memory_limit: Limit of host memory, in bytes; None for the free memory less
-            ``headroom``, which the processes that torchrun starts on a machine share. It includes
-            the training step if training is on the CPU.
+            ``headroom``, divided among the processes that torchrun starts on the machine. It
+            includes the training step if training is on the CPU.
         gpu_memory_limit: Limit of device memory, in bytes; None for the free memory less
-            ``headroom``. It includes the training step if there is a model, and is for batches
-            otherwise.
-        preferred_batch_size: Most samples of a batch, at least those of one read; the largest
-            batch that fits is taken up to this. None is 65,536; without a model, 64 MiB of rows if
-            that is less.
-        depth: Batches prefetched ahead of the loop; 0 is the synchronous loop. None is 2, or more
-            if batches are small; on the CPU, a loop over rows in memory measures whether 0 is
+            ``headroom``. It includes the training step if there is a model; otherwise it limits
+            batches only.
+        preferred_batch_size: Upper bound of the batch size, in samples, at least
+            ``one_read_count``. None is 65,536 samples; without a model, 65,536 rows or 64 MiB of
+            rows, whichever is less.
+        depth: Number of prefetched batches; 0 is the synchronous loop. None is 2, or more if
+            batches are small; on the CPU, a loop over rows in memory measures whether 0 is
             faster for short batches.
-        headroom: Share of the free memory that is left alone where a limit is None.
-        total_sample_count: Reads of an epoch, of ``one_read_count`` samples each.
+        headroom: Share of the free memory that stays unused if a limit is None.
+        total_sample_count: Reads per epoch, of ``one_read_count`` samples each.
         input_shape: Shape of a sample, without the batch dimension; or a tuple (positional
-            arguments of the model), list or dict (its keyword arguments) of shapes.
+            arguments of the model), list or dict (keyword arguments) of shapes.
         output_shape: Shape of a sample's target, or a structure of shapes; None without targets.
-        model: A torch module, which is not changed; or a function that makes one.
+        model: A torch module, which stays unchanged; or a function that makes one.
         model_class: The same as ``model``.
-        input_dtype: One dtype for all inputs, or a structure like theirs: a dtype of torch or
-            numpy, or its name.
+        input_dtype: One dtype for all inputs, or a structure of dtypes like ``input_shape``: a
+            dtype of torch or numpy, or its name.
         output_dtype: Dtype of targets, or a structure of dtypes.
-        one_read_count: Samples of a read; a batch is a multiple of it.
+        one_read_count: Samples per read; the batch size is a multiple of it.
         loss: Function of the model's outputs and targets; None for the sum of the outputs.
         optimizer: A torch optimizer of the model's parameters; or its class, or a function of
             parameters. None for AdamW.
-        autocast: The dtype of autocast; None for no autocast.
-        device: Device of training: ``"cuda"``, ``"cpu"``, or ``"auto"``: a GPU if there is one or
-            a ``gpu_memory_limit``.
+        autocast: Dtype of autocast; None for no autocast.
+        device: Device of training: ``"cuda"``, ``"cpu"`` or ``"auto"``. ``"auto"`` is a GPU if the
+            machine has one or ``gpu_memory_limit`` is given.
         device_cache: Device memory for the caches of tables in ``train_rows``, in bytes, which
             ``gpu_memory_limit`` includes. Tables with ``device_cache="auto"`` share what tables
             with caches of a given size leave.
@@ -130,29 +136,29 @@ class Config(limits.MemoryLimits):
         if self._model is not None:
             if self.input_shape is None:
                 raise ArgumentError(
-                    "a model was given without input_shape; give the shape of a sample, without "
-                    "the dimension of the batch"
+                    "model= needs input_shape=; give the shape of a sample, without the batch "
+                    "dimension"
                 )
-            # Computed now, so that what cannot fit is refused at once.
+            # The budget is computed now, so that a batch that cannot fit is refused at once.
             _ = self.budget
 
     @property
     def batch_size(self) -> int:
-        """Samples of a batch."""
+        """Number of samples in a batch."""
         return self.budget.batch_size
 
     @property
     def batch_count(self) -> int:
-        """Whole batches of an epoch."""
+        """Number of whole batches in an epoch."""
         if self.total_sample_count is None:
             raise ArgumentError(
-                "total_sample_count was not given, so the number of batches is not known"
+                "batch_count is unknown without total_sample_count; give total_sample_count="
             )
         return self.total_sample_count // (self.batch_size // self.one_read_count)
 
     @property
     def sample_count_in_memory(self) -> int:
-        """Samples of all batches that are in memory at a time."""
+        """Number of samples in all batches that are in memory at a time."""
         return n_batches(self._depth) * self.batch_size
 
     @functools.cached_property
@@ -164,24 +170,25 @@ class Config(limits.MemoryLimits):
         """
         if self._model is None:
             raise ArgumentError(
-                "there is no model, so the batch is not known; give model= and input_shape=, or "
-                "batch_size= to the feeder"
+                "the batch size is unknown without a model; give model= and input_shape= to the "
+                "Config, or batch_size= to the feeder"
             )
         return self._search.budget(self.seen)
 
     def probe(self, make_batch: Callable[[int], Any] | None = None) -> Config:
-        """Run steps of a copy of the model on the device, and find a batch that ran.
+        """Measure trial steps of a copy of the model on the device, to find a batch size that fits.
 
-        The first batch is the one that was estimated. Smaller ones follow if it does not fit.
+        The first trial has the estimated batch size. Trials with smaller batches follow if it does
+        not fit, and with larger ones if memory is left.
 
         Args:
             make_batch: Function that returns inputs and targets, given a number of samples; None
                 for random numbers, and zeros for integers.
 
         Returns:
-            The same limits, with the batch that ran as ``preferred_batch_size``. ``budget`` says
-            how much more than the estimate it took. On the CPU that is the growth of this process,
-            which is rough if its heap has room.
+            The same limits, with the size of the batch that ran as ``preferred_batch_size``.
+            ``budget`` compares its memory with the estimate. On the CPU the measured memory is the
+            growth of this process, which is inexact if its heap has free memory.
 
         Raises:
             DeviceError: If the device does not exist on this machine.
@@ -197,15 +204,15 @@ class Config(limits.MemoryLimits):
         is_missing = device.type == "cuda" and not torch.cuda.is_available()
         if is_missing or (device.type == "cpu") != (self._kind == "cpu"):
             raise DeviceError(
-                "probe() runs steps on the GPU, and there is none here; take estimates, or "
-                "device='cpu' where that is meant"
+                "probe() runs steps on a GPU, and this machine has none; use the estimate "
+                "(config.budget), or give device='cpu' to train on the CPU"
             )
         first = self.batch_size
         ran = self._search.probe(first, device, make_batch)
         return dataclasses.replace(self, preferred_batch_size=ran.batch_size, seen=ran.seen)
 
     def for_feeder(self) -> limits.MemoryLimits:
-        """Return the limits that the step leaves for the feeder, with the batch that was found."""
+        """Return the limits that the training step leaves for the feeder, and the batch size."""
         if self._model is None:
             return self
         budget = self.budget
@@ -223,15 +230,15 @@ class Config(limits.MemoryLimits):
         )
 
     def enforce(self, *, malloc: bool = False) -> None:
-        """Apply the limits to other memory than pinfeed's, in this process, from now on.
+        """Limit torch's GPU memory to ``gpu_memory_limit``, in this process from now on.
 
-        On a GPU torch's allocator gets no more than ``gpu_memory_limit``. The memory of CUDA
-        itself, some hundred MiB, is not included.
+        The memory of CUDA itself, some hundred MiB, is not included. ``cpu_memory_limit`` is not
+        enforced.
 
         Args:
-            malloc: Return freed blocks of 1 MiB or more to the system at once. glibc does so only
-                until the first of them is freed; then its heap keeps up to half as much again as
-                tensors take.
+            malloc: Whether malloc returns freed blocks of 1 MiB or more to the system at once.
+                Without this, glibc does so only until the first such block is freed. After that,
+                its heap keeps up to half as much memory again as the tensors take.
         """
         if self._kind == "cuda" and torch.cuda.is_available():
             gpu = self.gpu_memory_limit if self._model is None else self.budget.gpu_memory_limit
@@ -284,8 +291,9 @@ class Config(limits.MemoryLimits):
         return BatchSearch(estimator, bounds)
 
     def _limits(self) -> tuple[int, int | None]:
-        """Return the limit of the host, and that of the GPU; None if training is on the CPU."""
-        # The estimate counts the model, whose memory is not free, so that is added to what is free.
+        """Return the limits of the host and of the GPU; the latter is None for the CPU."""
+        # The estimate includes the model, so the memory that the model takes already counts as
+        # free.
         model_on_host = bytes_on_device(self._model, torch.device("cpu"))
         if self._kind == "cpu":
             return self.host_limit(free_host_bytes() + model_on_host), None
@@ -300,14 +308,14 @@ class Config(limits.MemoryLimits):
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
-# dataclass has replaced __init__ only now; its signature stays as it is.
+# Only now has the decorator ``dataclass`` made ``__init__``. Its signature stays the same.
 Config.__init__ = explain_arguments(_HINTS)(Config.__init__)  # type: ignore[method-assign]
 
 
 def _free_on_gpu(device: Any) -> int:
     if not torch.cuda.is_available():
         raise ArgumentError(
-            f"device={device!r}: there is no GPU here to ask what is free; give gpu_memory_limit, "
-            f"as pinfeed.{GiB.__name__}(8)"
+            f"device={device!r}: free GPU memory is unknown, because this machine has no GPU; give "
+            f"gpu_memory_limit, such as pinfeed.{GiB.__name__}(8)"
         )
     return resolve("cuda" if device == "auto" else device, n_spare=0).free_bytes()

@@ -1,8 +1,8 @@
-"""Memory of a convolution on the CPU while it runs: copies of its operands, or columns.
+"""Temporary memory of a convolution on the CPU: copies of its operands, or columns.
 
-oneDNN computes on copies whose channels are in blocks of a vector's length, so that each operand is
-in memory twice for a while. The choice of the kernel was derived from the allocations of single
-convolutions, over sizes of kernels, strides, dilations, groups and channels.
+oneDNN computes on copies in which the channels are in blocks of a vector's length, so each operand
+is in memory twice for a while. The rules for choosing the kernel were derived from the allocations
+of single convolutions, over sizes of kernels, strides, dilations, groups and channels.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ Stage = tuple[int, int]
 """Bytes that an operation holds for itself, and how many of its results exist at that time."""
 
 _FEW = 3
-"""Most input channels that the gradient of the weight reads without a copy."""
+"""Largest number of input channels that the gradient of the weight reads without a copy."""
 
 _CHUNK = 3 << 19
-"""Bytes of columns that forward passes by matrices make at a time; a core's cache holds them."""
+"""Bytes of columns that a forward pass by matrices makes at a time; they fit in a core's cache."""
 
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution; a transposed one is the gradient of a plain one, whose result ``y`` it reads.
+    """A convolution. A transposed one is the gradient of a plain one, and reads its result ``y``.
 
     Attributes:
         x: The shape of the input.

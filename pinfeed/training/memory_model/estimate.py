@@ -1,4 +1,4 @@
-"""estimate: the peak memory of a training step, predicted by running it on tensors without data."""
+"""estimate: predicts the peak memory of a training step by running it on tensors without data."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ KINDS = (
     "temporary",
 )
 _PHASE_KINDS = {"forward": "activations", "backward": "temporary", "optimizer": "temporary"}
-"""Kind of memory that is first taken in a phase."""
+"""Kind of the memory that a phase allocates, until ``label`` changes it."""
 _PATCHING_LOCK = threading.RLock()
 """Held while functions of torch are replaced, for the whole process."""
 _N_STEPS = 2
-"""Steps that are run; the state of the optimizer exists from the end of the first one on."""
+"""Number of steps to run; the state of the optimizer exists from the end of the first step on."""
 _MOST_SAMPLES = 1 << 40
-"""Most samples of a batch that is predicted: sizes in bytes of larger ones overflow in torch."""
+"""Largest batch size to predict; sizes in bytes of larger batches overflow in torch."""
 _ROUND = {"cuda": 512, "cpu": 64}
 """Bytes to which an allocation is rounded up."""
 _WORKSPACE_BYTES = 32 << 20
-"""Workspace of cuBLAS from torch's allocator, on Hopper (pytorch 175344); less elsewhere."""
+"""Workspace of cuBLAS from torch's allocator on Hopper (pytorch 175344); other GPUs take less."""
 
 
 def estimate(
@@ -67,24 +67,24 @@ def estimate(
 ) -> Estimate:
     """Predict the peak memory of a training step.
 
-    The step runs on tensors without data. That takes some seconds, and neither a GPU nor the
-    memory of the step.
+    The step runs on tensors without data. It takes some seconds, and needs neither a GPU nor the
+    memory of a real step.
 
     Args:
-        model: A torch module, which is not changed; or a class or function that makes one.
-        batch_size: Samples of the batch.
+        model: A torch module, which stays unchanged; or a class or function that makes one.
+        batch_size: Samples in the batch.
         input_shape: Shape of a sample, without the batch dimension; or a tuple (positional
-            arguments of the model), list or dict (its keyword arguments) of shapes.
+            arguments of the model), list or dict (keyword arguments) of shapes.
         output_shape: Shape of a sample's target, or a structure of shapes; None without targets.
-        input_dtype: One dtype for all inputs, or a structure like theirs: a dtype of torch or
-            numpy, or its name.
+        input_dtype: One dtype for all inputs, or a structure of dtypes like ``input_shape``: a
+            dtype of torch or numpy, or its name.
         output_dtype: Dtype of targets, or a structure of dtypes.
         loss: Function of the model's outputs and targets; None for the sum of the outputs.
         optimizer: A torch optimizer of the model's parameters; or its class, or a function of
             parameters. None for AdamW.
-        device: ``"cuda"`` predicts what torch's allocator reserves on a GPU; ``"cpu"`` predicts
-            this machine.
-        autocast: The dtype of autocast; None for no autocast.
+        device: ``"cuda"`` predicts the memory that torch's allocator reserves on a GPU; ``"cpu"``
+            predicts the memory of the step on this machine.
+        autocast: Dtype of autocast; None for no autocast.
 
     Returns:
         The estimate; ``str(estimate)`` is a table.
@@ -104,16 +104,16 @@ class StepEstimator:
     """Predicts steps of one model, at any batch size.
 
     Args:
-        model: A module, which is not changed; or a class or function that makes one.
+        model: A module, which stays unchanged; or a class or function that makes one.
         inputs: Shapes and dtypes of a sample for the model: a tensor, positional arguments (a
             tuple) or keyword arguments (a dict).
         targets: Shapes and dtypes of a sample's target for the loss; None without targets.
         loss: Function of outputs and targets; None for the sum of the outputs.
         optimizer: A torch optimizer of the model's parameters; or its class, or a function of
             parameters. None for AdamW.
-        device: ``"cuda"`` predicts what torch's allocator reserves on a GPU; ``"cpu"`` predicts
-            this machine.
-        autocast: The dtype of autocast; None for no autocast.
+        device: ``"cuda"`` predicts the memory that torch's allocator reserves on a GPU; ``"cpu"``
+            predicts the memory of the step on this machine.
+        autocast: Dtype of autocast; None for no autocast.
 
     Raises:
         ArgumentError: If ``model``, ``device`` or ``autocast`` is invalid.
@@ -147,9 +147,9 @@ class StepEstimator:
         self._notes: list[str] = []
         self._estimates: dict[tuple[int, Step], Estimate] = {}
         if loss is None:
-            self._notes.append("no loss was given: the sum of the outputs was taken")
+            self._notes.append("loss=None: the estimate uses the sum of the outputs as the loss")
         if optimizer is None:
-            self._notes.append("no optimizer was given: AdamW was taken")
+            self._notes.append("optimizer=None: the estimate uses AdamW")
 
     def autocast(self, device_type: str = "cpu") -> contextlib.AbstractContextManager[Any]:
         """Return the context in which forward passes and losses run."""
@@ -158,11 +158,11 @@ class StepEstimator:
         return torch.autocast(device_type, self._dtype)
 
     def optimizer_of(self, model: nn.Module, stand_ins: Mapping[int, torch.Tensor]) -> Any:
-        """Return an optimizer like the user's for a copy of the model.
+        """Return an optimizer for a copy of the model, with the user's class and options.
 
         Args:
             model: The copy.
-            stand_ins: Tensors of the copy by the id of the original tensor.
+            stand_ins: Tensors of the copy, by the id of the original tensor.
         """
         return optimizer_for(model, self._optimizer, stand_ins)
 
@@ -213,17 +213,17 @@ class StepEstimator:
         self, tracker: StorageTracker, batch_size: int, step: Step
     ) -> tuple[tuple[Layer, ...], Confidence, list[str]]:
         """Run steps on tensors without data; return layers, confidence and its reasons."""
-        # Imported here, because the import takes a second.
+        # This import is here, because it takes a second.
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         is_cuda = self.device == "cuda"
         mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
-        # A model that copies its layers copies the mode of their tensors with them. Tensors of
-        # another mode would be counted anew at each use.
+        # A model that copies its layers would also copy the mode of their tensors. Tensors of
+        # another mode would be counted again at each use.
         mode.__deepcopy__ = lambda _: mode
         as_on_device = as_on_cuda if is_cuda else as_on_cpu
         with _PATCHING_LOCK, mode, tracker, as_on_device(), warnings.catch_warnings():
-            # Such a copy asks for addresses, of which torch warns although it continues.
+            # Such a copy reads addresses, and torch warns about that although it continues.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             tracker.enter("parameters")
             model, loss, fakes = copies_without_data(self.model, self.loss)
@@ -248,10 +248,11 @@ class StepEstimator:
         first_line = described(error).splitlines()[0]
         targets = "" if self.targets is None else f", targets {self.targets.described(batch_size)}"
         return (
-            "the step cannot be predicted: on tensors without data, inputs "
+            f"the step cannot be predicted: with tensors without data, inputs "
             f"{self.inputs.described(batch_size)}{targets}, its {phase} raised {first_line}; check "
-            "input_shape, output_shape, their dtypes, the loss and the optimizer; where one looks "
-            "at values (item(), if tensor, masks, sparse gradients, closures), run probe()"
+            "input_shape, output_shape, their dtypes, the loss and the optimizer; if one of them "
+            "reads values (item(), if tensor, masks, sparse gradients, closures), measure the step "
+            "with Config.probe() instead"
         )
 
 
@@ -268,15 +269,15 @@ def _silent_fake_tensors() -> Iterator[None]:
 
 
 def check_autocast(dtype: Any) -> None:
-    """Check that a dtype can be that of autocast.
+    """Check that autocast accepts a dtype.
 
     Raises:
         ArgumentError: If ``dtype`` is neither a floating-point dtype of torch nor None.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ArgumentError(
-            f"autocast={dtype!r}: expected a floating-point dtype of torch, as torch.bfloat16, or "
-            "None"
+            f"autocast={dtype!r}: expected a floating-point dtype of torch, such as "
+            "torch.bfloat16, or None"
         )
 
 

@@ -1,4 +1,4 @@
-"""Models: how they are called, which tensors they have, and copies of them without data."""
+"""Functions on models: call them, list their tensors, and copy them without data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def bytes_on_device(model: Any, device: torch.device) -> int:
-    """Return the bytes of a model's tensors and gradients that are on the device already."""
+    """Return the bytes of a model's tensors and gradients on the device."""
     if not isinstance(model, nn.Module):
         return 0
     gradients = (p.grad for p in model.parameters() if p.grad is not None)
@@ -55,7 +55,7 @@ def copies_without_data(model: Any, loss: Any) -> tuple[nn.Module, Any, dict[int
     made = copy.deepcopy(model, memo) if isinstance(model, nn.Module) else model()
     if not isinstance(made, nn.Module):
         raise ArgumentError(
-            f"model={model!r} made a {type(made).__name__}; expected a torch module"
+            f"model={model!r} returned a {type(made).__name__}; expected a torch module"
         )
     made_loss = copy.deepcopy(loss, memo) if isinstance(loss, nn.Module) else loss
     return made if made.training else made.train(), made_loss, fakes

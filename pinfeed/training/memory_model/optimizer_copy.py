@@ -1,4 +1,4 @@
-"""Optimizers for copies of a model, made as the user's optimizer was."""
+"""Optimizers for copies of a model, with the class and options of the user's optimizer."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def optimizer_for(model: nn.Module, given: Any, stand_ins: Mapping[int, torch.Te
 
     Args:
         model: The copy.
-        given: An optimizer of the original, or a function that makes one of parameters; None for
-            AdamW.
+        given: An optimizer of the original, or a function that makes an optimizer from parameters;
+            None for AdamW.
         stand_ins: Tensors of the copy by the id of the original tensor.
 
     Raises:
@@ -30,18 +30,18 @@ def optimizer_for(model: nn.Module, given: Any, stand_ins: Mapping[int, torch.Te
         return make([p for p in model.parameters() if p.requires_grad])
     if any(id(p) not in stand_ins for group in given.param_groups for p in group["params"]):
         raise ArgumentError(
-            "the optimizer has parameters that are neither the model's nor the loss's; give its "
-            "class"
+            "optimizer= has parameters that belong neither to the model nor to the loss; give an "
+            "optimizer of model.parameters(), or its class"
         )
     groups = [_group_of_copies(group, stand_ins) for group in given.param_groups]
     return type(given)(groups, **_accepted(type(given), given.defaults))
 
 
 def use_cuda_defaults(optimizer: Any) -> None:
-    """Have an optimizer on the CPU step parameters as it does on CUDA.
+    """Make an optimizer on the CPU step parameters as it does on CUDA.
 
-    Unless told otherwise, torch steps many parameters together there, which takes about their size
-    in temporary memory.
+    By default, torch steps many parameters together on CUDA. That takes temporary memory of about
+    the size of the parameters.
     """
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None and not group.get("fused"):
@@ -61,6 +61,6 @@ def _group_of_copies(
 
 
 def _accepted(kind: type, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of an optimizer's defaults that its constructor accepts."""
+    """Return the defaults of an optimizer that its constructor accepts."""
     accepted = inspect.signature(kind).parameters
     return {name: value for name, value in defaults.items() if name in accepted}

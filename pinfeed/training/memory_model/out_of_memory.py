@@ -1,4 +1,4 @@
-"""Out-of-memory errors of every kind, and how to release memory after one."""
+"""Recognition of out-of-memory errors, and release of memory after one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MESSAGES = (
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that memory ran out.
 
-    It recognises errors of torch, of CUDA and its libraries, of the CPU's allocator and of numpy.
+    It recognises errors of torch, CUDA and its libraries, the CPU's allocator and numpy.
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True

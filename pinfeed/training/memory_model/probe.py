@@ -1,4 +1,4 @@
-"""Measurement of a training step: the peak memory of some real steps of a copy of the model."""
+"""Measurement of a training step: the peak memory of a few real steps of a copy of the model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from pinfeed.training.memory_model.out_of_memory import is_out_of_memory
 from pinfeed.training.memory_model.tensor_specs import SampleSpec, to_device
 
 _N_STEPS = 3
-"""Steps that are run; in the first one libraries try algorithms and the optimizer gets state."""
+"""Number of steps to run. In the first step, libraries try algorithms and the optimizer gets state.
+"""
 
 
 def measure_steps(
@@ -31,9 +32,9 @@ def measure_steps(
     device: torch.device,
     make_batch: Callable[[int], Any] | None,
 ) -> int | None:
-    """Return the bytes that steps of a copy of the model take, beyond what was taken before.
+    """Return by how many bytes steps of a copy of the model raise the peak memory.
 
-    The random generators are unchanged afterwards.
+    The random generators do not change.
 
     Args:
         estimator: The model, the loss and the optimizer.
@@ -42,8 +43,8 @@ def measure_steps(
         make_batch: Makes inputs and targets, given a number of samples; None for random numbers.
 
     Returns:
-        On a GPU the growth of what torch's allocator reserves, on the CPU that of the process;
-        None if memory ran out.
+        The growth of the memory that torch's allocator reserves on a GPU, or of the process on
+        the CPU. None if memory ran out.
     """
     state = rng_state.capture()
     found = None
@@ -98,8 +99,7 @@ def _peak_growth(device: torch.device) -> Iterator[Callable[[], int]]:
         reserved = torch.cuda.memory_reserved(device)
         yield lambda: torch.cuda.max_memory_reserved(device) - reserved
         return
-    # The heap keeps freed memory, whose reuse would not be seen. Other C libraries than glibc have
-    # no malloc_trim.
+    # The heap keeps freed memory, and the peak does not show its reuse. Only glibc has malloc_trim.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
     try:
@@ -107,9 +107,9 @@ def _peak_growth(device: torch.device) -> Iterator[Callable[[], int]]:
         pathlib.Path("/proc/self/clear_refs").write_text("5")
     except OSError as error:
         raise EstimateError(
-            "probe() on the CPU measures the peak of this process, which begins anew when "
-            f"/proc/self/clear_refs is written ({error}); run it where /proc can be written, or "
-            "take the estimate as it is (config.budget)"
+            "probe() on the CPU resets the peak memory of this process, and that failed: "
+            f"/proc/self/clear_refs cannot be written ({error}); expected a writable /proc; run it "
+            "on a system that has one, or use the estimate (config.budget)"
         ) from None
     before = resident_bytes()["peak"] or 0
     yield lambda: (resident_bytes()["peak"] or 0) - before
@@ -118,7 +118,7 @@ def _peak_growth(device: torch.device) -> Iterator[Callable[[], int]]:
 def _copies(
     model: Any, loss: Any, device: torch.device
 ) -> tuple[nn.Module, Any, dict[int, torch.Tensor]]:
-    """Return model and loss on the device, and their tensors by the id of the original tensor."""
+    """Return copies of model and loss on the device, and their tensors by the originals' ids."""
     memo: dict[int, Any] = {
         id(tensor): tensor.detach().clone() for tensor in _activations(model, loss)
     }
@@ -142,7 +142,7 @@ def _activations(*modules: Any) -> Iterator[torch.Tensor]:
 
 
 def _random_batch(estimator: StepEstimator, n: int) -> tuple[Any, Any]:
-    """Return random inputs and targets; integers are zeros, for they may be row indices."""
+    """Return random inputs and targets; integers are zeros, because they may be row indices."""
 
     def batch(samples: SampleSpec | None) -> Any:
         return None if samples is None else samples.batch(n, _random_tensor)

@@ -1,8 +1,8 @@
 """LSTMs on the CPU: oneDNN computes a layer at a time and keeps a workspace for the backward pass.
 
-On tensors without data torch decomposes them. The decomposition keeps other tensors, and the
-operation itself reports an empty workspace there. Its size was read from the allocations of single
-layers; its parts are those that oneDNN lays out in ``rnn_utils.cpp``.
+On tensors without data, torch decomposes LSTMs. The decomposition keeps other tensors, and the
+operation itself reports an empty workspace. The size of the workspace was read from the allocations
+of single layers; its parts are those that oneDNN lays out in ``rnn_utils.cpp``.
 """
 
 from __future__ import annotations

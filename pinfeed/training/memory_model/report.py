@@ -1,4 +1,4 @@
-"""Estimate and Layer: memory of a training step by purpose, and parameters of each layer."""
+"""Estimate and Layer: memory of a training step by purpose, and the parameters of each layer."""
 
 from __future__ import annotations
 
@@ -19,14 +19,20 @@ Kind = Literal["cuda", "cpu"]
 class Layer:
     """Parameters of one module, without those of its children.
 
-    A parameter that several modules share belongs to the first one.
+    A parameter that several modules share counts for the first of these modules.
+
+    Examples:
+        >>> estimate = pinfeed.estimate(torch.nn.Linear(1000, 10), 64, input_shape=(1000,))
+        >>> layer = estimate.layers[0]
+        >>> layer.kind, layer.n_trainable
+        ('Linear', 10010)
 
     Attributes:
         name: Name of the module; "" for the model.
         kind: Class of the module.
-        n_trainable: Elements of parameters that require gradients.
-        n_frozen: Elements of the other parameters.
-        nbytes: Bytes of all parameters.
+        n_trainable: Number of elements of parameters that require gradients.
+        n_frozen: Number of elements of the other parameters.
+        nbytes: Size of all parameters in bytes.
     """
 
     name: str
@@ -40,19 +46,27 @@ class Layer:
 class Estimate:
     """Peak memory of a training step; ``str(estimate)`` is a table.
 
+    Examples:
+        >>> model = torch.nn.Linear(1000, 10)
+        >>> estimate = pinfeed.estimate(model, 64, input_shape=(1000,))
+        >>> estimate.breakdown["parameters"]
+        40960
+        >>> print(estimate)
+        step of 64 samples...
+
     Attributes:
-        batch_size: Samples of the batch.
-        allocated_bytes: Most bytes of tensors at a time.
-        reserved_bytes: Most bytes that torch's allocator takes from the device for them; on the CPU
-            the same as ``allocated_bytes``.
+        batch_size: Samples in the batch.
+        allocated_bytes: Peak memory of tensors, in bytes.
+        reserved_bytes: Peak memory that torch's allocator takes from the device for these tensors,
+            in bytes; on the CPU the same as ``allocated_bytes``.
         breakdown: Bytes at the peak by purpose: ``"parameters"``, ``"gradients"``,
-            ``"activations"``, …; ``"reserve"`` is the memory that the allocator holds beyond that.
-        phases: Most bytes of tensors at a time in the ``"forward"`` and ``"backward"`` pass and in
-            the ``"optimizer"``.
+            ``"activations"``, …; ``"reserve"`` is the memory that the allocator holds in addition.
+        phases: Peak memory of tensors in the ``"forward"`` pass, the ``"backward"`` pass and the
+            ``"optimizer"`` step, in bytes.
         layers: Parameters of each layer.
-        confidence: ``"exact"``: no operation is known to take other memory.
+        confidence: ``"exact"``: no operation is known to take more memory.
             ``"close"``: within 5 % on the CPU; on a GPU, without the workspace of convolutions.
-            ``"low"``: run ``probe``.
+            ``"low"``: the estimate may be far off; run ``Config.probe``.
         notes: Assumptions, and reasons why the estimate is not exact.
     """
 
@@ -71,7 +85,7 @@ class Estimate:
             for what, nbytes in self.breakdown.items()
             if nbytes
         ]
-        rows.append(("in all", human(self.reserved_bytes), "100.0%"))
+        rows.append(("total", human(self.reserved_bytes), "100.0%"))
         table = tabulate(
             rows,
             headers=(f"step of {self.batch_size} samples", "memory", "share"),
@@ -82,7 +96,7 @@ class Estimate:
         n_frozen = sum(layer.n_frozen for layer in self.layers)
         lines = [
             table,
-            f"most at a time: {phases}",
+            f"peak by phase: {phases}",
             f"parameters: {n_trainable:,} trainable, {n_frozen:,} frozen",
             f"confidence: {self.confidence}",
         ]
@@ -106,7 +120,7 @@ class Estimate:
 
 
 def layers_of(model: nn.Module) -> tuple[Layer, ...]:
-    """Return the layers that have parameters of their own, each parameter once."""
+    """Return the layers that have parameters of their own; a shared parameter counts once."""
     seen: set[int] = set()
     found = []
     for name, module in model.named_modules():

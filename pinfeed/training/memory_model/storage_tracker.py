@@ -1,6 +1,6 @@
-"""StorageTracker: the storages that a torch program allocates and frees, in order.
+"""StorageTracker: records the storages that a torch program allocates and frees, in order.
 
-With fake tensors the program itself takes no memory.
+With fake tensors, the tracked program itself takes no memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pinfeed.training.memory_model import workspace
 from pinfeed.training.memory_model.caching_allocator import Event
 
 _KNOWN = frozenset({"aten", "prim", "prims", "profiler", "higher_order"})
-"""Namespaces of operations that allocate their results, and on the CPU a known workspace."""
+"""Namespaces of operations that allocate their results and, on the CPU, a known workspace."""
 
 _LIBRARIES = (
     "_cdist",
@@ -34,7 +34,7 @@ _LIBRARIES = (
     "lu_",
     "ormqr",
 )
-"""Prefixes of operations whose libraries take an unknown amount of workspace."""
+"""Prefixes of operations that call libraries with an unknown amount of workspace."""
 
 _PLAIN = ("linalg_vector_norm", "linalg_cross")
 """Operations that match these prefixes but take no workspace."""
@@ -47,8 +47,8 @@ class StorageTracker(TorchDispatchMode):
         events: Allocations and frees, in order.
         marks: Positions in ``events`` at which a phase of the program begins, and the phase.
         kinds: Kind of memory of each number in ``events``.
-        foreign: Operations that are not torch's own, or whose workspace is unknown.
-        is_cpu: Whether operations take the workspace that they take on the CPU.
+        foreign: Operations that are not torch's own, or that have an unknown workspace.
+        is_cpu: Whether to record the workspace that operations take on the CPU.
     """
 
     def __init__(self, *, is_cpu: bool = False) -> None:
@@ -82,12 +82,12 @@ class StorageTracker(TorchDispatchMode):
         return out
 
     def enter(self, phase: str) -> None:
-        """Begin a phase, which is the kind of memory allocated in it until ``label`` changes it."""
+        """Begin a phase; its name is the kind of its allocations until ``label`` changes it."""
         self._phase = phase
         self.marks.append((len(self.events), phase))
 
     def label(self, tensors: Iterable[torch.Tensor | None], kind: str) -> None:
-        """Set the kind of memory of these tensors, once it is known."""
+        """Set the kind of memory of these tensors."""
         for tensor in tensors:
             if tensor is None:
                 continue
@@ -136,11 +136,11 @@ class StorageTracker(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment at which most memory was taken.
+    """The moment with the largest memory.
 
     Attributes:
         kinds: Bytes of each kind at that moment.
-        phases: Most bytes in each phase of the program.
+        phases: Largest number of bytes in each phase of the program.
     """
 
     kinds: dict[str, int]
@@ -156,7 +156,7 @@ def peak_of(tracker: StorageTracker, round_to: int) -> Peak:
     """Return the peak of a tracked program, with each storage rounded up to ``round_to`` bytes."""
     now: dict[str, int] = {}
     phases: dict[str, int] = {}
-    # The last one counts if several marks have one position.
+    # If several marks have the same position, the last mark counts.
     marks = dict(tracker.marks)
     phase = ""
     total = 0
@@ -177,12 +177,12 @@ def peak_of(tracker: StorageTracker, round_to: int) -> Peak:
 
 @contextlib.contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Make operations of the CPU save the same tensors for the backward pass as those of CUDA.
+    """Make CPU operations save the same tensors for the backward pass as CUDA operations.
 
-    Dropout saves a mask of bytes on CUDA and one of floats on the CPU. Attention with dropout saves
-    nothing on CUDA and the whole matrix on the CPU. The functions are replaced, because a
-    TorchFunctionMode is not active in the backward pass, where a checkpoint runs the forward pass
-    again.
+    Dropout saves a mask of bytes on CUDA, and a mask of floats on the CPU. Attention with dropout
+    saves nothing on CUDA, and the whole matrix on the CPU. This context replaces the functions,
+    because a TorchFunctionMode is not active in the backward pass, where a checkpoint runs the
+    forward pass again.
     """
     from torch._subclasses.fake_tensor import FakeTensor
 

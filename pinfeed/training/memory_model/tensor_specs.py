@@ -44,7 +44,7 @@ class SampleSpec:
         )
 
     def batch(self, n: int, make: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]) -> Any:
-        """Return a batch of ``n`` samples, of tensors that ``make`` returns for shape and dtype."""
+        """Return a batch of ``n`` samples; ``make`` returns a tensor for a shape and a dtype."""
         return self.rebuild(
             make((n, *shape), dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         )
@@ -60,7 +60,8 @@ class SampleSpec:
 def samples_of(shape: Any, dtype: Any, name: str) -> SampleSpec:
     """Return the spec of a nested shape and its dtypes.
 
-    A tuple or list of integers is the shape of one tensor; everything else is a structure of them.
+    A tuple or list of integers is the shape of one tensor; any other value is a structure of
+    shapes.
 
     Args:
         shape: Shapes without the batch dimension: ``(3, 224, 224)``, ``()``,
@@ -70,7 +71,7 @@ def samples_of(shape: Any, dtype: Any, name: str) -> SampleSpec:
         name: Name of the argument, for errors.
 
     Raises:
-        ArgumentError: If ``shape`` is no structure of shapes, a dimension is negative, or torch
+        ArgumentError: If ``shape`` is not a structure of shapes, a dimension is negative, or torch
             lacks a dtype.
     """
     leaves, rebuild = flatten(_with_shape_leaves(shape, f"{name}_shape"))
@@ -82,7 +83,7 @@ def samples_of(shape: Any, dtype: Any, name: str) -> SampleSpec:
         if [path for path, _ in found] != [path for path, _ in leaves]:
             raise ArgumentError(
                 f"{name}_dtype={dtype!r} has another structure than {name}_shape={shape!r}; "
-                "expected the same, or one dtype"
+                "expected the same structure, or one dtype"
             )
         dtypes = tuple(kind for _, kind in found)
     else:
@@ -109,7 +110,7 @@ def _with_shape_leaves(shape: Any, name: str) -> Any:
     if isinstance(shape, (tuple, list)) and all(hasattr(n, "__index__") for n in shape):
         if any(int(n) < 0 for n in shape):
             raise ArgumentError(
-                f"{name}={shape!r}: expected dimensions of 0 or more, without that of the batch"
+                f"{name}={shape!r}: expected dimensions of at least 0, without the batch dimension"
             )
         return _Shape(tuple(int(n) for n in shape))
     if isinstance(shape, Mapping):
@@ -117,7 +118,8 @@ def _with_shape_leaves(shape: Any, name: str) -> Any:
     if isinstance(shape, (tuple, list)):
         return tuple(_with_shape_leaves(value, f"{name}[{i}]") for i, value in enumerate(shape))
     raise ArgumentError(
-        f"{name}={shape!r}: expected a shape, as (3, 224, 224), or a tuple, list or dict of shapes"
+        f"{name}={shape!r}: expected a shape, such as (3, 224, 224), or a tuple, list or dict of "
+        "shapes"
     )
 
 
@@ -129,6 +131,6 @@ def _torch_dtype(value: Any, name: str) -> torch.dtype:
         return TORCH[dtype_of(given, name)]
     except (StoreError, TypeError) as error:
         raise ArgumentError(
-            f"{name}={value!r}: {error}; expected a dtype of torch or numpy, or its name, as "
+            f"{name}={value!r}: {error}; expected a dtype of torch or numpy, or its name, such as "
             "'float32'"
         ) from None

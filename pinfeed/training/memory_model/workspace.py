@@ -1,4 +1,4 @@
-"""Workspace of torch's operations on the CPU: memory that they take while they run."""
+"""Workspace of torch's operations on the CPU: memory that they hold only while they run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pinfeed.training.memory_model import recurrent
 from pinfeed.training.memory_model.convolutions import Convolution, Stage
 
 _SMALL_IMAGE = 128
-"""Largest height plus width of images that upsampling copies to channels last."""
+"""Largest sum of height and width of images that upsampling copies to channels last."""
 
 
 def results_of(func: Any, args: Sequence[Any], out: Any) -> Any:
@@ -72,7 +72,7 @@ def _convolved(
     if "Slow" in backend:
         stages = _columns(backend, one, mask)
     elif form != torch.contiguous_format:
-        # Channels that are last are computed on as they are; the weight and its gradient are not.
+        # The kernels read channels-last images directly, but copy the weight and its gradient.
         stages = [(2 * one.plain[1], 1)]
     else:
         stages = _copies(one, mask, transposed=transposed, has_bias=has_bias)
@@ -93,12 +93,12 @@ def _copies(
 
 
 def _each(value: Sequence[int], n: int) -> tuple[int, ...]:
-    """Return one number for each dimension, where a single number holds for all."""
+    """Return one number for each dimension; a single number applies to all dimensions."""
     return tuple(value) if len(value) == n else tuple(value) * n
 
 
 def _columns(backend: str, one: Convolution, mask: Sequence[bool] | None) -> list[Stage]:
-    """Return the stages of torch's kernels: columns of all samples, or of each in turn."""
+    """Return the stages of torch's kernels: columns of all samples, or of one sample at a time."""
     if one.groups > 1:
         # Groups are computed one after another and their results are copied together.
         return [(one.plain[2], 1)] if mask is None else [(one.plain[0], int(mask[0]))]
@@ -113,7 +113,7 @@ def _columns(backend: str, one: Convolution, mask: Sequence[bool] | None) -> lis
 
 
 def _backend(x: torch.Tensor, w: torch.Tensor, how: Sequence[Any]) -> str:
-    """Return the kernel that torch picks, asked with one-element tensors expanded to the shapes."""
+    """Return the kernel that torch picks for tensors of these shapes."""
     with _disable_current_modes():
         whole = [torch.empty((), dtype=tensor.dtype).expand(tensor.shape) for tensor in (x, w)]
         return str(torch._C._select_conv_backend(*whole, None, *how))
@@ -158,8 +158,8 @@ def _attention(args: Sequence[Any], _: Any) -> list[Stage]:
 def _attention_backward(args: Sequence[Any], _: Any) -> list[Stage]:
     """Return the stages of attention's backward: scores of a tile and gradients, in each thread.
 
-    The kernel needs the heads of a position side by side, and copies a gradient with another
-    layout.
+    The kernel needs the heads of a position next to each other in memory, and copies a gradient
+    with another layout.
     """
     rows, columns = _tile(*args[1:3])
     copied = 0 if args[0].transpose(1, 2).is_contiguous() else _nbytes(args[0])

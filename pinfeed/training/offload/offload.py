@@ -1,4 +1,4 @@
-"""Offload: tensors that autograd saves wait in pinned host memory for the backward pass."""
+"""Offload: keeps the tensors that autograd saves in pinned host memory until backward."""
 
 from __future__ import annotations
 
@@ -41,17 +41,28 @@ from pinfeed.training.offload.saved_tensors import (
 class OffloadStats:
     """Counts and sizes of an Offload since it was made; sizes are in bytes.
 
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Tanh())
+        >>> with pinfeed.Offload("cpu", host_limit=pinfeed.MiB(64)) as offload:
+        ...     with offload.step(model):
+        ...         loss = model(torch.randn(128, 256)).sum()
+        ...     loss.backward()
+        >>> offload.stats.n_tensors > 0
+        True
+
     Attributes:
-        n_tensors: Saved tensors whose storages were copied to the host, for this or another tensor.
-        n_storages: Storages, or parts of them, that were copied to the host.
+        n_tensors: Saved tensors whose values were copied to the host. Tensors that share a storage
+            share the copy.
+        n_storages: Storages, or parts of storages, that were copied to the host.
         offloaded_bytes: Bytes that were copied to the host.
-        kept_bytes: Bytes that stayed on the device because the host limit was reached.
-        restored_bytes: Bytes that were copied back.
-        n_missed: Copies back that began only when the tensor was needed.
+        kept_bytes: Bytes that stayed on the device because ``host_limit`` was reached.
+        restored_bytes: Bytes that were copied back to the device.
+        n_missed: Copies to the device that began only when the tensor was needed.
         host_bytes: Bytes on the host now.
-        peak_host_bytes: Most bytes on the host at a time.
+        peak_host_bytes: Peak of ``host_bytes``.
         blocks_bytes: Pinned memory now, free blocks included.
-        n_blocks_made: Blocks that were allocated; a step like an earlier one allocates none.
+        n_blocks_made: Blocks of pinned memory that were allocated. A step of the same shapes as an
+            earlier one allocates none.
     """
 
     n_tensors: int
@@ -67,39 +78,43 @@ class OffloadStats:
 
 
 class Offload:
-    """Moves activations to pinned host memory in the forward pass and back in the backward pass.
+    """Activation offload: keeps saved tensors in pinned host memory until the backward pass.
 
-        with Offload("cuda", host_limit=GiB(16)) as offload:
-            for x, y in loader:
-                with offload.step(model):
-                    loss = loss_fn(model(x), y)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+    The forward pass copies the tensors that autograd saves to page-locked (pinned) host memory.
+    The backward pass copies them back to the device before it needs them.
 
-    Gradients are those of the plain step, bit for bit, and so are all other effects, such as
-    dropout and BatchNorm's running statistics: nothing is computed twice or in another order. A
-    storage is copied once, however many saved tensors are on it. Copies back begin before they are
-    needed.
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Tanh())
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with pinfeed.Offload("auto", host_limit=pinfeed.MiB(64)) as offload:
+        ...     with offload.step(model):
+        ...         loss = model(torch.randn(128, 256)).sum()
+        ...     loss.backward()
+        ...     optimizer.step()
 
-    The first step allocates pinned memory, which takes time; later steps reuse it, and the host
-    waits for nothing. Several graphs may exist at a time, be kept for several backward passes, be
-    differentiated again, or be dropped. A block is free when its last saved tensor is freed.
+    Gradients equal those of the plain step bit for bit, and so do all other effects, such as
+    dropout and BatchNorm's running statistics: nothing is computed twice or in another order. Each
+    storage is copied once, even if several saved tensors share it.
 
-    A saved tensor that is changed in place before the backward pass raises an error, as it does
-    without Offload. Changes that torch does not count (``.data``, custom kernels) are not seen, and
-    must not touch saved tensors. A saved tensor that another stream reads without saving it needs
-    ``record_stream``, as if the graph did not keep it.
+    The first step allocates pinned memory, which takes time. Later steps reuse it, and then the
+    host waits for nothing. Several graphs may exist at a time, be kept for several backward
+    passes, be differentiated again, or be dropped. A block of pinned memory is free again when its
+    last saved tensor is freed.
+
+    A saved tensor that changes in place before the backward pass raises an error, as it does
+    without Offload. Offload does not notice changes that torch does not count (``.data``, custom
+    kernels); such changes must not touch saved tensors. If another stream reads a saved tensor
+    without saving it, call ``record_stream`` on the tensor, as if the graph did not keep it.
 
     Args:
         device: Device of the model: ``"auto"``, ``"cuda"``, ``"cuda:1"``, ``"cpu"`` (for tests), or
             a Device.
-        host_limit: Most bytes of pinned memory, free blocks included; tensors without room stay on
-            the device. None is half of the free host memory.
-        threshold: Storages of fewer bytes stay on the device.
-        window: Bytes of device memory that the tensors saved last may hold while they are copied,
-            and as many for tensors that are fetched ahead of their use. It should be enough for a
-            few layers; if it is too small, computation waits for copies.
+        host_limit: Limit of pinned memory in bytes, free blocks included. Tensors beyond it stay
+            on the device. None is half of the free host memory.
+        threshold: Smallest storage that is offloaded, in bytes; smaller ones stay on the device.
+        window: Device memory in bytes that the tensors saved last may hold while they are copied
+            to the host. Tensors that are prefetched to the device may hold as much again. It
+            should be enough for a few layers; if it is too small, computation waits for copies.
 
     Raises:
         ArgumentError: If a size is too small.
@@ -143,19 +158,19 @@ class Offload:
 
     @contextlib.contextmanager
     def step(self, *models: nn.Module | torch.Tensor) -> Iterator[None]:
-        """Offload what autograd saves in this context: wrap the forward pass and the loss.
+        """Offload what autograd saves in this context; put the forward pass and the loss in it.
 
-        The context holds for the thread that enters it.
+        The context applies to the thread that enters it.
 
         Args:
-            models: Modules whose parameters and buffers stay on the device, and tensors that stay
-                because they are on the device anyway, such as the inputs.
+            models: Modules whose parameters and buffers stay on the device. Also tensors that stay
+                on the device because the caller keeps them there anyway, such as the inputs.
 
         Raises:
             ClosedError: If the Offload is closed.
         """
         if self._is_closed:
-            raise ClosedError("step() of a closed Offload; make a new one")
+            raise ClosedError("step() was called on a closed Offload; make a new one")
         owners = map(self._owner, tensors_in(models))
         staying = {id(owner): owner for owner in owners if owner is not None}
         try:
@@ -215,8 +230,8 @@ class Offload:
     def _pack(self, tensor: torch.Tensor, staying: dict[int, Any]) -> KeptTensor | SavedHandle:
         """Save a tensor for the graph.
 
-        Called in the thread of the forward pass, or of a backward pass that is differentiated
-        again.
+        Autograd calls this in the thread of the forward pass, or in the thread of a backward pass
+        that is differentiated again.
         """
         if self._is_closed or not self._storages.can_move(tensor):
             return KeptTensor(tensor)
@@ -227,8 +242,8 @@ class Offload:
         if not ranges:
             return KeptTensor(tensor)
         with self._lock, torch.no_grad():
-            # Without Offload the graph would keep this memory, whatever stream it was allocated
-            # for, until the backward pass is queued.
+            # Without Offload the graph would keep this memory until the backward pass is queued,
+            # for whatever stream the memory was allocated.
             self.device.share(tensor, self.device.current_stream())
             piece = self._find(tensor, owner, ranges) or self._save(tensor, owner, ranges[0])
             self._n_tensors += piece.block is not None
@@ -237,7 +252,7 @@ class Offload:
     def _find(
         self, tensor: torch.Tensor, owner: Any, ranges: list[StorageRange]
     ) -> SavedPiece | None:
-        """Return the piece that has the tensor's values already; None if there is none."""
+        """Return the piece that already has the tensor's values; None if there is none."""
         base = self._storages.base(tensor)
         for cut in ranges:
             piece = self._pieces.get((id(owner), cut))
@@ -265,7 +280,7 @@ class Offload:
     def _unpack(self, packed: KeptTensor | SavedHandle) -> torch.Tensor:
         """Return a saved tensor to the graph.
 
-        Called in a thread of autograd, in the stream of the forward pass.
+        Autograd calls this in one of its threads, in the stream of the forward pass.
         """
         if isinstance(packed, KeptTensor):
             check_version(packed.tensor, packed.version)
@@ -282,9 +297,9 @@ class Offload:
             return self._storages.rebuild(memory, packed.geometry)
 
     def _forget_served(self, piece: SavedPiece) -> None:
-        """Free device memory of pieces whose tensors a retained graph has all been given.
+        """Free device memory of pieces after a retained graph has received all their tensors.
 
-        The last piece stays, because one node may ask more than once.
+        The last piece stays, because one node may ask for it more than once.
         """
         others = [other for other in (ref() for ref in self._served) if other is not None]
         served = [other for other in others if other is not piece and other.back is not None]
@@ -297,4 +312,4 @@ class Offload:
 
 def _check_bytes(name: str, value: int | None, *, least: int) -> None:
     if value is not None and value < least:
-        raise ArgumentError(f"{name}={value}: expected bytes, at least {least}")
+        raise ArgumentError(f"{name}={value}: expected a number of bytes, at least {least}")

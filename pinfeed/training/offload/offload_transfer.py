@@ -1,13 +1,13 @@
-"""Streams and events of activation offload: storages to host memory and back.
+"""Streams and events of activation offload: copies of storages to host memory and back.
 
-Rule 1: Every wait and record of activations is in this file, and each names the hazard that it
-        prevents. Those of batches and rows are in pipeline/transfer.py.
+Rule 1: Every wait and record for activations is in this file, and each names the hazard that it
+        prevents. The waits and records for batches and rows are in pipeline/transfer.py.
 Rule 2: No call here blocks the host, except ``close``.
-Rule 3: Device memory is taken and given back in the order of the compute stream, so that the
-        allocator may hand it out again at once. Memory that was allocated for another stream is
-        shared with the stream that saves it (``Device.share``): the allocator then keeps it until
-        that stream has done the work queued before the memory was freed. The window does not
-        bound such memory.
+Rule 3: Device memory is allocated and freed in the order of the compute stream, so that the
+        allocator may reuse it at once. Memory that was allocated for another stream is shared
+        with the stream that saves it (``Device.share``). The allocator then keeps it until that
+        stream has done the work queued before the memory was freed. The window does not bound
+        such memory.
 
           compute                  write                    read
     pack:    values computed
@@ -26,20 +26,20 @@ Rule 3: Device memory is taken and given back in the order of the compute stream
     unpack:  wait(back)                                                   H6
 
     H1: The values may not be computed yet.
-    H2: A copy back may still read the block.
+    H2: A copy to the device may still read the block.
     H3: The copy may still read memory that is free now.
-    H4: Kernels may still use what the memory was before.
-    H5: The values may not have arrived in the block yet.
-    H6: The values may not be back yet.
+    H4: Kernels may still use the previous contents of the memory.
+    H5: The block may not have the values yet.
+    H6: The device memory may not have the values yet.
 
-The storages saved last stay on the device as well, at most ``window`` bytes of them: their copies
-are still running, and the backward pass needs them first. When more is saved, the compute stream
-waits for the oldest copy and frees its memory. It stalls only if the link cannot keep up.
+The storages saved last also stay on the device, up to ``window`` bytes: their copies are still
+running, and the backward pass needs them first. When more is saved, the compute stream waits for
+the oldest copy and frees its memory. The compute stream stalls only if the link cannot keep up.
 
-Memory must not be freed when the host sees that a copy is done (``is_done``, or ``record_stream``,
-for which the allocator polls). The host runs ahead of the device and sees no copy done yet, so all
-saved memory would be held through the forward pass. With waits in streams the peak is the same in
-every run.
+The host must not decide when to free memory (by ``is_done``, or by ``record_stream``, for which
+the allocator polls). The host runs ahead of the device and sees no copy done yet, so all saved
+memory would be held through the forward pass. With waits in streams, the peak is the same in every
+run.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ from pinfeed.training.offload.pinned_pool import PinnedBlock, PinnedPool
 
 _BYTES = np.dtype(np.uint8)
 _MOST_POSITIONS = 1024
-"""Positions that one search for a piece to fetch looks at; those of other branches may be dead."""
+"""Most positions that one search for a piece to prefetch examines; many may belong to dead pieces.
+"""
 
 
 class StoragePiece:
@@ -65,8 +66,8 @@ class StoragePiece:
     Attributes:
         position: Position in the order of saving.
         nbytes: Size in bytes.
-        memory: The bytes on the device, in their first place or where they were copied back; None
-            while they are only on the host.
+        memory: The bytes on the device, in their first place or in a later copy; None while they
+            are only on the host.
         stream: Stream in whose order ``memory`` may be used and freed.
         block: The bytes on the host; None if there was no room.
         back: Event after the copy that filled ``memory``; None before that copy. Other
@@ -86,7 +87,7 @@ class StoragePiece:
 
 @dataclass(frozen=True)
 class _PendingCopy:
-    """A copy that may not be done, and the device memory that must not be reused before it is.
+    """A copy that may not be done, and the device memory that must not be reused before that.
 
     Attributes:
         memory: The device memory.
@@ -104,7 +105,7 @@ class _PendingCopies:
 
     Attributes:
         by_position: The copies by the position of their piece.
-        nbytes: Their device memory in bytes.
+        nbytes: Device memory of these copies in bytes.
     """
 
     def __init__(self) -> None:
@@ -124,18 +125,19 @@ class _PendingCopies:
 class OffloadTransfer:
     """Copies pieces to the host and back.
 
-    One caller at a time. Only the finalizer of a piece may run at any time, in any thread.
+    Only one thread at a time may call it. The finalizer of a piece may run at any time, in any
+    thread.
 
     Args:
         device: Device of the pieces.
         pool: Pool of host memory.
-        window: Bytes of device memory that the pieces saved last may hold, and as many for pieces
-            that are fetched ahead of their use.
+        window: Bytes of device memory that the pieces saved last may hold; prefetched pieces may
+            hold as much again.
 
     Attributes:
         offloaded_bytes: Bytes that were copied to the host.
-        restored_bytes: Bytes that were copied back.
-        n_missed: Pieces whose copy back began only when they were needed.
+        restored_bytes: Bytes that were copied back to the device.
+        n_missed: Number of copies to the device that began only when the piece was needed.
     """
 
     def __init__(self, device: Device, pool: PinnedPool, window: int) -> None:
@@ -147,13 +149,13 @@ class OffloadTransfer:
         self._writes = _PendingCopies()
         self._fetches = _PendingCopies()
         self._pieces: weakref.WeakValueDictionary[int, StoragePiece] = weakref.WeakValueDictionary()
-        # Positions of pieces that died. A deque, because its operations are atomic and a finalizer
-        # may interrupt any other code.
+        # Positions of pieces that died. It is a deque, because the operations of a deque are atomic
+        # and a finalizer may interrupt any other code.
         self._dead: deque[int] = deque()
         self._last_used = 0
         """Position of the piece that was used last."""
         self._last_examined = 0
-        """Position down to which pieces were examined for a fetch ahead."""
+        """Position down to which ``fetch_ahead`` has examined pieces."""
         self._is_closed = False
         self.offloaded_bytes = 0
         self.restored_bytes = 0
@@ -169,7 +171,7 @@ class OffloadTransfer:
         # H1: The values may not be computed yet.
         self._write.wait(piece.stream.record())
         if block.busy is not None:
-            # H2: A copy back may still read the block.
+            # H2: A copy to the device may still read the block.
             self._write.wait(block.busy)
         self.device.copy(piece.memory, block.memory[: piece.nbytes], self._write)
         copied = self._write.record()
@@ -191,25 +193,26 @@ class OffloadTransfer:
             if fetch is None:
                 self.n_missed += 1
                 fetch = self._start_fetch(piece, compute)
-            # H6: The values may not be back yet, nor may the copy write memory that is freed later.
+            # H6: The device memory may not have the values yet, and the copy must not write to
+            # memory that is freed later.
             fetch.stream.wait(fetch.done)
             piece.memory = fetch.memory
             piece.back = fetch.done
             piece.stream = fetch.stream
         if compute != piece.stream and piece.back is not None:
-            # H6 in another stream than the one for which the memory was taken.
+            # H6, in another stream than the one for which the memory was allocated.
             compute.wait(piece.back)
             self.device.share(piece.memory, compute)
         assert piece.memory is not None
         return piece.memory
 
     def fetch_ahead(self, used: StoragePiece, compute: Stream) -> None:
-        """Start copies back of the pieces saved before ``used``, while the window has room.
+        """Start to copy pieces saved before ``used`` to the device, while the window has room.
 
         A single piece may be larger than the window.
         """
         if not self._last_examined <= used.position <= self._last_used:
-            # The backward pass does not continue where the last use was, but elsewhere.
+            # The backward pass does not continue at the last used piece, but elsewhere.
             self._last_examined = used.position
         self._last_used = used.position
         last = max(-1, self._last_examined - _MOST_POSITIONS)
@@ -221,8 +224,8 @@ class OffloadTransfer:
                 try:
                     self._fetches.add(position, self._start_fetch(piece, compute))
                 except torch.cuda.OutOfMemoryError:
-                    # No copy was started. The piece is fetched when it is used, when other memory
-                    # may be free.
+                    # No copy was started. The piece is fetched at its use, when other memory may be
+                    # free.
                     return
             self._last_examined = position
 
@@ -258,9 +261,9 @@ class OffloadTransfer:
         assert block.busy is not None
         buffer = self.device.empty(piece.nbytes, compute)
         memory = self.device.tensor(buffer, (piece.nbytes,), _BYTES)
-        # H4: Kernels may still use what the memory was before.
+        # H4: Kernels may still use the previous contents of the memory.
         self._read.wait(compute.record())
-        # H5: The values may not have arrived in the block yet.
+        # H5: The block may not have the values yet.
         self._read.wait(block.busy)
         self.device.copy(block.memory[: piece.nbytes], memory, self._read)
         back = self._read.record()
@@ -272,10 +275,10 @@ class OffloadTransfer:
         return piece.memory is None and piece.position not in self._fetches.by_position
 
     def _make_room(self, piece: StoragePiece, used: int) -> bool:
-        """Return whether the piece may be fetched now, after dropping fetches that are used later.
+        """Return whether the piece may be fetched now, after dropping fetches with later uses.
 
-        Fetches that are not between the piece and the one used now are used later: the backward
-        pass has passed them, or they belong to another graph.
+        A fetch that is not between ``piece`` and ``used`` is used later: the backward pass has
+        passed it, or it belongs to another graph.
         """
         room = self._window - piece.nbytes
         if self._fetches.nbytes > room:
@@ -309,7 +312,7 @@ class OffloadTransfer:
     def _on_death(self, position: int, block: PinnedBlock) -> None:
         """Give the block of a dead piece back to the pool.
 
-        The finalizer runs this in any thread, at any time.
+        The finalizer of the piece may call this in any thread, at any time.
         """
         if self._is_closed and block.busy is not None:
             # A copy may still use a block that is about to be freed.

@@ -1,4 +1,4 @@
-"""PinnedPool: blocks of pinned host memory under a hard limit, kept from step to step."""
+"""PinnedPool: reuses blocks of pinned host memory from step to step, under a hard limit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pinfeed.memory.page_locked import unlock_freed
 logger = logging.getLogger("pinfeed")
 
 _WASTE = 8
-"""A block may be larger than needed by this part of it, so that varying sizes reuse blocks."""
+"""A block may be larger than needed by 1/8, so that blocks are reused for varying sizes."""
 
 
 class PinnedBlock:
@@ -25,8 +25,8 @@ class PinnedBlock:
 
     Attributes:
         memory: The memory.
-        nbytes: Its size in bytes.
-        busy: Event after the last copy that reads or writes it; None before the first.
+        nbytes: Size of the memory in bytes.
+        busy: Event after the last copy that reads or writes the block; None before the first copy.
     """
 
     __slots__ = ("busy", "memory", "nbytes")
@@ -40,17 +40,18 @@ class PinnedBlock:
 class PinnedPool:
     """Pool of pinned blocks.
 
-    One caller at a time. Only ``give`` may be called at any time, in any thread.
+    Only one thread at a time may call it, except for ``give``, which any thread may call at any
+    time.
 
     Args:
-        device: Allocates the blocks.
-        limit: Most bytes of all blocks together, free ones included.
+        device: Device that allocates the blocks.
+        limit: Limit of the bytes of all blocks together, free ones included.
 
     Attributes:
         nbytes: Bytes of all blocks.
         used: Bytes of the blocks in use.
-        peak: Most bytes in use at a time.
-        n_made: Blocks that were allocated.
+        peak: Peak of ``used``.
+        n_made: Number of blocks that were allocated.
     """
 
     def __init__(self, device: Device, limit: int) -> None:
@@ -58,8 +59,8 @@ class PinnedPool:
         self.limit = limit
         # Free blocks, sorted by size.
         self._free: list[PinnedBlock] = []
-        # A deque, because its operations are atomic and a finalizer may interrupt any other code,
-        # take() included.
+        # It is a deque, because the operations of a deque are atomic and a finalizer may interrupt
+        # any other code, take() included.
         self._returned: deque[PinnedBlock] = deque()
         self._is_closed = False
         self.nbytes = 0
@@ -68,7 +69,7 @@ class PinnedPool:
         self.n_made = 0
 
     def take(self, nbytes: int) -> PinnedBlock | None:
-        """Return a block of at least that size; None if the limit leaves no room for it."""
+        """Return a block of at least ``nbytes`` bytes; None if the limit leaves no room for it."""
         self.reclaim()
         size = block_nbytes(nbytes)
         block = self._take_free(size)
@@ -97,7 +98,7 @@ class PinnedPool:
                 bisect.insort(self._free, block, key=_nbytes)
 
     def close(self) -> None:
-        """Free the free blocks; those in use are freed when they are given back."""
+        """Release the free blocks; blocks in use are released when they are given back."""
         self._is_closed = True
         self.nbytes -= sum(block.nbytes for block in self._free)
         self._free.clear()
@@ -117,7 +118,7 @@ class PinnedPool:
         for block in reversed(self._free.copy()):
             if self.nbytes + size <= self.limit:
                 break
-            # A busy block cannot be unlocked without waiting.
+            # Unlocking a busy block would wait for its copy.
             if block.busy is None or block.busy.is_done():
                 self._free.remove(block)
                 self.nbytes -= block.nbytes
@@ -128,12 +129,12 @@ class PinnedPool:
             block = PinnedBlock(self._device.staging(size))
         except (DeviceError, MemoryError) as error:
             logger.warning(
-                "no more than %d bytes of page-locked memory for saved activations, the others "
-                "stay: %s",
+                "Offload cannot allocate more than %d bytes of page-locked (pinned) memory, so "
+                "further activations stay on the device: %s",
                 self.nbytes,
                 error,
             )
-            # A failed allocation is slow, so no other is tried.
+            # A failed allocation is slow, so the pool tries no other.
             self.limit = self.nbytes
             return None
         self.nbytes += size

@@ -27,18 +27,19 @@ class KeptTensor:
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # An output would keep its node of the graph alive, and so itself.
+        # An output refers to its graph node, and the node to this handle. Keeping the output itself
+        # would be a cycle that is never freed.
         self.tensor = tensor if tensor.is_leaf else tensor.detach()
         self.version = version_of(tensor)
 
 
 class SavedPiece(StoragePiece):
-    """A piece of a storage, and the values that other saved tensors are compared with.
+    """A piece of a storage, and the identity of its values.
 
     Attributes:
         range: Range of the storage.
         version: Storage and version of the values.
-        probe: Tensor without memory that counts changes in place of the saved tensor.
+        probe: Tensor without memory that shares the version counter of the saved tensor.
         handles: Handles of the saved tensors on the piece.
     """
 
@@ -57,7 +58,7 @@ class SavedPiece(StoragePiece):
 
 
 class SavedHandle:
-    """Handle of a saved tensor on a piece; the piece lives as long as one of its handles.
+    """Handle of a saved tensor on a piece; the piece lives as long as any of its handles.
 
     Attributes:
         piece: The piece.
@@ -75,7 +76,7 @@ class SavedHandle:
 
 
 def check_version(tensor: torch.Tensor, expected: int) -> None:
-    """Raise the error that torch itself raises for a changed tensor if there are no hooks.
+    """Check that a saved tensor has not changed, with the error that torch raises without hooks.
 
     Raises:
         RuntimeError: If the tensor was changed in place since it was saved.

@@ -1,11 +1,11 @@
 """Tensors that autograd saves: their place on a storage, and how to rebuild them on another one.
 
 Tensors that share a version counter have the same values while the counter does not change, so
-they may share a copy. The same storage alone is not enough. ``unsafe_chunk`` returns tensors on one
-storage that count their changes separately; the gates of an LSTM cell on the CPU are such tensors,
-each changed in place in its turn. torch does not expose whose counter a tensor has. A view has the
-counter of its base, which it refers to. A ``detach()`` and a view as another dtype have no base, so
-they are copied separately.
+they may share a copy. Sharing a storage is not enough. ``unsafe_chunk`` returns tensors on one
+storage that count their changes separately. The gates of an LSTM cell on the CPU are such tensors,
+and each one is changed in place separately. torch does not expose which counter a tensor has. A
+view has the counter of its base, and refers to the base. A ``detach()`` and a view as another
+dtype have no base, so they are copied separately.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import nn
 _ALIGNMENT = 512
 """Largest alignment of torch's allocators.
 
-A piece begins at a multiple of it, so that its tensors are aligned as before and run in the same
+A piece begins at a multiple of this, so that its tensors keep their alignment and run in the same
 kernels.
 """
 _SMALL_VIEW = 8
-"""A view of less than this part of its base is copied alone: it may be a batch of all the data."""
+"""A view smaller than 1/8 of its base is copied alone, because the base may be a whole data set."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class StorageRange:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Layout of a tensor on a range of bytes; ``offset`` is in elements from its beginning."""
+    """Layout of a tensor on a range of bytes; ``offset`` counts elements from its beginning."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -85,11 +85,11 @@ class Storages:
 
     @staticmethod
     def base(tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor whose version counter this one has: its base, or itself."""
+        """Return the tensor that owns the version counter of ``tensor``: its base, or itself."""
         return tensor if tensor._base is None else tensor._base
 
     def owner(self, tensor: torch.Tensor) -> Any:
-        """Return the object that owns the memory, the same one for all tensors on it."""
+        """Return the object that owns the memory; tensors on the same memory share an owner."""
         return tensor.untyped_storage()
 
     def nbytes(self, owner: Any) -> int:
@@ -97,7 +97,7 @@ class Storages:
         return int(owner.nbytes())
 
     def ranges(self, tensor: torch.Tensor) -> list[StorageRange]:
-        """Return the ranges of its storage with which a tensor may be moved, preferred ones first.
+        """Return the storage ranges that a copy of a tensor may cover, preferred ones first.
 
         The list is empty if the tensor has no elements.
         """
@@ -165,8 +165,8 @@ def tensors_in(models: Iterable[nn.Module | torch.Tensor]) -> Iterable[torch.Ten
 class SavedVersion:
     """Identity of the values of a saved tensor: its storage, its base and its version.
 
-    Another tensor has the same values if all three are the same. Changes that torch does not count,
-    such as those through ``.data``, are not seen.
+    Another tensor has the same values if all three are the same, except after changes that torch
+    does not count, such as changes through ``.data``.
     """
 
     __slots__ = ("_base", "_owner", "number")

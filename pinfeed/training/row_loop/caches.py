@@ -1,4 +1,4 @@
-"""The caches of a loop's tables: their sizes, and the memory that they take."""
+"""The caches of a loop's tables: their sizes and their memory."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pinfeed.training.embeddings.device_cache import check_device_cache, n_cache
 from pinfeed.training.memory_model.config import Config
 from pinfeed.training.row_loop.lent_table import LentTable
 
-# Share of the memory that is left for caches of the size "auto". The rest is for the rows of the
-# batches, whose number is not known before the loader gives them.
+# Share of the remaining memory for caches of size "auto". The rest is for the rows of the batches,
+# because their number is unknown before the loader yields the batches.
 _AUTO_SHARE = 0.75
 
 
@@ -33,7 +33,7 @@ def row_caches(
         config: Memory limits; None for the free memory.
 
     Raises:
-        ArgumentError: If a cache does not hold a row.
+        ArgumentError: If a cache is smaller than a row.
         BudgetError: If the caches take more than the limits leave.
     """
     found: list[RowCache | None] = [None] * len(tables)
@@ -60,7 +60,7 @@ def row_caches(
 
 
 def cache_allocations(caches: Sequence[RowCache | None], device: Device) -> tuple[Allocation, ...]:
-    """List the memory that caches take."""
+    """Return the memory allocations of the caches."""
     items = []
     for cache in caches:
         if cache is None:
@@ -79,18 +79,18 @@ def cache_allocations(caches: Sequence[RowCache | None], device: Device) -> tupl
 def cache_notes(
     tables: Sequence[LentTable], caches: Sequence[RowCache | None], device: Device
 ) -> tuple[str, ...]:
-    """Return sentences on tables that fit their caches, and on those that get none."""
+    """Return notes on tables that fit their caches, and on tables that get no cache."""
     notes = []
     for lent, cache in zip(tables, caches, strict=True):
         name = lent.table.name
         if cache is not None:
             if cache.capacity == cache.stores[0].n_rows:
                 notes.append(
-                    f"{name} fits its cache as a whole: a row travels to the device at most once "
-                    "in a loop, and back when the loop ends"
+                    f"{name} fits its cache as a whole: a row is copied to the device at most once "
+                    "in a loop, and copied back when the loop ends"
                 )
         elif lent.table.device_cache is not None:
-            reason = "the memory that is left holds not one row with its optimizer state"
+            reason = "the remaining memory is smaller than a row with its optimizer state"
             if not gains_from_cache(lent.stores, is_unified=device.unified):
                 reason = "on the CPU, reading rows in memory is as fast as a cache"
             notes.append(f"{name} has no cache: {reason}")
@@ -111,7 +111,7 @@ def _nbytes(lent: LentTable) -> int:
 
 
 def _left(device: Device, config: MemoryLimits | None, made: Sequence[RowCache]) -> int:
-    """Return the bytes that are left for caches of the size ``"auto"``.
+    """Return the bytes that remain for caches of size ``"auto"``.
 
     Args:
         device: Device of the loop.
@@ -136,8 +136,8 @@ def _left(device: Device, config: MemoryLimits | None, made: Sequence[RowCache])
     if config is not None and taken > limit:
         sizes = ", ".join(f"{human(cache.nbytes)} of {cache.name}" for cache in made)
         raise BudgetError(
-            f"device_cache: the caches take {human(taken)} with optimizer state ({sizes}); config "
-            f"leaves {human(max(0, limit))} for them; lower device_cache of the tables, or raise "
-            f"{limit_name} of the config"
+            f"device_cache: the caches take {human(taken)} with optimizer state ({sizes}), but "
+            f"config leaves {human(max(0, limit))} for them; lower device_cache of the tables, or "
+            f"raise {limit_name} of the config"
         )
     return max(0, (limit if planned is not None else int(_AUTO_SHARE * limit)) - taken)

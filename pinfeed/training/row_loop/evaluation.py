@@ -1,4 +1,4 @@
-"""Evaluation: a part of a training step in which tables are read and not trained."""
+"""Evaluation: a part of a training step that reads tables without training them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from pinfeed.training.embeddings.shared_rows import lent_with
 from pinfeed.training.row_loop.lent_table import LentTable
 
 _ENDED = (
-    "this loop over read_rows was ended at the end of evaluating(), because training changes the "
-    "rows that it has prefetched; loop over the result of read_rows again in the next evaluating()"
+    "this loop over read_rows was ended at the end of evaluating(), because training changes its "
+    "prefetched rows; loop over the result of read_rows again in the next evaluating()"
 )
 
 
 class Evaluation:
     """A part of a training step in which the rows of its batch are not lent.
 
-    The same rows are lent again at its end, so that gradients and the optimizer's state stay with
-    them.
+    The same rows are lent again at its end, with the same gradients and optimizer state.
 
     Args:
-        tables: Tables of the training loop, whose stores have all changes so far.
+        tables: Tables of the training loop. Their stores have all changes so far.
     """
 
     def __init__(self, tables: Sequence[LentTable]) -> None:
@@ -40,13 +39,13 @@ class Evaluation:
         """Check that the rows have not changed.
 
         Raises:
-            ClosedError: If they have.
+            ClosedError: If rows have changed.
         """
         for table, rows, version in zip(self._tables, self._kept, self._versions, strict=True):
             if version_of(rows.weight) != version:
                 raise ClosedError(
-                    f"rows of {table.name} were changed inside evaluating(), whose lookups do not "
-                    "see the change; change them before or after it"
+                    f"rows of {table.name} were changed inside evaluating(), where lookups do not "
+                    "see the change; change them before or after evaluating()"
                 )
 
     def end(self) -> None:

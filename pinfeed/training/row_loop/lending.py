@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 
 class RowLending:
-    """The rows of the current batch, lent to the tables of a loop and their optimizers.
+    """Lends the rows of the current batch to the tables of a loop and their optimizers.
 
-    All methods are called by the thread of the loop.
+    While a batch is lent, lookups in its tables use its rows on the device. The thread of the loop
+    calls all methods.
 
     Args:
         tables: The tables.
@@ -35,14 +36,14 @@ class RowLending:
         self._writes_always = writes_always
         self._reference: SynchronousRows | None = None
         self._lent: LentBatch | None = None
-        # None unless the training step is inside evaluating().
+        # None outside evaluating().
         self._evaluation: Evaluation | None = None
         # Thread of the running loop; None if no loop runs.
         self._thread: int | None = None
 
     @property
     def is_in_other_thread(self) -> bool:
-        """Whether a loop runs in another thread than the caller's."""
+        """Whether the loop is running in another thread than the caller's."""
         return self._thread not in (None, threading.get_ident())
 
     @property
@@ -57,7 +58,7 @@ class RowLending:
         return any(lender is not None and lender.is_evaluating for lender in lenders)
 
     def __str__(self) -> str:
-        """Return the names and shapes of the tables: a part of the loop's ``repr``."""
+        """Return the names and shapes of the tables, for the loop's ``repr``."""
         tables = [lent.table for lent in self._tables]
         return ", ".join(
             f"{table.name} ({table.num_embeddings:,}, {table.embedding_dim})" for table in tables
@@ -67,7 +68,7 @@ class RowLending:
         """Check that the rows of all tables, and their state, are those of this run.
 
         Raises:
-            StoreError: If they are in a file that existed before, and were not resumed.
+            StoreError: If they are in an existing file that was not resumed.
         """
         for lent in self._tables:
             lent.require_resumed()
@@ -89,11 +90,11 @@ class RowLending:
             )
 
     def reserve(self, loop: RowLoop[Any], stack: contextlib.ExitStack) -> None:
-        """Reserve all tables for a loop that begins, until ``stack`` is closed.
+        """Reserve all tables for a new loop, until ``stack`` is closed.
 
         Raises:
             ClosedError: If another loop lends rows of one of the tables.
-            ArgumentError: If tables that can be trained by now share rows.
+            ArgumentError: If tables that have become trainable share rows.
         """
         stack.callback(self._end)
         is_new = [lent.update() for lent in self._tables]
@@ -104,7 +105,7 @@ class RowLending:
             stack.callback(lent.end)
 
     def release(self, loop: RowLoop[Any]) -> None:
-        """Release the tables that are still reserved for a loop that has ended."""
+        """Release the tables that are still reserved for the ended ``loop``."""
         for lent in self._tables:
             if lent.is_reserved(loop):
                 lent.end()
@@ -118,7 +119,7 @@ class RowLending:
         """Lend the rows of a batch to the tables, and return the loader's batch.
 
         Raises:
-            VerificationError: If a row differs from the one of the synchronous loop.
+            VerificationError: If a row differs from the synchronous loop.
         """
         batch: DeviceBatch = lent.take()
         if self._reference is not None:
@@ -139,7 +140,7 @@ class RowLending:
         Args:
             check: Whether to raise the error of an earlier write-back that failed.
         """
-        # Each step is made even if the one before it fails.
+        # Each call runs even if the previous one fails.
         try:
             self._end_evaluation()
         finally:
@@ -149,54 +150,54 @@ class RowLending:
                 self._unbind()
 
     def write_copy(self) -> None:
-        """Write a copy of the current batch back; the training step may still change the rows.
+        """Write a copy of the current batch back. The training step may still change the rows.
 
         Raises:
-            ClosedError: If a loop runs in another thread.
+            ClosedError: If the loop is running in another thread.
         """
         self.require_thread()
-        # Inside evaluating(), a copy was written where it began.
+        # Inside evaluating(), a copy was already written at its beginning.
         if self._lent is not None and not self.is_evaluating:
             self._write_back(copied=True, check=True)
 
     def require_thread(self) -> None:
-        """Check that no loop runs in another thread than the caller's.
+        """Check that the loop is not running in another thread than the caller's.
 
         Raises:
-            ClosedError: If one does.
+            ClosedError: If it is.
         """
         if self.is_in_other_thread:
             raise ClosedError(
-                "rows were asked for in a thread that is not the one of the loop over train_rows "
-                "which lends them; ask in the training step (the functions that give the ids of a "
-                "batch run in a background thread)"
+                "rows were requested in another thread than that of their loop over train_rows; "
+                "request them in the training step (the functions that return the ids of a batch "
+                "run in a background thread)"
             )
 
     def require_evaluating(self, table: str) -> None:
         """Check that the caller is inside ``evaluating()``, in the thread of the loop.
 
         Args:
-            table: Name of the table that is to be read.
+            table: Name of the table to read.
 
         Raises:
             ClosedError: If it is not.
         """
         if not self.is_evaluating or self.is_in_other_thread:
             raise ClosedError(
-                f"read_rows of {table} while a loop over train_rows lends its rows; expected "
+                f"read_rows of {table} while a loop over train_rows uses its rows; expected "
                 "`with batches.evaluating():` around the loop over read_rows, in the training step "
-                "and its thread, where batches is what train_rows returned"
+                "and its thread, where batches is the loop that train_rows returned"
             )
 
     def require_training(self) -> None:
-        """Check that the training step has left ``evaluating()`` before it asks for the next batch.
+        """Check that the training step has left ``evaluating()`` before the next batch.
 
         Raises:
             ClosedError: If it has not.
         """
         if self.is_evaluating:
             raise ClosedError(
-                "the next batch was asked for inside evaluating(); leave evaluating() before the "
+                "the next batch was requested inside evaluating(); leave evaluating() before the "
                 "training step ends"
             )
 
@@ -205,9 +206,9 @@ class RowLending:
         """Flush all changes, and lend no rows until the context is left.
 
         Raises:
-            ClosedError: If the caller is not in a training step of the loop, or is inside this
-                context. At its end, if rows were changed inside it.
-            Exception: If a write-back failed; the error as it was.
+            ClosedError: If the caller is not in a training step of the loop, or is already inside
+                this context. Also at its end, if rows were changed inside it.
+            Exception: If a write-back has failed. The original error is raised.
         """
         self._require_step()
         loop.flush_writes()
@@ -259,14 +260,13 @@ class RowLending:
         self.require_thread()
         if self.is_evaluating:
             raise ClosedError(
-                "evaluating() inside evaluating(); expected one at a time; leave the outer one "
+                "evaluating() inside evaluating(); expected one at a time; leave the outer context "
                 "first"
             )
         if self._lent is None or not any(table.may_write for table in self._tables):
             raise ClosedError(
-                "evaluating() outside a training step; expected it inside the loop over what "
-                "train_rows returned; outside that loop, call the model or loop over read_rows "
-                "without evaluating()"
+                "evaluating() outside a training step; expected it inside a loop over train_rows; "
+                "outside that loop, call the model or loop over read_rows without evaluating()"
             )
 
     def _end_evaluation(self) -> None:
@@ -280,7 +280,7 @@ class RowLending:
         """Write the changed values of the current batch to the stores, in the background.
 
         Args:
-            copied: Whether the values are copied first.
+            copied: Whether to copy the values first.
             check: Whether to raise the error of an earlier write-back that failed.
         """
         lent = self._lent

@@ -1,4 +1,4 @@
-"""LentTable: a table whose rows a loop lends, with the optimizer that steps on it."""
+"""LentTable: a table whose rows a loop lends, with the optimizer that updates them."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ RowOptimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
 
 class LentTable:
-    """Table whose rows a loop lends batch by batch, with the optimizer that steps on it.
+    """Table whose rows a loop lends for each step, with the optimizer that updates them.
 
     Args:
         table: The table.
-        ids: Function that returns the ids that a batch looks up, or the key of the batch under
-            which they are.
-        optimizer: Optimizer that steps on the table; None if there is none.
+        ids: Function that returns the ids that a batch looks up, or the key of the ids in the
+            batch.
+        optimizer: Optimizer that updates the table, or None.
 
     Attributes:
         names: Names of the stores: ``"weight"``, then the keys of the row-wise state.
@@ -55,7 +55,7 @@ class LentTable:
         self.names = ["weight"]
         self.stores: list[Store] = [table.store]
         self._ids_of = ids_function(ids, table.name)
-        # The ranks of a sharded table exchange dense gradients; a step gets them as sparse ones.
+        # The ranks of a sharded table exchange dense gradients. step() makes them sparse.
         self._sparse = (
             optimizer is not None
             and optimizer.gradients == "sparse"
@@ -77,7 +77,7 @@ class LentTable:
         """Check that the rows and their state are those of this run.
 
         Raises:
-            StoreError: If they are in a file that existed before, and were not resumed.
+            StoreError: If they are in an existing file that was not resumed.
         """
         self.table.require_resumed()
         if self.optimizer is not None:
@@ -85,7 +85,7 @@ class LentTable:
 
     @property
     def writes(self) -> bool:
-        """Whether the loop writes rows back. Rows of frozen tables change by max_norm alone."""
+        """Whether the loop writes rows back. Only max_norm changes rows of frozen tables."""
         is_changed = self.trainable or self.table.max_norm is not None
         return self.may_write and is_changed and self.table.store.writable
 
@@ -93,16 +93,16 @@ class LentTable:
         """Check that a loop may lend the rows now.
 
         Raises:
-            ClosedError: If another loop lends them.
+            ClosedError: If another loop lends the rows.
         """
         self.table._require_not_lent()
         self._require_separate(None)
 
     def _require_separate(self, loop: RowLoop[Any] | None) -> None:
-        """Check that no loop but ``loop`` lends a table that shares the rows.
+        """Check that no loop except ``loop`` lends a table that shares the rows.
 
         Raises:
-            ClosedError: If one does, and one of the loops writes.
+            ClosedError: If another loop does, and one of the two loops writes.
         """
         for other in lent_with(self.table, self.stores, write=self.writes):
             if loop is None or other._lender is not loop:
@@ -114,15 +114,15 @@ class LentTable:
                     ) from None
 
     def _require_other(self, other: HostEmbedding) -> None:
-        """Check that the rows may be lent in spite of the loop that lends ``other``.
+        """Check that the rows may be lent although a loop lends ``other``.
 
         Raises:
-            ClosedError: If they may not.
+            ClosedError: If they may not be lent.
         """
         other._require_not_lent()
 
     def update(self) -> bool:
-        """Note whether the table can be trained now; return whether that is new."""
+        """Note whether the table is trainable now, and return whether it has become trainable."""
         before = self.trainable
         self.trainable = self.table.trainable
         return self.trainable and not before
@@ -132,13 +132,13 @@ class LentTable:
         return self.table._lender is loop
 
     def begin(self, loop: RowLoop[Any]) -> None:
-        """Reserve the table for ``loop``, which begins.
+        """Reserve the table for ``loop``, which is about to begin.
 
         Raises:
             ClosedError: If another loop lends the rows.
         """
         self.table._take(loop)
-        # Two loops that begin in two threads must not miss each other, so that each checks last.
+        # Two loops may begin in two threads. Each checks after its own note, so one sees the other.
         note_lent(self)
         try:
             self._require_separate(loop)
@@ -174,25 +174,25 @@ class LentTable:
         if self.optimizer is None and rows.weight.grad is not None:
             self._has_warned = True
             logger.warning(
-                "%s has gradients, and train_rows has no optimizer for it: its rows stay "
-                "unchanged, unless the loop changes them by hand; give "
+                "%s has gradients, but train_rows has no optimizer for it: its rows stay "
+                "unchanged, unless the training step changes them directly; give "
                 "optimizer=pinfeed.RowOptimizer(...)",
                 self.table.name,
             )
         if self.optimizer is not None and self.optimizer.tables[self.table].has_unused_gradients:
             self._has_warned = True
             logger.warning(
-                "%s has gradients, and the training step ended without a step of its optimizer: "
+                "%s has gradients, but the training step ended without a step of its optimizer: "
                 "its rows stay unchanged, and the gradients are dropped with the batch; call "
-                "step() of the RowOptimizer in each batch (a GradScaler may leave out a step)",
+                "step() of the RowOptimizer for each batch (a GradScaler may skip a step)",
                 self.table.name,
             )
 
     def changed_values(self) -> list[torch.Tensor | None] | None:
-        """Return what has to be written to each store; None if nothing has changed.
+        """Return the values to write to each store, or None if nothing has changed.
 
-        After a step, these are weights and state. Without a step, they are the weights alone,
-        because the training step may have changed them by hand.
+        After a step, these are weights and state. Without a step, they are only the weights,
+        because the program may have changed them directly.
         """
         rows = self.table.block
         touched = rows.touched
@@ -200,12 +200,12 @@ class LentTable:
         if self.optimizer is not None and self.trainable:
             state = self.optimizer.changed(self.table)
         if state is None and not touched:
-            # torch does not count changes through weight.data.
+            # torch does not record changes through weight.data.
             may_be_trained = rows.may_be_trained or self.table.training
             if not (self.trainable and may_be_trained and self.table.store.writable):
                 return None
         if not self.trainable and not self.table.store.writable:
-            # max_norm has changed the rows on the device. Every look-up does so again.
+            # max_norm has changed the rows on the device. Every lookup does so again.
             return None
         if not self.trainable:
             self._check_frozen()
@@ -218,25 +218,25 @@ class LentTable:
         ]
 
     def _check_frozen(self) -> None:
-        """Check that rows of a frozen table, which were changed by hand, are those of one table.
+        """Check that no other table shares directly changed rows of a frozen table.
 
         Raises:
-            ArgumentError: If another table that is lent shares them, and would miss the change.
+            ArgumentError: If another lent table shares the rows, and would miss the change.
         """
         if not self.writes and (others := lent_with(self.table, self.stores, write=True)):
             raise ArgumentError(
-                f"rows of {self.table.name}, which is frozen, were changed by hand, and "
-                f"{others[0].name} has them in common; nothing of this batch was written; expected "
-                "a loop with one of these tables to change rows"
+                f"the training step changed rows of {self.table.name}, which is frozen and shares "
+                f"them with {others[0].name}; nothing of this batch was written; change rows in a "
+                "loop with only one of these tables"
             )
 
 
 def lent_tables(tables: Any, optimizer: RowOptimizers) -> list[LentTable]:
-    """Return the tables that the user gave to ``train_rows``, each with its optimizer.
+    """Return the tables of ``train_rows``, each with its optimizer.
 
     Raises:
-        ArgumentError: If ``tables`` does not map tables to their ids, tables share rows that the
-            loop writes, ``optimizer`` has no RowOptimizer, or a table has two of them.
+        ArgumentError: If ``tables`` does not map tables to their ids, or tables share rows that the
+            loop writes. Also if ``optimizer`` has no RowOptimizer, or two for the same table.
     """
     optimizers = _optimizers_by_table(checked_tables(tables), optimizer)
     found = [LentTable(table, ids, optimizers.get(table)) for table, ids in tables.items()]
@@ -245,18 +245,18 @@ def lent_tables(tables: Any, optimizer: RowOptimizers) -> list[LentTable]:
 
 
 def require_separate(tables: Sequence[LentTable]) -> None:
-    """Check that the tables of one loop share no rows which it writes.
+    """Check that the tables of one loop share no rows that it writes.
 
     Raises:
-        ArgumentError: If two of them do.
+        ArgumentError: If two tables do.
     """
     names = [f"{lent.table.name}.{name}" for lent in tables for name in lent.names]
     stores = [store for lent in tables for store in lent.stores]
     written = [lent.writes and store.writable for lent in tables for store in lent.stores]
     if shared := aliases(names, stores, written):
         raise ArgumentError(
-            f"{shared} have rows in common; pass a shared table once, as a single HostEmbedding, "
-            "looked up several times (frozen tables may share rows)"
+            f"{shared} have rows in common; pass a shared table once, as a single HostEmbedding "
+            "that is looked up several times (frozen tables may share rows)"
         )
 
 
@@ -269,8 +269,8 @@ def checked_tables(tables: Any) -> Mapping[HostEmbedding, Any]:
     else:
         return tables
     raise ArgumentError(
-        f"tables: got {kinds or 'none'}; expected {{table: ids_of_batch}}, with one HostEmbedding "
-        "or several"
+        f"tables: got {kinds or 'none'}; expected {{table: ids_of_batch}} with one or several "
+        "HostEmbeddings"
     )
 
 
@@ -293,7 +293,8 @@ def _optimizers_by_table(
         if not rows:
             raise ArgumentError(
                 f"optimizer: got {type(given).__name__}; expected RowOptimizers, or "
-                "CombinedOptimizers with them (dense parameters are stepped by the loop alone)"
+                "CombinedOptimizers that contain them (step optimizers of dense parameters in the "
+                "training step)"
             )
         for one in rows:
             for table in one.tables:

@@ -1,4 +1,4 @@
-"""RowLoop: a loop over a loader's batches that prefetches the table rows which they look up."""
+"""RowLoop: a loop over a loader that prefetches the table rows of each batch."""
 
 from __future__ import annotations
 
@@ -59,19 +59,30 @@ def check_loop_options(
 
 
 class RowLoop(LoaderFeeder[T_co]):
-    """Loop over a loader's batches and the table rows that they look up; an epoch per iteration.
+    """A loop over a loader that prefetches the table rows of each batch.
 
-    ``train_rows`` and ``read_rows`` return it.
+    ``train_rows`` and ``read_rows`` return it. Each iteration over it is one epoch.
+
+    Examples:
+        >>> users = pinfeed.HostEmbedding(1_000, 16, name="users")
+        >>> rows = pinfeed.RowOptimizer(torch.optim.SGD, [users], lr=0.1)
+        >>> loader = [{"user": torch.tensor([3, 7])}]
+        >>> batches = pinfeed.train_rows(loader, {users: "user"}, optimizer=rows)
+        >>> for epoch in range(2):
+        ...     for batch in batches:
+        ...         users(batch["user"]).sum().backward()
+        ...         rows.step()
+        >>> state = batches.state_dict()
 
     Args:
         loader: Iterable of batches on the host.
         tables: The tables, with their optimizers.
-        config: Memory limits; None for the free memory.
-        depth: Number of batches to prefetch; None is chosen by measurement.
-        look_ahead: Number of later batches that caches know; None for the default.
+        config: Memory limits. With None, the free memory is the limit.
+        depth: Number of batches to prefetch. With None, the loop measures which depth is faster.
+        look_ahead: Number of later batches that caches know. None is the default.
         device: Target device, as the user named it.
-        route: Route of rows of page-locked stores to a GPU; None is the faster one.
-        options: Whether the loop is verified, and how it is observed.
+        route: Route of rows of page-locked stores to a GPU. None is the faster one.
+        options: The other options of ``train_rows``.
     """
 
     def __init__(
@@ -108,7 +119,7 @@ class RowLoop(LoaderFeeder[T_co]):
         self._lending = RowLending(
             tables, verify=options["verify"], writes_always=self._row_source.writes_always
         )
-        # Iterator of the last loop. It is weak, so that a loop ends when the caller drops it.
+        # Iterator of the last loop. The reference is weak, so a loop ends when the caller drops it.
         self._iterator: weakref.ref[GeneratorType[Any, None, None]] | None = None
 
     @safe_repr
@@ -120,13 +131,14 @@ class RowLoop(LoaderFeeder[T_co]):
         )
 
     def __iter__(self) -> Iterator[T_co]:
-        """Begin the loader's next epoch, with its batches and the rows of the tables on the device.
+        """Begin the loader's next epoch, with its batches and their table rows on the device.
 
         Raises:
-            ClosedError: If the loop is closed, or another loop over it or over one of its tables
-                runs. Several loops over ``read_rows`` may run at a time, also in ``evaluating()``.
-            StoreError: If a table or its optimizer's state is in a file that existed before, and
-                was not resumed.
+            ClosedError: If the loop is closed, or if it, or another loop over one of its tables, is
+                running. Several loops over ``read_rows`` may run at a time, also in
+                ``evaluating()``.
+            StoreError: If a table or its optimizer state is in an existing file that was not
+                resumed.
         """
         with self._row_source.report_failure():
             self._lending.require_resumed()
@@ -139,14 +151,15 @@ class RowLoop(LoaderFeeder[T_co]):
 
     @property
     def route(self) -> str:
-        """Route of the rows to and from the GPU, and its reason; empty if there is no choice."""
+        """Route of the rows to and from the GPU, and its reason. It is empty without a choice."""
         return self._route
 
     @property
     def plan(self) -> Plan:
-        """Memory of the caches of the tables. That of the batches is not known in advance.
+        """Memory plan for the caches of the tables.
 
-        Results of functions on batches are counted as measured so far.
+        The memory of the batches is not known in advance. Results of ``host_transform`` and
+        ``device_transform`` are counted as measured so far.
         """
         caches = self._caches
         notes = cache_notes(self._tables, caches, self._device)
@@ -163,12 +176,12 @@ class RowLoop(LoaderFeeder[T_co]):
 
     @property
     def exchanged(self) -> Exchanged:
-        """Bytes sent to other ranks so far, for sharded tables."""
+        """Bytes that this rank has sent to other ranks for sharded tables."""
         return self._row_source.exchanged
 
     @property
     def epoch(self) -> int:
-        """Number of the running epoch, or of the next one if no loop runs."""
+        """Number of the running epoch, or of the next epoch if no loop is running."""
         return self._loop.epoch
 
     @property
@@ -182,14 +195,7 @@ class RowLoop(LoaderFeeder[T_co]):
         return self._lending.is_evaluating
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in a training step, in which tables are read as they are now.
-
-        All changes so far are flushed to the stores. Until the context is left, lookups read the
-        stores, loops over ``read_rows`` prefetch from them, and no rows are lent for training: no
-        step, no ``weight`` and no lookup in training mode with gradients. At the end, loops over
-        ``read_rows`` of the tables are ended, and their iterators raise ClosedError if they are
-        asked for another batch. The training step then continues with the same rows, gradients and
-        optimizer state. In the meantime, background threads go on reading its next batches.
+        """Return a context for evaluating the tables in the middle of a training step.
 
             for step, batch in enumerate(batches):
                 train(batch)
@@ -198,11 +204,20 @@ class RowLoop(LoaderFeeder[T_co]):
                         for test in pinfeed.read_rows(test_loader, ids):
                             ...
 
+        Entering the context writes all changes so far to the stores. Inside, lookups and loops over
+        ``read_rows`` read the stores. The optimizer cannot step, ``weight`` is not available, and
+        lookups in training mode with gradients raise ClosedError. Background threads continue to
+        read the next training batches.
+
+        Leaving the context ends all loops over ``read_rows`` of the tables. Their iterators raise
+        ClosedError if the program requests another batch. The training step then continues with the
+        same rows, gradients and optimizer state.
+
         Raises:
-            ClosedError: If the caller is not in a training step of this loop, in its thread, or is
-                inside the context already. At the end of the context, if rows were changed inside
-                it.
-            Exception: If a write-back failed; the error as it was.
+            ClosedError: If the caller is not in a training step of this loop, is in another thread,
+                or is already inside the context. Also at the end of the context, if rows were
+                changed inside it.
+            Exception: If a write-back has failed. The original error is raised.
         """
         return self._lending.evaluating(self)
 
@@ -210,7 +225,7 @@ class RowLoop(LoaderFeeder[T_co]):
         """Check that the caller is inside ``evaluating()``, in the thread of the loop.
 
         Args:
-            table: Name of the table that is to be read.
+            table: Name of the table to read.
 
         Raises:
             ClosedError: If it is not.
@@ -218,13 +233,13 @@ class RowLoop(LoaderFeeder[T_co]):
         self._lending.require_evaluating(table)
 
     def set_epoch(self, number: int) -> None:
-        """Make the next loop epoch ``number``, and tell the loader, as ``wrap_loader`` does.
+        """Set the number of the next epoch, and pass it to the loader, as ``wrap_loader`` does.
 
         Args:
             number: Number of the epoch, at least 0.
 
         Raises:
-            ClosedError: If a loop runs that may not be ended, or the loop is closed.
+            ClosedError: If an iteration is running that may not be ended, or the loop is closed.
         """
         super().set_epoch(number)
         self._replay.note_epoch(number)
@@ -232,17 +247,17 @@ class RowLoop(LoaderFeeder[T_co]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the loop, as plain values and tensors.
 
-        Inside a training step, the batch of that step counts as done. The rows are not included;
-        ``pinfeed.checkpoint`` saves them as well.
+        Inside a training step, the batch of that step counts as done. The state does not contain
+        rows. ``pinfeed.checkpoint`` saves them, too.
         """
         return self._replay.state(self._loop.state())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next loop continue at a saved position.
+        """Make the next iteration continue at a saved position.
 
-        The loader begins its epoch again, with the random generators as they were then, and the
-        batches that were done are dropped. The next batch is the one that would have followed, if
-        the loader draws only from generators of this process.
+        The loader begins the saved epoch again with the random generators of that time, and the
+        loop drops the batches that were done. The next batch is the one that would have followed,
+        if the loader draws random numbers only from generators of this process.
 
         Args:
             state: Return value of ``state_dict``.
@@ -258,11 +273,11 @@ class RowLoop(LoaderFeeder[T_co]):
         self._replay.load(state, is_finished=is_finished)
 
     def flush_writes(self) -> None:
-        """Wait until every change so far, including the current batch's, is in the stores.
+        """Wait until every change so far, including those of this step, is in the stores.
 
         Raises:
-            ClosedError: If a loop runs in another thread.
-            Exception: If a write-back failed; the error as it was.
+            ClosedError: If the loop runs in another thread.
+            Exception: If a write-back has failed. The original error is raised.
         """
         self._lending.write_copy()
         self._loop.drain()
@@ -271,24 +286,24 @@ class RowLoop(LoaderFeeder[T_co]):
         """Wait until the changes of all batches before the current one are in the stores.
 
         Raises:
-            ClosedError: If a loop runs in another thread.
-            Exception: If a write-back failed; the error as it was.
+            ClosedError: If the loop runs in another thread.
+            Exception: If a write-back has failed. The original error is raised.
         """
         self._lending.require_thread()
         self._loop.drain()
 
     def land(self) -> None:
-        """Call ``flush_writes``, which was named ``land`` before."""
+        """Call ``flush_writes``; this is its former name."""
         self.flush_writes()
 
     def release_tables(self) -> None:
         """Release the tables if the loop has ended without doing so, or cannot continue.
 
-        Interrupts can keep a loop from releasing its tables. A loop cannot continue if only
-        tracebacks keep its iterator.
+        Interrupts can prevent a loop from releasing its tables. A loop cannot continue if only
+        tracebacks refer to its iterator.
 
         Raises:
-            Exception: If a write-back failed; the error as it was.
+            Exception: If a write-back has failed. The original error is raised.
         """
         if self.is_running and self._iterator is not None and not is_abandoned(self._iterator):
             return
@@ -298,10 +313,10 @@ class RowLoop(LoaderFeeder[T_co]):
         self._loop.drain()
 
     def _leave(self, reason: str) -> None:
-        """End the loop, which runs in this thread, as ``break`` does, and release its tables.
+        """End the loop as ``break`` does, and release its tables. The loop is in this thread.
 
         Args:
-            reason: Error of its iterator, if it is asked for another batch.
+            reason: Error message of its iterator, if the program requests another batch.
         """
         self._loop.leave(reason)
         self._lending.release(self)
@@ -312,14 +327,15 @@ class RowLoop(LoaderFeeder[T_co]):
         The loader, tables and optimizers stay open. A second call does nothing.
 
         Raises:
-            Exception: If a write-back failed and no loop has raised its error; the error as it was.
+            Exception: If a write-back has failed and the loop has not raised its error yet. The
+                original error is raised.
         """
         with contextlib.ExitStack() as stack:
             stack.callback(super().close)
             generator = self._generator()
             if generator is None or self._lending.is_in_other_thread:
                 return
-            # A loop that is not suspended here raises ClosedError when it asks for a batch.
+            # Any other loop raises ClosedError when it requests a batch.
             if is_suspended(generator):
                 generator.close()
 
@@ -337,7 +353,7 @@ class RowLoop(LoaderFeeder[T_co]):
         return self._iterator() if self._iterator is not None else None
 
     def _begin(self) -> None:
-        """Begin an epoch of the loader where the loop begins."""
+        """Begin an epoch of the loader at the first batch of the loop."""
         # The caches of a training loop keep their memory inside evaluating().
         inside = self._lending.is_inside_evaluation
         self._row_source.caches = [None] * len(self._tables) if inside else self._caches
@@ -362,8 +378,7 @@ class RowLoop(LoaderFeeder[T_co]):
                     self._lending.require_training()
                     self._lending.check_step()
                 finally:
-                    # If the loop is left by break or by an error, what the optimizer has done
-                    # counts, as it does in the plain loop.
+                    # After break or an error, the optimizer's changes count, as in the plain loop.
                     del data
                     self._lending.finish_batch(check=has_finished)
             self._lending.check_stores()
@@ -372,7 +387,8 @@ class RowLoop(LoaderFeeder[T_co]):
 def _schedule(depth: int | None, tables: Sequence[LentTable], *, verify: bool) -> PrefetchSchedule:
     """Return the schedule of a loop, which measures its depth if none was given.
 
-    The ranks of sharded tables must do the same, and a loop that is verified is slow either way.
+    Ranks of sharded tables need the same depth, and a verified loop is slow at any depth. Neither
+    measures its depth.
     """
     writes = any(lent.may_write for lent in tables)
     if depth is not None:

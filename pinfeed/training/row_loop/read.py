@@ -1,4 +1,4 @@
-"""read_rows(): a loop over a loader's batches that prefetches rows of tables and changes none."""
+"""read_rows(): a loop over a loader that prefetches table rows without training them."""
 
 from __future__ import annotations
 
@@ -64,49 +64,51 @@ def read_rows(
     route: str | None = None,
     **options: Unpack[TableLoopOptions],
 ) -> RowLoop[Any]:
-    """Iterate a loader's batches with the table rows that they look up, without training them.
+    """Iterate over a loader's batches, and prefetch their table rows without training them.
 
-    The rows are prefetched as in ``train_rows``. They have no gradients, in any mode of the model,
+    The rows are prefetched as in ``train_rows``. They have no gradients in any mode of the model,
     and are not written back. Optimizer state is not read. Use it to evaluate after an epoch or in a
     training step, to serve a table that another program has written, or to train a dense model on
     frozen tables.
 
-        with torch.no_grad():
-            for batch in pinfeed.read_rows(test_loader, {users: "user"}):
-                scores = model(users(batch["user"]), batch)
+    Examples:
+        >>> users = pinfeed.HostEmbedding(1_000, 16, name="users")
+        >>> loader = [{"user": torch.tensor([3, 7])}]
+        >>> for batch in pinfeed.read_rows(loader, {users: "user"}):
+        ...     print(users(batch["user"]).shape)
+        torch.Size([2, 16])
 
-    Several loops may read a table at the same time, in one thread or in several. Tables may be
-    frozen or read-only, and may share rows. Ids that were not announced are read from the store
-    when they are looked up. While a loop over ``train_rows`` lends rows of one of the tables, loop
-    inside its ``evaluating()``:
+    Several loops may read a table at the same time, in one or in several threads. Tables may be
+    frozen or read-only, and may share rows. Lookups read ids that the function in ``tables`` did
+    not return from the store. While a loop over ``train_rows`` uses one of the tables, loop inside
+    its ``evaluating()``:
 
         with batches.evaluating():
             for batch in pinfeed.read_rows(test_loader, ids):
                 ...
 
-    Tables have no cache (``device_cache``) in such a loop, because the caches of the training loop
-    keep their memory. Make the loop once and iterate it in each evaluation, or make a new one: the
-    results are the same.
+    Inside ``evaluating()``, tables have no cache (``device_cache``), because the caches of the
+    training loop keep their memory. You can create the loop once and iterate over it in each
+    evaluation, or create a new one each time. The results are the same.
 
-    As in ``train_rows``, ``max_norm`` renormalizes the rows of a batch on the device where they are
-    looked up. The table itself stays as it is.
+    A lookup renormalizes rows of the batch on the device if the table has ``max_norm``. The table
+    itself does not change.
 
     Args:
         loader: A DataLoader, or any iterable of batches on the host, as for ``wrap_loader``.
-        tables: For each table, a function that takes a batch on the host and returns the ids that
-            will be looked up, or the key of the batch under which they are. Forms of ids are those
-            of ``train_rows``.
+        tables: For each table, the key of its ids in the batch, or a function that returns the ids
+            of a batch on the host, as for ``train_rows``.
         config: Memory limits, which bound the caches of tables, as for ``train_rows``.
-        depth: Number of batches to prefetch; 0 is the synchronous loop. With None, the loop keeps
-            the faster way, as measured.
+        depth: Number of batches to prefetch. 0 is the synchronous loop. With None, the loop
+            measures which is faster, as for ``train_rows``.
         look_ahead: Number of later batches that the caches of tables know, as for ``train_rows``.
         device: Target device, as for ``Feeder``.
-        route: Route of rows of page-locked stores to a GPU, as for ``Feeder``.
-        options: Functions on batches and other options of ``train_rows``, except ``optimizer``.
+        route: Route of rows of page-locked (pinned) stores to a GPU, as for ``Feeder``.
+        options: Transforms and other options of ``train_rows``, except ``optimizer``.
 
     Raises:
-        ArgumentError: If there are no tables, some are sharded and some are not, or a cache does
-            not hold a row.
+        ArgumentError: If no table is given, only some of the tables are sharded, or a cache is
+            smaller than a row.
         BudgetError: If caches take more memory than ``config`` leaves.
         UnknownArgument: If an argument does not exist. The message says where it belongs.
         DeviceError: If the device does not exist.

@@ -1,4 +1,4 @@
-"""ReadTable: a table whose rows a loop lends for reading alone."""
+"""ReadTable: a table whose rows a loop lends only for reading."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ReadTable(LentTable):
-    """Table whose rows a loop lends batch by batch, without gradients, and does not write back.
+    """Table whose rows a loop lends for each step, without gradients and write-back.
 
     Several loops may read a table at the same time.
 
@@ -42,8 +42,8 @@ class ReadTable(LentTable):
         if isinstance(table, ShardedEmbedding) and table._lender is not None:
             raise ClosedError(
                 f"read_rows of {table.name}, which is sharded, inside evaluating(): the ranks "
-                "exchange rows for one loop at a time; look the rows up without read_rows there, "
-                "on all ranks at once, or loop over read_rows after the epoch"
+                "exchange rows for one loop at a time; inside evaluating(), look the rows up "
+                "without read_rows, on all ranks at once, or loop over read_rows after the epoch"
             )
 
     def is_reserved(self, loop: RowLoop[Any]) -> bool:
@@ -83,13 +83,13 @@ class ReadTable(LentTable):
         self.table._read_loans.set(self._loop, None)
 
     def check_step(self) -> None:
-        """Check that the rows have not been changed, because changes are not written back.
+        """Check that the program has not changed the rows, because they are not written back.
 
         Raises:
-            WriteBackError: If they have.
+            WriteBackError: If the rows have changed.
         """
         assert self._rows is not None
-        # max_norm changes the rows of a batch where they are looked up.
+        # With max_norm, lookups change the rows of a batch.
         if self.table.max_norm is None and self._rows.touched:
             raise WriteBackError(
                 f"rows of {self.table.name} were changed in a loop over read_rows, which writes "
@@ -101,7 +101,7 @@ class ReadTable(LentTable):
 
 
 def read_tables(tables: Any) -> list[LentTable]:
-    """Return the tables that the user gave to ``read_rows``. They may share rows.
+    """Return the tables of ``read_rows``. They may share rows.
 
     Raises:
         ArgumentError: If ``tables`` does not map tables to their ids.

@@ -1,4 +1,4 @@
-"""LoaderReplay: begins an epoch of a loader a second time, with the same batches."""
+"""LoaderReplay: repeats an epoch of a loader with the same batches."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pinfeed.training.embeddings.source import TableRowSource
 
 
 class LoaderReplay:
-    """State of the random generators from which a loader draws, as its epoch began.
+    """State of the loader's random generators at the beginning of its epoch.
 
-    A loop that is resumed begins the epoch of the loader again, with the generators as they were
-    then, and drops the batches that were done.
+    A resumed loop begins the epoch of the loader again with this state, and drops the batches that
+    were done.
 
     Args:
         source: Source that iterates the loader.
@@ -27,8 +27,8 @@ class LoaderReplay:
         self.set_epoch_number: int | None = None
         self._source = source
         self._generators: dict[str, Any] = {}
-        # A loaded state that was taken when all batches of its epoch had been lent. The end of that
-        # epoch is replayed too, because the loader may draw random numbers there.
+        # A loaded state from the end of an epoch, when all its batches had been lent. The end of
+        # the epoch is also replayed, because the loader may draw random numbers there.
         self._finished: Mapping[str, Any] | None = None
 
     def note_epoch(self, number: int) -> None:
@@ -54,7 +54,7 @@ class LoaderReplay:
         self._finished = dict(state) if is_finished else None
 
     def begin(self, start: int) -> None:
-        """Begin an epoch of the loader, from batch ``start`` on."""
+        """Begin an epoch of the loader at batch ``start``."""
         if self._finished is not None:
             self._replay(self._finished["batch"], finish=True)
             self._finished = None
@@ -70,7 +70,7 @@ class LoaderReplay:
         return {**rng_state.capture(), "loader": own}
 
     def _replay(self, n_done: int, *, finish: bool) -> None:
-        """Begin the epoch as it was begun, and drop the batches that were done.
+        """Begin the epoch in the same way again, and drop the batches that were done.
 
         Args:
             n_done: Number of batches that were done.
@@ -90,5 +90,5 @@ def require_row_loop_state(state: Mapping[str, Any]) -> None:
     """Raise ArgumentError unless ``state`` has the keys of a state of a loop over train_rows."""
     if not {"told", "random"} <= set(state):
         raise ArgumentError(
-            "not a state of a loop over train_rows; expected what state_dict() returned"
+            "not a state of a loop over train_rows; expected what its state_dict() returned"
         )

@@ -1,4 +1,4 @@
-"""row_source(): the source of a loader's batches with the rows that they look up in tables."""
+"""row_source(): makes the source of a loader's batches and their table rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pinfeed.training.distributed.table import ShardedEmbedding
 from pinfeed.training.embeddings.source import TableRowSource
 from pinfeed.training.row_loop.lent_table import LentTable
 
-# More batches ahead gain little, unless they are many.
+# Slightly larger numbers gain little.
 _LOOK_AHEAD = 2
 
 
@@ -24,14 +24,14 @@ def row_source(
     look_ahead: int | None,
     verify: bool,
 ) -> TableRowSource:
-    """Return the source of the loader's batches, with rows of local or of sharded tables.
+    """Return the source of the loader's batches, with rows of local or sharded tables.
 
     Args:
         loader: Iterable of batches on the host.
         tables: The tables.
         schedule: Number of batches to prefetch.
         look_ahead: Number of later batches that caches know when they decide which rows of a batch
-            to keep; None for the default. Sharded tables have no look-ahead.
+            to keep. None is the default. Sharded tables have no look-ahead.
         verify: Whether the loop compares all rows with those of the synchronous loop.
 
     Raises:
@@ -42,14 +42,14 @@ def row_source(
     sharded = [lent.table for lent in tables if isinstance(lent.table, ShardedEmbedding)]
     if not sharded:
         if look_ahead is None:
-            # The synchronous loop draws each batch when it is asked for.
+            # The synchronous loop requests each batch from the loader only when a step needs it.
             look_ahead = _LOOK_AHEAD if schedule.depth else 0
         return TableRowSource(loader, specs, look_ahead)
     peers = sharded[0].rank_group
     if len(sharded) < len(tables) or any(table.rank_group is not peers for table in sharded):
         raise ArgumentError(
-            f"tables: {', '.join(map(_description, tables))}; expected all of them sharded, over "
-            "the same process_group, or none"
+            f"tables: {', '.join(map(_description, tables))}; expected either all tables sharded "
+            "over the same process_group, or no sharded table"
         )
     shards = [
         ShardedTableSpec(spec, lent.optimizer is not None, table.mean)

@@ -1,4 +1,4 @@
-"""train_rows(): a loop over a loader's batches that prefetches the rows which they look up."""
+"""train_rows(): a loop over a loader that prefetches the table rows of each batch."""
 
 from __future__ import annotations
 
@@ -65,68 +65,70 @@ def train_rows(
     route: str | None = None,
     **options: Unpack[TableLoopOptions],
 ) -> RowLoop[Any]:
-    """Iterate a loader's batches on the device, together with the table rows that they look up.
+    """Iterate over a loader's batches on the device, and prefetch the table rows of each batch.
 
-    A few batches ahead, background threads ask the loader for a batch, collect the distinct ids
-    that it looks up, and copy those rows of the tables, with their optimizer state, to the device.
-    Rows that an earlier batch changes in the meantime are updated on the device. When the loop asks
-    for the next batch, or ends, the rows of the batch are written back in the background, after all
-    work that is queued in the current stream. All writes are complete when the loop has ended.
-    Losses, tables and state equal those of the synchronous loop, ``depth=0``, bit for bit.
+    Background threads work a few batches ahead. They request a batch from the loader, collect its
+    distinct ids, and copy the rows of these ids and their optimizer state to the device. If an
+    earlier batch changes some of these rows, their prefetched copies are updated on the device.
+    When the loop requests the next batch or ends, pinfeed writes the rows of the batch back in the
+    background. The write-back follows all work that is queued in the current stream. All writes are
+    complete when the loop has ended. Losses, tables and optimizer state equal those of the
+    synchronous loop (``depth=0``) bit for bit.
 
-        users = pinfeed.HostEmbedding(50_000_000, 128)
-        optimizer = pinfeed.RowOptimizer(torch.optim.Adam, [users], lr=1e-3)
-        ids = {users: lambda batch: batch["user"]}
-        for batch in pinfeed.train_rows(loader, ids, optimizer=optimizer):
-            loss = model(users(batch["user"]), batch).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    Examples:
+        >>> users = pinfeed.HostEmbedding(1_000, 16, name="users")
+        >>> optimizer = pinfeed.RowOptimizer(torch.optim.Adam, [users], lr=1e-3)
+        >>> loader = [{"user": torch.randint(1_000, (64,))} for _ in range(10)]
+        >>> for batch in pinfeed.train_rows(loader, {users: "user"}, optimizer=optimizer):
+        ...     users(batch["user"]).square().mean().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
 
-    If tables are sharded, all ranks loop at the same time, each over its own batches, and over
-    equally many of them.
+    With sharded tables, all ranks loop at the same time. Each rank loops over its own batches, and
+    all ranks need the same number of batches.
 
     Args:
         loader: A DataLoader, or any iterable of batches on the host, as for ``wrap_loader``.
-        tables: For each table, a function that takes a batch on the host and returns the ids that
-            the training step will look up: integers in a tensor or array of any shape, or several
-            of these in a tuple, list or dict. Or the key of the batch under which they are. The
-            function is called by a background thread, or by the training thread in the synchronous
-            loop, one batch at a time, in order.
-        optimizer: The RowOptimizer, or several, that step in the loop, alone or in a
-            CombinedOptimizer; their state is moved with the rows.
-        config: Memory limits, which bound the caches of tables (``device_cache``). Caches of the
-            size ``"auto"`` take ``Config(device_cache=...)`` bytes, or else three quarters of what
-            the limits leave, because the rows of the batches need memory, too. None for the free
-            memory. Its ``depth`` is taken if none is given here.
+        tables: For each table, the key of its ids in the batch, or a function that returns the ids
+            of a batch on the host. It must return all ids that the training step will look up. Ids
+            are integers in a tensor or array of any shape, or several of these in a tuple, list or
+            dict. The function gets one batch at a time, in order. A background thread calls it; in
+            the synchronous loop, the training thread does.
+        optimizer: The RowOptimizer that steps in the loop, alone or in a CombinedOptimizer, or
+            several of these. Their state is moved together with the rows.
+        config: Memory limits, which bound the caches of tables (``device_cache``). Caches of size
+            ``"auto"`` take ``Config(device_cache=...)`` bytes. If this is not set, they take three
+            quarters of the memory that the limits leave, because the rows of the batches need the
+            rest. With None, the free memory is the limit. Its ``depth`` is used if the argument
+            ``depth`` is None.
         depth: Number of batches to prefetch, at most 1,024. 0 is the synchronous loop, in which the
-            training thread asks for batches and ids. With None, the loop times some batches with 2
-            of them ahead and some in the synchronous loop, and keeps the faster way, which
-            ``depth_reason`` names. With ``verify`` or sharded tables, None is 2.
+            training thread requests batches and ids. With None, the loop times some batches with 2
+            batches prefetched and some in the synchronous loop, and keeps the faster one.
+            ``depth_reason`` names it. With ``verify`` or sharded tables, None is 2.
         look_ahead: Number of later batches that the caches of tables know when they decide which
-            rows of a batch to keep. The loader is asked for these batches in advance, and they wait
-            in host memory. With more of them, somewhat fewer rows travel. None is 2, or 0 in the
-            synchronous loop. It has no effect without caches, or if tables are sharded.
+            rows of a batch to keep. The loop requests these batches from the loader in advance, and
+            keeps them in host memory. With a larger number, slightly fewer rows are copied. None is
+            2, or 0 in the synchronous loop. It has no effect without caches or with sharded tables.
         device: Target device, as for ``Feeder``.
-        route: Route of rows of page-locked stores to a GPU, as for ``Feeder``.
-        verify: Whether to keep a copy of every row that was lent, run the synchronous loop on it,
-            and raise VerificationError at the first difference. Every batch then waits for the
-            device.
+        route: Route of rows of page-locked (pinned) stores to a GPU, as for ``Feeder``.
+        verify: Whether to compare all rows with the synchronous loop. The loop then keeps a copy of
+            every row that it has used, and raises VerificationError at the first difference. Every
+            batch waits for the device.
         again: Rule for a loop that begins while an older one has not ended, as for ``Feeder``. The
             rows of the older loop are written back.
         progress: Whether to show a progress bar.
         timeline: Whether to record what takes time in every batch.
-        host_transform: Function that takes each batch of the loader, before the ids are asked for,
-            and returns a batch of any structure, as for ``wrap_loader``.
+        host_transform: Function that takes each batch of the loader and returns a batch of any
+            structure, as for ``wrap_loader``. It runs before the ids are collected.
         device_transform: Function that takes each batch on the device, without the rows of tables,
-            and returns what the loop gets, as for ``wrap_loader``. Ids that it returns unchanged
-            are looked up without a search.
-        seed: Seed of the generators of these functions; None is 0.
+            and returns what the loop receives, as for ``wrap_loader``. Ids that it returns
+            unchanged are looked up without a search.
+        seed: Seed of the random generators of the transforms. None is 0.
 
     Raises:
-        ArgumentError: If there are no tables, tables share rows, some tables are sharded and some
-            are not, an optimizer is not a RowOptimizer, a cache does not hold a row, a function is
-            not callable, or ``seed`` is given without a function that gets a generator.
+        ArgumentError: If no table is given, tables share rows, only some of the tables are sharded,
+            or an optimizer is not a RowOptimizer. Also if a cache is smaller than a row, a function
+            is not callable, or ``seed`` is given without a function that takes a generator.
         BudgetError: If caches take more memory than ``config`` leaves.
         UnknownArgument: If an argument does not exist. The message says where it belongs.
         DeviceError: If the device does not exist.

@@ -1,4 +1,4 @@
-"""SynchronousRows: the rows as the synchronous loop has them, for verification."""
+"""SynchronousRows: the row values of the synchronous loop, for verification."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from pinfeed.tensors.numpy_torch import bytes_by_row, to_numpy
 
 
 class SynchronousRows:
-    """Rows as the synchronous loop has them: a copy of every row that was lent.
+    """The row values of the synchronous loop: a copy of every row that was lent.
 
-    A row is read from its store when it is lent for the first time, because the loop has not
-    written it before. Later writes of the loop change the copy at once.
+    A row is copied from its store when it is lent for the first time, because the loop has not
+    written it before. Later writes of the loop change the copy immediately.
 
     Args:
-        tables: For each table its name, the names of its stores (weights, then row-wise state), and
-            these stores.
+        tables: For each table: its name, the names of its stores (weights, then row-wise state),
+            and the stores.
     """
 
     def __init__(self, tables: Sequence[tuple[str, Sequence[str], Sequence[Store]]]) -> None:
         self._tables = [_copies_of(*table) for table in tables]
 
     def check(self, batch: int, lent: Sequence[tuple[Rows, Sequence[torch.Tensor]]]) -> None:
-        """Compare the rows of a batch with those that the synchronous loop would gather.
+        """Compare the rows of a batch with the rows that the synchronous loop would gather.
 
         Args:
             batch: Number of the batch, for the error.
-            lent: For each table its row indices, and these rows of each of its stores.
+            lent: For each table: its row indices, and these rows of each of its stores.
 
         Raises:
             VerificationError: If a row differs.
@@ -46,8 +46,8 @@ class SynchronousRows:
         """Write the rows that the loop writes back.
 
         Args:
-            written: For each table its row indices, and the values for each of its stores. None in
-                place of values leaves a store, or a table, unchanged.
+            written: For each table: its row indices, and the values for each of its stores. None
+                instead of values leaves a store or a table unchanged.
         """
         for table, (rows, tensors) in zip(self._tables, written, strict=True):
             for copy, tensor in zip(table, tensors or (), strict=False):
@@ -68,7 +68,7 @@ class SynchronousRows:
 
 
 class _RowCopies:
-    """Copies of rows of one store, by row index, as bytes."""
+    """Copies of rows of one store as bytes, by row index."""
 
     def __init__(self, name: str, store: Store) -> None:
         self.name = name
@@ -76,7 +76,7 @@ class _RowCopies:
         self.values: dict[int, npt.NDArray[np.uint8]] = {}
 
     def compare(self, when: str, rows: Rows, found: npt.NDArray[np.uint8]) -> None:
-        """Compare rows with their copies; rows without a copy are read from the store first.
+        """Compare rows with their copies. Rows without a copy are first read from the store.
 
         Args:
             when: Beginning of the error.
@@ -103,7 +103,7 @@ class _RowCopies:
 
 
 def _copies_of(table: str, names: Sequence[str], stores: Sequence[Store]) -> list[_RowCopies]:
-    """Return copies, still empty, of the rows of each store of a table."""
+    """Return empty row copies for each store of a table."""
     pairs = zip(names, stores, strict=True)
     return [_RowCopies(f"{table}, {name}", store) for name, store in pairs]
 

@@ -14,17 +14,29 @@ METHODS = ("on_train_begin", "on_epoch_begin", "on_batch_end", "on_epoch_end", "
 
 
 class Callbacks:
-    """Objects with callback methods, called with the Trainer in the order in which they were given.
+    """Callback objects of a Trainer, called in the order in which the user gave them.
 
-    An object has some of these methods:
+    Pass the objects to ``Trainer(callbacks=...)``. Each object has some of these methods:
 
     - ``on_train_begin(trainer)``, ``on_train_end(trainer)``: Before and after ``train``; the latter
       is not called after an error.
-    - ``on_epoch_begin(trainer, epoch)``: Before an epoch, with its number.
-    - ``on_batch_end(trainer, batch, loss)``: After a batch, with its number and the loss as a
-      tensor on the device (None if there was no backward pass).
+    - ``on_epoch_begin(trainer, epoch)``: Before an epoch, with its number from 0.
+    - ``on_batch_end(trainer, batch, loss)``: After a batch, with its number from 0 and the loss as
+      a tensor on the device (None if there was no backward pass).
     - ``on_epoch_end(trainer, row)``: After an epoch, with its Record of the history; not called
       after an error or ``break``.
+
+    Examples:
+        >>> class PrintLoss:
+        ...     def on_epoch_end(self, trainer, row):
+        ...         print("epoch", row.epoch, "has ended")
+        >>> model = torch.nn.Linear(8, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> loader = [(torch.randn(32, 8), torch.randn(32, 1))]
+        >>> loss = torch.nn.MSELoss()
+        >>> with pinfeed.Trainer(model, loss, sgd, loader, callbacks=[PrintLoss()]) as trainer:
+        ...     history = trainer.train(1)
+        epoch 0 has ended
 
     Args:
         callbacks: The objects.
@@ -49,7 +61,7 @@ class Callbacks:
                 )
 
     def __call__(self, method: str, *args: Any) -> None:
-        """Call a method of each object that has it; their errors propagate."""
+        """Call a method of each object that has it; errors of the objects propagate."""
         for callback in self._callbacks:
             if (found := getattr(callback, method, None)) is not None:
                 found(*args)
@@ -61,11 +73,11 @@ def progress_bar(
 ) -> Iterator[Callable[[torch.Tensor | None], None]]:
     """Show the progress of an epoch.
 
-    The loss is shown only on the CPU, because reading it from a GPU would wait for the device.
+    The bar shows the loss only on the CPU, because reading it from a GPU would wait for the device.
 
     Args:
         shown: Whether there is a bar.
-        source: The batches; their number is shown if it is known.
+        source: The batches; the bar shows their number if ``len(source)`` exists.
         epoch: Number of the epoch.
 
     Yields:

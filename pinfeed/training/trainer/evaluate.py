@@ -1,4 +1,4 @@
-"""Evaluation: losses and metrics of a loader's batches, without gradients, in chunks that fit."""
+"""Evaluation: loss and metrics of a loader's batches, without gradients, in chunks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Evaluator:
 
         Args:
             loader: Yields pairs of inputs and targets, or inputs alone.
-            metrics: Functions of outputs and targets of a batch.
+            metrics: Functions of the outputs and targets of a batch, by name.
             is_feeder: Whether the loader yields batches on the device.
         """
         totals = _Totals(self.loss, metrics)
@@ -66,7 +66,9 @@ class Evaluator:
                     loss = torch.as_tensor(self.loss(outputs, targets)).detach().double()
                 totals.add(loss, outputs, targets, n)
         if not totals.n_samples:
-            raise ArgumentError(f"loader={loader!r} gave no samples; expected at least one batch")
+            raise ArgumentError(
+                f"loader={loader!r} yielded no samples; expected at least one batch"
+            )
         return totals.means(), totals.n_samples
 
     def _batches(self, parts: Iterable[Any]) -> Iterator[tuple[Any, Any, int]]:
@@ -101,7 +103,7 @@ class Evaluator:
 
 
 class _Totals:
-    """Sums of loss and metrics over batches; they stay on the device until the end.
+    """Sums of loss and metrics over batches, which stay on the device until ``means``.
 
     Attributes:
         n_samples: Number of samples.
@@ -124,7 +126,7 @@ class _Totals:
         if self._reduction == "sum":
             self._loss = self._loss + loss
         else:
-            # The mean of no terms is NaN, and has no weight.
+            # The mean of no terms is NaN, so such a batch has no weight.
             self._loss = self._loss + torch.where(weight > 0, loss * weight, 0.0)
         for name, metric in self._metrics.items():
             value = torch.as_tensor(metric(outputs, targets)).detach().double()
@@ -142,7 +144,7 @@ class _Totals:
 
 
 class _Parts:
-    """Parts of a loader's batches: inputs, targets, and whether the part is its batch's last."""
+    """Parts of a loader's batches: inputs, targets, and whether the part ends its batch."""
 
     def __init__(self, loader: Any, size: int | None) -> None:
         self._loader = loader
@@ -159,14 +161,14 @@ class _Parts:
 
 
 def check_metrics(metrics: Any) -> None:
-    """Refuse metrics that are not a dict of functions.
+    """Check that metrics are a dict of functions.
 
     Raises:
-        ArgumentError: If they are not.
+        ArgumentError: If they are not a dict, or one of them is not a named function.
     """
     if metrics is not None and not isinstance(metrics, Mapping):
         raise ArgumentError(
-            f"metrics={metrics!r}: expected a dict of functions of outputs and targets, as "
+            f"metrics={metrics!r}: expected a dict of functions of outputs and targets, such as "
             "{'accuracy': function}"
         )
     for name, metric in (metrics or {}).items():
@@ -178,10 +180,10 @@ def check_metrics(metrics: Any) -> None:
 
 
 def pair_of(batch: Any) -> tuple[Any, Any]:
-    """Return inputs and targets of a batch; targets are None if the batch is inputs alone.
+    """Return inputs and targets of a batch; targets are None if the batch has inputs only.
 
     Raises:
-        ArgumentError: If the batch is a tuple or list that is no pair.
+        ArgumentError: If the batch is a tuple or list that is not a pair.
     """
     if not isinstance(batch, (tuple, list)):
         return batch, None

@@ -12,7 +12,17 @@ from pinfeed.training.trainer.record import COLUMNS, Record
 
 
 class History:
-    """Records of a training run, in the order in which they ended; no tensor is kept.
+    """Records of a training run, as plain numbers, in the order in which they ended.
+
+    Examples:
+        >>> model = torch.nn.Linear(8, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> loader = [(torch.randn(32, 8), torch.randn(32, 1)) for _ in range(5)]
+        >>> with pinfeed.Trainer(model, torch.nn.MSELoss(), sgd, loader) as trainer:
+        ...     history = trainer.train(2)
+        >>> len(history.epochs), len(history.batches)
+        (2, 10)
+        >>> history.save("history.csv")
 
     Attributes:
         rows: All records.
@@ -31,7 +41,7 @@ class History:
 
     @property
     def batches(self) -> list[Record]:
-        """Records of backward passes; those of an epoch are added when it has ended."""
+        """Records of backward passes; an epoch adds its records when it ends."""
         return [row for row in self.rows if row.kind == "batch"]
 
     @property
@@ -45,7 +55,7 @@ class History:
         return [row for row in self.rows if row.kind == "evaluation"]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a table (.csv) or a list of objects (.json), in which metrics are further columns.
+        """Write a table (.csv) or a list of objects (.json); each metric has a column of its own.
 
         Raises:
             ArgumentError: If the path has another ending.
@@ -57,7 +67,7 @@ class History:
         """Return the history that ``save`` wrote.
 
         Raises:
-            ArgumentError: If the path ends in neither .csv nor .json, or the file is no history.
+            ArgumentError: If the path ends in neither .csv nor .json, or the file is not a history.
         """
         history = cls()
         for number, row in enumerate(table_file.read(path)):
@@ -72,11 +82,11 @@ class History:
         return history
 
     def draw(self, path: str | os.PathLike[str]) -> None:
-        """Draw losses and memory (.png, .svg, .pdf; needs matplotlib).
+        """Draw losses and memory into a picture, such as history.png; needs matplotlib.
 
         Raises:
             MissingDependency: If matplotlib is not installed.
-            ArgumentError: If the history is empty, or the path is not that of a picture.
+            ArgumentError: If the history is empty, or ``path`` is not the path of a picture.
         """
         draw_history(self.rows, path)
 

@@ -25,15 +25,17 @@ def draw_history(records: Sequence[Record], path: str | os.PathLike[str]) -> Non
 
     Raises:
         MissingDependency: If matplotlib is not installed.
-        ArgumentError: If there are no records, or the path is not that of a picture.
+        ArgumentError: If there are no records, or ``path`` is not the path of a picture.
     """
     if not records:
-        raise ArgumentError("the history is empty: train first")
+        raise ArgumentError("the history is empty; expected at least one record; train first")
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise MissingDependency('a picture needs matplotlib: pip install "pinfeed[plot]"') from None
+        raise MissingDependency(
+            'draw() needs matplotlib; install it: pip install "pinfeed[plot]"'
+        ) from None
     figure = Figure(figsize=(10, 7), layout="constrained")
     _check_path(path, FigureCanvasAgg(figure).get_supported_filetypes())
     losses, memory = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
@@ -71,7 +73,7 @@ def _draw_memory(axes: Any, records: Sequence[Record], positions: Sequence[float
         points = []
         for x, record in zip(positions, records, strict=True):
             nbytes = getattr(record, name)
-            # An epoch is no moment at which memory was measured.
+            # The memory of an epoch is measured at its end, but its point is in its middle.
             if record.kind != "epoch" and nbytes is not None:
                 points.append((x, nbytes / _GIB))
         if points:

@@ -1,4 +1,4 @@
-"""MissingStepCheck: warnings about calls that a training loop may have forgotten."""
+"""MissingStepCheck: warns about calls that a training loop may lack."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class LoopWarning(UserWarning):
 
 
 class MissingStepCheck:
-    """Observes a training loop, and warns once for each call that it may have forgotten.
+    """Observes a training loop, and warns once for each call that it may lack.
 
-    - ``zero_grad``: A backward pass adds to gradients that a step has used already. Any way of
-      clearing them counts, because the check compares the gradients with those after the step.
-    - ``step``: Gradients that no step has used are cleared twice in a row, or an epoch ends that
-      had backward passes and no step.
+    - ``zero_grad``: A backward pass adds to gradients that a step has already used. The check
+      compares the gradients with those after the step, so the user may clear them in any way.
+    - ``step``: The loop clears gradients that no step has used, twice in a row. Or an epoch ends
+      that had backward passes and no step.
 
-    Several backward passes before a step are no mistake, because that accumulates gradients. Steps
-    are seen whoever takes them. If they cannot be seen (optimizers without hooks, scalers that skip
-    steps), the check does not warn about steps.
+    Several backward passes before a step are allowed, because they accumulate gradients. Hooks
+    notice every step, also those that the user's code calls. Without such hooks, or with a scaler
+    that may skip steps, the check does not warn about steps.
 
     Args:
         optimizers: Optimizers of the loop.
@@ -65,7 +65,7 @@ class MissingStepCheck:
         self._hooks = []
 
     def epoch_begins(self) -> None:
-        """Forget everything before the epoch."""
+        """Forget the gradients and counts of the previous epoch."""
         self._after_step = {}
         self._n_backward = 0
         self._n_discarded = 0
@@ -78,7 +78,7 @@ class MissingStepCheck:
             if used is not None and used == self._gradient_version(self._optimizers[i]):
                 self._warn(
                     "zero_grad",
-                    "backward() adds to gradients that step() has used already; call zero_grad() "
+                    "backward() adds to gradients that step() has already used; call zero_grad() "
                     "after each step()",
                 )
                 break
@@ -107,8 +107,8 @@ class MissingStepCheck:
         if self._n_discarded > 1 and self._sees_steps:
             self._warn(
                 "step",
-                "zero_grad() cleared gradients that no step() has used, twice running; call step() "
-                "after backward()",
+                "zero_grad() cleared gradients that no step() has used, twice in a row; call "
+                "step() after backward()",
             )
 
     def epoch_ends(self) -> None:

@@ -20,17 +20,22 @@ from pinfeed.training.trainer import table_file
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Memory at one moment, in bytes.
+    """Memory of the device and of the process at one moment, in bytes.
 
-    The numbers of the device are None without a GPU. Those of the process are None if the system
-    does not tell them.
+    The numbers of the device are None without a GPU. The numbers of the process are None if the
+    system does not report them.
+
+    Examples:
+        >>> snapshot = pinfeed.MemoryMonitor().snapshot("after loading")
+        >>> snapshot.label, snapshot.peak > 0
+        ('after loading', True)
 
     Attributes:
         label: Label that the caller gave.
         allocated: Device memory of torch's tensors.
         reserved: Device memory that torch's allocator holds, ``allocated`` included.
-        split: Free parts of reserved blocks that are partly in use. They cannot be returned to the
-            device.
+        split: Free parts of reserved blocks that are partly in use. The allocator cannot return
+            them to the device.
         free: Device memory that any process may still take.
         total: All memory of the device.
         anonymous: Resident memory of the process that is neither mapped from a file, nor shared,
@@ -38,7 +43,7 @@ class Snapshot:
         file: Resident memory that is mapped from files.
         shared: Shared memory: batches of a DataLoader's worker processes, and pinned memory that
             CUDA allocates.
-        pinned: Memory that pinfeed has pinned.
+        pinned: Memory that pinfeed has page-locked (pinned).
         peak: Largest resident memory since the process began.
     """
 
@@ -56,20 +61,24 @@ class Snapshot:
 
 
 class MemoryMonitor:
-    """Takes labelled snapshots of memory; ``str(monitor)`` is a table of them.
+    """Labelled snapshots of memory; ``str(monitor)`` is a table of all snapshots.
 
-        monitor = MemoryMonitor()
-        monitor.snapshot("after loading")
-        print(monitor)
+    Examples:
+        >>> monitor = pinfeed.MemoryMonitor()
+        >>> tensor = torch.zeros(1000, 1000)
+        >>> snapshot = monitor.snapshot("after loading")
+        >>> print(monitor)
+        label ...
 
-    A snapshot does not wait for the device, because torch knows on the host what it has allocated.
+    A snapshot does not wait for the device, because torch counts its allocations on the host.
     ``free`` may change at any moment, because other processes and running kernels take memory.
 
     Args:
-        device: A CUDA device; None for the current one, or for no device if there is no GPU.
+        device: A CUDA device, or the CPU to measure the process only. None is the current CUDA
+            device, or the CPU if there is no GPU.
 
     Attributes:
-        snapshots: All snapshots.
+        snapshots: All snapshots, in the order in which they were taken.
 
     Raises:
         DeviceError: If ``device`` is neither the CPU nor a GPU that exists.
@@ -80,7 +89,7 @@ class MemoryMonitor:
         found = None if device is None else torch_device(device, "'cpu', 'cuda', 'cuda:N' or None")
         if found is not None and found.type == "cuda" and not has_gpu:
             raise DeviceError(
-                f"device={device!r} was asked for, and there is no GPU here; take None"
+                f"device={device!r}: this machine has no GPU; give device=None or 'cpu'"
             )
         if found is not None and found.type == "cuda":
             check_gpu(found.index)
@@ -118,7 +127,7 @@ class MemoryMonitor:
         stats = torch.cuda.memory_stats(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
         kinds = ("allocated_bytes", "reserved_bytes", "inactive_split_bytes")
-        # torch has no statistics before it allocates.
+        # Before its first allocation, torch has no statistics.
         allocated, reserved, split = (int(stats.get(f"{kind}.all.current", 0)) for kind in kinds)
         return allocated, reserved, split, free, total
 

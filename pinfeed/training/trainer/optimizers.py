@@ -27,7 +27,7 @@ class OptimizerGroup:
     """Several optimizers used as one.
 
     Args:
-        optimizers: One optimizer, or several of different parameters.
+        optimizers: One optimizer, or several that have different parameters.
         schedulers: One scheduler, several or None; stepped after every epoch.
         clip_norm: Largest norm of all gradients together; None for no clipping.
         scaler: A ``torch.amp.GradScaler``, or None.
@@ -42,12 +42,13 @@ class OptimizerGroup:
         self.optimizers = _as_sequence(optimizers, "optimizer", "step", "zero_grad")
         self.schedulers = _as_sequence(schedulers, "scheduler", "step")
         if not self.optimizers:
-            raise ArgumentError("optimizer= is empty; expected a torch optimizer, or several")
+            raise ArgumentError(
+                "optimizer= is empty; expected a torch optimizer, or a list of torch optimizers"
+            )
         for one in (*self.optimizers, *self.schedulers):
             if isinstance(one, type):
                 raise ArgumentError(
-                    f"got the class {one.__name__}; expected what it makes, as "
-                    f"{one.__name__}(model.parameters())"
+                    f"got the class {one.__name__}; expected an object; give {one.__name__}(...)"
                 )
         is_number = hasattr(clip_norm, "__float__") and not isinstance(clip_norm, bool)
         if clip_norm is not None and not (is_number and clip_norm > 0):
@@ -62,10 +63,10 @@ class OptimizerGroup:
     def check_steps(self, model: nn.Module, loss: Any) -> None:
         """Check that an optimizer steps a parameter of the model or the loss.
 
-        None does if the model was copied or made anew after the optimizer.
+        No optimizer does if the model was copied or made again after the optimizer.
 
         Raises:
-            ArgumentError: If none does.
+            ArgumentError: If no optimizer steps such a parameter.
         """
         if any(map(row_optimizers, self.optimizers)):
             return
@@ -74,17 +75,18 @@ class OptimizerGroup:
         trainable = {id(p) for p in parameters if p.requires_grad}
         if trainable and trainable.isdisjoint(id(p) for p in self.parameters()):
             raise ArgumentError(
-                f"optimizer= steps none of the {len(trainable)} parameters of the model; make it "
-                "of model.parameters() of this very model"
+                f"optimizer= steps none of the {len(trainable)} parameters of the model; expected "
+                "an optimizer of this model's parameters; make it from model.parameters() of the "
+                "model that the Trainer gets"
             )
 
     def missing_step_check(self) -> MissingStepCheck:
-        """Return a check that warns if the loop forgets to step or to clear gradients."""
+        """Return a check that warns if the loop does not step or does not clear gradients."""
         has_scaler = self._scaler is not None
         return MissingStepCheck(self.optimizers, parameters_of, has_scaler=has_scaler)
 
     def step(self) -> None:
-        """Unscale and clip the gradients if asked for, and step all optimizers."""
+        """Clip the gradients if the user gave ``clip_norm``, and step all optimizers."""
         if self._clip_norm is not None:
             if self._scaler is not None:
                 for optimizer in self.optimizers:
@@ -104,7 +106,7 @@ class OptimizerGroup:
             optimizer.zero_grad()
 
     def step_schedulers(self, loss: float) -> None:
-        """Step the schedulers at the end of an epoch, ReduceLROnPlateau with the epoch's loss."""
+        """Step the schedulers after an epoch; ReduceLROnPlateau gets the loss of the epoch."""
         for scheduler in self.schedulers:
             if isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step(loss)
@@ -125,6 +127,7 @@ def _as_sequence(value: Any, name: str, *methods: str) -> Sequence[Any]:
         for method in methods:
             if not callable(getattr(one, method, None)):
                 raise ArgumentError(
-                    f"{name}={one!r} has no {method}(); expected a torch {name}, or a list of them"
+                    f"{name}={one!r} has no {method}(); expected a torch {name}, or a list of "
+                    f"torch {name}s"
                 )
     return found

@@ -1,4 +1,4 @@
-"""Recorder: measurements of a training run, without waiting for the device."""
+"""Recorder: measures a training run without waiting for the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pinfeed.training.trainer.history import History
 from pinfeed.training.trainer.record import Record
 
 _STACKED_LOSSES = 256
-"""Losses that are stacked into one tensor; a tensor of its own takes 512 bytes on a GPU."""
+"""Number of losses that share a tensor; a separate tensor takes 512 bytes on a GPU."""
 
 
 class MemoryUse(TypedDict):
@@ -46,8 +46,8 @@ class Recorder:
         device: Device of the model.
 
     Attributes:
-        history: History to which the records of an epoch are added when it has ended.
-        n_epochs: Epochs that have begun.
+        history: History that receives the records of an epoch when the epoch ends.
+        n_epochs: Number of epochs that have begun.
         is_recording: Whether an epoch is running.
         loss: Loss of the last backward pass of the current batch; None before it.
     """
@@ -91,7 +91,7 @@ class Recorder:
             self._pending.add(record, loss)
 
     def end(self) -> None:
-        """End the epoch, for whatever reason, and add its batches to the history."""
+        """End the epoch, also after an error, and add the records of its batches to the history."""
         self.is_recording = False
         self.loss = None
         self._records = self._pending.read()
@@ -134,7 +134,7 @@ class Recorder:
 class PendingRecords:
     """Records of batches whose losses are still on the device.
 
-    They are read when the epoch has ended, so that no batch waits for the device.
+    The losses are read when the epoch has ended, so that no batch waits for the device.
     """
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ class PendingRecords:
             self._stack()
 
     def read(self) -> list[Record]:
-        """Return all records with their losses, and forget them; waits for the device."""
+        """Wait for the device, return all records with their losses, and forget them."""
         self._stack()
         losses = [loss for stack in self._stacks for loss in stack.tolist()]
         pairs = zip(self._records, losses, strict=True)

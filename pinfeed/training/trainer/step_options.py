@@ -10,13 +10,22 @@ from pinfeed.validation.options import Default
 
 
 class StepOptions(TypedDict, total=False):
-    """Options of a training step; the last arguments of ``Trainer``."""
+    """Options of a training step: keyword arguments of ``Trainer``.
+
+    Examples:
+        >>> model = torch.nn.Linear(8, 1)
+        >>> adam = torch.optim.Adam(model.parameters())
+        >>> loader = [(torch.randn(32, 8), torch.randn(32, 1))]
+        >>> loss = torch.nn.MSELoss()
+        >>> with pinfeed.Trainer(model, loss, adam, loader, clip_norm=1.0) as trainer:
+        ...     history = trainer.train(1)
+    """
 
     scheduler: Annotated[Any, Default(None)]
-    """One scheduler, or several; they are stepped after every epoch."""
+    """One scheduler or several; the Trainer steps them after every epoch. None: no scheduler."""
     clip_norm: Annotated[float | None, Default(None)]
     """Largest norm of all gradients together; None does not clip."""
     scaler: Annotated[Any, Default(None)]
-    """A ``torch.amp.GradScaler``."""
+    """A ``torch.amp.GradScaler``; None does not scale the loss."""
     autocast: Annotated[torch.dtype | None, Default(None)]
     """Dtype of autocast for forward passes and losses; None uses no autocast."""

@@ -49,7 +49,10 @@ def _is_csv(path: str | os.PathLike[str]) -> bool:
         raise ArgumentError(f"path={path!r}: expected the path of a .csv or .json file")
     ending = os.path.splitext(os.fspath(path))[1]
     if ending not in (".csv", ".json"):
-        raise ArgumentError(f"{os.fspath(path)!r} ends in {ending!r}; expected .csv or .json")
+        raise ArgumentError(
+            f"path={os.fspath(path)!r} ends in {ending!r}; expected a path that ends in .csv or "
+            ".json"
+        )
     return ending == ".csv"
 
 

@@ -1,4 +1,4 @@
-"""Trainer: trains a model at once, epoch by epoch, or in a loop of the user's own."""
+"""Trainer: trains a model in one call, epoch by epoch, or in the user's own loop."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ _HINTS = {
         ("epochs", "n_epochs", "num_epochs", "max_epochs"),
         "give it to train(): trainer.train(n_epochs)",
     ),
-    "batch_size": "the loader has it; samples that are computed at a time are chunk_size=",
+    "batch_size": "give batch_size to the loader; chunk_size= is the number of samples that are "
+    "computed at a time",
     **dict.fromkeys(
         ("dataset", "data", "train_loader", "train_dataloader"),
         "give a loader of batches: DataLoader(dataset, batch_size=...)",
@@ -56,7 +57,7 @@ _HINTS = {
     **dict.fromkeys(("lr_scheduler", "schedulers"), "give it as scheduler="),
     **dict.fromkeys(
         ("gpu_memory_limit", "cpu_memory_limit"),
-        "limits are given together: config=pinfeed.Config(...)",
+        "give both limits in a Config: config=pinfeed.Config(...)",
     ),
     **dict.fromkeys(
         ("max_norm", "grad_clip", "max_grad_norm", "gradient_clip_val"), "give it as clip_norm="
@@ -66,46 +67,53 @@ _HINTS = {
 
 
 class Trainer:
-    """Trains a model at once, epoch by epoch, or in a loop of the user's own.
+    """Training loop for a model: in one call, epoch by epoch, or in the user's own loop.
 
-    These three are the same:
+    Examples:
+        >>> model = torch.nn.Linear(8, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> loader = [(torch.randn(32, 8), torch.randn(32, 1)) for _ in range(5)]
+        >>> with pinfeed.Trainer(model, torch.nn.MSELoss(), sgd, loader) as trainer:
+        ...     history = trainer.train(2)
+        >>> len(history.epochs)
+        2
 
-        trainer.train(1)
-
-        trainer.epoch()
+    ``trainer.train(1)`` does the same as ``trainer.epoch()`` and as this loop, apart from the
+    callbacks ``on_train_begin`` and ``on_train_end``:
 
         for inputs, targets in trainer.batches():
             trainer.backward(inputs, targets)
             trainer.step()
             trainer.zero_grad()
 
-    Gradients are those of whole batches, computed by a BigBatch. Without ``config`` and
-    ``chunk_size`` that is the plain step, and batches are prefetched to the device. With them,
-    batches stay where the loader has them, and their chunks are prefetched.
+    A BigBatch computes the gradients of whole batches. Without ``config`` and ``chunk_size``, it
+    runs the plain step, and batches are prefetched to the device. With one of them, batches stay
+    where the loader has them, and their chunks are prefetched.
 
-    The measurements of an epoch are in ``history`` when it has ended; no batch waits for the
-    device. The model stays in its training or eval mode.
+    ``history`` has the measurements of an epoch when the epoch has ended; taking them never makes
+    a batch wait for the device. The model stays in its training or eval mode.
 
     This is one class because its methods are the steps of one loop, which all three forms share.
 
     Args:
         model: The model.
-        loss: Function of outputs and targets; targets are None if there are none.
-        optimizer: A torch optimizer, or several of different parameters; RowOptimizer too.
+        loss: Function of outputs and targets, called with None for a batch without targets.
+        optimizer: A torch optimizer or a RowOptimizer; or several that have different parameters.
         loader: A DataLoader, a Feeder, or another iterable of batches: pairs of inputs and targets,
             or inputs alone, in any structure.
         config: Memory limits, as for BigBatch.
-        chunk_size: Samples of a chunk, instead of a limit.
+        chunk_size: Samples per chunk, instead of ``config``.
         strategy: Strategy, as for BigBatch.
-        prove: Whether strategies are compared with the plain step, as for BigBatch.
-        device: Device to which the model is moved; None for its current device.
+        prove: Whether to compare strategies with the plain step before using them, as for BigBatch.
+        device: Device to which the Trainer moves the model; None for the model's current device.
         callbacks: Objects with some of the methods that ``Callbacks`` names.
         progress: Whether to show a progress bar.
-        scheduler: One scheduler, or several. They are stepped after every epoch,
-            ReduceLROnPlateau with its mean loss. Step schedulers of batches in a callback.
-        clip_norm: Largest norm of all gradients together; larger ones are scaled down before a
-            step. None does not clip.
-        scaler: A ``torch.amp.GradScaler``.
+        scheduler: One scheduler or several. The Trainer steps them after every epoch, and gives
+            the mean loss of the epoch to ReduceLROnPlateau. Step a scheduler that counts batches
+            in a callback.
+        clip_norm: Largest norm of all gradients together; larger gradients are scaled down before
+            a step. None does not clip.
+        scaler: A ``torch.amp.GradScaler``; None does not scale the loss.
         autocast: Dtype of autocast for forward passes and losses; None uses no autocast.
 
     Attributes:
@@ -171,7 +179,7 @@ class Trainer:
     def close(self) -> None:
         """End threads, free pinned memory, and remove hooks from the optimizers.
 
-        The history stays. Further calls do nothing.
+        ``history`` stays readable. Further calls do nothing.
         """
         self._is_closed = True
         with contextlib.ExitStack() as stack:
@@ -187,7 +195,7 @@ class Trainer:
 
     @property
     def n_epochs(self) -> int:
-        """Epochs that have begun."""
+        """Number of epochs that have begun."""
         return self._recorder.n_epochs
 
     @property
@@ -199,7 +207,7 @@ class Trainer:
         """Train for ``n_epochs`` epochs, or until ``stop``, and return the history.
 
         Raises:
-            ArgumentError: If ``n_epochs`` is no whole number, or the loader yields no batch.
+            ArgumentError: If ``n_epochs`` is not a whole number, or the loader yields no batch.
         """
         n_epochs = whole_number(n_epochs, "n_epochs", least=0)
         self._is_training = True
@@ -217,7 +225,7 @@ class Trainer:
 
     def epoch(self) -> float:
         """Train for one epoch and return the mean of its losses, weighted by samples."""
-        # An error that the user keeps would otherwise keep the loop running.
+        # Without closing, an error that the user keeps would keep the loop running.
         with contextlib.closing(self.batches()) as batches:
             for batch in batches:
                 self.backward(*batch)
@@ -226,19 +234,19 @@ class Trainer:
         return self.history.epochs[-1].loss
 
     def batches(self) -> Generator[tuple[Any, Any], None, None]:
-        """Yield inputs and targets of an epoch, for a loop of the user's own.
+        """Yield inputs and targets of an epoch, for the user's own loop.
 
-        Existing gradients are cleared at the beginning.
+        The loop clears existing gradients when it begins.
 
         Raises:
-            ArgumentError: If the loader yields no batch, or one that is no pair.
+            ArgumentError: If the loader yields no batch, or a batch that is not a pair.
             ClosedError: If the trainer is closed, or another loop over it is running.
         """
         self._require_open()
         if self._recorder.is_recording:
             raise ClosedError(
-                "batches() while another loop over this trainer is running; end it (or close() its "
-                "iterator) first"
+                "another loop over this trainer is running; end that loop, or close() its "
+                "iterator, before calling batches() again"
             )
         self._is_stopped = self._is_training and self._is_stopped
         epoch = self._recorder.begin()
@@ -249,9 +257,9 @@ class Trainer:
             n_batches = yield from self._epoch_batches(epoch)
             if not n_batches and not self._is_stopped:
                 raise ArgumentError(
-                    f"loader={self.loader!r} gave no batch; expected at least one (an iterator is "
-                    "used up after its first epoch, and drop_last leaves nothing of fewer samples "
-                    "than a batch)"
+                    f"loader={self.loader!r} yielded no batch; expected at least one; give a "
+                    "loader that can be iterated again (an iterator is exhausted after one epoch), "
+                    "and no drop_last=True for fewer samples than one batch"
                 )
             self._loop_check.epoch_ends()
         finally:
@@ -261,9 +269,9 @@ class Trainer:
         self._callbacks("on_epoch_end", self, record)
 
     def backward(self, inputs: Any, targets: Any = None) -> torch.Tensor:
-        """Add the gradients of a batch, and return its loss on the device.
+        """Add the gradients of a batch, and return its loss, a tensor of shape () on the device.
 
-        The loss is recorded in a loop over ``batches``.
+        In a loop over ``batches``, the history records the loss.
         """
         self._require_open()
         n = n_samples(as_tensors(inputs))
@@ -273,7 +281,7 @@ class Trainer:
         return loss
 
     def step(self) -> None:
-        """Step the optimizers, with gradients unscaled and clipped if asked for."""
+        """Step the optimizers, after unscaling and clipping the gradients as configured."""
         self._optimizers.step()
         self._loop_check.stepped()
 
@@ -283,36 +291,37 @@ class Trainer:
         self._loop_check.cleared()
 
     def stop(self) -> None:
-        """End the loop after the current batch, and training with it.
+        """End the current epoch after the current batch, and end ``train``.
 
         Callbacks and loops over ``batches`` may call it.
         """
         self._is_stopped = True
 
     def evaluate(self, loader: Any, metrics: Metrics | None = None) -> dict[str, float]:
-        """Return loss and metrics of other batches, in eval mode, without gradients, in chunks.
+        """Return loss and metrics of other batches, in eval mode and without gradients.
 
-        Modes are restored afterwards.
+        Batches are computed in the same chunks as in training. Afterwards each module is in its
+        previous mode again.
 
         Args:
             loader: A loader as for the Trainer.
             metrics: Functions of the outputs and targets of a batch of the loader, by name.
 
         Returns:
-            ``"loss"``, weighted by the terms of each batch (a sum, if the loss is a sum), and the
-            mean of each metric, weighted by samples. They are also in the history.
+            ``"loss"``, the mean weighted by the terms of each batch (or the sum, if the loss is a
+            sum), and the mean of each metric, weighted by samples. The history records them too.
 
         Raises:
-            ArgumentError: If the loader yields no batches or no samples, ``metrics`` is no dict of
-                functions, or a metric has a name of the history's columns.
+            ArgumentError: If the loader yields no batches or no samples, ``metrics`` is not a dict
+                of functions, or a metric has the name of a column of the history.
         """
         check_loader(loader)
         check_metrics(metrics)
         metrics = dict(metrics or {})
         if taken_names := set(metrics) & set(Record.__dataclass_fields__):
             raise ArgumentError(
-                f"metrics= has {min(taken_names)!r}, which is a column of the history; give it "
-                "another name"
+                f"metrics= has {min(taken_names)!r}, which is the name of a column of the history; "
+                "give the metric another name"
             )
         begin = time.perf_counter()
         evaluator = Evaluator(
@@ -371,7 +380,8 @@ def _prefetched(
 ) -> LoaderFeeder[Any] | None:
     """Return a feeder of the loader's batches; None if batches are prefetched in another way.
 
-    A limit has batches prefetched in chunks, and a feeder prefetches its own batches.
+    With a memory limit, chunks are prefetched instead of batches. A feeder prefetches its own
+    batches.
     """
     if options.has_limit or _is_feeder(loader):
         return None

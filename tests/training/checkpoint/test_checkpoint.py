@@ -107,8 +107,8 @@ def test_files_of_a_run_that_is_not_resumed_are_neither_used_nor_changed(
     assert len(contents) == 4
     again = Training(path=tmp_path)
     told = (
-        r"words\.npy was there already when words was made, .*; "
-        r"expected checkpoint\.resume .* overwrite=True to begin anew"
+        r"words\.npy existed before words was made, .*; "
+        r"expected checkpoint\.resume, .* overwrite=True"
     )
     uses: list[Callable[[], object]] = [
         lambda: again.run(1),

@@ -17,7 +17,7 @@ from pinfeed.tensors.dtypes import BFLOAT16
 
 @pytest.mark.parametrize("name", ["random", ".x", "a/b", "../x", ""])
 def test_names_that_are_no_files(tmp_path: pathlib.Path, name: str) -> None:
-    with pytest.raises(ArgumentError, match="expected a name that a variable may have"):
+    with pytest.raises(ArgumentError, match="expected a valid variable name"):
         checkpoint.save(tmp_path / "c", **{name: 1})
     assert not list(tmp_path.iterdir())
 
@@ -60,7 +60,7 @@ def test_one_state_is_in_memory_at_a_time(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (nn.Linear, r"x: Linear is a class; expected an object of it; give x=Linear\(\.\.\.\)"),
+        (nn.Linear, r"x: Linear is a class; expected an instance; give x=Linear\(\.\.\.\)"),
         (
             nn.Linear(1, 1).state_dict(),
             "x: a OrderedDict of tensors cannot be saved; .* give x=model, whose state_dict is",
@@ -100,14 +100,14 @@ def test_one_save_in_place_of_the_directory(tmp_path: pathlib.Path) -> None:
     one = checkpoint.save(tmp_path / "c", step=1)
     for function in (checkpoint.resume, checkpoint.check):
         with pytest.raises(
-            CheckpointError, match=f"00000001 is one save; .* give {str(tmp_path / 'c')!r}"
+            CheckpointError, match=f"00000001 is a single save; .* give {str(tmp_path / 'c')!r}"
         ):
             function(one)
 
 
 @pytest.mark.parametrize("value", [{1: 2}, [(1, 2)], {"a": {2: 3}}])
 def test_values_that_would_come_back_as_others(tmp_path: pathlib.Path, value: object) -> None:
-    with pytest.raises(ArgumentError, match="keys that are str"):
+    with pytest.raises(ArgumentError, match="with str keys"):
         checkpoint.save(tmp_path / "c", value=value)
 
 

@@ -94,7 +94,7 @@ SCENES: dict[
         on_rank_0(loader=lambda b: b[:3]),
         RankError,
         "rank 0: has no batch 3; rank 1: has a batch 3",
-        "equally many",
+        "the same number of batches",
     ),
     "a loader that raises": (
         RankLoop,
@@ -118,7 +118,7 @@ SCENES: dict[
         everywhere,
         KeyError,
         "number three",
-        "rank 0: left its loop at batch 3 .break, or an error in its body",
+        "rank 0: left its loop at batch 3 .break, or an error in its training step",
     ),
     "a body that breaks": (
         Breaks,
@@ -134,7 +134,7 @@ SCENES: dict[
         everywhere,
         RankError,
         "rank 0: (takes|has a) batch 4; rank 1: calls step.. in batch 3",
-        "expected all ranks to do the same",
+        "expected all ranks to take the same steps",
     ),
     "another call": (
         Reads,
@@ -228,7 +228,7 @@ class Misused(RankLoop):
 def test_what_a_rank_must_not_do() -> None:
     ranks = RankThreads(2)
     for error in ranks.run(lambda rank: Misused(ranks, rank).run()):
-        assert re.search("were changed by hand", str(error))
+        assert re.search("the training step changed rows of a sharded table", str(error))
     assert ranks.run(lambda rank: RankLoop(ranks, rank).run()) == [6, 6]
 
 
@@ -241,7 +241,7 @@ def test_rows_are_not_read_by_a_reader() -> None:
 
     for error in ranks.run(program):
         assert isinstance(error, ClosedError)
-        assert "in a thread that is not the one of the loop" in str(error)
+        assert "in another thread than that of their loop" in str(error)
 
 
 @pytest.mark.parametrize("depth", [0, 2])

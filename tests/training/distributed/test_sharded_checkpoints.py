@@ -85,7 +85,7 @@ def test_a_table_in_files_of_the_ranks_is_resumed_by_the_program_that_began(tmp_
         path.unlink()
     first, second = ranks.run(lambda rank: saved(ranks, rank, tmp_path / "parts", 6, store=store))
     assert isinstance(first, StoreError)
-    assert "users.0-of-2.npy was there already when table was made" in str(first)
+    assert "users.0-of-2.npy existed before table was made" in str(first)
     assert isinstance(second, RankError)
     assert "rank 0: failed (StoreError" in str(second)
     got = ranks.run(
@@ -162,7 +162,7 @@ def test_another_number_of_ranks(tmp_path: Path) -> None:
             tmp_path / "no", table=ShardedEmbedding(N, 2, process_group=ranks.groups[rank])
         )
     ):
-        assert "has no complete checkpoint that all of 2 ranks have" in str(error)
+        assert "has no checkpoint that all 2 ranks have completed" in str(error)
 
 
 def test_rank_0_cannot_export(tmp_path: Path) -> None:

@@ -282,7 +282,7 @@ def test_verify_finds_rows_that_came_wrong(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(batch_rows, "exchange_deferred", lambda tables: None)
     with pytest.raises(
         VerificationError,
-        match=r"table 0 of the loop, row \d+ differs from what the rank has that owns it",
+        match=r"table 0 of the loop, row \d+ differs from the row on its own rank",
     ):
         sharded(FIXED, STEPS, SGD, 0.5, size=2, depth=2, verify=True)
 

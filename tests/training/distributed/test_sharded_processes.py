@@ -97,9 +97,9 @@ def test_processes(tmp_path: Path, programs: Programs) -> None:
     assert done.returncode == 0, done
     out = done.stdout
     lonely = torch.load(tmp_path / "absent" / "0.pt")
-    assert "RankError('rank 0 of 2 lost the others while they exchanged words: " in lonely["read"]
+    assert "RankError('rank 0 of 2 lost the other ranks in an exchange of words: " in lonely["read"]
     assert (
-        "RankError('rank 0 of 2 made a sharded table, and not all others did so within the timeout"
+        "RankError('rank 0 of 2 made a sharded table, but another rank did not within the timeout"
         in lonely["made"]
     )
     assert "(0:00:02)" in lonely["made"]
@@ -148,9 +148,9 @@ def test_processes(tmp_path: Path, programs: Programs) -> None:
             assert of_rank["error"].startswith("ValueError" if rank == 1 else "RankError")
             assert "rank 0: has no batch 2; rank" in of_rank["uneven"]
             if rank != 1:
-                assert "lost the others" in of_rank["lost"] or "left its loop" in of_rank["lost"], (
-                    of_rank["lost"]
-                )
+                assert (
+                    "lost the other ranks" in of_rank["lost"] or "left its loop" in of_rank["lost"]
+                ), of_rank["lost"]
 
 
 @pytest.mark.stress

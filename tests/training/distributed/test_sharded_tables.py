@@ -70,7 +70,7 @@ def test_what_cannot_be_made() -> None:
         # The error depends on the version of torch.
         (
             {"init": "orthogonal"},
-            "init does nothing to a tensor without data|init calls aten.new_empty.default",
+            "init has no effect on a tensor without data|init calls aten.new_empty.default",
         ),
         ({"init": "eye"}, "init calls aten.eye.*, which needs the whole table at once"),
         ({"init": lambda t: t.copy_(torch.zeros(9, 2, device="meta"))}, "init calls aten"),
@@ -78,9 +78,9 @@ def test_what_cannot_be_made() -> None:
             {"init": lambda t: t.copy_(torch.zeros(9, 2)).numpy()},
             "init failed on a tensor without data",
         ),
-        ({"init": lambda t: t.normal_().uniform_()}, "init draws 2 times"),
-        ({"max_norm": 1.0}, "max_norm=1.0 of a sharded table: it changes rows"),
-        ({"scale_grad_by_freq": True}, "counts ids in the batches of all ranks"),
+        ({"init": lambda t: t.normal_().uniform_()}, "init draws the same numbers 2 times"),
+        ({"max_norm": 1.0}, "max_norm=1.0 of a sharded table: it would change rows"),
+        ({"scale_grad_by_freq": True}, "needs the id counts of the batches of all ranks"),
         ({"gradients": "max"}, "gradients='max': expected 'mean' or 'sum'"),
         ({"num_embeddings": 3}, "3 rows over 4 ranks"),
         ({"process_group": None}, "expected torch.distributed.init_process_group"),
@@ -97,7 +97,8 @@ def test_what_cannot_be_made() -> None:
         HostEmbedding(9, 2, name="other"),
     )
     with pytest.raises(
-        ArgumentError, match=r"one \(sharded\), other \(not sharded\); expected all of them sharded"
+        ArgumentError,
+        match=r"one \(sharded\), other \(not sharded\); expected either all tables sharded",
     ):
         train_rows([[]], {one: 0, other: 0}, device="cpu")
 

@@ -17,7 +17,7 @@ from pinfeed.profiling.stats import Totals
 from pinfeed.training.embeddings.cache_hint import CacheHint, gains_from_cache
 
 N_ROWS = 4_000
-ADVICE = "would serve 100% of its look-ups from the device: give HostEmbedding(device_cache=0.05)."
+ADVICE = "would serve 100% of its lookups: use HostEmbedding(device_cache=0.05)."
 
 
 def hot(n_batches: int = 40) -> list[torch.Tensor]:
@@ -44,14 +44,16 @@ def hint_after(loader: Any, **options: Any) -> str:
 
 def test_a_loop_whose_batches_look_up_the_same_rows(tmp_path: Path) -> None:
     hint = hint_after(hot(), store=tmp_path / "users.npy")
-    assert hint.startswith("Most of it is gathering rows of users. 5% of the rows of users (")
+    assert hint.startswith(
+        "Gathering rows of users takes most of the time. A device cache with 5% "
+    )
     assert f"KiB with their state) {ADVICE}" in hint
 
 
 def test_a_loop_whose_batches_look_up_other_rows(tmp_path: Path) -> None:
     loader = list(torch.randperm(N_ROWS).view(40, 100))
     hint = hint_after(loader, store=tmp_path / "users.npy")
-    assert "a table in memory (store=None) is faster" in hint
+    assert "A table in memory (store=None) is faster" in hint
     assert "device_cache" not in hint
 
 
@@ -75,9 +77,9 @@ def test_the_tables_that_save_most_are_named() -> None:
     for _ in range(60):
         hint.add([RowGroup(np.arange(10), 0, [store]) for store in stores.values()])
     assert hint.text() == (
-        "1% of the rows of a (320 B) would serve 100% of its look-ups from the device: give "
-        "HostEmbedding(device_cache=0.01). 1% of the rows of c (160 B) would serve 100% of its "
-        "look-ups from the device: give HostEmbedding(device_cache=0.01)."
+        "A device cache with 1% of the rows of a (320 B) would serve 100% of its lookups: use "
+        "HostEmbedding(device_cache=0.01). A device cache with 1% of the rows of c (160 B) would "
+        "serve 100% of its lookups: use HostEmbedding(device_cache=0.01)."
     )
 
 

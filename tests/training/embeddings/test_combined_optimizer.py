@@ -105,7 +105,7 @@ def test_a_checkpoint_has_all_of_it(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "run", **first.parts)
     first.close()
     second = Program("OneCycleLR", tmp_path)
-    with pytest.raises(errors.StoreError, match="was there already when the optimizer was made"):
+    with pytest.raises(errors.StoreError, match="existed before the optimizer was made"):
         checkpoint.save(tmp_path / "other", optimizer=second.optimizer)
     checkpoint.resume(tmp_path / "run", **second.parts)
     second.run(4)
@@ -116,7 +116,7 @@ def test_a_checkpoint_has_all_of_it(tmp_path: Path) -> None:
     changed = CombinedOptimizer(
         RowOptimizer(Adagrad, whole.tables), AdamW(whole.model.parameters())
     )
-    with pytest.raises(errors.CheckpointError, match=r"optimizer was .*; make it as it was made"):
+    with pytest.raises(errors.CheckpointError, match=r"optimizer is .*; create it in the same way"):
         checkpoint.resume(tmp_path / "run", **{**whole.parts, "optimizer": changed})
 
 
@@ -158,7 +158,7 @@ def test_mistakes() -> None:
     wrong: Any
     for wrong, match in [
         ([], r"without optimizers; expected CombinedOptimizer\(row_optimizer, optimizer\)"),
-        ([[rows, dense]], "expected torch optimizers and RowOptimizers, each as an argument"),
+        ([[rows, dense]], "expected torch optimizers and RowOptimizers as separate arguments"),
         ([SGD], "got a type; expected torch optimizers"),
         ([rows, CombinedOptimizer(dense)], "got a CombinedOptimizer"),
         ([rows, RowOptimizer(Adam, [table])], "users is trained by two optimizers; expected one"),
@@ -167,10 +167,10 @@ def test_mistakes() -> None:
         with pytest.raises(errors.ArgumentError, match=match):
             CombinedOptimizer(*wrong)
     combined = CombinedOptimizer(rows, dense)
-    with pytest.raises(errors.ArgumentError, match="expected one of its optimizers"):
+    with pytest.raises(errors.ArgumentError, match="of the one of its optimizers"):
         combined.add_param_group({"params": []})
     for wrong in ({}, dense.state_dict(), CombinedOptimizer(dense).state_dict()):
-        with pytest.raises(errors.ArgumentError, match=r"a state of . optimizers; expected what"):
+        with pytest.raises(errors.ArgumentError, match=r"a state of . optimizers; expected"):
             combined.load_state_dict(wrong)
     # An optimizer that was loaded before another one refuses its state is as it was.
     loaded_first = SGD([nn.Parameter(torch.ones(3))], lr=7.0).state_dict()

@@ -72,7 +72,7 @@ def test_two_rules_need_a_choice(dtype: torch.dtype) -> None:
         ):
             with pytest.raises(
                 errors.ArgumentError,
-                match=rf"{kind.__name__} has one rule for dense .*; give gradients='sparse' for",
+                match=rf"{kind.__name__} has different rules .*; give gradients='sparse' for",
             ):
                 RowOptimizer(kind, [table], **options)
             RowOptimizer(kind, [table], gradients="dense", **options)
@@ -103,7 +103,7 @@ def test_choices_that_an_optimizer_does_not_take() -> None:
             RowWiseAdagrad,
             "sparse",
             {"weight_decay": 0.1},
-            "no weight decay of sparse .*; expected an optimizer that takes them, and options",
+            "no weight decay of sparse .*; expected an optimizer and options that accept",
         ),
         (SGD, "sparse", {"momentum": 0.9}, "keeps 'momentum_buffer' as a sparse tensor"),
         (SparseAdam, "dense", {}, "SparseAdam cannot train rows: .* dense gradients"),

@@ -96,8 +96,8 @@ def test_tables_that_cannot_be_trained(tmp_path: Path) -> None:
         ([], "tables is empty"),
         ([frozen], "old is frozen"),
         ([read_only], "words is in a read-only store"),
-        ([table, table], "stands twice"),
-        ([{"params": table}, {"params": [table]}], "stands twice"),
+        ([table, table], "same table twice"),
+        ([{"params": table}, {"params": [table]}], "same table twice"),
         ([nn.Parameter(torch.zeros(3))], "parameter groups"),
         ([{"params": [nn.Linear(1, 1)]}], "got Linear; expected HostEmbeddings"),
         ([{"lr": 0.1}], "parameter groups"),
@@ -367,21 +367,19 @@ def test_a_table_that_a_loss_leaves_out_rests() -> None:
 def test_mistakes_are_told_apart(tmp_path: Path) -> None:
     table = HostEmbedding(N, DIM, store=tmp_path / "table.npy", name="table")
     dense = nn.Embedding(N, DIM)
-    with pytest.raises(
-        errors.ArgumentError, match=r"is a Adam that is made already; expected the class"
-    ):
+    with pytest.raises(errors.ArgumentError, match=r"is an existing Adam; expected the class"):
         RowOptimizer(torch.optim.Adam(dense.parameters()), [table])
     wrong: Any
     for wrong in ("adam", None, [table], table):
         with pytest.raises(
             errors.ArgumentError,
-            match=r"optimizer_class=.*: give the class of an optimizer, then the tables, then its",
+            match=r"optimizer_class=.*; expected the class of an optimizer, then the tables",
         ):
             RowOptimizer(wrong, [table])
     for wrong in (None, torch.optim.SGD):
         with pytest.raises(
             errors.ArgumentError,
-            match=r"tables=.*: expected HostEmbeddings, or parameter groups of them",
+            match=r"tables=.*; expected HostEmbeddings, or parameter groups",
         ):
             RowOptimizer(torch.optim.SGD, wrong, lr=0.1)
     with pytest.raises(
@@ -394,7 +392,7 @@ def test_mistakes_are_told_apart(tmp_path: Path) -> None:
         train_rows([torch.arange(3)], {dense: "ids"})
     with pytest.raises(
         errors.ArgumentError,
-        match=r"frozen; expected one that can be trained: from_pretrained\(..., freeze=False\)",
+        match=r"frozen; expected a trainable table; use from_pretrained\(..., freeze=False\)",
     ):
         RowOptimizer(torch.optim.Adam, [HostEmbedding.from_pretrained(torch.zeros(3, 2))])
     with pytest.raises(
@@ -406,7 +404,7 @@ def test_mistakes_are_told_apart(tmp_path: Path) -> None:
     found = RowOptimizer(torch.optim.Adam, [table])
     with pytest.raises(
         errors.StoreError,
-        match=r"state 'exp_avg' of table: .*table.exp_avg.npy; .* or give the table overwrite=True",
+        match=r"state 'exp_avg' of table: .*table.exp_avg.npy; .* give the table overwrite=True",
     ):
         iter(train_rows([torch.arange(3)], {table: itself}, optimizer=found))
     found.close()

@@ -42,7 +42,7 @@ def test_optimizers_that_cannot_train_rows() -> None:
         (torch.optim.LBFGS, {}, "LBFGS cannot train rows.*closure"),
         (SGD, {"lr": -1}, "SGD cannot train rows.*Invalid learning rate: -1"),
         (Adam, {"no_such": 1}, "Adam cannot train rows.*no_such"),
-        (table, {}, "give the class of an optimizer, then the tables"),
+        (table, {}, "expected the class of an optimizer, then the tables"),
         (nn.Linear, {}, "Linear cannot train rows"),
     ]:
         with pytest.raises(errors.ArgumentError, match=match):
@@ -61,7 +61,7 @@ def test_optimizers_that_cannot_train_rows() -> None:
         (
             MemoryError(),
             MemoryError,
-            r"the system has no memory to try Failing on a small table \(MemoryError\)",
+            r"does not have enough memory to run Failing on a small table \(MemoryError\)",
         ),
     ],
     ids=repr,
@@ -200,7 +200,7 @@ def test_state_of_a_file_is_beside_it(tmp_path: Path) -> None:
     again = RowOptimizer(Adam, [other, table])
     with pytest.raises(
         errors.StoreError,
-        match=r"users\.exp_avg_sq\.npy was there already when the optimizer was made",
+        match=r"users\.exp_avg_sq\.npy existed before the optimizer was made",
     ):
         next(iter(train_rows(batches(), {table: itself}, optimizer=again)))
     again.close()

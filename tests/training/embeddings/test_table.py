@@ -108,7 +108,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     found = HostEmbedding(N, DIM, store=path)
     with pytest.raises(
         errors.StoreError,
-        match=r"users\.npy was there already .* overwrite=True to begin anew, "
+        match=r"users\.npy existed before .* overwrite=True or another path; .* "
         "HostEmbedding.from_pretrained",
     ):
         found.read([0])
@@ -130,12 +130,12 @@ def test_a_store_that_is_given() -> None:
             HostEmbedding(*shape, store=ArrayStore(array), dtype=dtype)
     for shared in (torch.ones(1, DIM).expand(N, DIM), np.broadcast_to(np.float32(1), (N, DIM))):
         with pytest.raises(
-            errors.StoreError, match="init cannot fill a read-only ArrayStore as a whole"
+            errors.StoreError, match="init cannot fill a read-only ArrayStore as one array"
         ):
             HostEmbedding(N, DIM, store=ArrayStore(shared), init="zeros")
         with pytest.raises(
             errors.ArgumentError,
-            match=r"in a read-only store .* an array with memory for each element",
+            match=r"in a read-only store .* an array with separate memory for each element",
         ):
             SGD([HostEmbedding.from_pretrained(shared, freeze=False)])
         assert (np.asarray(shared) == 1).all()

@@ -183,7 +183,9 @@ def test_ids_that_were_not_announced() -> None:
 def test_outside_a_loop() -> None:
     table = HostEmbedding(N, DIM, name="users", padding_idx=0)
     ids, want = torch.tensor([[3, 3], [0, 9]]), table.to_embedding()
-    with pytest.raises(errors.ClosedError, match="users was called outside a loop"):
+    with pytest.raises(
+        errors.ClosedError, match="users was called in training mode outside a loop"
+    ):
         table(ids)
     with pytest.raises(errors.ClosedError, match="users has rows on the device only in"):
         _ = table.weight

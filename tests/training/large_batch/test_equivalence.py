@@ -446,9 +446,7 @@ def test_a_loss_that_is_no_mean_is_not_accumulated() -> None:
         big.backward(X, Y)
     assert big.chosen is not None
     assert big.chosen.strategy == "two_pass"
-    assert (
-        "accumulate is wrong: the losses of chunks do not make that of the batch" in big.chosen.why
-    )
+    assert "the losses of the chunks do not add up to the loss of the batch" in big.chosen.why
     assert error_of(plain, model) < 1e-5
 
 
@@ -493,7 +491,7 @@ def test_a_model_that_changes_its_inputs() -> None:
         ),
         (
             {"x": X, "names": np.array(["a"] * N)},
-            r"\['names'\] is an array of <U1; expected numbers",
+            r"\['names'\] is an array of dtype <U1; expected a dtype of numbers",
         ),
         (X.to_sparse(), "sparse_coo tensor, which cannot be cut"),
     ],
@@ -530,7 +528,7 @@ def test_batches_of_any_size_are_proved(sizes: list[int]) -> None:
     batches = list(zip(X.split(sizes), Y.split(sizes), strict=True))
     with (
         BigBatch(model, cross_entropy, chunk_size=CHUNK) as big,
-        pytest.raises(errors.ArgumentError, match="can only be added"),
+        pytest.raises(errors.ArgumentError, match="arrive one by one"),
     ):
         big.backward(iter(batches))
     plain, model = twice(net)
@@ -545,7 +543,7 @@ def test_a_later_batch_of_another_shape_is_proved() -> None:
     batches = [(X, X[:, :5]), (X[:, None].expand(-1, 2, -1), X[:, None, :5].expand(-1, 2, -1))]
     with (
         BigBatch(model, nn.MSELoss(), chunk_size=CHUNK) as big,
-        pytest.raises(errors.ArgumentError, match="can only be added"),
+        pytest.raises(errors.ArgumentError, match="arrive one by one"),
     ):
         big.backward(iter(batches))
     assert all(p.grad is None for p in model.parameters())
@@ -563,7 +561,7 @@ def test_batches_that_come_one_by_one_are_proved() -> None:
     model = net(Calls(lambda x: x - x.mean(0)))
     with (
         BigBatch(model, cross_entropy, chunk_size=CHUNK) as big,
-        pytest.raises(errors.ArgumentError, match="can only be added"),
+        pytest.raises(errors.ArgumentError, match="arrive one by one"),
     ):
         big.backward(iter([(X, Y)]))
     with BigBatch(model, cross_entropy, chunk_size=CHUNK, prove=False) as big:

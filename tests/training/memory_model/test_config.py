@@ -64,7 +64,7 @@ def test_a_model_that_refuses_a_batch_of_one() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     arguments: dict[str, Any] = {"cpu_memory_limit": GiB(1), "model": model, "input_shape": (8,)}
     assert Config(gpu_memory_limit=GiB(1), preferred_batch_size=16, **arguments).batch_size == 16
-    with pytest.raises(errors.NotEnoughGPUMemory, match="a batch of 2 needs"):
+    with pytest.raises(errors.NotEnoughGPUMemory, match="a batch of 2 samples needs"):
         Config(gpu_memory_limit=MiB(1), **arguments)
     with pytest.raises(errors.EstimateError, match="more than 1 value"):
         Config(gpu_memory_limit=GiB(1), preferred_batch_size=1, **arguments)
@@ -159,9 +159,9 @@ def test_counts() -> None:
         Config(gpu_memory_limit=GiB(1), preferred_batch_size=16, **MODEL).sample_count_in_memory
         == 4 * 16
     )
-    with pytest.raises(errors.ArgumentError, match="total_sample_count was not given"):
+    with pytest.raises(errors.ArgumentError, match="unknown without total_sample_count"):
         _ = Config(gpu_memory_limit=GiB(1), preferred_batch_size=16, **MODEL).batch_count
-    with pytest.raises(errors.ArgumentError, match="there is no model, so the batch is not known"):
+    with pytest.raises(errors.ArgumentError, match="the batch size is unknown without a model"):
         _ = Config().batch_size
 
 
@@ -169,7 +169,7 @@ def test_limits_that_cannot_hold() -> None:
     with pytest.raises(errors.NotEnoughGPUMemory) as refused:
         Config(gpu_memory_limit=MiB(1), one_read_count=64, **MODEL)
     need = int(re.search(r"\((\d+) bytes\): ", str(refused.value))[1])  # type: ignore[index]
-    assert "a batch of 64 needs" in str(refused.value)
+    assert "a batch of 64 samples needs" in str(refused.value)
     assert (
         "gpu_memory_limit is 1.0 MiB (1048576 bytes); raise gpu_memory_limit, lower depth (now 2)"
         in str(refused.value)
@@ -198,7 +198,7 @@ def test_a_table_of_where_each_byte_goes() -> None:
         "reserve",
         "staging",
         "batches of 1000 samples",
-        "of 64.0 MiB",
+        "(limit 64.0 MiB)",
     ):
         assert what in text
     assert budget.gpu_bytes == sum(item.total for item in budget.items if item.place == "device")
@@ -247,7 +247,7 @@ def test_a_model_that_is_there_stays_as_it_is() -> None:
         ({"one_read_count": 0}, "one_read_count=0: expected a whole number, at least 1"),
         ({"total_sample_count": 0.5}, "total_sample_count=0.5"),
         ({"model_class": mlp}, "both model and model_class were given"),
-        ({"input_shape": None}, "a model was given without input_shape"),
+        ({"input_shape": None}, "model= needs input_shape="),
         ({"output_dtype": "nothing"}, "output_dtype='nothing'"),
     ],
 )
@@ -260,7 +260,7 @@ def test_what_cannot_be(arguments: dict[str, Any], said: str) -> None:
 def test_without_a_gpu() -> None:
     with pytest.raises(
         errors.ArgumentError,
-        match="there is no GPU here to ask what is free; give gpu_memory_limit",
+        match="free GPU memory is unknown, because this machine has no GPU; give",
     ):
         Config(device="cuda", **MODEL)
     assert (
@@ -340,7 +340,7 @@ def test_a_probe_returns_a_batch_that_ran() -> None:
     assert found.budget.seen > 1.1, "the scratch memory was not seen"
     assert found.batch_size < config.batch_size
     assert found.budget.cpu_bytes <= MiB(160)
-    assert "seen beyond that" in str(found.budget)
+    assert "measured above estimate" in str(found.budget)
     assert torch.equal(torch.get_rng_state(), want)
     assert all(torch.equal(model.state_dict()[name], value) for name, value in state.items())
 
@@ -399,7 +399,7 @@ def test_nothing_that_ran() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 def test_a_probe_of_a_gpu_that_is_elsewhere() -> None:
-    with pytest.raises(errors.DeviceError, match="there is none here"):
+    with pytest.raises(errors.DeviceError, match="this machine has none"):
         Config(gpu_memory_limit=GiB(1), preferred_batch_size=4, **MODEL).probe()
 
 

@@ -155,7 +155,7 @@ def test_where_each_byte_goes() -> None:
         "parameters",
         "activations",
         "reserve",
-        "in all",
+        "total",
         "100.0%",
         "confidence: exact",
         f"{n:,} trainable, 0 frozen",
@@ -211,8 +211,8 @@ def test_layers_have_each_parameter_once() -> None:
     assert "(model)" in table
     assert "inner.1.0" in table
     assert estimate.notes == (
-        "no loss was given: the sum of the outputs was taken",
-        "no optimizer was given: AdamW was taken",
+        "loss=None: the estimate uses the sum of the outputs as the loss",
+        "optimizer=None: the estimate uses AdamW",
     )
 
 
@@ -248,13 +248,13 @@ def test_on_cuda_masks_are_bytes_and_attention_keeps_no_matrix() -> None:
             lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 2)),
             (3, 8, 8),
             "close",
-            "Conv2d: what a convolution takes",
+            "Conv2d: the temporary memory of convolutions",
         ),
         (
             lambda: Recurrent(),
             (5, 3),
             "low",
-            "LSTM: its kernels keep more than is seen here; run probe()",
+            "LSTM: CUDA kernels keep an unknown amount of memory; run probe()",
         ),
     ],
 )
@@ -293,13 +293,13 @@ class Looks(nn.Module):
 def test_what_cannot_be_predicted_is_refused(model: Any, shape: tuple[int, ...]) -> None:
     with pytest.raises(
         errors.EstimateError,
-        match=rf"the step cannot be predicted: .*inputs \(2, {shape[0]}\) float32, .* probe",
+        match=rf"the step cannot be predicted: .*inputs \(2, {shape[0]}\) float32, .* Config.probe",
     ):
         StepEstimator(model, samples_of(shape, "float32", "input"), None).at(2)
 
 
 def test_what_is_no_model() -> None:
-    with pytest.raises(errors.ArgumentError, match="made a int; expected a torch module"):
+    with pytest.raises(errors.ArgumentError, match="returned a int; expected a torch module"):
         StepEstimator(lambda: 3, samples_of((3,), "float32", "input"), None).at(2)
 
 
@@ -329,7 +329,7 @@ def test_many_inputs() -> None:
     ("shape", "dtype", "said"),
     [
         ("ab", "float32", "input_shape='ab': expected a shape"),
-        ((3, -1), "float32", "expected dimensions of 0 or more"),
+        ((3, -1), "float32", "expected dimensions of at least 0"),
         ((3,), "float33", "input_dtype='float33'.*expected a dtype of torch or numpy"),
         ((3,), object, "expected a dtype of torch or numpy"),
         (((3,), (4,)), ("float32",), "has another structure"),
@@ -367,7 +367,7 @@ def test_a_loss_stays_as_it_is() -> None:
     assert loss.scale.grad is None
     assert type(loss.center) is torch.Tensor
     other = torch.optim.Adam([nn.Parameter(torch.ones(3))])
-    with pytest.raises(errors.ArgumentError, match="neither the model's nor the loss's"):
+    with pytest.raises(errors.ArgumentError, match="neither to the model nor to the loss"):
         StepEstimator(model, *parts, loss=loss, optimizer=other).at(4)
 
 

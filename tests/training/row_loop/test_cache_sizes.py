@@ -61,7 +61,7 @@ def test_a_table_that_fits_its_cache(size: float) -> None:
     "size", [0, -1, True, 0.0, 1.5, float("nan"), "10%", b"auto", [1], np.array([0.1, 0.2])]
 )
 def test_what_is_no_size(size: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"^device_cache=.*: expected bytes as an int"):
+    with pytest.raises(ArgumentError, match=r"^device_cache=.*; expected bytes as an int"):
         table_of(size)
     table = table_of(None)
     table.device_cache = size
@@ -99,7 +99,7 @@ def test_the_plan_says_why_a_table_has_no_cache(tmp_path: Path) -> None:
     assert plan.items == ()
     assert plan.notes == (
         "words has no cache: on the CPU, reading rows in memory is as fast as a cache",
-        "file has no cache: the memory that is left holds not one row with its optimizer state",
+        "file has no cache: the remaining memory is smaller than a row with its optimizer state",
     )
 
 

@@ -99,8 +99,8 @@ def pinfeed_threads() -> list[str]:
 @pytest.mark.parametrize(
     ("ahead_s", "synchronous_s", "expected"),
     [
-        (1.32e-3, 0.95e-3, "0 ahead: 0.95 ms per batch, 1.32 ms with 2 ahead"),
-        (0.002, 0.003, "2 ahead: 2 ms per batch, 3 ms with 0 ahead"),
+        (1.32e-3, 0.95e-3, "depth=0: 0.95 ms per batch, 1.32 ms with depth=2"),
+        (0.002, 0.003, "depth=2: 2 ms per batch, 3 ms with depth=0"),
     ],
 )
 def test_a_loop_keeps_the_faster_way(
@@ -111,15 +111,15 @@ def test_a_loop_keeps_the_faster_way(
     loop = training.loop
     loop._loop._counters.now = clock = Clock()
     choice = loop._loop._choices[loop._loop._schedule]
-    assert loop.depth_reason == "2 ahead, not measured yet"
+    assert loop.depth_reason == "depth=2, not measured yet"
     for batch in loop:
         clock.pass_s(synchronous_s if choice.is_synchronous else ahead_s)
         training.step(batch)
     assert loop.depth_reason == expected
     assert repr(loop).endswith(f"batches on cpu, {expected}>")
     assert f"depth=None chose {expected}" in [record.getMessage() for record in caplog.records]
-    assert loop.stats.depth == int(expected[0])
-    is_synchronous = expected.startswith("0")
+    assert loop.stats.depth == int(expected[len("depth=")])
+    is_synchronous = expected.startswith("depth=0")
     assert (training.drawn_by[-1] == "MainThread") == is_synchronous
     for batch in loop:
         assert bool(pinfeed_threads()) != is_synchronous
@@ -131,7 +131,7 @@ def test_a_loop_keeps_the_faster_way(
 def test_a_given_depth_is_kept(depth: int) -> None:
     loop = Training(1, depth).loop
     assert not loop.depth_reason
-    assert repr(loop).endswith(f"{depth} ahead>")
+    assert repr(loop).endswith(f"depth={depth}>")
 
 
 def test_verified_and_sharded_loops_prefetch_two_batches() -> None:
@@ -141,7 +141,7 @@ def test_verified_and_sharded_loops_prefetch_two_batches() -> None:
     sharded = train_rows([torch.tensor([1])], {table: lambda batch: batch}, device="cpu")
     for loop in (training.loop, sharded):
         assert not loop.depth_reason
-        assert repr(loop).endswith("2 ahead>")
+        assert repr(loop).endswith("depth=2>")
 
 
 def test_who_fills_the_slots_of_a_loop_that_changes() -> None:
@@ -309,7 +309,7 @@ def test_a_loop_that_another_thread_closes(way: str) -> None:
     thread = threading.Thread(target=loop.close)
     thread.start()
     thread.join()
-    with pytest.raises(ClosedError, match="closed by another thread"):
+    with pytest.raises(ClosedError, match="another thread closed"):
         next(batches)
     training.table.require_idle()
 
@@ -379,4 +379,4 @@ def test_a_loop_that_is_synchronous_by_choice_is_not_called_starved(
             clock.pass_s(0.5 if choice.is_synchronous else 2.0)
             training.step(batch)
         assert loop.stats.starved > 0.2
-        assert any("starved" in one.getMessage() for one in caplog.records) == (depth == 0)
+        assert any("waited" in one.getMessage() for one in caplog.records) == (depth == 0)

@@ -202,7 +202,7 @@ def test_a_loop_that_was_closed_before_it_began_or_by_another_thread(depth: int)
     thread = threading.Thread(target=loop.close)
     thread.start()
     thread.join()
-    with pytest.raises(ClosedError, match="closed by another thread"):
+    with pytest.raises(ClosedError, match="another thread closed"):
         next(batches)
     table.require_idle()
 
@@ -252,7 +252,7 @@ def test_rows_are_not_read_in_another_thread(depth: int) -> None:
         table.read([0])
         return batch
 
-    with pytest.raises(ClosedError, match="in a thread that is not the one of the loop"):
+    with pytest.raises(ClosedError, match="in another thread than that of their loop"):
         list(train_rows(ids_of([0], [1]), {table: mined}, depth=depth, device="cpu"))
     assert len(list(train_rows(ids_of([0], [1]), {table: mined}, depth=0, device="cpu"))) == 2
 
@@ -264,9 +264,7 @@ def test_an_optimizer_that_the_loop_was_not_given() -> None:
         table(batch).sum().backward()
         with pytest.raises(
             ArgumentError,
-            match=(
-                "the loop over rows of table was made without this optimizer; give it to train_rows"
-            ),
+            match=("the loop over rows of table was made without this optimizer; give train_rows"),
         ):
             optimizer.step()
 
@@ -350,7 +348,7 @@ def test_a_wrong_mode_makes_no_file(tmp_path: Path) -> None:
 def test_export_to_the_tables_own_file(tmp_path: Path) -> None:
     table = table_of_zeros(store=tmp_path / "table.npy")
     with pytest.raises(
-        StoreError, match="table's own file and has its rows; expected another path"
+        StoreError, match="the file of table and already has its rows; expected another path"
     ):
         table.export(tmp_path / "table.npy")
     optimizer = sgd(table)
@@ -437,7 +435,7 @@ def test_gradients_that_nobody_uses_are_told_of_once(caplog: pytest.LogCaptureFi
     table = HostEmbedding(10, 2, name="users")
     for ids in train_rows([torch.arange(4)] * 3, {table: lambda batch: batch}):
         table(ids).sum().backward()
-    assert caplog.text.count("users has gradients, and train_rows has no optimizer for it") == 1
+    assert caplog.text.count("users has gradients, but train_rows has no optimizer for it") == 1
 
 
 @pytest.mark.parametrize("dropped", [False, True])
@@ -461,5 +459,5 @@ def test_a_step_that_was_forgotten_is_told_of_once(
         table(ids).sum().backward()
         if dropped:
             optimizer.zero_grad()
-    assert caplog.text.count("users has gradients, and the training step ended without a step") == 1
+    assert caplog.text.count("users has gradients, but the training step ended without a step") == 1
     assert table.read(range(4))[:, 0].tolist() == [-3] * 4

@@ -197,7 +197,7 @@ def test_a_table_with_the_rows_of_a_trained_one_reads_them_as_they_are_now(depth
 def test_frozen_tables_that_share_rows_are_not_changed() -> None:
     array = ones()
     one, other = tables_of((array, array), True, True)
-    with pytest.raises(errors.ArgumentError, match="users, which is frozen, were changed by hand"):
+    with pytest.raises(errors.ArgumentError, match="changed rows of users, which is frozen"):
         for ids in loop_over(one, other):
             step(one, ids)
     assert (array == 1).all()

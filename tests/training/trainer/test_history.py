@@ -65,7 +65,9 @@ def test_a_history_says_what_it_has() -> None:
 
 def test_what_is_no_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     history = History()
-    with pytest.raises(ArgumentError, match=r"'\.txt'; expected \.csv or \.json"):
+    with pytest.raises(
+        ArgumentError, match=r"ends in '\.txt'; expected a path that ends in \.csv or \.json"
+    ):
         history.save(tmp_path / "h.txt")
     with pytest.raises(ArgumentError, match="the history is empty"):
         history.draw(tmp_path / "h.png")
@@ -132,7 +134,7 @@ def test_memory_monitor(tmp_path: Path) -> None:
     assert (tmp_path / "m.csv").read_text().splitlines()[0].startswith("label,allocated,")
     if not torch.cuda.is_available():
         assert MemoryMonitor().snapshot().total is None
-        with pytest.raises(DeviceError, match="no GPU here"):
+        with pytest.raises(DeviceError, match="machine has no GPU"):
             MemoryMonitor("cuda")
 
 

@@ -345,14 +345,14 @@ def test_bad_arguments() -> None:
         ({"loader": 3}, "cannot be iterated"),
         (
             {"loader": TensorDataset(torch.zeros(2, 3)), "chunk_size": 2},
-            "loader is a TensorDataset, a Dataset, which gives single samples",
+            "loader is a TensorDataset, a Dataset, which returns single samples",
         ),
         ({"config": 3}, "config=3: expected a pinfeed.Config"),
-        ({"loss": nn.MSELoss}, r"loss is the class MSELoss; .*; give MSELoss\(\)"),
+        ({"loss": nn.MSELoss}, r"loss=MSELoss is a class; .*; give loss=MSELoss\(\)"),
         ({"scaler": 3}, "scaler=3: expected a torch.amp.GradScaler"),
         (
             {"autocast": "bfloat16"},
-            "autocast='bfloat16': expected a floating-point dtype of torch, as torch.bfloat16",
+            "autocast='bfloat16': expected a floating-point dtype of torch, such as torch.bfloat16",
         ),
         ({"autocast": True}, "autocast=True: expected a floating-point dtype"),
         ({"clip_norm": "x"}, "clip_norm='x': expected a number above 0, or None"),
@@ -368,7 +368,7 @@ def test_bad_arguments() -> None:
             Trainer(
                 **({"model": model, "loss": LOSS, "optimizer": sgd, "loader": loader()} | options)
             )
-    for batches, words in [([], "gave no batch"), ([(1, 2, 3)], "3 parts; expected a pair")]:
+    for batches, words in [([], "yielded no batch"), ([(1, 2, 3)], "3 parts; expected a pair")]:
         with (
             Trainer(model, LOSS, sgd, batches) as trainer,
             pytest.raises(ArgumentError, match=words),
@@ -379,11 +379,11 @@ def test_bad_arguments() -> None:
             trainer.train(-1)
         with pytest.raises(ArgumentError, match="metrics= has 'loss'"):
             trainer.evaluate(loader(), {"loss": lambda out, y: 0})
-        with pytest.raises(ArgumentError, match="gave no samples"):
+        with pytest.raises(ArgumentError, match="yielded no samples"):
             trainer.evaluate([])
         with pytest.raises(ArgumentError, match="loader=None cannot be iterated"):
             trainer.evaluate(None)
-        with pytest.raises(ArgumentError, match="a Dataset, which gives single samples"):
+        with pytest.raises(ArgumentError, match="a Dataset, which returns single samples"):
             trainer.evaluate(TensorDataset(torch.zeros(2, 3)))
         wrong: Any
         for wrong, words in [
@@ -432,9 +432,7 @@ def test_classes_in_place_of_what_they_make() -> None:
         {"scheduler": torch.optim.lr_scheduler.StepLR},
     ):
         given: dict[str, Any] = {"optimizer": torch.optim.Adam(network().parameters())} | arguments
-        with pytest.raises(
-            ArgumentError, match=r"got the class (Adam|StepLR); expected what it makes"
-        ):
+        with pytest.raises(ArgumentError, match=r"got the class (Adam|StepLR); expected an object"):
             Trainer(network(), LOSS, given.pop("optimizer"), loader(), **given)
 
 
@@ -456,7 +454,7 @@ def test_a_model_whose_samples_see_each_other_is_refused() -> None:
 
     with (
         trainer(chunk_size=8) as wrong,
-        pytest.raises(ArgumentError, match=r"operations over the samples: mean"),
+        pytest.raises(ArgumentError, match=r"may combine samples: mean"),
     ):
         wrong.epoch()
     with (

@@ -1,4 +1,4 @@
-"""BatchAxisOperations: operations of a forward pass that reduce, sort or mix rows of a batch."""
+"""BatchAxisOperations: finds operations of a forward pass that combine the rows of a batch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _NORMALIZATIONS = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch
 
 
 class BatchAxisOperations(TorchDispatchMode):
-    """Context that records which of torch's operations combine rows, without changing them.
+    """Context that records which of torch's operations combine rows: reduce, sort or mix them.
 
-    It serves error messages: an operation that it names may be harmless, and it does not know all
-    operations.
+    Error messages name these operations as possible causes. A named operation may be harmless, and
+    the context does not know all operations.
 
     Args:
-        n: Samples of the batch. A tensor with as many rows is taken for one row per sample.
+        n: Samples in the batch. A tensor with ``n`` rows counts as one row per sample.
 
     Attributes:
         names: Names of the operations, each once, in the order of their first call.

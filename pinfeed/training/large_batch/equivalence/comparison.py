@@ -40,11 +40,11 @@ Context = Callable[[], AbstractContextManager[Any]]
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Relative differences that rounding explains, by dtype.
 
-Larger ones are computed again in float64.
+If a difference is larger, the comparison runs again in float64.
 """
 _DEFAULT_ROUNDING = 1e-5
 _RANGE_ENDS = (0.98, 0.02)
-"""Positions of fixed random numbers: one near each end takes both sides of most branches."""
+"""Positions of fixed random numbers; one near each end takes both sides of most branches."""
 
 
 class Comparison:
@@ -53,10 +53,9 @@ class Comparison:
     Args:
         spec: The model and the loss.
         samples: The samples.
-        more: Function that returns samples for the comparison of losses, given their largest
-            number.
-        autocast: The dtype of autocast, or None. It is used only if the model does not run
-            without it, because its rounding hides differences.
+        more: Function that returns at most the given number of samples, to compare losses.
+        autocast: Dtype of autocast, or None. The comparison uses autocast only if the model does
+            not run without it, because the rounding of autocast hides differences.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class Comparison:
         Raises:
             DifferenceFound: If the strategy differs from the plain step.
         """
-        # This is checked first, because the other computations would leave the parameters changed.
+        # This check is first, because the other computations would leave the parameters changed.
         self._check_parameters_are_only_read()
         plain = self._run_plain()
         if strategy == "checkpoint":
@@ -115,12 +114,12 @@ class Comparison:
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
-                # The plain step is about to fail as well, and its error is reported.
+                # The plain step fails next in the same way, and its error is reported.
             name = name_of_written()
         if name:
             raise DifferenceFound(
-                f"the forward pass writes into the parameter {name!r}, which it would do for each "
-                "chunk"
+                f"the forward pass writes to the parameter {name!r}, so chunks would write to it "
+                "several times"
             )
 
     def _run_plain(self) -> PassResult:
@@ -147,13 +146,13 @@ class Comparison:
         return self._run_plain()
 
     def _check_no_foreign_randomness(self) -> None:
-        """Check that the forward pass draws no random numbers of other libraries than torch."""
+        """Check that the forward pass draws random numbers from no library but torch."""
         now = rng_state.capture()
         for name in ("numpy", "python"):
             if str(now[name]) != str(self._conditions.random[name]):
                 raise DifferenceFound(
-                    f"the forward pass draws random numbers of {name}, which cannot be fixed for a "
-                    "comparison"
+                    f"the forward pass draws random numbers from {name}, which cannot be fixed for "
+                    "a comparison"
                 )
 
     def _has_drawn(self) -> bool:

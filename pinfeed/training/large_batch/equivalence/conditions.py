@@ -17,9 +17,9 @@ from pinfeed.training.large_batch.strategies.step_spec import StepSpec
 MOST_COMPARED = 3
 """Most samples on which a strategy is compared with the plain step."""
 ONE_BY_ONE = "accumulate one by one"
-"""Name of ``"accumulate"`` for batches that arrive singly, with the term count known at the end."""
+"""``"accumulate"`` for batches that arrive one by one; their term count is known at the end."""
 PLAIN_FAILS = "the plain step fails"
-"""Beginning of a problem that the plain step has as well."""
+"""Beginning of the message for a problem that the plain step has as well."""
 
 Edges = Sequence[tuple[int, int]]
 """First row, and row after the last, of each chunk."""
@@ -47,7 +47,7 @@ class StepSamples:
 
 @dataclass(frozen=True)
 class Conditions:
-    """Everything that both sides of a comparison have in common.
+    """Inputs and settings that both sides of a comparison share.
 
     Attributes:
         spec: The model and the loss.

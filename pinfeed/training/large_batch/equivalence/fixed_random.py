@@ -1,7 +1,7 @@
 """FixedRandomness: torch's random numbers, independent of generator and shape.
 
-A model with dropout draws other numbers for a batch than for its chunks. With fixed numbers in
-their place, both compute the same function, and their gradients can be compared.
+A model with dropout draws other numbers for a batch than for its chunks. With fixed numbers, both
+compute the same function, and their gradients can be compared.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _DROPOUT_THAT_KEEPS_ALL = {"native_dropout": ("p", 0.0), "_fused_dropout": ("p", 1.0)}
-"""Dropout in one kernel, and the argument with which it keeps every number."""
+"""Operations that compute dropout in one kernel, and the argument that keeps every number."""
 
 
 class UnknownRandomness(Exception):
@@ -71,7 +71,7 @@ def _fixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], at: float) 
         low = given.get("low", 0)
         return func(*args, **kwargs).fill_(low + int(at * (given["high"] - low)))
     if name == "randperm":
-        # A permutation that moves samples shows whether samples depend on each other.
+        # A permutation that moves samples reveals whether samples depend on each other.
         drawn = func(*args, **kwargs)
         return drawn.copy_(torch.arange(len(drawn)).flip(0))
     raise UnknownRandomness(f"{func} draws random numbers, which cannot be fixed for a comparison")
@@ -80,7 +80,8 @@ def _fixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], at: float) 
 def _descending(drawn: torch.Tensor) -> torch.Tensor:
     """Make a vector of equal numbers descend slightly.
 
-    A model may sort such a vector to shuffle samples; the samples then change places.
+    A model may sort such a vector to shuffle samples. With descending numbers, the sort moves the
+    samples.
     """
     if drawn.ndim == 1 and len(drawn) > 1:
         drawn -= 1e-3 * torch.arange(len(drawn), dtype=drawn.dtype, device=drawn.device)

@@ -1,4 +1,4 @@
-"""Comparison of the loss of a batch with the losses of its chunks, and of their gradients."""
+"""Comparison of a batch's loss with the losses of its chunks, and of the gradients of both."""
 
 from __future__ import annotations
 
@@ -28,17 +28,16 @@ def compare_losses(
 ) -> None:
     """Compare the loss of all samples, and its gradients, with the losses of their chunks.
 
-    Losses are cheap, so they are compared on more samples than the model. The outputs are repeated
-    for them.
+    Losses are cheap, so the comparison of losses uses more samples than the comparison of models.
+    It repeats the outputs of the few samples that the model has computed.
 
     Args:
         conditions: The loss and the samples.
         plain: Outputs of the model for the samples.
-        more: Function that returns samples of the batch with their targets, given their largest
-            number.
+        more: Function that returns at most the given number of samples, with their targets.
 
     Raises:
-        DifferenceFound: If the losses of the chunks do not make the loss of the batch.
+        DifferenceFound: If the losses of the chunks do not add up to the loss of the batch.
     """
     n_computed = conditions.samples.n
     nbytes = sum(leaf.nbytes for leaf in plain.outputs if isinstance(leaf, torch.Tensor))
@@ -56,19 +55,19 @@ def compare_losses(
             ) from None
         if chunked is None:
             return
-        problem = "the losses of chunks do not make that of the batch: "
+        problem = "the losses of the chunks do not add up to the loss of the batch: "
         rounding = conditions.rounding
-        rounding.check(whole.detach(), chunked.detach(), f"{problem}it differs")
+        rounding.check(whole.detach(), chunked.detach(), f"{problem}the loss differs")
         gradients = zip(losses.gradients(whole), losses.gradients(chunked), strict=True)
         for one, another in gradients:
-            rounding.check(one, another, f"{problem}its gradients differ")
+            rounding.check(one, another, f"{problem}the gradients differ")
 
 
 class _Losses:
     """Losses of repeated outputs of a model, against the targets of a larger batch.
 
     Attributes:
-        variables: Outputs, and parameters of the loss, that require gradients.
+        variables: Outputs and loss parameters that require gradients.
     """
 
     def __init__(self, conditions: Conditions, plain: PassResult, batch: StepSamples) -> None:
@@ -89,15 +88,15 @@ class _Losses:
         return self._spec.loss(outputs, slice_samples(self._batch.targets, start, stop))
 
     def of_chunks(self) -> torch.Tensor | None:
-        """Return the loss of the batch as made of those of its chunks.
+        """Return the loss of the batch, added up from the losses of its chunks.
 
-        It is None if no chunk has terms, or nothing requires gradients.
+        It is None if no chunk has terms, or if nothing requires gradients.
         """
         terms = [self._count_terms(*edge) for edge in self._batch.edges]
         is_mean = self._spec.reduction == "mean"
         total = sum(terms) if is_mean else 1.0
         weights = terms if is_mean else [1.0] * len(terms)
-        # The mean of no terms is NaN, and no part of the whole.
+        # The mean of no terms is NaN, so chunks without terms are left out.
         chunks = [
             self.of_rows(*edge) * (weight / total)
             for edge, weight in zip(self._batch.edges, weights, strict=True)
@@ -115,7 +114,7 @@ class _Losses:
 
 
 def _as_variable(value: Any) -> Any:
-    """Return an output as the beginning of a new graph."""
+    """Return an output as a leaf of a new graph."""
     if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()):
         return value.detach().requires_grad_()
     return value

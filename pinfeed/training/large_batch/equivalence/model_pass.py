@@ -23,7 +23,7 @@ from pinfeed.training.large_batch.strategies.micro_batches import (
 from pinfeed.training.memory_model.models import call_model
 
 Gradients = list[torch.Tensor | None]
-"""One gradient per parameter; None where the outputs do not depend on the parameter."""
+"""One gradient per parameter; None if the outputs do not depend on the parameter."""
 
 
 @dataclass
@@ -48,13 +48,13 @@ def run_model(
 ) -> PassResult:
     """Compute outputs, gradients and state, chunk by chunk.
 
-    The gradients of the parameters belong to random gradients of the outputs.
+    The backward pass starts from random gradients of the outputs.
 
     Args:
         conditions: The model and the samples.
         edges: Edges of the chunks.
-        subtract_from: Gradients from which those of this pass are subtracted, in this list; None
-            for the gradients themselves.
+        subtract_from: List of gradients. The pass subtracts its gradients from them, in this list.
+            None returns the gradients themselves.
     """
     spec = conditions.spec
     rng_state.restore(conditions.random)
@@ -69,7 +69,7 @@ def run_model(
             check_output_rows(outputs, stop - start)
             leaves, rebuild = flatten(outputs)
             tensors = [leaf for _, leaf in leaves]
-            # Added one by one, so that no third set of gradients is kept.
+            # The gradients are added one by one, so that no third set of gradients is kept.
             for i, gradient in enumerate(_gradients(parameters, tensors, start, stop)):
                 total[i] = added(total[i], gradient, sign)
             parts.append(rebuild(map(_detached, tensors)))

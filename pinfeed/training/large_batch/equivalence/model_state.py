@@ -1,4 +1,4 @@
-"""State of a model besides its parameters: buffers, and attributes that are tensors or numbers."""
+"""State of a model without its parameters: buffers, and attributes with tensors or numbers."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def perturbed_parameters(modules: Sequence[nn.Module]) -> Iterator[Callable[[], 
     """Let modules compute with slightly different parameters, and restore the originals at the end.
 
     Yields:
-        A function that returns the name of a parameter that has been written since, or "".
+        A function that returns the name of a parameter that was written in the block, or "".
     """
     every = {id(p): (name, p) for root in modules for name, p in root.named_parameters()}
     renormalized = _renormalized_tables(modules)
@@ -140,7 +140,7 @@ def perturbed_parameters(modules: Sequence[nn.Module]) -> Iterator[Callable[[], 
 def _renormalized_tables(modules: Sequence[nn.Module]) -> set[int]:
     """Return the ids of embedding weights with ``max_norm``.
 
-    Their forward pass rescales rows that are too long, which gives the same result in chunks.
+    Their forward pass rescales rows with a larger norm, which gives the same result in chunks.
     """
     tables = (one for root in modules for one in root.modules())
     return {

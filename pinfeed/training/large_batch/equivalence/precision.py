@@ -1,4 +1,4 @@
-"""Precision of comparisons: float32 without TF32, and the same step in float64."""
+"""Precision of comparisons: float32 without TF32, or float64."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
         return
     settings: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
     before = []
-    # torch refuses these settings if the program has used newer ones; those stay as they are.
+    # If the program has used newer settings, torch refuses these, and the newer ones stay.
     with contextlib.suppress(RuntimeError):
         for setting in settings:
             before.append((setting, setting.allow_tf32))

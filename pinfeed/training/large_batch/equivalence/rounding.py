@@ -1,4 +1,4 @@
-"""Rounding: which differences between the results of two computations rounding explains."""
+"""Rounding: decides whether rounding explains the difference between two results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pinfeed.training.large_batch.equivalence.model_state import ReshapedTensor,
 from pinfeed.training.large_batch.strategies.step_spec import StepSpec
 
 _NEGLIGIBLE = 1e-3
-"""Smallest share of the gradient's norm to which the error of a parameter is related."""
+"""Smallest share of the whole gradient's norm that the error of a parameter is divided by."""
 
 
 class DifferenceFound(Exception):
@@ -43,7 +43,7 @@ class Rounding:
         """Check that two values are equal except for rounding.
 
         Raises:
-            DifferenceFound: If they are not.
+            DifferenceFound: If the values differ by more.
         """
         error = error_of(one, other)
         if error > self.limit:
@@ -52,10 +52,10 @@ class Rounding:
     def check_states(self, plain: State, other: State) -> None:
         """Check that a model ends in the same state, bit for bit.
 
-        The same computation gives the same bits. A state that was updated more often does not.
+        The same computation gives the same bits; a state that was updated more often differs.
 
         Raises:
-            DifferenceFound: If it does not.
+            DifferenceFound: If the states differ.
         """
         for name in dict.fromkeys((*plain, *other)):
             one = plain.get(name)
@@ -64,8 +64,8 @@ class Rounding:
                 continue
             if error_of(_value(one), _value(another)) > 0:
                 raise DifferenceFound(
-                    f"{name!r} of the model, which the forward pass changes, has other values "
-                    "afterwards"
+                    f"the forward pass changes {name!r} of the model, and chunks leave other "
+                    "values in it"
                 )
 
     def check_gradients(
@@ -87,7 +87,7 @@ class Rounding:
     def check_gradient_norms(
         self, spec: StepSpec, norms: Sequence[float], differences: Sequence[float]
     ) -> None:
-        """Check the gradients of all parameters, given their norms and those of the differences.
+        """Check the gradients of all parameters, given the norms of gradients and differences.
 
         Raises:
             DifferenceFound: If some differ.
@@ -102,14 +102,14 @@ class Rounding:
         if wrong:
             worst = max(wrong, key=lambda name: wrong[name])
             raise DifferenceFound(
-                f"gradients of {len(wrong)} of {len(errors)} parameters differ, that of {worst!r} "
-                f"by {wrong[worst]:.2%}",
+                f"the gradients of {len(wrong)} of {len(errors)} parameters differ; the gradient "
+                f"of {worst!r} differs by {wrong[worst]:.2%}",
                 wrong[worst],
             )
 
 
 def _follows_batch_shape(one: Any, other: Any) -> bool:
-    """Return whether a state shows the last batch: an attribute of another shape on each side."""
+    """Return whether a state follows the last batch: its shape differs between the two sides."""
     is_reshaped = isinstance(one, ReshapedTensor) or isinstance(other, ReshapedTensor)
     return is_reshaped and getattr(one, "shape", None) != getattr(other, "shape", None)
 
@@ -183,7 +183,7 @@ def _is_equal(one: Any, other: Any) -> bool:
     try:
         return bool(one == other)
     except Exception:
-        # The comparison of arrays and of some objects is no bool.
+        # Some objects, such as arrays, do not compare to a bool.
         return False
 
 

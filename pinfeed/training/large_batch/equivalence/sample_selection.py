@@ -11,7 +11,7 @@ from pinfeed.tensors.pytree import flatten
 from pinfeed.training.large_batch.strategies.micro_batches import n_samples
 
 _MOST_NUMBERS = 4096
-"""Most numbers of a row that scores are computed from."""
+"""Largest number of elements of a row from which a score is computed."""
 
 
 def representative_samples(inputs: Any, targets: Any, n: int) -> torch.Tensor:
@@ -31,15 +31,15 @@ def representative_samples(inputs: Any, targets: Any, n: int) -> torch.Tensor:
         chosen.setdefault(int(score.argmin()))
     spread = torch.linspace(0, n_samples(inputs) - 1, n).round().long().tolist()
     candidates = dict.fromkeys([*list(chosen)[:n], *spread, *range(n)])
-    # The order of the batch stays, because a model may need samples sorted by their length.
+    # The samples keep their order, because a model may need them sorted by length.
     return torch.tensor(sorted(list(candidates)[:n]))
 
 
 def _scores(inputs: Any, targets: Any) -> Iterator[torch.Tensor]:
-    """Yield scores of shape (samples,) that tell samples apart, the most distinctive first."""
+    """Yield scores of shape (samples,) that distinguish samples, the most distinctive first."""
     for rows in _dense_rows(targets):
         if not rows.is_floating_point():
-            # Losses leave out targets that are negative, such as -100.
+            # Losses leave out negative targets, such as -100.
             yield (rows < 0).sum(1)
             _, inverse, counts = rows.unique(return_inverse=True, return_counts=True)
             yield -counts[inverse].reshape(rows.shape).amin(1)

@@ -1,4 +1,4 @@
-"""Comparison of whole training steps, by the code that trains: the plain step and a strategy's."""
+"""Comparison of whole training steps, run by the code that trains: plain step and strategy."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class _StepResult:
 
 
 def compare_steps(conditions: Conditions, strategy: str) -> None:
-    """Compare the loss, the gradients and the state after the plain step and after a strategy's.
+    """Compare loss, gradients and state after the plain step and after a step of a strategy.
 
     Args:
         conditions: The model, the loss and the samples.
         strategy: ``"accumulate"``, ``ONE_BY_ONE`` or ``"two_pass"``.
 
     Raises:
-        DifferenceFound: If they are not equal except for rounding.
+        DifferenceFound: If they differ by more than rounding.
     """
     spec = replace(conditions.spec, context=conditions.context, scale=lambda loss: loss)
     conditions = replace(conditions, spec=spec)
@@ -56,7 +56,8 @@ def compare_steps(conditions: Conditions, strategy: str) -> None:
             raise DifferenceFound(
                 f"the loss fails on some of the samples ({first_line(error)})"
             ) from error
-        # The loss needs the whole batch. Two passes give it all outputs, so any loss will do.
+        # The loss needs the whole batch. Two passes give all outputs to the loss, so any loss
+        # shows whether the gradients are right.
         conditions = replace(conditions, spec=replace(spec, loss=_any_loss))
         plain = _plain_step(conditions)
     if strategy != "two_pass" and _is_mean_of_nothing(conditions):
@@ -86,7 +87,7 @@ def _plain_step(conditions: Conditions) -> _StepResult:
 def _step_in_chunks(conditions: Conditions, strategy: str) -> _StepResult:
     spec = conditions.spec
     samples = conditions.samples
-    # One copy serves both passes: a model that changes its inputs changes them twice.
+    # Both passes get the same copy, so a model that changes its inputs changes them twice.
     inputs = cloned(samples.inputs)
 
     def chunks() -> Chunks:

@@ -1,14 +1,17 @@
-"""EquivalenceVerifier: whether a strategy gives the gradients of the plain step on a batch.
+"""EquivalenceVerifier: checks whether a strategy gives the gradients of the plain step.
 
 Chunks give the gradients of the whole batch if two things hold. First, the model computes the
 outputs of each sample from that sample alone, and its state (buffers, attributes) ends as after
 the whole batch. Second, for ``accumulate``, the loss of the batch is the sum or mean of the losses
-of its chunks. Both are computed here: the model for a batch of three samples, and for chunks of two
-and one of them, and the loss for all targets. The gradients of the model belong to random
-gradients of the outputs, so the first comparison does not depend on the loss. Then a whole step is
-computed by the code that trains, with the user's loss.
+of its chunks.
 
-An effect that only larger batches show is not found, such as a loss of the 100 hardest samples.
+This module checks both. It computes the model for a batch of three samples, and for chunks of two
+and one of these samples. The backward pass starts from random gradients of the outputs, so this
+comparison does not depend on the loss. It computes the loss for many targets. At last, the code
+that trains computes a whole step with the user's loss.
+
+The check cannot find an effect that only larger batches show, such as a loss of the 100 hardest
+samples.
 """
 
 from __future__ import annotations
@@ -50,12 +53,12 @@ from pinfeed.training.memory_model.tensor_specs import to_device
 _CHUNK_SIZES = {4: (2, 1, 1), 3: (2, 1), 2: (1, 1)}
 """Sizes of the chunks, by the number of samples that are compared.
 
-More samples are cut into a half, one, a fourth and the rest.
+Larger numbers are cut into a half, one, a fourth and the rest.
 """
 _SAMPLE_COUNTS = (3, 2)
-"""Numbers of samples with which the model is tried, until they fit in memory."""
+"""Numbers of samples to try, until they fit in memory."""
 _MAY_BE_ROUNDING = 1e-2
-"""A smaller difference may be rounding that the model amplifies; float64 tells."""
+"""A smaller difference may be rounding that the model amplifies; float64 shows whether it is."""
 
 More = Callable[[int], StepSamples]
 
@@ -64,8 +67,8 @@ class EquivalenceVerifier:
     """Cache of comparisons: one for each strategy, shape of samples and mode of the model.
 
     Args:
-        is_on: False for ``prove=False``: then nothing is compared.
-        autocast: The dtype of autocast.
+        is_on: Whether to compare at all; False for ``prove=False``.
+        autocast: Dtype of autocast; None for no autocast.
     """
 
     def __init__(self, is_on: bool, autocast: torch.dtype | None = None) -> None:
@@ -74,7 +77,7 @@ class EquivalenceVerifier:
         self._problems: dict[Any, str] = {}
 
     def forget(self) -> None:
-        """Discard all results, so that strategies are compared anew."""
+        """Discard all results, so that strategies are compared again."""
         self._problems.clear()
 
     def problem_of(
@@ -103,7 +106,7 @@ class EquivalenceVerifier:
 
 
 def _has_terms(spec: StepSpec, inputs: Any, targets: Any) -> bool:
-    """Return whether the loss has terms to take the mean of."""
+    """Return whether the mean of the loss has at least one term."""
     return spec.reduction != "mean" or bool(spec.count_terms(inputs, targets))
 
 
@@ -117,7 +120,7 @@ def problem_of(
 ) -> str:
     """Return how a strategy differs from the plain step on some samples of a batch.
 
-    Parameters, gradients, buffers, attributes and random generators are unchanged afterwards.
+    Parameters, gradients, buffers, attributes and random generators do not change.
 
     Args:
         spec: The model and the loss, on their device.
@@ -131,8 +134,8 @@ def problem_of(
         A clause without a full stop; "" if nothing differs.
 
     Raises:
-        RuntimeError: If the plain step itself fails on these samples; as torch.OutOfMemoryError
-            if two samples do not fit on the device at once.
+        RuntimeError: If two samples do not fit on the device at once. The type is that of the
+            original error, which may also be MemoryError.
     """
     counts = [n for n in _SAMPLE_COUNTS if n <= min(most, n_samples(inputs))]
     for n in counts:
@@ -143,7 +146,7 @@ def problem_of(
                 raise
             if n == counts[-1]:
                 raise type(error)(
-                    f"{error}: two samples do not fit on the device at once, so that "
+                    f"{error}: two samples do not fit on the device at once, so "
                     f"strategy={strategy!r} cannot be compared with the plain step; free memory, "
                     "or give prove=False"
                 ) from error
@@ -158,9 +161,12 @@ def _problem_on(
 ) -> str:
     """Return how a strategy differs from the plain step on ``n`` samples."""
     if strategy != "checkpoint" and (name := _name_of_hooked_parameter(spec)):
-        return f"the hooks of {name!r} would run for each chunk and not once for the batch"
+        return (
+            f"the hooks of the parameter {name!r} would run once for each chunk, not once for the "
+            "batch"
+        )
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in spec.parameters):
-        return "the first forward pass makes its parameters; call the model once before"
+        return "the model has uninitialized parameters; run one forward pass before"
     device = next((p.device for p in spec.parameters), torch.device("cpu"))
     if torch.is_autocast_enabled(device.type):
         autocast = autocast or torch.get_autocast_dtype(device.type)
@@ -188,7 +194,7 @@ def _find_difference(
     try:
         return _compare_in_float64(spec, strategy, samples, more)
     except Exception:
-        # A model that cannot be copied, or does not run in float64, is compared as it is.
+        # A model that cannot be copied, or does not run in float64, is compared in its own dtype.
         return _compare(spec, strategy, samples, more, autocast) if is_narrow else difference
 
 
@@ -229,15 +235,15 @@ def _samples(inputs: Any, targets: Any, n: int, device: torch.device) -> StepSam
 
 
 def _cause(spec: StepSpec, inputs: Any, n: int) -> str:
-    """Return the operations of the model that combine samples, as a clause; "" if none do."""
+    """Return a clause that names the model's operations over the batch; "" if there are none."""
     names = operations_over_batch(spec, inputs, n)
     if not names:
         return ""
-    return f" (its forward pass has operations over the samples: {', '.join(names)})"
+    return f" (the forward pass has operations that may combine samples: {', '.join(names)})"
 
 
 def _name_of_hooked_parameter(spec: StepSpec) -> str:
-    """Return the name of a parameter with hooks of the user; "" if there is none."""
+    """Return the name of a parameter that has the user's hooks; "" if there is none."""
     for module in spec.modules:
         for name, p in module.named_parameters():
             hooks: list[Any] = []

@@ -1,1 +1,1 @@
-"""Gradients of a batch computed whole, in chunks, in two passes, with recomputation."""
+"""Strategies that compute the gradients of a batch: whole, in chunks, in two passes, recomputed."""

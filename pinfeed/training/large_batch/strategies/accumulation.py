@@ -22,7 +22,7 @@ from pinfeed.training.memory_model.out_of_memory import is_out_of_memory, releas
 
 
 class AccumulationHook:
-    """Parameter hook that records which parameters a backward pass has added gradients to."""
+    """Parameter hook that records the parameters that have received their gradients."""
 
     def __init__(self) -> None:
         self.parameters: set[nn.Parameter] = set()
@@ -34,9 +34,9 @@ class AccumulationHook:
 class GradientAccumulator:
     """Adds up the gradients of the chunks of one batch.
 
-    A chunk that does not fit in memory is computed in halves. A backward pass adds all of a
-    parameter's gradient at once or nothing. The halves therefore skip the parameters to which the
-    failed backward pass has already added.
+    A chunk that does not fit in memory is computed in halves. A backward pass adds the gradient of
+    a parameter at once or not at all. The halves therefore skip the parameters that have received
+    their gradient from the failed backward pass.
 
     Attributes:
         n_halved: Number of chunks that did not fit and were computed in halves.
@@ -49,7 +49,7 @@ class GradientAccumulator:
         self.n_halved = 0
 
     def run(self, chunks: Chunks, total: float | None) -> torch.Tensor:
-        """Compute the gradients of all chunks together.
+        """Compute the sum of the gradients of all chunks.
 
         No parameter may have a gradient before.
 
@@ -64,12 +64,12 @@ class GradientAccumulator:
             return self._add_up(chunks, 1.0)
         if total is not None:
             return self._add_up(chunks, total or 1.0)
-        # Gradients have the size of a mean from the first chunk on, so that clipping and overflow
-        # act as in the plain step.
+        # Gradients have the magnitude of a mean from the first chunk on, so that clipping and
+        # overflow happen as in the plain step.
         first = next((chunk for chunk in chunks if chunk.n_terms), None)
         if first is None:
             raise ArgumentError(
-                "every target of the batches is ignored; expected at least one that is not"
+                "the loss ignores every target of the batches; expected at least one that it counts"
             )
         loss = self._add_up(itertools.chain([first], chunks), first.n_terms)
         ratio = self._n_terms / first.n_terms

@@ -12,7 +12,7 @@ from pinfeed.training.large_batch.strategies.step_spec import StepSpec
 
 
 def backward_whole(spec: StepSpec, inputs: Any, targets: Any) -> torch.Tensor:
-    """Add the gradients of the whole batch at once; return its loss."""
+    """Add the gradients of the whole batch in one backward pass, and return its loss."""
     loss = spec.forward(inputs, targets)
     spec.scale(loss).backward()
     return loss.detach()
@@ -20,7 +20,7 @@ def backward_whole(spec: StepSpec, inputs: Any, targets: Any) -> torch.Tensor:
 
 @contextlib.contextmanager
 def gradient_transaction(spec: StepSpec) -> Iterator[None]:
-    """Add the gradients that the block computes, or leave all gradients as they were if it raises.
+    """Add the gradients that the block computes; if the block raises, restore all gradients.
 
     Within the block the parameters have no gradients.
     """

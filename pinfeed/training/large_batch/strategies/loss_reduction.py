@@ -1,4 +1,4 @@
-"""Reductions of losses: how the losses of chunks make the loss of a batch, for torch's losses."""
+"""Reductions of losses: how torch's losses combine the losses of chunks into that of a batch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pinfeed.training.large_batch.strategies.micro_batches import n_samples
 
 Reduction = Literal["mean", "sum"]
 Count = Callable[[Any], Any]
-"""Function that returns the number of terms of a mean over targets, as a number or a tensor."""
+"""Function that returns the number of terms of a mean for given targets, a number or a tensor."""
 
 _IGNORED = -100
-"""Target that torch's losses and those of language models leave out by default."""
+"""Target that torch's losses and language model losses leave out by default."""
 _CLASS_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss, functional.cross_entropy, functional.nll_loss)
 _ELEMENT_LOSSES = (
     nn.MSELoss,
@@ -42,7 +42,7 @@ _ELEMENT_LOSSES = (
 
 
 def reduction_of(loss: Any) -> Reduction | None:
-    """Return how a loss of torch's reduces its terms; None if the loss is none of torch's."""
+    """Return how one of torch's losses reduces its terms; None for another loss."""
     loss, options = _without_partial(loss)
     found: Any = None
     if isinstance(loss, nn.Module):
@@ -64,7 +64,7 @@ def _reduction_among(options: Mapping[str, Any]) -> str:
 
 
 def check_targets(loss: Any, inputs: Any, targets: Any) -> None:
-    """Refuse a batch without targets if the loss is one of torch's, which all need targets.
+    """Check that a batch has targets if the loss is one of torch's, which all need targets.
 
     Raises:
         ArgumentError: If ``targets`` is None and the loss is one of torch's.
@@ -77,19 +77,19 @@ def check_targets(loss: Any, inputs: Any, targets: Any) -> None:
         return
     name = getattr(known, "__name__", type(known).__name__)
     is_pair = isinstance(inputs, (tuple, list)) and len(inputs) == 2
-    hint = "; the inputs are a pair: give backward(*batch)" if is_pair else ""
+    hint = "; the inputs are a pair, so give backward(*batch)" if is_pair else ""
     raise ArgumentError(
-        f"the batch has no targets, and {name} compares outputs with targets; expected inputs and "
-        f"targets, as backward(inputs, targets), or a loader whose batches are such pairs{hint}"
+        f"the batch has no targets, but {name} compares outputs with targets; expected "
+        f"backward(inputs, targets), or a loader of pairs of inputs and targets{hint}"
     )
 
 
 def count_of(loss: Any) -> Count:
     """Return the function that counts the terms of a loss.
 
-    For losses of classes it counts targets that are not ignored, each with the weight of its
-    class. For losses that compare numbers it counts these numbers, and otherwise samples. If the
-    loss is unknown, int64 targets are taken for classes, of which -100 is ignored.
+    For losses of classes it counts the targets that are not ignored, each with the weight of its
+    class. For losses that compare numbers it counts these numbers. For other losses it counts
+    samples. If the loss is unknown, int64 targets count as classes, except for -100.
     """
     known, options = _without_partial(loss)
     ignored = options.get("ignore_index", getattr(known, "ignore_index", _IGNORED))
@@ -106,7 +106,7 @@ def count_of(loss: Any) -> Count:
         first = leaves[0]
         if has_elements:
             return first.numel()
-        # A loss of torch's that is neither of classes nor of elements counts samples.
+        # torch's other losses, neither of classes nor of elements, count samples.
         may_have_classes = has_classes or reduction_of(loss) is None
         if not may_have_classes or not _are_classes(first, has_classes):
             return n_samples(targets)

@@ -42,7 +42,7 @@ def n_samples(batch: Any) -> int:
     lengths = {path: len(leaf) for path, leaf in flatten(batch)[0] if _has_rows(leaf)}
     if not lengths:
         raise ArgumentError(
-            f"got {type(batch).__name__}; expected tensors whose first dimension is that of the "
+            f"a batch is a {type(batch).__name__}; expected tensors whose first dimension is the "
             "batch"
         )
     if len(set(lengths.values())) > 1:
@@ -86,8 +86,8 @@ def concatenate(parts: list[Any]) -> Any:
     columns = list(zip(*([leaf for _, leaf in leaves] for leaves, _ in flat), strict=True))
     if len(parts) > 1 and any(_is_floating_point_scalar(column[0]) for column in columns):
         raise ArgumentError(
-            "the model gives a number for the whole batch, as if it were a loss; have it give "
-            "outputs, and loss= one of them"
+            "the model returns one number for a whole batch, like a loss; let it return the "
+            "outputs of each sample, and compute the loss in loss="
         )
     rebuild = flat[0][1]
     return rebuild(torch.cat(column) if _has_rows(column[0]) else column[0] for column in columns)
@@ -109,10 +109,12 @@ def as_tensors(batch: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
             raise ArgumentError(
                 f"batch{path} is a {leaf.layout} tensor, which cannot be cut into samples; give a "
-                "dense one"
+                "dense tensor"
             )
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "biufcV":
-            raise ArgumentError(f"batch{path} is an array of {leaf.dtype}; expected numbers")
+            raise ArgumentError(
+                f"batch{path} is an array of dtype {leaf.dtype}; expected a dtype of numbers"
+            )
     return rebuild(to_torch(leaf) if isinstance(leaf, np.ndarray) else leaf for _, leaf in leaves)
 
 
@@ -126,15 +128,15 @@ def sample_spec_of(batch: Any) -> SampleSpec:
     tensors = [leaf for _, leaf in leaves if _has_rows(leaf)]
     if len(tensors) < len(leaves):
         raise ArgumentError(
-            "a batch has values that are no tensors of samples; give strategy= and chunk_size=, "
-            "which need no prediction"
+            "a batch has values that are not tensors of samples, so its memory cannot be "
+            "predicted; give strategy= and chunk_size=, which need no prediction"
         )
     shapes = tuple(tuple(leaf.shape[1:]) for leaf in tensors)
     return SampleSpec(shapes, tuple(leaf.dtype for leaf in tensors), rebuild)
 
 
 def shapes_and_dtypes(*batches: Any) -> tuple[Any, ...]:
-    """Return shape and dtype of all tensors, the key by which strategies are chosen."""
+    """Return shape and dtype of all tensors, which are the key of a chosen strategy."""
     leaves = (leaf for batch in batches for _, leaf in flatten(batch)[0])
     tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     return tuple((tuple(leaf.shape), leaf.dtype) for leaf in tensors)
@@ -148,10 +150,10 @@ def sample_shapes_and_dtypes(*batches: Any) -> tuple[Any, ...]:
 def check_no_sample_lists(batch: Any, n: int, path: str = "") -> None:
     """Check that no list or tuple in a batch has one value for each of its ``n`` samples.
 
-    Such a list is not cut, so that every chunk would have all of it.
+    Lists are not cut, so every chunk would have the whole list.
 
     Raises:
-        ArgumentError: If there is such a list.
+        ArgumentError: If the batch has such a list.
     """
     if isinstance(batch, Mapping):
         for key, value in batch.items():
@@ -160,7 +162,7 @@ def check_no_sample_lists(batch: Any, n: int, path: str = "") -> None:
         if len(batch) == n > 1 and not _has_tensors(batch):
             raise ArgumentError(
                 f"batch{path} is a {type(batch).__name__} with a value for each of {n} samples, "
-                "which cannot be cut; give a tensor"
+                "which cannot be cut into chunks; give a tensor"
             )
         for i, value in enumerate(batch):
             check_no_sample_lists(value, n, f"{path}[{i}]")
@@ -180,7 +182,7 @@ def input_target_pairs(batches: Any) -> Generator[tuple[Any, Any], None, None]:
     """Yield inputs and targets, as tensors, of each batch of an iterable.
 
     Raises:
-        ArgumentError: If a batch is no pair, or one of its tensors requires grad.
+        ArgumentError: If a batch is not a pair, or one of its tensors requires grad.
     """
     for batch in batches:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
@@ -192,7 +194,7 @@ def input_target_pairs(batches: Any) -> Generator[tuple[Any, Any], None, None]:
         leaves = [leaf for _, leaf in flatten((inputs, targets))[0]]
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
             raise ArgumentError(
-                "a batch of a source has a tensor that requires grad; give the whole batch as "
+                "a batch of the source has a tensor that requires grad; give the whole batch as "
                 "tensors"
             )
         yield inputs, targets

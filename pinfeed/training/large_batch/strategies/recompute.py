@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 _LEAST_PARTS = 2
-"""Containers with fewer parts gain nothing."""
+"""Smallest number of parts of a container; recomputing fewer saves no memory."""
 
 Buffers = list[tuple[nn.Module, dict[str, Any]]]
 """Modules, and copies of their buffers by name."""
@@ -21,7 +21,7 @@ Buffers = list[tuple[nn.Module, dict[str, Any]]]
 
 @contextlib.contextmanager
 def recomputed(model: nn.Module) -> Iterator[None]:
-    """Have forward passes in this context recompute parts of the model in the backward pass.
+    """Make backward passes recompute parts of the model whose forward pass runs in this context.
 
     Blocks of a ModuleList are recomputed one by one, modules of a Sequential several at a time.
     """
@@ -88,7 +88,7 @@ def _one_by_one(modules: Sequence[nn.Module], x: Any) -> Any:
 def _checkpointed(
     modules: Sequence[nn.Module], forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Run ``forward``, and have the backward pass run it again from the same buffers."""
+    """Run ``forward``, and let the backward pass run it again from the same buffers."""
     before = buffers_of(modules)
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -107,8 +107,8 @@ def buffers_of(modules: Sequence[nn.Module]) -> Buffers:
 def replayed_buffers(before: Buffers) -> Iterator[None]:
     """Run a computation again from the buffers ``before``, without a lasting effect on buffers.
 
-    The block works on copies. Afterwards the buffers are what they were when it began, so that
-    the first computation counts.
+    The block works on copies. At its end, the buffers have the values from its beginning, which
+    are those that the first computation left.
     """
     now = [dict(module._buffers) for module, _ in before]
     for module, values in before:

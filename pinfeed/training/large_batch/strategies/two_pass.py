@@ -1,4 +1,4 @@
-"""Gradients in two passes: the outputs of all chunks, then each chunk again with gradients."""
+"""Gradients in two passes: first the outputs of all chunks, then each chunk with gradients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RngState = dict[str, Any]
 
 
 def backward_two_pass(spec: StepSpec, chunks: Callable[[], Chunks], targets: Any) -> torch.Tensor:
-    """Add the gradients of any loss of all outputs, with only one chunk in memory at a time.
+    """Add the gradients of any loss of all outputs, with the graph of one chunk at a time.
 
     The first pass computes the outputs of each chunk without a graph. Then the loss of all outputs
     gives their gradients. The second pass computes each chunk again, with the same random numbers,
@@ -105,7 +105,7 @@ def _backward_by_chunks(spec: StepSpec, chunks: Callable[[], Chunks], first: _Fi
 
 
 def _backward_from(outputs: Any, whole: list[Any], start: int, stop: int) -> None:
-    """Propagate the gradients that rows [start, stop) of the whole outputs have."""
+    """Propagate the gradients of rows [start, stop) of the whole outputs."""
     tensors = []
     gradients = []
     for (_, leaf), old in zip(flatten(outputs)[0], whole, strict=True):
