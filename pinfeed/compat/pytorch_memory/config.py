@@ -146,7 +146,7 @@ class Config:
 
     @property
     def allowed_sample_count(self) -> int:
-        """Identities, in whole batches, whose samples fit in ``cpu_memory_limit``.
+        """Number of identities that fit in ``cpu_memory_limit``, rounded down to whole batches.
 
         A loop holds ``depth + 3`` batches at a time, even if more fit.
         """
