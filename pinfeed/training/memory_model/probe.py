@@ -55,8 +55,8 @@ def measure_steps(
             raise
     finally:
         rng_state.restore(state)
-    # This is outside the except block, because the traceback keeps the tensors of the frames that
-    # failed until the block ends.
+    # This is after the except block, because within the block the traceback keeps the
+    # tensors of the failed frames alive.
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
