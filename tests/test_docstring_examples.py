@@ -5,14 +5,17 @@ import importlib
 import inspect
 import pkgutil
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
+from torch import distributed
 
 import pinfeed
+from pinfeed.training.distributed import process_groups
 
 ROOT = Path(__file__).parent.parent
 NAMES = {"np": np, "torch": torch, "pinfeed": pinfeed}
@@ -37,6 +40,23 @@ def reference() -> dict[str, type]:
     }
 
 
+@pytest.fixture(scope="module")
+def gloo() -> None:
+    """Open the files that torch keeps for every later process group of gloo."""
+    store = distributed.HashStore()  # type: ignore[attr-defined]
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    distributed.new_group([0], backend="gloo")
+    distributed.destroy_process_group()
+
+
+@pytest.fixture
+def sharded_examples(gloo: None) -> Iterator[None]:
+    """Drop the process groups that pinfeed made for sharded tables."""
+    yield
+    process_groups._rank_groups.clear()
+
+
+@pytest.mark.usefixtures("sharded_examples")
 @pytest.mark.parametrize("name", sorted(reference()))
 def test_a_public_class_has_an_example_that_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

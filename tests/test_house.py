@@ -50,6 +50,11 @@ class Definition(NamedTuple):
     def docstring(self) -> str:
         return ast.get_docstring(self.node) or ""
 
+    @property
+    def source(self) -> str:
+        lines = self.path.read_text().splitlines()
+        return "\n".join(lines[self.node.lineno - 1 : self.node.end_lineno])
+
 
 @functools.cache
 def parsed(path: Path) -> ast.Module:
@@ -155,8 +160,10 @@ def test_functions_are_short() -> None:
 
 
 def test_a_long_class_says_why_it_is_one() -> None:
+    # A public class says it in a comment, because its users do not need the reason.
     long = [one for one in classes() if n_lines(one.node) > MOST_CLASS_LINES]
-    refuse([str(one) for one in long if not REASON.search(one.docstring)])
+    unexplained = [one for one in long if "# It is one class" not in one.source]
+    refuse([str(one) for one in unexplained if not REASON.search(one.docstring)])
 
 
 def test_functions_have_few_parameters() -> None:
