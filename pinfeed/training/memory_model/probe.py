@@ -22,8 +22,7 @@ from pinfeed.training.memory_model.out_of_memory import is_out_of_memory
 from pinfeed.training.memory_model.tensor_specs import SampleSpec, to_device
 
 _N_STEPS = 3
-"""Number of steps to run. In the first step, libraries try algorithms and the optimizer gets state.
-"""
+"""Number of steps to run; in the first, libraries try algorithms and the optimizer gets state."""
 
 
 def measure_steps(

@@ -93,8 +93,6 @@ class Trainer:
     ``history`` has the measurements of an epoch when the epoch has ended; taking them never makes
     a batch wait for the device. The model stays in its training or eval mode.
 
-    This is one class because its methods are the steps of one loop, which all three forms share.
-
     Args:
         model: The model.
         loss: Function of outputs and targets, called with None for a batch without targets.
@@ -125,6 +123,8 @@ class Trainer:
         ArgumentError: If an argument is invalid, or two arguments conflict.
         DeviceError: If the device does not exist.
     """
+
+    # It is one class because its methods are the steps of one loop, which all three forms share.
 
     @explain_arguments(_HINTS, options=StepOptions)
     def __init__(
