@@ -91,8 +91,8 @@ def test_every_word_of_a_dataloader_is_explained(make: Callable[..., Any]) -> No
             Config,
             {"batch_size": 4},
             (
-                "Config has no argument 'batch_size'; give it to the feeder, or give "
-                "preferred_batch_size="
+                "Config has no argument 'batch_size'; give batch_size= to the feeder; "
+                "preferred_batch_size= is the upper bound"
             ),
         ),
         (
@@ -109,7 +109,7 @@ def test_every_word_of_a_dataloader_is_explained(make: Callable[..., Any]) -> No
         (
             BigBatch,
             {"batch_size": 4},
-            "BigBatch has no argument 'batch_size'; the batch is what backward() is given",
+            "BigBatch has no argument 'batch_size'; backward() takes a batch of any size",
         ),
         (
             rows.block_shuffled,
