@@ -52,7 +52,7 @@ class Batch(Generic[T_co]):
         self._lent = lent
         self._stores = stores
         self._device = device
-        # Whether the data are rows of the source, and not results of a function on batches.
+        # Whether the data are rows of the source, and not results of a transform.
         self._is_source = is_source
         self.rows: Rows = lent.groups[0].rows
         self.data = data

@@ -327,7 +327,7 @@ class EpochRunner:
         return self._prefetcher.lend(thunks)
 
     def _lend_or_keep(self, lend: Callable[[LentBatch], Any], lent_batch: LentBatch) -> Any:
-        """Return what is yielded for a batch, or the error in its place."""
+        """Return the value to yield for a batch, or the error in its place."""
         try:
             return guarded(lend, lent_batch)
         except Exception as error:
