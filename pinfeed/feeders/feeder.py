@@ -95,7 +95,8 @@ class Feeder(ResumableFeeder[T_co]):
             sampler, the loop uses that one.
         shuffle: Whether every epoch has a new order; short for
             ``rows=pinfeed.rows.shuffled(seed)``. Every run of the program repeats the same orders,
-            because the default seed is 0; pass another ``seed`` for others.
+            because the default seed is 0. For others, give ``seed=random.randrange(2**32)``, the
+            same number on all ranks.
         seed: Seed of the shuffle, a whole number; the order is a function of (seed, epoch). It is
             also the seed of the generators of the transforms.
         drop_last: Whether to leave out a last batch that is not full.

@@ -295,7 +295,7 @@ class EpochRunner:
                 counters.lend()
                 is_kept = is_unified and not choice.is_synchronous
                 yield kept[-1] if is_kept else kept.pop()
-                counters.ask()
+                counters.request()
                 del kept[: -1 if is_kept else None]
         except GeneratorExit:
             self._log_failure()
@@ -327,7 +327,7 @@ class EpochRunner:
         return self._prefetcher.lend(thunks)
 
     def _lend_or_keep(self, lend: Callable[[LentBatch], Any], lent_batch: LentBatch) -> Any:
-        """Return what is yielded for a batch, or the error in its place."""
+        """Return the value to yield for a batch, or the error in its place."""
         try:
             return guarded(lend, lent_batch)
         except Exception as error:
@@ -343,7 +343,7 @@ class EpochRunner:
             asynchronous=not self._transfer.device.unified,
             is_measured=choice.has_chosen,
         )
-        return self._counters.asked_s
+        return self._counters.requested_s
 
     def _begin_watching(self) -> Any:
         """Return the progress bar or None, and begin to look for data stalls."""

@@ -142,8 +142,8 @@ def plan_reads_by_id(stores: Sequence[Store], config: MemoryLimits | None) -> Re
     if is_limited and nbytes > limits.memory:
         raise NotEnoughCPUMemory(
             f"fetch needs {human(nbytes)} ({nbytes} bytes) of host memory to read its files; "
-            f"expected at most {human(limits.memory)}, half of cpu_memory_limit, because the other "
-            "half is for the batches; raise cpu_memory_limit, or write files with smaller chunks"
+            f"expected at most {human(limits.memory)}, which is half of cpu_memory_limit (the "
+            "batches need the other half); raise it, or write files with smaller chunks"
         )
     resident = resident_allocation(nbytes)
     choice = choose(stores, (), 0, limits.without(resident))

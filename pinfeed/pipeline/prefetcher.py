@@ -220,7 +220,7 @@ class Prefetcher:
     def _reuse(self, slots: _Slots, slot: Slot, n_batches: int) -> None:
         """Free a slot after the training steps of its batches."""
         slots.free.append(slot)
-        self._choice.count(n_batches, self._counters.asked_s)
+        self._choice.count(n_batches, self._counters.requested_s)
         self._refill(slots)
 
     def _refill(self, slots: _Slots) -> None:
@@ -291,7 +291,7 @@ class Prefetcher:
             lent_batch: Batch that was lent last.
         """
         # A loop that was left has not requested another batch.
-        self._counters.ask()
+        self._counters.request()
         self._counters.receive_none()
         if lent_batch is not None:
             lent_batch.end()

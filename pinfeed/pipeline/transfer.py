@@ -3,9 +3,9 @@
 Rule 1: every wait, record and sync of batches and rows is in this file, and each wait names the
         hazard that it prevents. Waits of caches are in cache_transfer.py, and waits of activations
         in training/offload/offload_transfer.py.
-Rule 2: this file knows neither threads nor CUDA. It uses a Device, and its methods say which
-        thread calls them: the consumer (the training thread), a reader, the transform thread,
-        which calls the transforms, or one of two writers.
+Rule 2: this file knows neither threads nor CUDA. It uses a Device. Its methods say which thread
+        calls them: the consumer (the training thread), a reader, the transform thread, or one of
+        two writers.
 Rule 3: the consumer allocates device memory, on its own stream. So any thread may free it, at any
         time. Only ``device_transform`` allocates on another stream.
 

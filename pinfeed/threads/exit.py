@@ -7,8 +7,8 @@ call.
 
 from __future__ import annotations
 
-# concurrent.futures.thread registers a hook too, and must do so before the hook below is
-# registered. torch imports it late, and after the main thread has ended it cannot be imported.
+# concurrent.futures.thread registers a hook too, and must do so before the hook below. torch would
+# import it late, and it cannot be imported after the main thread has ended.
 import concurrent.futures.thread  # noqa: F401
 import os
 import threading

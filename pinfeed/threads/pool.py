@@ -51,8 +51,8 @@ class ThreadPool:
         """The program's own thread for which the pool works."""
         self._is_over = False
         # The threads hold the queue, but not the pool. When a pool is dropped, for example by an
-        # interrupt in the code that makes it, its threads end: a single C function puts the weak
-        # reference into the queue, which no interrupt can cut in two.
+        # interrupt in the code that makes it, a single C function puts the weak reference into the
+        # queue, which ends the threads. No interrupt can cut this function in two.
         self._reference = weakref.ref(self, self._calls.put)
         exit_hook.pools.add(self._reference)
         # Waiting for a Call is safe. After an interrupt within Thread.join, Python 3.11 takes a

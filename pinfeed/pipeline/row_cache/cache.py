@@ -4,11 +4,11 @@ A row in the cache has one slot, in the memory of every store of its group: weig
 state of a table enter and leave together. While a row is in the cache, its slot has the value of
 the synchronous loop, and the stores may have an older one.
 
-Reader threads decide, in the order of batches, which rows of a batch are in the cache, which other
-rows enter it after the batch, and which rows leave it to make room (``decisions.py``). The training
-thread carries out these decisions in its own stream: ``lend`` copies cached rows into the batch,
-and ``put`` copies new values into the cache and collects the rows to write to the stores. So a
-cached row is up to date without any wait, however early the batch was gathered.
+Reader threads decide about each batch, in order: which rows are in the cache, which other rows
+enter it after the batch, and which rows leave it to make room (``decisions.py``). The training
+thread carries out these decisions in its own stream. ``lend`` copies cached rows into the batch.
+``put`` copies new values into the cache, and collects the rows to write to the stores. So a cached
+row is up to date without any wait, however early the batch was gathered.
 """
 
 from __future__ import annotations
