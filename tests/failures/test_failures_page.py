@@ -19,7 +19,7 @@ TESTS = {
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:40])
-def test_a_row_is_shown_by_tests_that_are_there(row: list[str]) -> None:
+def test_the_tests_of_a_row_exist(row: list[str]) -> None:
     fault, seen, lost, tests = row
     assert fault
     assert seen
