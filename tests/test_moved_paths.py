@@ -146,7 +146,7 @@ def test_old_paths_are_attributes_of_the_package() -> None:
     assert found is importlib.import_module("pinfeed.profiling.stats").Totals
 
 
-def test_new_paths_and_an_old_module_by_itself_warn_of_nothing() -> None:
+def test_new_paths_and_the_import_of_an_old_module_cause_no_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         importlib.import_module("pinfeed.training.big")

@@ -34,7 +34,7 @@ class CountedTable(forwarding.VirtualTable):
 
 
 @pytest.mark.parametrize("n_pending", range(forwarding.DEPTH + 1))
-def test_so_many_writes_are_pending_when_a_batch_is_lent(n_pending: int) -> None:
+def test_pending_writes_when_the_loop_receives_a_batch(n_pending: int) -> None:
     table = CountedTable()
     device = IdleDevice(direct=False)
     batches = [np.arange(N_ROWS) + N_ROWS * i for i in range(20)]
@@ -49,7 +49,7 @@ def test_so_many_writes_are_pending_when_a_batch_is_lent(n_pending: int) -> None
     assert table.n_writes == len(batches)
 
 
-def test_a_write_that_the_training_thread_waits_for_is_completed() -> None:
+def test_a_write_that_the_consumer_thread_waits_for_is_completed() -> None:
     table = CountedTable()
     device = IdleDevice(direct=False)
     batches = [np.arange(N_ROWS) + N_ROWS * i for i in range(20)]

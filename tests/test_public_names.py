@@ -96,6 +96,6 @@ def test_import_is_quick_and_loads_no_framework() -> None:
     )
 
 
-def test_public_names_are_sorted_and_there() -> None:
+def test_public_names_are_sorted_and_exist() -> None:
     assert sorted(pinfeed.__all__) == pinfeed.__all__
     assert all(hasattr(pinfeed, name) for name in pinfeed.__all__)

@@ -46,7 +46,7 @@ def test_bench(quick: list[str]) -> None:
     assert found["contestants"][0]["pinfeed_ratio"] == 1
 
 
-def test_bench_of_sources_side_by_side(quick: list[str]) -> None:
+def test_bench_of_parallel_sources(quick: list[str]) -> None:
     np.save("y.npy", np.arange(500))
     found = values(
         "bench",
@@ -88,7 +88,7 @@ def test_bench_cold_in_words(quick: list[str]) -> None:
 
 
 @pytest.mark.parametrize("block_rows", [None, 8])
-def test_everybody_has_the_same_rows(block_rows: int | None) -> None:
+def test_all_contestants_stream_the_same_rows(block_rows: int | None) -> None:
     """The others stream the same rows as the feeder in each epoch; a difference is found."""
     order, _ = options.order_of(block_rows is None, block_rows, 5)
     with MmapStore(["s-0.npy", "s-1.npy"]) as store:
@@ -155,7 +155,7 @@ def test_waits_are_counted_by_the_clock_of_the_loop(monkeypatch: pytest.MonkeyPa
     assert trial._rate(batches(), 0.0, 10, lambda: work(5)) == Rate(16, 16.0, 96, False, 6.0)
 
 
-def test_a_step_is_left_out(quick: list[str]) -> None:
+def test_step_ms_of_zero_measures_no_step(quick: list[str]) -> None:
     found = values("bench", "x.npy", "--step-ms", "0", "--workers", "0", *quick)
     assert found["step_products"] is None
     assert found["contestants"][0]["with_step"] is None
@@ -192,7 +192,9 @@ def test_rows_of_maps() -> None:
         assert all(torch.equal(found[row], torch.from_numpy(X[row])) for row in (0, 299, 300, 499))
 
 
-def test_bench_of_what_cannot_be_warm(quick: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_needs_files_that_fit_in_memory(
+    quick: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(trials, "free_host_bytes", lambda: 1000)
     result = run("bench", "x.npy", "--warm")
     assert result.exit_code == 3
@@ -208,9 +210,7 @@ def test_bench_of_rows_without_bytes() -> None:
     assert "its rows have 0 bytes; expected rows to read" in run("bench", "none.npy").stderr
 
 
-def test_files_are_brought_into_the_page_cache(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_read_into_the_page_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel decides what it keeps in the page cache, so the test simulates its answer."""
     assert read_through(["x.npy", "s-0.npy"])
     assert not read_through(["x.npy"], seconds=-1), "it ends when the time is up"

@@ -93,7 +93,7 @@ def test_wrong_usage(arguments: list[str], said: str) -> None:
         (["doctor", "nothing.npy"], "FileMissing", "nothing.npy: no such file"),
     ],
 )
-def test_what_cannot_be_done(arguments: list[str], kind: str, said: str) -> None:
+def test_commands_that_cannot_run_say_why(arguments: list[str], kind: str, said: str) -> None:
     np.save("y.npy", X.astype(np.float64))
     result = run(*arguments)
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (3, "", 1)
@@ -113,7 +113,7 @@ def test_ctrl_c_ends_it_quietly() -> None:
     assert (result.exit_code, result.output) == (130, "")
 
 
-def test_what_cannot_be_printed_is_no_finding() -> None:
+def test_a_full_stdout_is_an_error_not_a_finding() -> None:
     with open("/dev/full", "w") as full:
         done = python("-m", "pinfeed", "inspect", "x.npy", stdout=full)
     assert (done.returncode, done.stderr) == (3, "pinfeed: stdout: No space left on device\n")
@@ -132,7 +132,7 @@ def test_what_cannot_be_printed_is_no_finding() -> None:
         ("7B", 7),
     ],
 )
-def test_sizes(text: str, nbytes: int) -> None:
+def test_sizes_are_parsed(text: str, nbytes: int) -> None:
     assert options.size(text) == nbytes
 
 
@@ -140,12 +140,12 @@ def test_sizes(text: str, nbytes: int) -> None:
     "text",
     ["", "GiB", "-1", "2G", "2GiBs", "1e999", "nan", "0.5", "1,5e9", "2 G iB", "0x10", "9e18GiB"],
 )
-def test_no_sizes(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(click.BadParameter, match="is not a size; expected bytes"):
         options.size(text)
 
 
-def test_what_is_printed_fits_a_terminal() -> None:
+def test_output_fits_a_terminal() -> None:
     assert max(map(len, wrapped("ab " * 100, first="  ", rest="    ").splitlines())) <= 80
     assert wrapped("x" * 100) == "x" * 100, "a path is not broken"
     assert json.loads(json_of({"a": float("nan"), "b": (1, {"c": float("inf")})})) == {

@@ -112,7 +112,7 @@ def test_doctor_of_a_file() -> None:
     assert (found["cache"]["helps"], found["cache"]["n_read"]) == ("yes", 800)
 
 
-def test_whether_a_cache_helps() -> None:
+def test_doctor_says_whether_a_cache_helps() -> None:
     rng = np.random.default_rng(0)
     data = Data(n_rows=5_000, row_nbytes=400, batch_size=500)
     np.save("uniform.npy", rng.integers(0, 5_000, 30_000, np.int32))
@@ -209,7 +209,7 @@ RATES = Ceilings(memory=10.0, sequential=2.0, random=0.2, link=50.0)
         (GiB(400), "", "yes", "streams it from the disk in the background"),
     ],
 )
-def test_whether_it_helps(nbytes: int, gpu: str, helps: str, said: str) -> None:
+def test_doctor_says_whether_pinfeed_helps(nbytes: int, gpu: str, helps: str, said: str) -> None:
     data = Data(n_rows=nbytes >> 12, row_nbytes=4096, batch_size=1000)
     advice = advise(data, RATES, free_host=GiB(500), gpu=gpu, free_gpu=GiB(100) if gpu else 0)
     assert advice.helps == helps

@@ -15,7 +15,7 @@ import pinfeed
 from pinfeed.cli.inspect import look
 
 
-def test_inspect_says_what_is_there() -> None:
+def test_inspect_describes_an_npy_file() -> None:
     result = run("inspect", "x.npy")
     assert result.exit_code == 0
     for said in (
@@ -61,7 +61,7 @@ def test_inspect_shards() -> None:
     }
 
 
-def test_inspect_shards_that_are_none_of_one_source() -> None:
+def test_inspect_files_that_are_not_shards_of_one_source() -> None:
     np.save("s-2.npy", X.reshape(500, -1))
     result = run("inspect", "s-*.npy")
     assert result.exit_code == 1

@@ -43,7 +43,9 @@ from pinfeed.testing import SimDevice
     ],
 )
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=no_gpu)])
-def test_plan_is_the_feeders(arguments: list[str], feeder: dict[str, Any], device: str) -> None:
+def test_plan_equals_the_plan_of_a_feeder(
+    arguments: list[str], feeder: dict[str, Any], device: str
+) -> None:
     """Without a GPU, the plan is that of a feeder on a device with memory of its own."""
     if device == "cuda" and "config" in feeder:
         limits = {
@@ -75,7 +77,7 @@ def test_plan_in_words() -> None:
     assert max(map(len, result.stdout.splitlines())) <= 80
 
 
-def test_plan_of_sources_side_by_side() -> None:
+def test_plan_of_parallel_sources() -> None:
     """Inputs, in shards, and labels: the plan is that of a feeder over a tuple."""
     np.save("y.npy", np.arange(500))
     with (
@@ -121,7 +123,7 @@ def test_plan_of_other_formats() -> None:
     assert "is not a .npy file" in " ".join(result.stderr.split())
 
 
-def test_sources_side_by_side_have_equally_many_rows() -> None:
+def test_parallel_sources_have_equally_many_rows() -> None:
     for command in ("plan", "bench"):
         result = run(command, "x.npy", "--with", "s-0.npy")
         assert result.exit_code == 3
@@ -131,7 +133,7 @@ def test_sources_side_by_side_have_equally_many_rows() -> None:
         )
 
 
-def test_labels_among_the_shards_are_told_apart() -> None:
+def test_labels_among_the_shards_are_refused() -> None:
     np.save("y.npy", np.arange(500))
     result = run("plan", "x.npy", "y.npy")
     assert result.exit_code == 3
@@ -139,7 +141,7 @@ def test_labels_among_the_shards_are_told_apart() -> None:
 
 
 @no_gpu
-def test_plan_for_a_gpu_that_is_not_here() -> None:
+def test_plan_for_cuda_without_a_gpu() -> None:
     assert (
         "This machine has no GPU"
         in run("plan", "x.npy", "--device", "cuda", "--batch-size", "8").stdout

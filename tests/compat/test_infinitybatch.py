@@ -274,7 +274,7 @@ def test_stale_gradients_do_not_count() -> None:
     assert_equal(ib, by_hand(1)[0], None)
 
 
-def test_structures_and_what_cannot_be_predicted() -> None:
+def test_structures_and_unpredictable_steps() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -327,7 +327,7 @@ def test_warnings() -> None:
     assert ib.forward_device is None
 
 
-def test_what_is_missing_is_said() -> None:
+def test_missing_parts_are_named() -> None:
     model = MyModel()
     parts: dict[str, Any] = {
         "model": model,
@@ -475,7 +475,7 @@ def test_buffers_take_one_step_for_each_batch() -> None:
     assert model[1].count == N
 
 
-def test_it_is_decided_for_each_mode() -> None:
+def test_the_strategy_is_chosen_for_each_mode() -> None:
     model = MyModel(nn.BatchNorm1d(8)).eval()
     ib = manager(model, chunk_size=5)
     ib.batch_(torch.randn(BATCH, IN))

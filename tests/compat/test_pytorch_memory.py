@@ -249,7 +249,7 @@ class Towers(nn.Module):
         return self.rnn(self.inner(x)[:, None] * self.scale.sum())
 
 
-def test_what_is_counted_is_counted_once() -> None:
+def test_parameters_and_variables_are_counted_once() -> None:
     true = sum(p.numel() for p in Towers().parameters())
     assert get_parameter_count(Towers) == get_parameter_count(Towers()) == true
     assert (
@@ -483,7 +483,7 @@ def test_shuffled_epochs() -> None:
     ]
 
 
-def test_what_can_be_multiplied() -> None:
+def test_epochs_that_can_be_multiplied() -> None:
     config = small(preferred_batch_size=4)
     epoch = generate_epoch(config, range(6), range(6), image, label)
     next(epoch)
@@ -525,12 +525,12 @@ def test_limits_that_cannot_hold_a_read_are_refused_at_once() -> None:
         ({"depth": -1}, "depth=-1"),
     ],
 )
-def test_configs_that_cannot_be(arguments: dict[str, Any], match: str) -> None:
+def test_invalid_configs_are_refused(arguments: dict[str, Any], match: str) -> None:
     with pytest.raises((errors.ArgumentError, errors.EstimateError), match=match):
         small(**arguments)
 
 
-def test_readers_that_cannot_be() -> None:
+def test_invalid_readers_are_refused() -> None:
     config = small(preferred_batch_size=4)
     with pytest.raises(
         errors.ArgumentError, match="3 identities; expected at least 4, one full batch"
@@ -549,7 +549,7 @@ def test_readers_that_cannot_be() -> None:
         labels(next(feeder(apply_on_input_batch=lambda batch: batch).generate_epochs()))
 
 
-def test_an_error_comes_in_the_turn_of_its_batch() -> None:
+def test_an_error_is_raised_in_place_of_its_batch() -> None:
     def read_input(i: int) -> Iterator[Any]:
         if i == 5:
             raise KeyError("file 5")

@@ -151,7 +151,7 @@ def test_datatypes(datatype: Any) -> None:
     assert torch.equal(other.getTorchVar(), weights.getTorchVar())
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     embedding = nn.Embedding(2, DIM)
     with pytest.raises(errors.StoreError, match="datatype"):
         SpeedTorch.ModelFactory(embedding, N, DIM, torch.complex32)
@@ -216,5 +216,5 @@ def test_co_occurrences(name: str) -> None:
         np.testing.assert_array_equal(other.getCupyVar(), com.getNumpyVersion())
 
 
-def test_every_name_is_there() -> None:
+def test_every_documented_name_exists() -> None:
     assert set(MODELS + STATES + COMS + ["DataGadget", "DataGadgetMM"]) == set(SpeedTorch.__all__)

@@ -27,7 +27,7 @@ from pinfeed.memory.host import resident_bytes
 pytestmark = pytest.mark.usefixtures("in_a_folder", "one_thread")
 
 
-def test_loading_begins_where_saving_was() -> None:
+def test_loading_tables_that_were_saved_before_the_first_step() -> None:
     """Tables saved before the first step are loaded into an optimizer that has taken steps."""
     states = made("ModelFactory", OTHERS["momentum"])[1]
     assert (
@@ -56,7 +56,7 @@ def test_loading_ends_the_batch(way: str) -> None:
     assert not model.inner.words.weight._backward_hooks
 
 
-def test_rows_of_files_are_found_from_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_found_after_a_change_of_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     np.save("data.npy", ARRAY)
     weights, gadget = (
         SpeedTorch.ModelFactoryMM(nn.Embedding(2, DIM), N, DIM),
@@ -95,7 +95,7 @@ def test_saving_into_the_tables_own_file() -> None:
             table.saveTorch(name)
 
 
-def test_saved_files_are_there_whole_or_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_replaces_a_file_as_a_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     weights, states, _, _ = made("ModelFactory", OTHERS["adam"])
     for save, name in [
         (weights.saveCupy, "a.npy"),
@@ -122,7 +122,7 @@ def test_saved_files_are_there_whole_or_as_they_were(monkeypatch: pytest.MonkeyP
     weights.loadCupy("a")
 
 
-def test_files_of_tables_that_could_not_be_filled_do_not_stay() -> None:
+def test_files_of_tables_that_could_not_be_filled_are_removed() -> None:
     weights, states, _, optimizer = made("ModelFactory", OTHERS["adam"])
     np.save("wrong.npy", np.zeros((3, 3)))
     states.saveTorch("states")
@@ -147,7 +147,7 @@ def test_files_of_tables_that_could_not_be_filled_do_not_stay() -> None:
     + [("ModelFactory", each) for each in ("momentum", "rprop", "asgd", "adamw fused", "sparse")],
 )
 @pytest.mark.parametrize("way", ["Cupy", "Torch"])
-def test_training_goes_on_after_save_and_load(name: str, optimizer: str, way: str) -> None:
+def test_training_continues_after_save_and_load(name: str, optimizer: str, way: str) -> None:
     make = OTHERS.get(optimizer, lambda p: torch.optim.SparseAdam(p, lr=0.1))
     sparse = optimizer == "sparse"
     ids = list(batches(True, 6))
@@ -162,7 +162,7 @@ def test_training_goes_on_after_save_and_load(name: str, optimizer: str, way: st
     np.testing.assert_array_equal(train(weights, states, model, inner, ids[3:]), expected)
 
 
-def test_loading_refuses_what_is_not_this() -> None:
+def test_loading_refuses_files_of_other_tables() -> None:
     weights, states, model, _ = made("ModelFactory", OTHERS["adam"])
     states.saveTorch("adam.pt")
     np.save("other.npy", np.zeros((N, 2)))

@@ -82,7 +82,7 @@ def test_rows_of_another_width_are_refused() -> None:
     assert not states.getNumpyVersion()["momentum_buffer"].any()
 
 
-def test_state_without_its_factory_is_told() -> None:
+def test_state_without_its_factory_is_refused() -> None:
     weights, _, model, optimizer = made("ModelFactory", OTHERS["momentum"])
     step_of([1, 2, 3], weights, model=model, optimizer=optimizer)
     weights.afterOptimizerStep([1, 2, 3])
@@ -200,7 +200,7 @@ def test_state_is_found_by_parameter() -> None:
         SpeedTorch.OptimizerFactory(torch.optim.LBFGS([model.u.weight]), N, DIM, model, "u")
 
 
-def test_only_rows_that_were_lent_come_back() -> None:
+def test_only_rows_of_the_batch_are_written_back() -> None:
     weights, states, model, _ = made("ModelFactory", OTHERS["adam"])
     with pytest.raises(errors.WriteBackError, match="not in the model"):
         weights.afterOptimizerStep([0])

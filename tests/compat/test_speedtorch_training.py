@@ -134,7 +134,7 @@ def test_sparse_gradients_equal_training_the_whole_table(make: Make, repeat: boo
     )
 
 
-def test_sparse_rows_that_are_lent_and_not_looked_up_stay() -> None:
+def test_sparse_rows_without_a_lookup_stay_unchanged() -> None:
     make = lambda p: torch.optim.SparseAdam(p, lr=0.1)  # noqa: E731
     weights, states, model, optimizer = made("ModelFactory", make, sparse=True)
     train(weights, states, model, optimizer, batches(True, 2))

@@ -32,7 +32,7 @@ def move(copier: BatchCopy, rows: np.ndarray, moves: list[Move], *, gather: bool
     chosen=st.lists(st.integers(0, 39), max_size=60),
     most=st.sampled_from([1, 7, 1024]),
 )
-def test_rows_come_and_go(sizes: list[int], chosen: list[int], most: int) -> None:
+def test_rows_are_gathered_and_scattered(sizes: list[int], chosen: list[int], most: int) -> None:
     rng = np.random.default_rng(len(chosen))
     tables = [rng.integers(256, size=(40, size), dtype=np.uint8) for size in sizes]
     wanted = [table.copy() for table in tables]

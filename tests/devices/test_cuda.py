@@ -469,7 +469,7 @@ def test_no_memory_is_allocated_once_it_runs(route: str) -> None:
 
 
 @pytest.mark.parametrize("route", ["direct", "staged"])
-def test_beside_a_graph_and_autocast(route: str) -> None:
+def test_cuda_graphs_and_autocast_while_batches_are_transferred(route: str) -> None:
     pytest.importorskip("cupy")
     store = PinnedStore.normal((4096, 64), std=0.1)
     want = store.array.copy()

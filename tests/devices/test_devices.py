@@ -79,7 +79,7 @@ def test_a_device_that_does_not_exist(device: Any, message: str) -> None:
         Feeder(np.zeros((3, 2)), batch_size=1, device=device)
 
 
-def test_auto_takes_cuda_where_there_is_one() -> None:
+def test_auto_is_cuda_if_there_is_a_gpu() -> None:
     assert resolve("auto", n_spare=1).name == ("cuda:0" if torch.cuda.is_available() else "cpu")
     assert resolve(torch.device("cpu"), n_spare=1).name == "cpu"
 

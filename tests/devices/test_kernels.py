@@ -114,7 +114,7 @@ SIZES = st.lists(
     index=st.sampled_from([np.int32, np.int64]),
     seed=st.integers(0, 99),
 )
-def test_rows_come_and_go(
+def test_rows_are_gathered_and_scattered(
     run: Run,
     sizes: list[int],
     offsets: list[int],

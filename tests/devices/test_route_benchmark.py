@@ -56,7 +56,7 @@ def test_the_joint_time_decides() -> None:
 
 
 @pytest.mark.parametrize(("joint_s", "mover"), [(0.51e-3, "copy engine"), (0.53e-3, "kernel")])
-def test_batches_of_the_copy_engine_where_they_win(joint_s: float, mover: str) -> None:
+def test_the_copy_engine_is_chosen_where_it_is_faster(joint_s: float, mover: str) -> None:
     route = decide(replace(RATES, copy_engine=Timing(40.0, joint_s)), None)
     # Kernels still move the rows of other stores.
     assert (route.n_blocks, route.mover) == (8, mover)
@@ -67,13 +67,13 @@ def test_batches_of_the_copy_engine_where_they_win(joint_s: float, mover: str) -
     ("rates", "wanted", "n_blocks"),
     [(RATES, None, 8), (RATES, "direct", 8), (SLOW, None, 0), (SLOW, "direct", 8)],
 )
-def test_what_is_wanted_is_done(rates: Rates, wanted: str | None, n_blocks: int) -> None:
+def test_a_requested_route_is_taken(rates: Rates, wanted: str | None, n_blocks: int) -> None:
     route = decide(rates, wanted)
     assert route.n_blocks == n_blocks
     assert route.why.startswith("the GPU reads" if n_blocks else "page-locked rows are staged")
 
 
-def test_in_turn_where_that_is_faster() -> None:
+def test_rows_move_in_turn_where_that_is_faster() -> None:
     assert not decide(SLOW, "direct").duplex
 
 
@@ -118,7 +118,7 @@ def test_measured_once(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_file_that_says_nothing(text: str, tmp_path: Path) -> None:
+def test_rates_are_measured_again_if_their_file_is_damaged(text: str, tmp_path: Path) -> None:
     (tmp_path / "routes.json").write_text(text)
     assert cached_rates("a GPU", lambda: SLOW, tmp_path) == SLOW
     assert "a GPU" in json.loads((tmp_path / "routes.json").read_text())

@@ -91,7 +91,7 @@ def x() -> np.ndarray:
     ],
     ids=lambda value: re.sub(" at 0x[0-9a-f]+", "", str(value)),
 )
-def test_arguments_that_cannot_be(
+def test_invalid_arguments_are_refused(
     x: np.ndarray, arguments: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
     with pytest.raises(kind, match=message):
@@ -103,7 +103,7 @@ def test_sources_of_unequal_length(x: np.ndarray) -> None:
         Feeder({"a": x, "b": x[:99]}, batch_size=3)
 
 
-def test_sources_that_are_none(x: np.ndarray, tmp_path: Path) -> None:
+def test_invalid_sources_are_refused(x: np.ndarray, tmp_path: Path) -> None:
     for source, message in [
         ((), "no arrays"),
         ({"a": None}, "got NoneType"),
@@ -115,7 +115,7 @@ def test_sources_that_are_none(x: np.ndarray, tmp_path: Path) -> None:
         Feeder(str(tmp_path / "none.npy"), batch_size=3)
 
 
-def test_a_store_of_ones_own_that_says_impossible_things() -> None:
+def test_a_custom_store_with_impossible_properties() -> None:
     for said, message in [
         ({"n_rows": 0}, "n_rows=0"),
         ({"dtype": np.dtype(">f4")}, "byte order"),
@@ -126,7 +126,7 @@ def test_a_store_of_ones_own_that_says_impossible_things() -> None:
             Feeder(type("Odd", (ArrayStore,), said)(store.array), batch_size=1)
 
 
-def test_states_that_cannot_be(x: np.ndarray) -> None:
+def test_invalid_states_are_refused(x: np.ndarray) -> None:
     with Feeder(x, batch_size=10) as feeder:
         state = feeder.state_dict()
         for wrong in ({"batch": 11}, {"batch": -1}, {"epoch": -1}):
@@ -136,7 +136,7 @@ def test_states_that_cannot_be(x: np.ndarray) -> None:
             feeder.set_epoch("a")  # type: ignore[arg-type]
 
 
-def test_row_numbers_out_of_range_come_after_the_good_batches(x: np.ndarray) -> None:
+def test_bad_row_indices_are_raised_after_the_good_batches(x: np.ndarray) -> None:
     def sampler() -> Iterator[int]:
         yield from [1, 2, 3, 4, 100]
 
@@ -156,7 +156,7 @@ def test_row_numbers_out_of_range_come_after_the_good_batches(x: np.ndarray) -> 
         ({"device": "gpu"}, "device='gpu' is not a device; expected 'auto', 'cpu'"),
     ],
 )
-def test_words_in_the_place_of_objects(options: dict[str, Any], words: str) -> None:
+def test_strings_in_the_place_of_objects(options: dict[str, Any], words: str) -> None:
     with pytest.raises((errors.ArgumentError, errors.DeviceError), match=words):
         Feeder(np.zeros((8, 2)), batch_size=4, **options)
 

@@ -62,7 +62,7 @@ NO_LOADERS: list[Any] = [
 
 
 @pytest.mark.parametrize(("loader", "message"), NO_LOADERS, ids=lambda value: type(value).__name__)
-def test_what_gives_no_batches_is_no_loader(loader: Any, message: str) -> None:
+def test_objects_without_batches_are_refused(loader: Any, message: str) -> None:
     with pytest.raises(errors.ArgumentError, match=message):
         wrap_loader(loader, device="cpu")
     with pytest.raises(errors.ArgumentError, match=message):

@@ -249,7 +249,7 @@ def test_write_back_to_rows_that_another_source_reads_in_another_way(
             store.close()
 
 
-def test_write_back_to_a_map_beside_rows_of_the_same_map(tmp_path: Path) -> None:
+def test_write_back_to_separate_parts_of_one_map(tmp_path: Path) -> None:
     """Parts of one map that have no bytes in common are separate sources."""
     np.save(tmp_path / "x.npy", np.zeros(8))
     x = np.load(tmp_path / "x.npy", mmap_mode="r+")

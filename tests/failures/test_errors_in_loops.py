@@ -68,7 +68,7 @@ def test_an_error_of_a_store_comes_after_the_good_batches_with_its_traceback(
 @pytest.mark.parametrize(
     "error", [StopIteration("x"), SystemExit(0), GeneratorExit(), StopAsyncIteration()], ids=repr
 )
-def test_what_would_end_the_loop_in_silence_is_an_error(
+def test_exceptions_that_end_loops_silently_are_worker_errors(
     x: np.ndarray, depth: int, error: BaseException
 ) -> None:
     with Feeder(Flaky(x, error, gather=25), batch_size=10, depth=depth) as feeder:

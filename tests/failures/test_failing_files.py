@@ -294,7 +294,7 @@ def test_a_file_that_becomes_read_only(path: Path, x: np.ndarray) -> None:
         lambda path: MmapStore.safetensors(path, "w"),
     ],
 )
-def test_a_pipe_is_not_waited_for(open_it: Callable[[Path], Any], tmp_path: Path) -> None:
+def test_a_pipe_is_refused_at_once(open_it: Callable[[Path], Any], tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.npy")
     with pytest.raises(errors.StoreError, match="is a pipe, a socket or a device; expected a file"):
         open_it(tmp_path / "x.npy")

@@ -266,7 +266,7 @@ def _linked_outside(path: Path) -> None:
 
 @pytest.mark.parametrize("how", HOSTILE)
 @pytest.mark.parametrize("name", FILES)
-def test_what_stands_for_a_file_of_a_checkpoint(
+def test_hostile_objects_in_place_of_a_file_of_a_checkpoint(
     scratch: Path, whole: Path, name: str, how: str
 ) -> None:
     root = scratch / "run"
@@ -276,7 +276,7 @@ def test_what_stands_for_a_file_of_a_checkpoint(
         checkpoint.resume(root, **Run().parts)
 
 
-def test_saves_that_are_links_or_files_are_none(scratch: Path, whole: Path) -> None:
+def test_saves_that_are_links_or_files_are_ignored(scratch: Path, whole: Path) -> None:
     root = scratch / "linked"
     root.mkdir()
     (root / "00000009").symlink_to(whole)

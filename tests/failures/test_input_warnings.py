@@ -14,7 +14,7 @@ from pinfeed import (
 )
 
 
-def test_a_list_of_files_that_are_alike_is_warned_of_once(
+def test_a_list_of_similar_files_causes_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = [str(tmp_path / f"part-{i}.npy") for i in range(4)]
@@ -34,7 +34,7 @@ def test_a_list_of_files_that_are_alike_is_warned_of_once(
     assert said[1].startswith(f"source=[{files[0]!r}, {files[1]!r}, ...] is a list of 4 files")
 
 
-def test_sources_side_by_side_are_not_warned_of(
+def test_parallel_sources_cause_no_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name, dtype in (("a-0", "f4"), ("a-1", "f4"), ("b-0", "f4"), ("b-1", "f4"), ("c-0", "i4")):
@@ -54,7 +54,7 @@ def test_sources_side_by_side_are_not_warned_of(
     assert not [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_an_epoch_of_nothing_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_empty_epoch_causes_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with Feeder(np.zeros((8, 2)), batch_size=9, drop_last=True) as feeder:
         assert list(feeder) == []
     assert "drop_last=True leaves no batch of 8 rows in batches of 9" in caplog.text
@@ -77,7 +77,7 @@ NO_BATCH: list[Any] = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), NO_BATCH)
-def test_ranks_that_have_nothing_are_told_of(
+def test_ranks_without_batches_cause_a_warning(
     arguments: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Feeder(np.zeros((8, 2)), batch_size=2, **arguments) as feeder:
@@ -89,7 +89,7 @@ def test_ranks_that_have_nothing_are_told_of(
     assert [said[: len(one)] for said, one in zip(caplog.messages, wanted, strict=True)] == wanted
 
 
-def test_ranks_that_have_a_batch_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_with_a_batch_cause_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     with Feeder(
         np.zeros((8, 2)), batch_size=2, ranks=Ranks("join", rank=7, world_size=8)
     ) as feeder:
@@ -102,7 +102,7 @@ def test_ranks_that_have_a_batch_are_not_warned_of(caplog: pytest.LogCaptureFixt
     [{}, {"shuffle": True, "depth": 0}, {"ranks": Ranks(rank=0, world_size=2)}],
     ids=str,
 )
-def test_no_identities_are_told_of(
+def test_an_empty_list_of_identities_causes_a_warning(
     arguments: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     with wrap_readers(

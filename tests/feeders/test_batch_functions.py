@@ -177,7 +177,7 @@ class Stateful:
 
 
 @pytest.mark.parametrize("n_done", [3, 7])
-def test_a_loader_with_a_state_tells_the_number_of_its_batch_too(n_done: int) -> None:
+def test_a_resumed_stateful_loader_continues_with_the_numbers_of_its_batches(n_done: int) -> None:
     functions: Any = {"device": "cpu", "host_transform": on_host, "device_transform": on_device}
     with wrap_loader(Stateful(), **functions) as whole:
         want = [batch["double"].clone() for _ in range(2) for batch in whole]

@@ -278,7 +278,7 @@ def test_an_unknown_length() -> None:
     assert len(wrap_loader(DataLoader(SizedStream(), batch_size=SIZE), device="cpu")) == len(STARTS)
 
 
-def test_what_the_loader_must_not_answer_for_it() -> None:
+def test_attributes_that_are_not_the_loaders() -> None:
     class Saving(DataLoader[Any]):
         def state_dict(self) -> dict[str, Any]:
             return {}
@@ -370,7 +370,7 @@ def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_stats_count_what_was_lent(device: Any, depth: int) -> None:
+def test_stats_count_batches_that_the_loop_received(device: Any, depth: int) -> None:
     data = TensorDataset(torch.zeros(N, 3), torch.zeros(N, dtype=torch.int64))
     loader = wrap_loader(DataLoader(data, batch_size=SIZE), device=device, depth=depth)
     list(loader)
@@ -385,7 +385,7 @@ def test_stats_count_what_was_lent(device: Any, depth: int) -> None:
     assert loader.stats.seconds >= loader.stats.wait_s > 0
 
 
-def test_stats_count_the_bytes_that_tensors_tell() -> None:
+def test_stats_count_the_bytes_of_tensors() -> None:
     batch = (
         torch.zeros(3, 4).t(),
         torch.nn.Parameter(torch.zeros(2)),
@@ -430,7 +430,7 @@ def test_timeline(device: Any) -> None:
         _ = wrap_loader([], device="cpu").timeline
 
 
-def test_arguments() -> None:
+def test_bad_arguments_are_refused() -> None:
     with pytest.raises(errors.ArgumentError, match="depth"):
         wrap_loader([], depth=-1)
     with pytest.raises(

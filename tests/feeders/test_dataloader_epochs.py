@@ -152,7 +152,7 @@ def test_a_loop_begins_in_the_callers_thread(depth: int, reader: str) -> None:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_a_loop_that_is_left_and_the_next_one(depth: int) -> None:
+def test_the_next_loop_after_one_that_was_left(depth: int) -> None:
     loader = wrap_loader(DataLoader(Numbers(), batch_size=SIZE), device="cpu", depth=depth)
     for last in (0, 4, 12):
         for batch in loader:
@@ -174,7 +174,7 @@ def test_workers_end_with_a_loop_that_is_left() -> None:
     assert not multiprocessing.active_children()
 
 
-def test_an_exception_in_the_body_leaves_nothing_behind() -> None:
+def test_an_exception_in_the_training_step_leaves_nothing_behind() -> None:
     loader = wrap_loader(DataLoader(Numbers(), batch_size=SIZE), device="cpu")
 
     def train() -> None:

@@ -132,7 +132,7 @@ class Endless:
 
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize(("make", "where"), SILENT.values(), ids=SILENT)
-def test_what_would_end_the_loop_in_silence_is_an_error(
+def test_exceptions_that_end_loops_silently_are_worker_errors(
     make: Callable[[], Any], where: str, depth: int
 ) -> None:
     got, error = until_error(wrap_loader(make(), device="cpu", depth=depth), errors.WorkerError)
@@ -185,7 +185,7 @@ def test_system_exit_in_a_worker_is_an_error(programs: Programs) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_an_interrupt_is_one(depth: int) -> None:
+def test_a_keyboard_interrupt_is_raised_unchanged(depth: int) -> None:
     got, _ = until_error(
         wrap_loader(DataLoader(Numbers(interrupted), batch_size=SIZE), device="cpu", depth=depth),
         KeyboardInterrupt,

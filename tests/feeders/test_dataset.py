@@ -51,7 +51,7 @@ def test_rows_and_batches_are_those_of_the_feeder(source: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("index", [N, -1, [0, N], [0.5], np.zeros(N, bool), [[1]], "x"], ids=str)
-def test_numbers_that_are_none(index: Any, source: dict[str, Any]) -> None:
+def test_invalid_row_indices_are_refused(index: Any, source: dict[str, Any]) -> None:
     with RowDataset(source) as dataset, pytest.raises(errors.RowIndexError):
         dataset[index]
 
@@ -128,7 +128,7 @@ def test_pickled(source: dict[str, Any]) -> None:
             assert same(again[[3, 45]], dataset[[3, 45]])
 
 
-def test_what_cannot_be_served(tmp_path: Path) -> None:
+def test_sources_that_cannot_be_served(tmp_path: Path) -> None:
     with pytest.raises(errors.StoreError, match="unequal numbers of rows"):
         RowDataset((np.zeros(3), np.zeros(4)))
     with pytest.raises(errors.FileMissing):

@@ -71,7 +71,7 @@ def test_every_dtype_and_rank(dtype: torch.dtype, row_shape: tuple[int, ...]) ->
     assert torch.equal(table, want.to(dtype))
 
 
-def test_a_batch_is_the_users_own(x: np.ndarray) -> None:
+def test_a_batch_belongs_to_the_user(x: np.ndarray) -> None:
     """A batch is an ordinary tensor: a leaf, writable, not a view of a larger one."""
     kept = x.copy()
     with Feeder(x, batch_size=10) as feeder:
@@ -298,7 +298,7 @@ class Broken(ArrayStore):
 
 
 @pytest.mark.parametrize("row", [0, 10, 47, 79, 80, 333, 999])
-def test_batches_before_an_error_are_lent_however_many_are_gathered_together(row: int) -> None:
+def test_the_loop_receives_all_batches_before_an_error(row: int) -> None:
     array = np.arange(1000.0)[:, None]
     array.flags.writeable = False
     with Feeder(Broken(array, row, np.inf), batch_size=10) as feeder:
@@ -351,7 +351,7 @@ def test_a_state_counts_batches_and_not_groups(batch_size: int) -> None:
             assert rest == whole[stop:] if stop < len(whole) else len(rest) == len(whole)
 
 
-def test_the_plan_says_why_rows_go_as_they_do() -> None:
+def test_the_plan_says_why_rows_take_their_route() -> None:
     asked: list[Any] = []
 
     class Choosing(HostDevice):
@@ -377,7 +377,7 @@ def test_the_plan_says_why_rows_go_as_they_do() -> None:
 
 @pytest.mark.parametrize("depth", [0, 1, 4])
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_rows_that_the_user_writes_over(kind: str, depth: int) -> None:
+def test_a_sampler_that_reuses_its_array(kind: str, depth: int) -> None:
     """The sampler fills one array again for every batch, to save allocations."""
     x = np.arange(100.0)
     batches = [np.arange(i, i + 5) for i in range(0, 90, 7)]
@@ -443,7 +443,7 @@ def test_a_batch_of_another_device_is_verified() -> None:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_what_changes_as_it_should_passes_verification(depth: int) -> None:
+def test_expected_changes_pass_verification(depth: int) -> None:
     """Write-backs, a row in several batches, NaN, bfloat16 and rows without bytes are no error.
 
     At depth 0, no change of a store is.

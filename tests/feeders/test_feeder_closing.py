@@ -188,9 +188,7 @@ def test_a_memory_map_is_streamed_from_its_file(x: np.ndarray, tmp_path: Path) -
                 np.testing.assert_array_equal(batch.data.numpy(force=True), given[batch.rows])
 
 
-def test_a_memory_map_whose_file_was_replaced_is_what_was_mapped(
-    x: np.ndarray, tmp_path: Path
-) -> None:
+def test_a_memory_map_keeps_its_file_after_a_replacement(x: np.ndarray, tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", x)
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
     np.save(tmp_path / "other.npy", x + 1)

@@ -108,7 +108,7 @@ def test_a_loop_that_changes_its_depth_gives_what_the_synchronous_loop_gives(
     assert loop(None, ways) == loop(0, None)
 
 
-def test_the_training_thread_asks_a_loader_for_batches_in_the_synchronous_loop() -> None:
+def test_the_consumer_thread_asks_a_loader_for_batches_in_the_synchronous_loop() -> None:
     loader = Resumable()
     with wrap_loader(loader, device="cpu") as batches:
         script(batches, [False, True, True, True, True, False])

@@ -224,7 +224,7 @@ def test_batches_of_pyg(depth: int) -> None:
 
 
 @pytest.mark.parametrize(("depth", "depth_of_fetch"), [(0, 2), (2, 0), (2, 5)])
-def test_beside_tables_that_are_trained(depth: int, depth_of_fetch: int) -> None:
+def test_fetch_in_a_loop_that_trains_tables(depth: int, depth_of_fetch: int) -> None:
     def losses(depth: int, depth_of_fetch: int) -> list[float]:
         torch.manual_seed(0)
         users = pinfeed.HostEmbedding(50, 6)
@@ -455,7 +455,7 @@ def test_leaving_the_loop_early(path: Path) -> None:
             break
 
 
-def test_what_a_loop_that_waits_for_rows_is_told(path: Path) -> None:
+def test_the_hint_for_a_loop_that_waits_for_rows(path: Path) -> None:
     with wrap_loader(batches(), fetch={"x": (path, "n_id")}, device="cpu", depth=2) as loop:
         hint = loop._loop.source.hint(0.1)
         assert hint.startswith("Gathering rows of fetch['x'] takes most of the time.")

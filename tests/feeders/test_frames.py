@@ -132,7 +132,7 @@ def pandas_column(values: Any, **options: Any) -> pd.DataFrame:
     ],
     ids=lambda value: type(value).__module__ if not isinstance(value, str) else value,
 )  # fmt: skip
-def test_what_cannot_be_served(frame: Any, hint: str) -> None:
+def test_sources_that_cannot_be_served(frame: Any, hint: str) -> None:
     with pytest.raises(errors.StoreError, match=hint):
         Feeder(frame, batch_size=1, device="cpu")
 

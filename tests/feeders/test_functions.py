@@ -205,7 +205,7 @@ SAMPLES: dict[str, tuple[Any, torch.dtype, tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_what_a_sample_may_be(name: str, device: Any) -> None:
+def test_kinds_of_samples(name: str, device: Any) -> None:
     sample, dtype, shape = SAMPLES[name]
     wanted = torch.as_tensor(
         np.ascontiguousarray(sample).astype(sample.dtype.newbyteorder("="))
@@ -341,7 +341,7 @@ def test_kept_batches_stay_valid(device: Any) -> None:
 
 
 @pytest.mark.parametrize(("depth", "n_readers"), DEPTHS_AND_READERS)
-def test_a_resumed_epoch_reads_what_is_left(depth: int, n_readers: int) -> None:
+def test_a_resumed_epoch_reads_only_the_rest(depth: int, n_readers: int) -> None:
     arguments: dict[str, Any] = {"shuffle": True, "seed": 1, "depth": depth, "n_readers": n_readers}
     with wrapped(20, **arguments) as feeder:
         list(feeder)

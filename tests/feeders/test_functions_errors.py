@@ -170,7 +170,7 @@ def stopped(i: int) -> Iterator[int]:
 
 @pytest.mark.parametrize(("depth", "n_readers"), DEPTHS_AND_READERS)
 @pytest.mark.parametrize("function", [stopping, exiting, stopped])
-def test_what_would_end_the_loop_in_silence_is_an_error(
+def test_exceptions_that_end_loops_silently_are_worker_errors(
     function: Any, depth: int, n_readers: int
 ) -> None:
     got, error = until_error(
@@ -187,7 +187,7 @@ def test_what_would_end_the_loop_in_silence_is_an_error(
 
 
 @pytest.mark.parametrize(("depth", "n_readers"), DEPTHS_AND_READERS)
-def test_an_interrupt_is_one(depth: int, n_readers: int) -> None:
+def test_a_keyboard_interrupt_is_raised_unchanged(depth: int, n_readers: int) -> None:
     def interrupted(i: int) -> Iterator[int]:
         if i == 5:
             raise KeyboardInterrupt

@@ -125,7 +125,7 @@ def test_batches_on_the_device_do_not_pile_up(depth: int) -> None:
     assert peaks[0] == peaks[2] <= (depth + 2) * 2 * 512
 
 
-def test_what_is_done_is_forgotten() -> None:
+def test_generators_of_finished_batches_are_released() -> None:
     """Generators are released when their batch is done, not only when the epoch is."""
 
     def n_generators() -> int:
@@ -168,7 +168,7 @@ def test_who_reads(depth: int, n_readers: int, names: str) -> None:
 
 
 @pytest.mark.parametrize("applied", [False, True])
-def test_identities_are_read_at_the_same_time_and_come_in_order(applied: bool) -> None:
+def test_identities_are_read_at_the_same_time_and_yielded_in_order(applied: bool) -> None:
     together = threading.Barrier(4, timeout=30)
 
     def reading(i: int) -> Iterator[int]:

@@ -178,7 +178,7 @@ def test_a_loop_that_skips_bad_batches_ends_where_it_is_left() -> None:
         gc.enable()
 
 
-def test_it_ends_and_is_ended_as_a_generator_is() -> None:
+def test_the_loop_can_be_closed_like_a_generator() -> None:
     with wrap_loader(LOADERS["samples"](), device="cpu", on_error="next") as feeder:
         batches = iter(feeder)
         assert iter(batches) is batches
@@ -193,7 +193,7 @@ def test_it_ends_and_is_ended_as_a_generator_is() -> None:
         assert next(kept, None) is None
 
 
-def test_what_would_end_the_loop_in_silence_is_an_error() -> None:
+def test_exceptions_that_end_loops_silently_are_worker_errors() -> None:
     def stopping(x: float) -> torch.Tensor:
         return torch.tensor(x) if x != 5 else next(iter([]))
 
@@ -204,6 +204,6 @@ def test_what_would_end_the_loop_in_silence_is_an_error() -> None:
         assert len(found) == (4 if kind is Numbers else 2)
 
 
-def test_it_is_checked() -> None:
+def test_on_error_is_checked() -> None:
     with pytest.raises(ArgumentError, match="on_error='skip': expected 'raise' or 'next'"):
         wrap_loader([1], on_error="skip")  # type: ignore[arg-type]

@@ -171,7 +171,7 @@ def test_batches_without_items(layout: Any) -> None:
             assert len(list(feeder)) == 4
 
 
-def test_a_resumed_loop_has_the_batches_that_were_left() -> None:
+def test_a_resumed_loop_has_the_remaining_batches() -> None:
     store = RaggedStore(PLAIN.values, PLAIN.offsets, layout="padded")
 
     def make() -> Feeder:

@@ -47,7 +47,7 @@ def test_a_new_loop_ends_the_one_before_and_is_the_next_epoch(depth: int) -> Non
                 next(ended)
 
 
-def test_it_keeps_no_loop_alive() -> None:
+def test_a_restartable_feeder_keeps_no_loop_alive() -> None:
     """``break`` ends the loop, as it ends a loop over the feeder itself."""
     with feeder(again="refuse") as plain:
         loop = restartable(plain)
@@ -64,7 +64,7 @@ def test_it_keeps_no_loop_alive() -> None:
         loop.end()
 
 
-def test_all_else_is_the_feeders() -> None:
+def test_other_attributes_are_those_of_the_feeder() -> None:
     with feeder() as plain:
         loop = restartable(plain)
         loop.set_epoch(4)
@@ -92,7 +92,7 @@ def readers() -> Any:
 
 @pytest.mark.parametrize("make", [feeder, readers])
 @pytest.mark.parametrize("n_lent", range(2 * N_BATCHES + 1))
-def test_resumed_wherever_it_was_left(make: Callable[[], Any], n_lent: int) -> None:
+def test_it_resumes_where_it_was_left(make: Callable[[], Any], n_lent: int) -> None:
     """The framework takes the state before the end of the loop, and begins a loop twice."""
     with make() as plain:
         want = [str(batch) for _ in range(2) for batch in plain]
@@ -139,7 +139,7 @@ def test_an_epoch_that_more_ranks_began(uneven: Any) -> None:
         assert (loop.epoch, len(list(loop))) == (1, 10)
 
 
-def test_of_a_loader() -> None:
+def test_a_restartable_loader() -> None:
     loader = wrap_loader(DataLoader(range(N), batch_size=SIZE), device="cpu")  # type: ignore[arg-type]
     loop = restartable(loader)
     kept = iter(loop)
@@ -165,7 +165,7 @@ def test_rows_of_unknown_number() -> None:
 @pytest.mark.parametrize(
     "wrong", [None, [1], DataLoader(range(N))], ids=lambda value: type(value).__name__
 )  # type: ignore[arg-type]
-def test_what_is_no_feeder_is_refused(wrong: Any) -> None:
+def test_objects_that_are_no_feeders_are_refused(wrong: Any) -> None:
     with pytest.raises(
         errors.ArgumentError,
         match=r"expected a Feeder, or what wrap_loader or wrap_readers returned; give restartable",

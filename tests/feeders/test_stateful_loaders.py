@@ -163,7 +163,7 @@ def test_an_epoch_is_resumed_twice(n_workers: int, depth: int) -> None:
     assert same(got, want)
 
 
-def test_a_loop_that_was_left_is_where_it_was_left() -> None:
+def test_a_loaded_state_restores_the_position_of_a_loop_that_was_left() -> None:
     """A state that is loaded into the same feeder restores its position."""
     loader = wrap_loader(shuffled(0), device="cpu", depth=3)
     want = list(shuffled(0))
@@ -176,7 +176,7 @@ def test_a_loop_that_was_left_is_where_it_was_left() -> None:
     assert same(list(loader), want[2:])
 
 
-def test_a_state_that_the_loader_goes_on_changing() -> None:
+def test_a_state_that_the_loader_keeps_changing() -> None:
     """The state is that of the lent batch, although later batches were fetched."""
 
     class Live:
@@ -202,7 +202,7 @@ def test_a_state_that_the_loader_goes_on_changing() -> None:
         assert loader.state_dict() == {"done": [i + 1]}
 
 
-def test_an_error_comes_and_the_state_is_that_of_the_last_good_batch() -> None:
+def test_after_an_error_the_state_is_that_of_the_last_good_batch() -> None:
     class Failing:
         def __len__(self) -> int:
             return N
@@ -237,7 +237,7 @@ def test_a_state_is_not_loaded_while_a_loop_runs() -> None:
         break
 
 
-def test_an_error_of_the_loaders_state_is_for_whoever_asks() -> None:
+def test_an_error_of_the_loaders_state_is_raised_when_the_state_is_requested() -> None:
     """A loop whose state is never asked for continues."""
 
     class Unready(DataLoader[int]):
@@ -309,12 +309,12 @@ def test_feeders_are_stateful_and_are_in_a_distributed_checkpoint(
         assert same(list(feeder), want)
 
 
-def test_a_plain_loader_is_not() -> None:
+def test_a_loader_without_a_state_is_not_stateful() -> None:
     loader = wrap_loader(DataLoader(range(N)), device="cpu")  # type: ignore[arg-type]
     assert not isinstance(loader, Stateful)
 
 
-def test_another_feeders_state() -> None:
+def test_a_state_of_another_kind_of_feeder_is_refused() -> None:
     with make_feeder() as feeder, pytest.raises(ArgumentError, match="not a state of a feeder"):
         feeder.load_state_dict(wrap_loader(shuffled(0), device="cpu").state_dict())
 

@@ -105,7 +105,7 @@ def test_a_block_is_not_used_again_while_any_view_lives(name: str) -> None:
     assert len(system.sizes) == 2
 
 
-def test_a_block_in_a_cycle_comes_back_with_the_collector() -> None:
+def test_a_block_in_a_reference_cycle_is_freed_by_the_collector() -> None:
     system = System()
     pool = BufferPool(1, system.make)
     cycle: list[Any] = [pool.take(1)]
@@ -126,7 +126,7 @@ def test_a_loop_runs_on_the_same_blocks() -> None:
     assert set(system.sizes) == {5000}
 
 
-def test_so_many_free_blocks_are_kept_of_all_sizes() -> None:
+def test_the_number_of_free_blocks_is_bounded() -> None:
     system = System()
     pool = BufferPool(2, system.make)
     held = [pool.take(1) for _ in range(5)]
@@ -149,7 +149,7 @@ def test_a_pool_without_spare_blocks_keeps_none() -> None:
     assert system.alive == [False, False]
 
 
-def test_closing_gives_back_what_is_free() -> None:
+def test_closing_releases_free_blocks() -> None:
     system = System()
     pool = BufferPool(4, system.make)
     free, used = pool.take(PAGE), pool.take(PAGE)
@@ -159,7 +159,7 @@ def test_closing_gives_back_what_is_free() -> None:
     used[:] = 1
 
 
-def test_what_is_in_use_when_a_pool_is_closed_is_given_back_later() -> None:
+def test_blocks_in_use_are_released_after_their_pool_was_closed() -> None:
     system = System()
     pool = BufferPool(4, system.make)
     one, other = pool.take(PAGE), pool.take(PAGE)
@@ -201,7 +201,7 @@ def test_an_array_may_die_after_the_names_of_the_module(monkeypatch: pytest.Monk
     assert len(system.sizes) == 1
 
 
-def test_memory_that_cannot_be_had_leaves_the_pool_as_it_was() -> None:
+def test_a_failed_allocation_leaves_the_pool_unchanged() -> None:
     def make(nbytes: int) -> Bytes:
         if nbytes > PAGE:
             raise MemoryError(f"no {nbytes} bytes")

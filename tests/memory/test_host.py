@@ -169,12 +169,12 @@ def test_cores_that_groups_grant(
     assert core_quota(proc=tmp_path / "cgroup", root=tmp_path / "fs") == quota
 
 
-def test_what_may_be_locked() -> None:
+def test_the_lock_limit_is_that_of_the_process() -> None:
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     assert lock_limit() == (None if soft == resource.RLIM_INFINITY else soft)
 
 
-def test_controllers_are_told_by_their_whole_name(tmp_path: Path) -> None:
+def test_controllers_are_matched_by_their_whole_name(tmp_path: Path) -> None:
     group(tmp_path / "fs/memory/app", 10_000, 4000, 0, V1)
     assert is_unbound(free(tmp_path, "4:hugememory:/app", "5:name=memory:/app"))
 
@@ -184,7 +184,7 @@ def test_a_path_with_a_colon(tmp_path: Path) -> None:
     assert free(tmp_path, "0::/app:1") == 6000
 
 
-def test_a_group_that_says_nothing_of_its_cache_still_limits(tmp_path: Path) -> None:
+def test_a_group_without_cache_statistics_still_limits(tmp_path: Path) -> None:
     group(tmp_path / "fs/app", 10_000, 4000, None)
     assert free(tmp_path, "0::/app") == 6000
 
@@ -211,7 +211,7 @@ def test_files_of_another_kind_do_not_limit(tmp_path: Path) -> None:
     assert is_unbound(free(tmp_path, "0::/app"))
 
 
-def test_more_used_than_allowed_is_nothing_free(tmp_path: Path) -> None:
+def test_a_group_above_its_limit_has_nothing_free(tmp_path: Path) -> None:
     group(tmp_path / "fs/app", 10_000, 12_000, 100)
     assert free(tmp_path, "0::/app") == 0
 
@@ -325,9 +325,7 @@ print(0 < unbound, 0 <= free_host_bytes() < 1 << 28)
     assert "True True" in said
 
 
-def test_what_a_step_takes_cannot_be_measured_without_proc(
-    tmp_path: Path, programs: Programs
-) -> None:
+def test_a_step_cannot_be_probed_without_proc(tmp_path: Path, programs: Programs) -> None:
     said = without_proc(
         programs,
         """
@@ -356,7 +354,7 @@ recorder.history.draw(sys.argv[1])
 
 
 @pytest.mark.parametrize("missing", ["RssAnon", "VmHWM"])
-def test_kinds_that_the_kernel_does_not_tell(
+def test_kinds_of_memory_that_the_kernel_does_not_report(
     missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = Path("/proc/self/status").read_text().splitlines(keepends=True)
@@ -392,7 +390,7 @@ def test_memory_of_worker_processes_is_not_called_page_locked() -> None:
     assert re.search(r"shared \d+\.\d MiB, pinned \d", str(now))
 
 
-def test_resident_memory_is_told_by_kind(tmp_path: Path) -> None:
+def test_resident_memory_is_reported_by_kind(tmp_path: Path) -> None:
     before = resident_bytes()
     assert set(before) == {"anonymous", "file", "peak", "shared"}
     held = anonymous(MiB(32))

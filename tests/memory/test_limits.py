@@ -150,7 +150,7 @@ def test_memory_grows_with_the_batch(load: Demand, batch_size: int, depth: int) 
 
 @settings(deadline=None)
 @given(load=loads(), batch_size=st.integers(1, 10**6), depth=DEPTH)
-def test_every_batch_that_is_there_at_a_time_is_planned(
+def test_all_batches_that_exist_at_a_time_are_planned(
     load: Demand, batch_size: int, depth: int
 ) -> None:
     items = {item.what: item for item in plan_allocations(load, batch_size, depth)}
@@ -226,7 +226,7 @@ def test_a_plan_in_numbers() -> None:
     assert plan.host_bytes == plan.pinned_bytes + 40_000 + MiB(3)
 
 
-def test_the_batch_is_bounded_by_what_is_preferred_and_what_there_is() -> None:
+def test_the_batch_is_bounded_by_the_preferred_size_and_the_rows() -> None:
     assert plan_of(load_of(), GiB(1), GiB(1), preferred=77).batch_size == 77
     assert plan_of(load_of(n_rows=50), GiB(1), GiB(1), preferred=77).batch_size == 50
     assert plan_of(load_of(n_rows=50), GiB(1), GiB(1)).batch_size == 50
@@ -263,7 +263,7 @@ def test_without_a_preferred_size_a_batch_is_bounded(
     assert more.batch_size > batch_size
 
 
-def test_a_bound_that_does_not_decide_is_not_spoken_of() -> None:
+def test_a_bound_that_does_not_decide_is_not_mentioned() -> None:
     assert plan_of(load_of(n_rows=65_536), GiB(1), GiB(1)).notes == ()
     assert plan_of(load_of(), MiB(16), MiB(16)).notes == ()
 
@@ -297,7 +297,7 @@ def test_a_limit_that_is_given_needs_no_free_memory() -> None:
 
 @settings(deadline=None)
 @given(load=loads(), cpu=LIMIT, gpu=LIMIT, depth=DEPTH)
-def test_a_refusal_tells_what_is_needed_and_what_the_limit_is(
+def test_a_refusal_names_the_need_and_the_limit(
     load: Demand, cpu: int, gpu: int, depth: int
 ) -> None:
     try:
@@ -339,7 +339,7 @@ def test_a_refusal_is_exact_to_the_byte(short: int, unified: bool) -> None:
         assert plan is None or plan.batch_size == 1
 
 
-def test_a_refusal_of_what_is_free_says_so() -> None:
+def test_a_refusal_for_lack_of_free_memory_says_so() -> None:
     with pytest.raises(
         BudgetError,
         match=re.escape(
@@ -356,7 +356,7 @@ def test_a_refusal_of_what_is_free_says_so() -> None:
         Config().plan(load_of(), free_host_bytes=FREE, free_device_bytes=0)
 
 
-def test_a_refusal_of_a_given_limit_does_not_speak_of_what_is_free() -> None:
+def test_a_refusal_for_a_given_limit_does_not_mention_free_memory() -> None:
     with pytest.raises(BudgetError) as refusal:
         plan_of(load_of(), 100, 100)
     assert "what is free" not in str(refusal.value)

@@ -37,7 +37,7 @@ def test_writes_are_numbered_from_zero_and_kept_in_order() -> None:
     assert log.pending_batches() == {13}
 
 
-def test_what_is_forgotten_is_gone_and_the_rest_stays() -> None:
+def test_forgotten_writes_leave_the_log_and_the_rest_stays() -> None:
     log = WriteLog()
     writes = [log.append(i, [True], []) for i in range(4)]
     log.forget(0)
@@ -235,7 +235,7 @@ def test_rows_stay_as_they_are() -> None:
     assert shared.positions.dtype == np.int32
 
 
-def test_a_write_is_no_value() -> None:
+def test_writes_are_compared_by_identity() -> None:
     """Writes are told apart by identity, because their values may be tensors."""
     log = WriteLog()
     write = log.append(0, [True], np.zeros(2))

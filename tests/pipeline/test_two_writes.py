@@ -244,7 +244,7 @@ def test_rows_of_another_store_are_scattered_by_one_thread() -> None:
     assert staged._replace(store=ArrayStore(np.zeros((40, 2)))).is_in_memory
 
 
-def test_no_rows_need_no_call() -> None:
+def test_an_empty_batch_needs_no_call() -> None:
     store = ArrayStore(np.zeros((4, 2)))
     staged = StagedRows(store, np.zeros(0, np.int64), np.zeros((0, 2)))
     assert list(staged.scatters()) == []
@@ -275,7 +275,9 @@ def test_all_calls_end_before_an_error_is_raised(
     assert len(names) > 1 or not n_helpers
 
 
-def test_calls_are_made_here_if_the_program_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_are_made_in_the_same_thread_if_the_program_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The pools take no more calls then, and write-backs are completed all the same."""
     monkeypatch.setattr(loop_threads, "_N_SCATTER_HELPERS", 1)
     done: list[int] = []

@@ -89,7 +89,7 @@ def test_spans_shorter_than_a_pixel_are_seen(lane: str, tmp_path: Path) -> None:
     assert lines_of(tmp_path / "t.png", lane) in (29, 30)
 
 
-def test_what_takes_hardly_any_of_a_moment_is_seen(tmp_path: Path) -> None:
+def test_lanes_with_little_work_are_visible(tmp_path: Path) -> None:
     spans = short_spans(4000)
     plot.draw(
         spans, 0.0, 40.0, totals(spans, 0.0, 40.0, depth=2, n_readers=1), str(tmp_path / "t.png")
@@ -120,7 +120,7 @@ def test_tracks_never_overlap() -> None:
         assert all(one.end_s <= following.start_s for one, following in itertools.pairwise(of_one))
 
 
-def test_starvation_is_that_of_whoever_computes() -> None:
+def test_stalls_are_those_of_the_host_or_of_the_device() -> None:
     host = a_run(0.05, 0.01).spans
     waiting = [span for span in host if span.lane in WAITING]
     assert starved(host) == [(span.start_s, span.end_s) for span in waiting]

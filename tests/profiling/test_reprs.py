@@ -26,7 +26,7 @@ class Hidden(TensorDataset):
         raise AssertionError("a repr has read data")
 
 
-def test_what_feeders_show_in_one_line(tmp_path: Path) -> None:
+def test_feeders_have_a_repr_of_one_line(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.zeros((5000, 3, 8), np.float32))
     source = {"x": str(tmp_path / "x.npy"), "y": np.arange(5000)}
     with Feeder(source, batch_size=256, depth=2, device="cpu") as feeder:
@@ -62,7 +62,7 @@ def test_what_feeders_show_in_one_line(tmp_path: Path) -> None:
     )
 
 
-def test_what_stores_show_in_one_line(tmp_path: Path) -> None:
+def test_stores_have_a_repr_of_one_line(tmp_path: Path) -> None:
     x = np.zeros((5000, 3), np.float32)
     np.save(tmp_path / "x.npy", x)
     assert repr(ArrayStore(x)) == "<ArrayStore: 5,000 rows of shape (3,), float32>"

@@ -88,7 +88,7 @@ def run(
         ([], 0.2, 0),
     ],
 )
-def test_a_loop_that_starves_is_warned_of_once(
+def test_a_loop_that_waits_for_data_causes_one_warning(
     waits: list[float], works_s: float, warned: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = Clock()
@@ -155,7 +155,7 @@ def test_seconds_of_a_batch_are_not_written_in_powers_of_ten() -> None:
         ({"read_s": 4.0, "host_transform_s": 5.0}, "unevenness", "A higher depth"),
     ],
 )
-def test_functions_on_batches_that_are_waited_for(
+def test_a_loop_that_waits_for_transforms(
     seconds: dict[str, Any], bottleneck: str, words: str
 ) -> None:
     found = Totals(batches=10, rows=80, seconds=10.0, wait_s=6.0, starved_s=6.0, depth=2, **seconds)

@@ -219,7 +219,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("cause", CAUSES)
-def test_each_cause_is_told(cause: str) -> None:
+def test_each_bottleneck_is_explained(cause: str) -> None:
     counted, sentence = CAUSES[cause]
     found = Totals(**{**BASE, **counted})
     assert found.bottleneck == cause
@@ -242,7 +242,7 @@ def test_the_verdict_says_that_the_depth_was_measured() -> None:
     assert found.verdict.endswith("prefetching was measured to be slower (depth=0)")
 
 
-def test_a_device_whose_work_nobody_has_timed_is_not_said_to_do_nothing() -> None:
+def test_a_device_without_timed_work_is_not_called_idle() -> None:
     counted = {**BASE, "wait_s": 9.8, "starved_s": 9.8, "read_s": 19.0, "asynchronous": True}
     assert Totals(**counted).bottleneck == "reading"
 
@@ -251,7 +251,7 @@ def test_without_a_loop_there_is_no_verdict() -> None:
     assert Totals().verdict == "no loop has run"
 
 
-def test_a_bar_shows_rates_of_late() -> None:
+def test_the_progress_bar_shows_recent_rates() -> None:
     counted = Totals(seconds=2.0)
     bar = ProgressBar(total=10, totals=lambda: counted, file=io.StringIO())
     counted = Totals(
@@ -270,7 +270,7 @@ def test_a_bar_shows_rates_of_late() -> None:
     bar.close()
 
 
-def test_a_feeder_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_feeder_shows_the_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
     with Feeder(
         np.zeros((100, 3), np.float32), batch_size=10, device="cpu", progress=True
     ) as feeder:
@@ -281,7 +281,7 @@ def test_a_feeder_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("nbytes", "rates"), [(0, "50 rows/s"), (4_000, "50 rows/s, 2.00 KB/s")])
-def test_bytes_are_left_out_where_none_were_moved(nbytes: int, rates: str) -> None:
+def test_bytes_are_left_out_if_none_were_moved(nbytes: int, rates: str) -> None:
     totals = FeederStats(
         batches=1, rows=100, bytes=nbytes, seconds=2.0, memory=ProcessMemory(0, 0, 0, 0, 0)
     )

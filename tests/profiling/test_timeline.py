@@ -137,14 +137,14 @@ def test_times_of_the_device_are_its_own() -> None:
     feeder.close()
 
 
-def test_whoever_reads_the_timeline_waits_for_the_device() -> None:
+def test_reading_the_timeline_waits_for_the_device() -> None:
     feeder, _, _ = simulated(lazy, timeline=True, n=4)
     list(feeder)
     assert [span.batch for span in feeder.timeline.spans if span.lane == "device"] == [0, 1, 2, 3]
     feeder.close()
 
 
-def test_a_profiler_is_told_names() -> None:
+def test_a_profiler_gets_names() -> None:
     for timeline in (False, True):
         feeder, _, device = simulated(favour(*ALL), timeline=timeline, n=3)
         for batch in feeder.batches():
@@ -190,7 +190,7 @@ def test_train_rows() -> None:
     check_spans(loop.timeline.spans, 8, {"read", "wait", "lend", "compute", "write"})
 
 
-def test_what_a_loader_takes_is_reading() -> None:
+def test_the_time_of_a_loader_counts_as_reading() -> None:
     clock = Clock()
 
     def slowly() -> Iterator[torch.Tensor]:
@@ -207,7 +207,7 @@ def test_what_a_loader_takes_is_reading() -> None:
     ] * 5
 
 
-def test_nothing_is_recorded_unless_it_is_asked_for() -> None:
+def test_nothing_is_recorded_by_default() -> None:
     class Untimed(SimDevice):
         def stream(self, name: str) -> Any:
             stream = super().stream(name)
@@ -251,7 +251,7 @@ def test_only_the_depth_that_was_chosen_is_said_to_be_measured() -> None:
     assert found == ["depth=31", "depth=0, by measurement"]
 
 
-def test_a_trace_is_one_that_perfetto_reads(tmp_path: Path) -> None:
+def test_a_trace_has_the_format_of_perfetto(tmp_path: Path) -> None:
     feeder, clock, _ = simulated(
         favour("read", "compute"), gather_s=0.5, scatter_s=0.25, timeline=True, n=12
     )

@@ -175,7 +175,7 @@ def test_a_file_that_is_replaced_stays_the_old_one(path: Path, array: np.ndarray
         np.testing.assert_array_equal(np.concatenate([x.numpy() for x in feeder]), array)
 
 
-def test_what_is_written_is_seen_at_once(path: Path, array: np.ndarray) -> None:
+def test_writes_are_visible_at_once(path: Path, array: np.ndarray) -> None:
     with (
         MmapStore(path, mode="r+") as other,
         Feeder(path, batch_size=100, shuffle=True) as feeder,
@@ -212,7 +212,7 @@ def test_a_map_is_populated_by_any_kernel(
         mapped.close()
 
 
-def test_a_kernel_that_does_not_tell_what_is_cached(
+def test_a_kernel_that_does_not_report_cached_pages(
     path: Path, array: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_map, "can_tell", lambda fd: False)
@@ -282,7 +282,7 @@ def test_memory_map_is_true_or_false(path: Path, value: Any) -> None:
         MmapStore(path, memory_map=value)
 
 
-def test_the_plan_tells_the_page_cache_apart(path: Path) -> None:
+def test_the_plan_counts_the_page_cache_separately(path: Path) -> None:
     with Feeder(path, batch_size=100, shuffle=True) as feeder:
         plan = feeder.plan
         assert plan.notes == (

@@ -103,7 +103,7 @@ def strategies(store: MmapStore, order: Order) -> Iterator[ReadStrategy]:
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 @pytest.mark.parametrize("batch_size", [7, 100, 700, 3000])
-def test_every_way_gives_the_rows(
+def test_every_strategy_gives_the_rows(
     store: MmapStore,
     array: np.ndarray,
     order: Order,
@@ -177,7 +177,7 @@ def test_the_end_of_the_data_lets_the_last_batches_have_their_window(
         strategy.close()
 
 
-def test_rows_that_are_not_there_yet_are_read_one_by_one(
+def test_rows_that_are_not_loaded_yet_are_read_one_by_one(
     path: Path, array: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(whole_file, "_MAX_WAIT_S", 0)
@@ -196,7 +196,7 @@ def test_rows_that_are_not_there_yet_are_read_one_by_one(
         strategy.close()
 
 
-def test_a_load_that_turns_out_to_be_slow_is_not_waited_for(
+def test_readers_do_not_wait_for_a_slow_load(
     store: MmapStore, array: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(whole_file, "CHUNK_BYTES", KiB(64))
@@ -221,7 +221,7 @@ def test_a_load_that_turns_out_to_be_slow_is_not_waited_for(
     strategy.close()
 
 
-def test_a_file_that_was_written_is_brought_in_again(tmp_path: Path, array: np.ndarray) -> None:
+def test_a_file_that_was_written_is_loaded_again(tmp_path: Path, array: np.ndarray) -> None:
     np.save(tmp_path / "x.npy", array)
     with (
         MmapStore(tmp_path / "x.npy", memory_map=False) as store,
@@ -234,7 +234,7 @@ def test_a_file_that_was_written_is_brought_in_again(tmp_path: Path, array: np.n
         assert sum(float(x.double().sum()) for x in feeder) == N * WIDTH
 
 
-def test_an_error_while_a_file_is_brought_in_comes_with_the_batch_that_needs_the_rows(
+def test_an_error_of_a_load_is_raised_with_the_batch_that_needs_the_rows(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Broken(MmapStore):
@@ -248,7 +248,7 @@ def test_an_error_while_a_file_is_brought_in_comes_with_the_batch_that_needs_the
                 list(feeder)
 
 
-def test_an_error_in_a_window_comes_with_its_batch(path: Path, array: np.ndarray) -> None:
+def test_an_error_in_a_window_is_raised_with_its_batch(path: Path, array: np.ndarray) -> None:
     class Broken(MmapStore):
         def gather(self, numbers: np.ndarray, out: np.ndarray) -> None:
             if 4321 in numbers:
@@ -284,7 +284,7 @@ def test_an_error_in_a_window_comes_with_its_batch(path: Path, array: np.ndarray
     depth=st.integers(0, 3),
     mode=st.sampled_from(["r", "r+"]),
 )
-def test_a_feeder_gives_the_rows_by_whatever_way_its_limit_allows(
+def test_a_feeder_gives_the_rows_at_any_limit(
     path: Path, array: np.ndarray, limit_kib: int, batch: int, order: Order, depth: int, mode: str
 ) -> None:
     config = Config(cpu_memory_limit=KiB(limit_kib), preferred_batch_size=batch, depth=depth)
@@ -328,7 +328,7 @@ def chosen(store: Any, order: Any, free: int, n_batch_rows: int = 300) -> tuple[
     return type(strategy), note
 
 
-def test_the_way_is_chosen_from_size_order_limit_and_share(path: Path) -> None:
+def test_the_strategy_is_chosen_from_size_order_limit_and_share(path: Path) -> None:
     blocks = rows.block_shuffled(0, block_rows=BLOCK, window_blocks=2)
     with (
         MmapStore(path, memory_map=False) as store,
@@ -361,7 +361,7 @@ def test_the_way_is_chosen_from_size_order_limit_and_share(path: Path) -> None:
         ), "blocks that are not worth a seek"
 
 
-def test_arrays_need_no_way(array: np.ndarray) -> None:
+def test_arrays_need_no_strategy(array: np.ndarray) -> None:
     choice = choose([], rows.shuffled(0), 10, FreeMemory(0, 0))
     assert (list(choice.strategies), choice.notes, choice.items) == ([], (), ())
     with Feeder(array, batch_size=10, shuffle=True) as feeder:
@@ -383,7 +383,7 @@ def test_the_plan_says_what_was_chosen_and_counts_it(path: Path) -> None:
         )
 
 
-def test_processes_on_one_machine_share_what_is_free(
+def test_processes_on_one_machine_share_free_memory(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each has a part of the memory, and all of the page cache."""
@@ -403,7 +403,7 @@ def test_processes_on_one_machine_share_what_is_free(
     assert "memory map" in notes(memory_map=True)
 
 
-def test_windows_are_kept_room_for(path: Path) -> None:
+def test_the_plan_counts_windows(path: Path) -> None:
     """A config without a batch size takes the largest batch that fits with the windows."""
     order = rows.block_shuffled(0, block_rows=BLOCK, window_blocks=1)
     with Feeder(path, config=Config(cpu_memory_limit=MiB(4.5)), rows=order, device="cpu") as feeder:
@@ -509,7 +509,7 @@ def test_the_page_cache_is_left_as_it_was_found(
         assert while_it_was_read > 0.3, "in sweeps, before the file is closed"
 
 
-def test_what_is_in_the_page_cache_is_looked_up(large: Path) -> None:
+def test_cached_pages_are_found(large: Path) -> None:
     """The kernel may drop pages in between, but not all of those that were read just now.
 
     It does not load pages that were not asked for.

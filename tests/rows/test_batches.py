@@ -85,7 +85,7 @@ def test_rows_of_a_users_order_are_checked() -> None:
         rows_of(OrderBatches(Broken(), 10, 4))
 
 
-def test_the_fingerprint_tells_orders_apart() -> None:
+def test_different_orders_have_different_fingerprints() -> None:
     fingerprints = [
         OrderBatches(order, n, size, drop_last).fingerprint
         for order in (
@@ -195,7 +195,7 @@ def test_single_rows_are_cut_into_batches(rows: Any, drop_last: bool) -> None:
         assert array.flags.c_contiguous
 
 
-def test_a_range_is_rows() -> None:
+def test_a_range_gives_rows() -> None:
     assert rows_of(SamplerBatches(range(2, 9, 3), 10, 2, False)) == [[2, 5], [8]]
 
 
@@ -314,7 +314,7 @@ def test_another_order_is_noticed_at_the_end_of_an_epoch() -> None:
             rows_of(batches_of(np.array(other)), 0, 2, saved)
 
 
-def test_a_resume_tells_batches_apart_that_hold_the_same_rows() -> None:
+def test_a_resume_distinguishes_batches_that_hold_the_same_rows() -> None:
     saved = [checksum for _, checksum in drawn(batches_of([[0, 1], [2], [3]]).epoch(0))][1]
     assert rows_of(batches_of([[0, 1], [2], [3]]), 0, 2, saved) == [[3]]
     with pytest.raises(ArgumentError, match="gave other rows"):

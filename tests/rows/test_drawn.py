@@ -60,14 +60,14 @@ def test_a_row_does_not_depend_on_the_length_of_the_epoch() -> None:
     assert np.array_equal(whole(rows.drawn(10, seed=1), 77), longer[:10])
 
 
-def test_what_an_order_is_called() -> None:
+def test_repr_and_equality_of_an_order() -> None:
     assert repr(rows.drawn(np.int64(4), seed=np.int64(2))) == "Drawn(n=4, seed=2)"  # type: ignore[arg-type]
     assert rows.drawn(4) == rows.drawn(4, seed=0) != rows.drawn(5)
     assert len(whole(rows.drawn(4), 0)) == 0
 
 
 @pytest.mark.parametrize("n", [0, -1, 2.0, True, None])
-def test_an_epoch_has_rows(n: Any) -> None:
+def test_the_number_of_rows_is_positive(n: Any) -> None:
     with pytest.raises(ArgumentError, match=f"n={n!r}: expected a whole number, at least 1"):
         rows.drawn(n)
 

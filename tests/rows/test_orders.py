@@ -86,7 +86,7 @@ def test_a_block_shuffle_mixes_blocks_and_rows() -> None:
     assert (np.abs(np.diff(first_window)) == 1).sum() < 16
 
 
-def test_blocks_begin_elsewhere_in_every_epoch() -> None:
+def test_blocks_begin_at_other_rows_in_every_epoch() -> None:
     order = block_shuffled(1, block_rows=10, window_blocks=1)
     begins = {int(whole(order, 1000, epoch)[:10].min()) % 10 for epoch in range(50)}
     assert len(begins) > 5

@@ -128,7 +128,7 @@ def test_ranks_share_an_epoch(
     data=st.data(),
 )
 @settings(deadline=None)
-def test_an_epoch_goes_on_with_other_ranks(
+def test_an_epoch_continues_with_another_number_of_ranks(
     n: int, worlds: list[int], order: Order, uneven: Uneven, data: st.DataObject
 ) -> None:
     size, epoch = data.draw(st.integers(1, 9)), 1
@@ -166,7 +166,7 @@ def test_an_epoch_goes_on_with_other_ranks(
 
 
 @given(n=st.integers(1, 200), order=ORDER, uneven=UNEVEN, data=st.data())
-def test_split_batches_go_on_with_the_very_next_one(
+def test_split_batches_continue_with_the_next_batch(
     n: int, order: Order, uneven: Uneven, data: st.DataObject
 ) -> None:
     size, worlds = 12, (1, 2, 3, 4, 6, 12)
@@ -311,7 +311,7 @@ def test_set_epoch_and_the_next_epoch_are_whole_again() -> None:
         assert sum(map(len, only)) == 28
 
 
-def test_an_epoch_that_was_done_is_done_at_any_world_size() -> None:
+def test_a_complete_epoch_is_complete_at_any_world_size() -> None:
     x = np.arange(22)
     for before, after in itertools.permutations((1, 3, 4), 2):
         for feeder in (olds := feeders(x, before, "drop", batch_size=2)):
@@ -440,12 +440,12 @@ def test_a_share_of_a_sequence_is_read_in_sequence(path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_shared(arguments: dict[str, Any], message: str) -> None:
+def test_rows_that_ranks_cannot_share(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape(message)):
         Feeder(np.zeros(10), **{"batch_size": 2, **arguments})
 
 
-def test_ranks_that_cannot_be() -> None:
+def test_invalid_ranks_are_refused() -> None:
     with pytest.raises(
         ArgumentError, match=re.escape("Ranks(rank=1, world_size=None): give both, or neither")
     ):
@@ -475,7 +475,7 @@ def test_ranks_that_cannot_be() -> None:
         ({"source": {}, "batch": 99}, "the state is of another feeder: order was None"),
     ],
 )
-def test_states_that_cannot_be(change: dict[str, Any], message: str) -> None:
+def test_invalid_states_are_refused(change: dict[str, Any], message: str) -> None:
     (one, other) = feeders(np.arange(40), 2, batch_size=4)
     with one, other:
         state = {**one.state_dict(), "batch": 2}

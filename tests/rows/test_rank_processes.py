@@ -36,7 +36,7 @@ from pinfeed.rows.ranks import world
         ),
     ],
 )
-def test_the_environment_says_who_this_is(
+def test_rank_and_world_size_are_read_from_the_environment(
     environment: dict[str, str], found: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("RANK", "WORLD_SIZE"):

@@ -94,7 +94,7 @@ def test_ranks_of_a_job_share_an_epoch(reports: Reports, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_feeder_that_was_told_nothing_of_ranks_warns_once(reports: Reports, world: int) -> None:
+def test_a_feeder_without_ranks_warns_once(reports: Reports, world: int) -> None:
     for rank, report in enumerate(reports[world]):
         assert [sorted(flat(batches)) for batches in report["warnings"]["rows"]] == [
             list(range(6))
@@ -137,7 +137,7 @@ def test_uneven_ranks_under_join(reports: Reports, world: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["split", "each"])
-def test_four_ranks_go_on_where_two_left(reports: Reports, name: str) -> None:
+def test_four_ranks_resume_the_epoch_of_two(reports: Reports, name: str) -> None:
     before, after, whole = (
         steps([report["resume"][name] for report in reports[world]]) for world in (2, 4, 1)
     )

@@ -36,12 +36,12 @@ from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch
     ],
     ids=repr,
 )
-def test_what_is_no_row_number_is_refused(rows: Any, message: str) -> None:
+def test_invalid_row_indices_are_refused(rows: Any, message: str) -> None:
     with pytest.raises(RowIndexError, match=f"mine: .*{message}"):
         check_rows(rows, 5, "mine")
 
 
-def test_row_numbers_are_checked_without_a_copy_where_none_is_needed() -> None:
+def test_row_indices_are_checked_without_a_needless_copy() -> None:
     rows = np.arange(5)
     assert check_rows(rows, 5) is rows
 
@@ -92,7 +92,7 @@ def test_bad_rows_are_refused_at_once_where_they_are_given(rows: Any) -> None:
     ],
     ids=repr,
 )
-def test_bad_rows_of_a_sampler_are_refused_when_they_come(elements: list[Any]) -> None:
+def test_bad_rows_of_a_sampler_are_refused_when_they_are_drawn(elements: list[Any]) -> None:
     with pytest.raises(RowIndexError):
         rows_of(SamplerBatches(Sampler(elements), 5, 4, False))
 
@@ -159,7 +159,7 @@ def test_a_sampler_may_give_more_than_it_promised() -> None:
     assert rows_of(SamplerBatches(Sampler([0, 1, 2], 1), 5, 2, False)) == [[0, 1], [2]]
 
 
-def test_an_error_of_a_sampler_goes_up() -> None:
+def test_an_error_of_a_sampler_is_raised() -> None:
     def rows() -> Iterator[int]:
         yield 0
         raise KeyError("mine")
@@ -175,7 +175,7 @@ def test_an_error_of_a_sampler_goes_up() -> None:
     drop_last=st.booleans(),
     kind=st.sampled_from([list, np.array, Sampler, Unsized]),
 )
-def test_single_rows_come_in_order_or_are_refused(
+def test_single_rows_are_batched_in_order_or_refused(
     rows: list[int], batch_size: int, drop_last: bool, kind: Any
 ) -> None:
     n_full = len(rows) // batch_size * batch_size

@@ -32,7 +32,7 @@ WRONG_SHAPES = {
 
 
 @pytest.mark.parametrize("shape", WRONG_SHAPES, ids=str)
-def test_shapes_of_which_no_store_can_be_made(shape: Any, tmp_path: Path) -> None:
+def test_shapes_that_no_store_can_have(shape: Any, tmp_path: Path) -> None:
     """Nothing is made, and an existing file stays."""
     np.save(tmp_path / "old.npy", np.ones((3, 2), np.float32))
     makers: dict[str, Callable[[], object]] = {
@@ -54,7 +54,7 @@ def test_rows_of_no_bytes_are_made_in_memory_only(tmp_path: Path) -> None:
     assert not os.listdir(tmp_path)
 
 
-def test_a_store_of_ones_own(tmp_path: Path) -> None:
+def test_a_custom_store(tmp_path: Path) -> None:
     """A feeder takes every store that keeps the contract."""
 
     class Squares:

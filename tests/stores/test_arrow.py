@@ -124,7 +124,7 @@ def test_many_booleans_in_a_row() -> None:
     np.testing.assert_array_equal(out, array[[4, 1, 3]])
 
 
-def test_more_rows_of_many_chunks_than_are_brought_together_at_a_time() -> None:
+def test_more_rows_of_many_chunks_than_are_combined_at_a_time() -> None:
     array = np.arange(1500 * 600, dtype=np.float64).reshape(1500, 600)
     store = ArrowStore(pa.chunked_array([fixed(array[i : i + 7]) for i in range(0, 1500, 7)]))
     rows = np.random.default_rng(0).permutation(1500)
@@ -258,13 +258,13 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize(("column", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_is_no_column_of_numbers_is_refused(column: Any, message: str) -> None:
+def test_unsupported_columns_are_refused(column: Any, message: str) -> None:
     """The error names the column, and says what to do."""
     with pytest.raises(errors.StoreError, match=rf"source\['bad'\]: .*{message}"):
         Feeder(pa.table({"bad": column}), batch_size=1, device="cpu")
 
 
-def test_what_is_no_dataset_of_numbers_is_refused() -> None:
+def test_unsupported_datasets_are_refused() -> None:
     data = dataset()
     with pytest.raises(errors.StoreError, match=r"the dataset has a transform.*reset_format"):
         Feeder(data.with_transform(lambda rows: rows), batch_size=1)

@@ -99,7 +99,7 @@ def test_a_file_that_shrinks_is_an_error(
             gathered(store, rows)
 
 
-def test_a_file_that_goes_away_while_it_is_open_can_still_be_read(tmp_path: Path) -> None:
+def test_a_file_that_is_deleted_while_it_is_open_can_still_be_read(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.npy", np.arange(10.0))
     with MmapStore(path) as store:
         gathered(store, [1])
@@ -107,7 +107,7 @@ def test_a_file_that_goes_away_while_it_is_open_can_still_be_read(tmp_path: Path
         assert gathered(store, [3, 9, 4]).tolist() == [3, 9, 4]
 
 
-def test_a_file_that_goes_away_before_it_is_read(tmp_path: Path) -> None:
+def test_a_file_that_is_deleted_before_it_is_read(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.npy", np.arange(10.0))
     with MmapStore(path) as store:
         path.unlink()
@@ -130,7 +130,7 @@ def test_an_error_of_the_disk_names_the_file(
 
 
 @pytest.mark.parametrize("call", [True, False], ids=["one call", "row by row"])
-def test_a_write_that_fails_is_the_error_it_is(
+def test_a_write_that_fails_raises_the_error_of_the_system(
     tmp_path: Path, call: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The system refuses to write beyond a limit, as on a full disk; rows before it are written."""
@@ -246,7 +246,7 @@ def test_use_after_close(tmp_path: Path) -> None:
         gathered(store, [3])
 
 
-def test_a_mode_that_is_none(tmp_path: Path) -> None:
+def test_an_unknown_mode_is_refused(tmp_path: Path) -> None:
     with pytest.raises(errors.ArgumentError, match="'w'"):
         MmapStore(saved(tmp_path / "x.npy", np.arange(10.0)), mode="w")
 

@@ -82,7 +82,7 @@ def test_the_other_byte_order(tmp_path: Path, options: dict[str, Any]) -> None:
     store.close()
 
 
-def test_what_was_never_written_has_the_fill_value(tmp_path: Path) -> None:
+def test_unwritten_rows_have_the_fill_value(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file.create_dataset("whole", (10, 3), "f4", fillvalue=7)
         file.create_dataset("chunks", (10, 3), "f4", fillvalue=7, chunks=(2, 3))[2:4] = 1
@@ -113,7 +113,7 @@ def test_a_dataset_of_the_user_stays_open(tmp_path: Path) -> None:
         HDF5Store(dataset)
 
 
-def test_what_is_not_flushed_yet(tmp_path: Path) -> None:
+def test_rows_that_are_not_flushed_yet(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file.create_dataset("x", data=X, chunks=(50, 6), compression="gzip")
         np.testing.assert_array_equal(gathered(HDF5Store(file["x"]), range(200)), X)
@@ -264,7 +264,7 @@ def dataset(file: Any, kind: str) -> None:
         "empty": "has no rows",
     }.items(),
 )
-def test_what_cannot_be_served(tmp_path: Path, kind: str, hint: str) -> None:
+def test_sources_that_cannot_be_served(tmp_path: Path, kind: str, hint: str) -> None:
     with h5py.File(tmp_path / "x.h5", "w") as file:
         dataset(file, kind)
         with pytest.raises(errors.StoreError, match=hint):
@@ -273,7 +273,7 @@ def test_what_cannot_be_served(tmp_path: Path, kind: str, hint: str) -> None:
         HDF5Store(tmp_path / "x.h5")
 
 
-def test_what_is_no_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_without_an_hdf5_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(errors.FileMissing, match="no such file"):
         HDF5Store(tmp_path / "x.h5")
     (tmp_path / "x.h5").write_bytes(bytes(1000))

@@ -83,7 +83,7 @@ def test_shapes(tmp_path: Path, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 4)])
-def test_no_rows_are_no_error_here(tmp_path: Path, shape: tuple[int, ...]) -> None:
+def test_zero_rows_are_no_error_of_the_header(tmp_path: Path, shape: tuple[int, ...]) -> None:
     header = read_header(save(tmp_path / "x.npy", np.zeros(shape, np.float32)))
     assert (header.n_rows, header.row_shape) == (0, shape[1:])
     assert header.end == header.offset
@@ -152,7 +152,7 @@ def test_keys_may_come_in_any_order(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_items_that_torch_has_not_are_refused(tmp_path: Path, dtype: Any, message: str) -> None:
+def test_dtypes_that_torch_lacks_are_refused(tmp_path: Path, dtype: Any, message: str) -> None:
     if dtype == "g" and np.dtype("g") == np.dtype("f8"):
         pytest.skip("long double is double here")
     path = save(tmp_path / "x.npy", np.zeros(3, dtype))
@@ -160,7 +160,7 @@ def test_items_that_torch_has_not_are_refused(tmp_path: Path, dtype: Any, messag
         read_header(path)
 
 
-def test_bfloat16_has_to_be_said(tmp_path: Path) -> None:
+def test_bfloat16_must_be_named(tmp_path: Path) -> None:
     bfloat16 = np.dtype(ml_dtypes.bfloat16)
     path = save(tmp_path / "x.npy", np.arange(6).astype(bfloat16).reshape(3, 2))
     with pytest.raises(StoreError, match="if they are bfloat16, say so: MmapStore"):
@@ -269,7 +269,7 @@ def test_every_truncation_is_noticed(tmp_path: Path, version: tuple[int, int]) -
             read_header(str(path))
 
 
-def test_missing_rows_are_told(tmp_path: Path) -> None:
+def test_missing_rows_are_reported(tmp_path: Path) -> None:
     path = Path(save(tmp_path / "x.npy", np.zeros((10, 3), np.float32)))
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(
@@ -309,7 +309,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape[:12])
-def test_shapes_that_cannot_be(tmp_path: Path, shape: str) -> None:
+def test_invalid_shapes_are_refused(tmp_path: Path, shape: str) -> None:
     with pytest.raises(StoreError, match=r"x\.npy: the \.npy header is damaged \(") as refusal:
         read_header(write(tmp_path / "x.npy", file_of(header_of(shape=shape))))
     assert len(str(refusal.value)) < 500
@@ -360,7 +360,7 @@ HEADERS: list[str | bytes] = [
 
 
 @pytest.mark.parametrize("text", HEADERS, ids=lambda text: repr(text[:30]))
-def test_headers_that_are_none(tmp_path: Path, text: str | bytes) -> None:
+def test_invalid_headers_are_refused(tmp_path: Path, text: str | bytes) -> None:
     for version in (1, 3):
         path = write(tmp_path / f"{version}.npy", file_of(text, version))
         with pytest.raises(

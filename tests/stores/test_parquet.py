@@ -84,7 +84,7 @@ def test_shards(tmp_path: Path) -> None:
         )
 
 
-def test_names_that_begin_alike(tmp_path: Path) -> None:
+def test_names_with_a_common_beginning(tmp_path: Path) -> None:
     """The name of a column may also be the beginning of the path of another one."""
     columns = {"a": column(X), "a.b": np.arange(200), "c.list": X[:, 0]}
     path = written(tmp_path / "x.parquet", **columns)

@@ -40,7 +40,7 @@ def raw(tmp_path: Path, nbytes: int, **how: Any) -> MmapStore:
     return MmapStore.raw(tmp_path / "x.bin", **how)
 
 
-def test_raw_finds_out_how_many_rows_there_are(tmp_path: Path) -> None:
+def test_raw_computes_the_number_of_rows(tmp_path: Path) -> None:
     with raw(tmp_path, 26, shape=(-1, 3), dtype="bfloat16", offset=2) as store:
         assert (store.n_rows, store.row_shape, store.dtype) == (4, (3,), BFLOAT16)
     with raw(tmp_path, 26, shape=[-1, np.int64(3)], dtype="i2", offset=np.int64(2)) as store:
@@ -101,7 +101,7 @@ def test_raw_refuses(tmp_path: Path, nbytes: int, how: dict[str, Any], message: 
         raw(tmp_path, nbytes, **how)
 
 
-def test_raw_of_what_is_no_file(tmp_path: Path) -> None:
+def test_raw_of_missing_files_and_directories(tmp_path: Path) -> None:
     with pytest.raises(errors.FileMissing, match=r"x\.bin: no such file"):
         MmapStore.raw(tmp_path / "x.bin", shape=(-1,), dtype="f4")
     with pytest.raises(errors.StoreError, match="is a directory"):

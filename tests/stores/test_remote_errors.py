@@ -33,7 +33,7 @@ def fresh() -> Iterator[None]:
     ids=repr,
 )
 @pytest.mark.parametrize("n", [1, 4])
-def test_what_may_pass_is_tried_again(fault: Exception, n: int) -> None:
+def test_temporary_faults_are_retried(fault: Exception, n: int) -> None:
     array = sample(100, (64, 1024), np.dtype(np.uint8))
     put(array, "shaky://x.npy")
     Shaky.faults.extend([fault] * n)
@@ -59,7 +59,7 @@ def test_a_file_system_that_fails_as_a_whole(monkeypatch: pytest.MonkeyPatch) ->
     assert gathered(store, [5, 50]).tolist() == [5, 50]
 
 
-def test_what_does_not_pass_in_so_many_attempts() -> None:
+def test_a_fault_that_outlasts_all_attempts_is_raised() -> None:
     store = RemoteStore(put(np.arange(100), "shaky://x.npy"), attempts=3)
     Shaky.faults.extend([ConnectionError("no route")] * 3)
     message = (
@@ -94,7 +94,7 @@ class HttpError(Exception):
     ],
     ids=repr,
 )
-def test_what_does_not_pass_is_not_tried_again(fault: Exception, error: type[Exception]) -> None:
+def test_permanent_faults_are_not_retried(fault: Exception, error: type[Exception]) -> None:
     store = RemoteStore(put(np.arange(100), "shaky://x.npy"))
     Shaky.faults.append(fault)
     with pytest.raises(error, match=r"shaky://x\.npy"):
@@ -182,13 +182,13 @@ def test_a_remote_directory(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_is_no_url(path: Any, message: str) -> None:
+def test_paths_that_are_no_urls_are_refused(path: Any, message: str) -> None:
     put(np.arange(3))
     with pytest.raises(errors.ArgumentError, match=message):
         RemoteStore(path)
 
 
-def test_a_number_of_attempts_that_is_none() -> None:
+def test_a_number_of_attempts_is_positive() -> None:
     with pytest.raises(errors.ArgumentError, match="attempts=0"):
         RemoteStore("memory://x.npy", attempts=0)
 

@@ -107,7 +107,7 @@ def test_any_rows_of_any_remote_shards(
         )
 
 
-def test_neighbours_are_fetched_by_one_request_and_strangers_are_not() -> None:
+def test_only_close_rows_share_a_request() -> None:
     store = RemoteStore(put(sample(1000, (1024,), np.dtype(np.uint8)), "shaky://x.npy"))
     # 64 KiB between 1 and 66, and between 500 and 564; more between 66 and 500.
     gathered(store, [500, 3, 1, 564, 66, 1])

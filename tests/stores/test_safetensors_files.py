@@ -157,7 +157,7 @@ def test_not_every_name_of_a_large_model_is_listed(tmp_path: Path) -> None:
     [b"", b"\xff" * 100, npy(np.zeros(9)), b"\0" * 8, b"\x02" + b"\0" * 7 + b"[]"],
     ids=repr,
 )
-def test_what_is_no_safetensors_file(tmp_path: Path, damage: bytes) -> None:
+def test_damaged_safetensors_files_are_refused(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / "x.safetensors").write_bytes(damage)
     with pytest.raises(errors.StoreError, match="is not a safetensors file, or it is damaged"):
         MmapStore.safetensors(tmp_path / "x.safetensors", "x")
@@ -188,7 +188,7 @@ def test_one_damaged_byte_of_a_safetensors_file(
         pass
 
 
-def test_safetensors_of_what_is_no_file(tmp_path: Path) -> None:
+def test_safetensors_of_missing_files_and_directories(tmp_path: Path) -> None:
     with pytest.raises(errors.FileMissing, match=r"x\.safetensors: no such file"):
         MmapStore.safetensors(tmp_path / "x.safetensors", "x")
     with pytest.raises(errors.StoreError, match="is a directory"):

@@ -73,7 +73,7 @@ def test_the_other_byte_order(zarr_format: int) -> None:
     np.testing.assert_array_equal(gathered(store, [199, 0, 3]), X[[199, 0, 3]])
 
 
-def test_what_was_never_written_has_the_fill_value() -> None:
+def test_unwritten_rows_have_the_fill_value() -> None:
     array = zarr.create_array({}, shape=(10, 3), chunks=(2, 2), dtype="f4", fill_value=7)
     array[2:4] = 1
     np.testing.assert_array_equal(gathered(ZarrStore(array), range(10)), array[:])
@@ -126,7 +126,7 @@ def test_the_name_of_the_array(tmp_path: Path) -> None:
         np.testing.assert_array_equal(next(iter(feeder))["x"].numpy(), X)
 
 
-def test_what_cannot_be_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_that_cannot_be_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dates = zarr.create_array({}, shape=(3,), dtype="datetime64[s]", zarr_format=2)
     with pytest.raises(errors.StoreError, match="dates: convert"):
         Feeder(dates, batch_size=1, device="cpu")

@@ -135,7 +135,7 @@ def paths(value: Any) -> list[str]:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_built_again(value: Any, wanted: Any) -> None:
+def test_structures_are_built_again(value: Any, wanted: Any) -> None:
     got = negated(value)
     assert got == wanted
     assert type(got) is type(value)
@@ -170,7 +170,7 @@ def test_any_structure(value: Any) -> None:
     assert [leaf for _, leaf in flatten(again)[0]] == [-leaf for _, leaf in leaves]
 
 
-def test_what_a_subclass_adds_is_kept() -> None:
+def test_additions_of_subclasses_are_kept() -> None:
     default = collections.defaultdict(list, x=1)
     assert negated(default)["missing"] == []
     marked = negated(Annotated({"x": 1}, "cropped"))
@@ -180,7 +180,7 @@ def test_what_a_subclass_adds_is_kept() -> None:
     assert list(negated(collections.OrderedDict(b=1, a=2))) == ["b", "a"]
 
 
-def test_what_cannot_be_made_from_its_contents_becomes_the_plain_thing() -> None:
+def test_containers_that_cannot_be_rebuilt_become_plain_ones() -> None:
     assert negated(Fixed(1, 2)) == {"x": -1, "y": -2}
     assert negated(Point(1, 2)) == (-1, -2)
 

@@ -77,7 +77,7 @@ def test_the_largest_depth_feeds_the_same_batches() -> None:
         (lambda **arguments: RemoteStore("memory://x.npy", **arguments), "attempts"),
     ],
 )
-def test_what_is_counted_is_a_whole_number(make: Callable[..., Any], name: str, value: Any) -> None:
+def test_counts_are_whole_numbers(make: Callable[..., Any], name: str, value: Any) -> None:
     with pytest.raises(
         ArgumentError, match=re.escape(f"{name}={value!r}: expected a whole number")
     ):
@@ -168,7 +168,7 @@ def test_a_seed_that_shuffles_nothing_is_refused(
     make(shuffle=True, **arguments).close()
 
 
-def test_a_seed_beside_an_order_is_refused() -> None:
+def test_a_seed_next_to_an_order_is_refused() -> None:
     with pytest.raises(
         ArgumentError,
         match=re.escape(
@@ -199,7 +199,7 @@ def test_ranks_are_whole_numbers(rank: Any, world_size: Any) -> None:
         Ranks(rank=rank, world_size=world_size)
 
 
-def test_the_share_of_what_is_no_order_is_refused() -> None:
+def test_per_rank_refuses_objects_that_are_no_orders() -> None:
     with pytest.raises(
         ArgumentError, match=re.escape("order=[1, 2]: expected an order of pinfeed.rows")
     ):
@@ -249,7 +249,7 @@ def test_the_share_of_what_is_no_order_is_refused() -> None:
         ),
     ],
 )
-def test_a_word_is_neither_true_nor_false(make: Callable[..., Any], name: str) -> None:
+def test_a_string_is_no_flag(make: Callable[..., Any], name: str) -> None:
     with pytest.raises(ArgumentError, match=f"{name}='False': expected True or False"):
         make(**{name: "False"})
 
@@ -258,7 +258,7 @@ def test_a_word_is_neither_true_nor_false(make: Callable[..., Any], name: str) -
     "make",
     [MmapStore.create, lambda path, shape, **flags: HostEmbedding(*shape, store=path, **flags)],
 )
-def test_a_word_does_not_replace_a_file(tmp_path: Path, make: Callable[..., Any]) -> None:
+def test_a_string_as_overwrite_replaces_no_file(tmp_path: Path, make: Callable[..., Any]) -> None:
     path = tmp_path / "x.npy"
     np.save(path, np.arange(20.0).reshape(10, 2))
     before = path.read_bytes()
@@ -295,7 +295,7 @@ def uniform(**arguments: Any) -> PinnedStore:
     ],
     ids=lambda value: getattr(value, "__name__", None) or str(value),
 )
-def test_numbers_that_are_none(
+def test_invalid_numbers_are_refused(
     make: Callable[..., Any], name: str, values: list[Any], expected: str
 ) -> None:
     for value in values:
@@ -349,7 +349,7 @@ def test_a_dtype_is_spelled_as_in_torch_or_numpy(
 
 @pytest.mark.parametrize("make", DTYPE_TAKERS)
 @pytest.mark.parametrize("dtype", ["float33", torch.qint8, 3, "M8[s]"], ids=str)
-def test_a_dtype_that_is_none(tmp_path: Path, make: Callable[..., Any], dtype: Any) -> None:
+def test_unknown_dtypes_are_refused(tmp_path: Path, make: Callable[..., Any], dtype: Any) -> None:
     with pytest.raises(
         errors.StoreError,
         match=r"(is unknown|no torch counterpart).*; expected one of bfloat16, bool, ",
@@ -368,7 +368,7 @@ PATH_TAKERS = [lambda path: MmapStore.create(path, (3, 2)), HostEmbedding(4, 2).
 
 @pytest.mark.parametrize("path", [None, 3, b"x.npy"], ids=repr)
 @pytest.mark.parametrize("make", PATH_TAKERS)
-def test_what_is_no_path(make: Callable[[Any], Any], path: Any) -> None:
+def test_objects_that_are_no_paths_are_refused(make: Callable[[Any], Any], path: Any) -> None:
     with pytest.raises(
         ArgumentError,
         match=re.escape(f"path={path!r}: expected a path, as a str or a pathlib.Path"),

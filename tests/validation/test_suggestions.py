@@ -149,7 +149,7 @@ def test_an_object_that_is_no_source(source: Any, hint: str) -> None:
     assert hint in refusal(source)
 
 
-def test_what_a_dataframe_is_given_as() -> None:
+def test_the_advice_for_a_dataframe_works() -> None:
     frame = pandas.DataFrame({"a": [1.0, 2.0], "b": [3.0, 4.0]})
     with Feeder(np.ascontiguousarray(frame.to_numpy()), batch_size=2, device="cpu") as feeder:
         assert next(iter(feeder)).tolist() == [[1, 3], [2, 4]]
@@ -267,7 +267,7 @@ def test_a_file_of_another_format(tmp_path: Path, name: str) -> None:
         ("x.arrow", lambda path: pyarrow.ipc.open_file(pyarrow.memory_map(path)).read_all()),
     ],
 )
-def test_what_a_file_of_columns_is_given_as(
+def test_the_advice_for_a_file_of_columns_works(
     tmp_path: Path, name: str, read: Callable[[str], Any]
 ) -> None:
     WRITE[name][0](tmp_path / name)
@@ -275,7 +275,7 @@ def test_what_a_file_of_columns_is_given_as(
         assert next(iter(feeder))["b"].tolist() == [3, 4]
 
 
-def test_what_a_lazy_array_is_copied_into(tmp_path: Path) -> None:
+def test_the_advice_for_a_lazy_array_works(tmp_path: Path) -> None:
     lazy = Lazy(X)
     store = MmapStore.create(tmp_path / "x.npy", lazy.shape, dtype=lazy.dtype)
     for i in range(0, lazy.shape[0], 3):

@@ -35,7 +35,7 @@ OF_DATA_LOADER = [name for name in inspect.signature(DataLoader).parameters if n
 
 
 @pytest.mark.parametrize("make", [fed, wrapped, read, trained], ids=lambda make: make.__name__)
-def test_every_word_of_a_dataloader_is_explained(make: Callable[..., Any]) -> None:
+def test_every_argument_of_a_dataloader_is_explained(make: Callable[..., Any]) -> None:
     """The error gives a hint, not a list of arguments or a guess."""
     own = inspect.signature(
         {fed: Feeder, wrapped: wrap_loader, read: wrap_readers, trained: train_rows}[make]
@@ -123,7 +123,7 @@ def test_every_word_of_a_dataloader_is_explained(make: Callable[..., Any]) -> No
         ),
     ],
 )
-def test_a_word_gets_what_to_give_instead(
+def test_an_unknown_argument_gets_its_replacement(
     make: Callable[..., Any], arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(errors.UnknownArgument, match=re.escape(message)) as caught:
@@ -131,7 +131,7 @@ def test_a_word_gets_what_to_give_instead(
     assert isinstance(caught.value, TypeError), "as it is without pinfeed"
 
 
-def test_words_of_torch_and_numpy_are_explained(tmp_path: Path) -> None:
+def test_arguments_of_torch_and_numpy_are_explained(tmp_path: Path) -> None:
     path, rows_of = tmp_path / "x.npy", torch.ones(4, 2)
     np.save(path, rows_of.numpy())
     for call, message in [
@@ -186,7 +186,7 @@ def test_words_of_torch_and_numpy_are_explained(tmp_path: Path) -> None:
             RowDataset(path, **{name: 4})
 
 
-def test_all_words_are_explained_at_once() -> None:
+def test_all_unknown_arguments_are_explained_at_once() -> None:
     with pytest.raises(errors.UnknownArgument) as caught:
         fed(num_workers=4, pin_memory=True)
     assert [line.split(";")[0] for line in str(caught.value).splitlines()] == [

@@ -83,7 +83,7 @@ def test_worker_processes(tmp_path: pathlib.Path) -> None:
     assert resumed.run(1).losses == whole.losses[3:]
 
 
-def test_a_table_in_a_file_goes_back_to_where_it_was_saved(tmp_path: pathlib.Path) -> None:
+def test_a_table_in_a_file_returns_to_its_saved_rows(tmp_path: pathlib.Path) -> None:
     """The program that began a run resumes it: it makes the same table with the same path."""
     whole = Training().run(2)
     # The file is trained further after the save.
@@ -153,7 +153,7 @@ def test_so_many_saves_are_kept(tmp_path: pathlib.Path, keep: int) -> None:
         ]
 
 
-def test_memory_is_one_piece(tmp_path: pathlib.Path) -> None:
+def test_a_save_takes_the_memory_of_one_chunk(tmp_path: pathlib.Path) -> None:
     table = HostEmbedding(400_000, 64, init="zeros")  # 102 MB
     checkpoint.save(tmp_path, table=table)
     for work in (

@@ -69,7 +69,7 @@ def test_one_state_is_in_memory_at_a_time(tmp_path: pathlib.Path) -> None:
     ],
     ids=["class", "state_dict", "dict"],
 )
-def test_what_stands_for_a_module_is_refused(
+def test_classes_and_states_in_place_of_modules_are_refused(
     tmp_path: pathlib.Path, value: Any, message: str
 ) -> None:
     with pytest.raises(ArgumentError, match=message):
@@ -106,7 +106,7 @@ def test_one_save_in_place_of_the_directory(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("value", [{1: 2}, [(1, 2)], {"a": {2: 3}}])
-def test_values_that_would_come_back_as_others(tmp_path: pathlib.Path, value: object) -> None:
+def test_values_that_would_be_resumed_as_others(tmp_path: pathlib.Path, value: object) -> None:
     with pytest.raises(ArgumentError, match="with str keys"):
         checkpoint.save(tmp_path / "c", value=value)
 

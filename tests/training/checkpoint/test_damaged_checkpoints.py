@@ -45,7 +45,7 @@ def test_a_state_that_is_refused_leaves_the_rows_as_they_are(tmp_path: pathlib.P
     assert table.read(range(4)).tolist() == [[0, 0]] * 4
 
 
-def test_the_cause_is_told_where_an_object_refuses_its_state(tmp_path: pathlib.Path) -> None:
+def test_the_cause_of_a_refused_state_is_reported(tmp_path: pathlib.Path) -> None:
     class Refusing(Unsafe):
         def state_dict(self) -> dict[str, Any]:
             return {}
@@ -80,7 +80,7 @@ def test_rows_that_the_manifest_does_not_list(tmp_path: pathlib.Path) -> None:
         checkpoint.resume(tmp_path, table=table)
 
 
-def test_a_manifest_with_checksums_that_are_none(tmp_path: pathlib.Path) -> None:
+def test_a_manifest_with_invalid_checksums(tmp_path: pathlib.Path) -> None:
     sign(checkpoint.save(tmp_path), lambda body: body["files"]["random.pt"]["crc32"].append(None))
     with pytest.raises(
         CheckpointError, match=r"random.pt is damaged: its checksum is wrong in chunk 1 of 1"

@@ -173,7 +173,7 @@ SCENES: dict[
 
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("scene", SCENES)
-def test_nobody_waits_for_a_rank_that_does_not_come(scene: str, depth: int) -> None:
+def test_no_rank_waits_for_a_rank_that_fails(scene: str, depth: int) -> None:
     kind, made, given, here, message, told = SCENES[scene]
     ranks = RankThreads(2)
 
@@ -225,7 +225,7 @@ class Misused(RankLoop):
         return False
 
 
-def test_what_a_rank_must_not_do() -> None:
+def test_misuse_of_a_sharded_table_is_refused() -> None:
     ranks = RankThreads(2)
     for error in ranks.run(lambda rank: Misused(ranks, rank).run()):
         assert re.search("the training step changed rows of a sharded table", str(error))

@@ -63,7 +63,7 @@ def saved(
         return table.read(range(N))
 
 
-def test_a_run_goes_on_where_all_ranks_were(tmp_path: Path) -> None:
+def test_a_run_resumes_at_the_last_save_of_all_ranks(tmp_path: Path) -> None:
     ranks = RankThreads(2)
     want = ranks.run(lambda rank: saved(ranks, rank, tmp_path / "whole", 6))
     ranks.run(lambda rank: saved(ranks, rank, tmp_path / "parts", 2))
@@ -94,7 +94,7 @@ def test_a_table_in_files_of_the_ranks_is_resumed_by_the_program_that_began(tmp_
     assert torch.equal(got[0], want[0])
 
 
-def test_a_file_that_was_there_is_not_filled_from_a_whole_table(tmp_path: Path) -> None:
+def test_an_existing_file_is_not_filled_from_a_whole_table(tmp_path: Path) -> None:
     ranks, store = RankThreads(1), tmp_path / "users.npy"
     for value in (1, 2):
         whole = torch.full((N, 2), float(value))
@@ -104,7 +104,7 @@ def test_a_file_that_was_there_is_not_filled_from_a_whole_table(tmp_path: Path) 
     assert (np.load(tmp_path / "users.0-of-1.npy") == 1).all()
 
 
-def test_a_save_that_one_rank_has_not(tmp_path: Path) -> None:
+def test_a_save_that_one_rank_lacks(tmp_path: Path) -> None:
     """The incomplete save is not resumed, and its number is not used again."""
     ranks = RankThreads(2)
     assert not checkpoint.exists(tmp_path)
@@ -121,7 +121,7 @@ def test_a_save_that_one_rank_has_not(tmp_path: Path) -> None:
     ]
 
 
-def test_saves_that_stay_are_those_that_all_ranks_have(tmp_path: Path) -> None:
+def test_only_saves_that_all_ranks_have_are_kept(tmp_path: Path) -> None:
     ranks = RankThreads(2)
     ranks.run(lambda rank: saved(ranks, rank, tmp_path, 2, keep=2))
     ranks.run(lambda rank: saved(ranks, rank, tmp_path, 4, keep=2))

@@ -278,7 +278,7 @@ def test_every_row_crosses_once_in_each_direction(verify: bool) -> None:
     assert four.words - three.words == size * (size - 1) * (4 * 40 + 2 * 8) + n_elsewhere[3]
 
 
-def test_verify_finds_rows_that_came_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_finds_rows_that_arrived_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_rows, "exchange_deferred", lambda tables: None)
     with pytest.raises(
         VerificationError,

@@ -45,7 +45,7 @@ def in_time(*command: str, seconds: float = 60) -> str:
     return out
 
 
-def test_groups_go_with_the_one_that_they_were_made_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_groups_end_with_the_group_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process is the only rank."""
     monkeypatch.setattr(process_groups, "_rank_groups", {})
     n_open = []
@@ -63,7 +63,7 @@ def test_groups_go_with_the_one_that_they_were_made_beside(monkeypatch: pytest.M
     assert len(set(n_open[1:])) == 1, "threads of groups that are gone"
 
 
-def test_groups_wait_as_long_as_the_one_that_they_were_made_beside(
+def test_process_groups_have_the_timeout_of_the_group_of_the_user(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(process_groups, "_rank_groups", {})
@@ -87,7 +87,7 @@ def test_groups_wait_as_long_as_the_one_that_they_were_made_beside(
     assert timeouts == [100, 100, 7, 7, 1800, 1800]
 
 
-def test_processes(tmp_path: Path, programs: Programs) -> None:
+def test_ranks_as_processes(tmp_path: Path, programs: Programs) -> None:
     """Ranks work as processes: 2 and 4 over gloo, the example, and a pair of which one hangs.
 
     DistributedDataParallel trains the dense part.

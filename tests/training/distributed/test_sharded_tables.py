@@ -44,7 +44,7 @@ def test_every_row_has_one_owner(n_rows: int, size: int, data: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("init", ["normal", "uniform", "xavier_uniform", "kaiming_normal", "ones"])
-def test_pieces_are_those_of_the_whole(
+def test_chunks_are_drawn_as_the_whole_tensor_is(
     init: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(initialization, "CHUNK_BYTES", 400)
@@ -64,7 +64,7 @@ def test_pieces_are_those_of_the_whole(
     assert len(pieces) > 1
 
 
-def test_what_cannot_be_made() -> None:
+def test_invalid_sharded_tables_are_refused() -> None:
     group = RankThreads(4).groups[0]
     wrong: list[tuple[dict[str, Any], str]] = [
         # The error depends on the version of torch.

@@ -84,7 +84,7 @@ def test_the_tables_that_save_most_are_named() -> None:
 
 
 @pytest.mark.parametrize(("cause", "is_said"), [("write_wait_s", True), ("overhead_s", False)])
-def test_loops_that_wait_for_writes_hear_of_the_cache(cause: str, is_said: bool) -> None:
+def test_loops_that_wait_for_writes_get_the_hint(cause: str, is_said: bool) -> None:
     totals = Totals(batches=1, rows=8, seconds=5.0, starved_s=4.0, depth=2, **{cause: 4.0})
     text = explanation(totals, str, lambda: "Give a cache.")
     assert text.endswith(" Give a cache.") == is_said

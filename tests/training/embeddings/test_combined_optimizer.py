@@ -88,7 +88,7 @@ class Program:
 
 @pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_it_is_one_optimizer_for_all(scheduler: str) -> None:
+def test_a_combined_optimizer_equals_one_optimizer_for_all(scheduler: str) -> None:
     """Losses and rows equal those of one optimizer of torch with three groups."""
     plain, combined = Program(scheduler, plain=True).run(), Program(scheduler).run()
     assert combined.losses == plain.losses
@@ -151,7 +151,7 @@ def test_groups_are_shared_and_stay_so() -> None:
     assert (table.read(range(N)) != before).all()
 
 
-def test_mistakes() -> None:
+def test_mistakes_are_refused() -> None:
     table = HostEmbedding(N, DIM, name="users")
     rows, weight = RowOptimizer(SGD, [table]), nn.Parameter(torch.ones(3))
     dense = SGD([weight])

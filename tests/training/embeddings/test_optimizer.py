@@ -116,7 +116,7 @@ def test_tables_that_cannot_be_trained(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_every_optimizer_is_the_dense_one_where_every_row_comes(name: str) -> None:
+def test_every_optimizer_is_the_dense_one_if_every_batch_has_every_row(name: str) -> None:
     options = dict(OPTIONS[name])
     # SparseAdam adds the gradients of repeated ids in another order, so it gets distinct ids.
     loader = [ids[:N] for ids in all_rows(10)] if name == "SparseAdam" else all_rows(10)
@@ -335,7 +335,7 @@ def test_gradients_that_were_left_behind() -> None:
     assert moved.nonzero().flatten().tolist() == batches(4)[3].unique().tolist()
 
 
-def test_a_loss_that_is_kept_comes_too_late() -> None:
+def test_the_backward_pass_of_an_earlier_loss_is_refused() -> None:
     table = HostEmbedding(N, DIM, name="users")
     optimizer, kept = RowOptimizer(SGD, [table]), []
     with pytest.raises(errors.ArgumentError, match="gradients of an earlier batch of users"):
@@ -364,7 +364,7 @@ def test_a_table_that_a_loss_leaves_out_rests() -> None:
     assert [table["begun"] for table in optimizer.state_dict()["tables"]] == [True, False]
 
 
-def test_mistakes_are_told_apart(tmp_path: Path) -> None:
+def test_mistakes_have_errors_of_their_own(tmp_path: Path) -> None:
     table = HostEmbedding(N, DIM, store=tmp_path / "table.npy", name="table")
     dense = nn.Embedding(N, DIM)
     with pytest.raises(errors.ArgumentError, match=r"is an existing Adam; expected the class"):

@@ -20,7 +20,7 @@ def seeded() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in KEEPS if hasattr(torch.optim, name)])
-def test_what_is_kept_is_found_out(name: str) -> None:
+def test_the_state_of_an_optimizer_is_found(name: str) -> None:
     table = HostEmbedding(N, DIM)
     layout = RowOptimizer(getattr(torch.optim, name), [table]).tables[table].layout
     assert ({row.key for row in layout.rows}, set(layout.tables)) == KEEPS[name]
@@ -66,7 +66,7 @@ def test_optimizers_that_cannot_train_rows() -> None:
     ],
     ids=repr,
 )
-def test_the_cause_is_told_where_an_optimizer_fails(
+def test_the_cause_of_a_failing_optimizer_is_reported(
     error: Exception, expected: type[Exception], message: str
 ) -> None:
     """Some errors have no text, for example Python's MemoryError."""
@@ -100,7 +100,7 @@ class Anchored(torch.optim.Optimizer):
                 weight.sub_(weight.grad).add_(state["anchor"] - weight, alpha=group["pull"])
 
 
-def test_an_optimizer_that_was_made_up() -> None:
+def test_a_custom_optimizer() -> None:
     table = HostEmbedding(N, DIM)
     before = table.read(range(N)).numpy()
     optimizer = RowOptimizer(Anchored, [table], pull=0.25)
@@ -126,7 +126,7 @@ def test_an_optimizer_that_was_made_up() -> None:
         (torch.optim.Rprop, {"lr": 0.25}, "step_size", 0.25, 0.5),
     ],
 )
-def test_what_rows_begin_with(
+def test_the_initial_state_of_rows(
     kind: Any, options: dict[str, float], key: str, value: float, own: float
 ) -> None:
     """Every row has its initial state, in its own group, and after another table was trained."""
@@ -145,7 +145,7 @@ def test_what_rows_begin_with(
     assert (state_of(optimizer, second)[key] == value).all()
 
 
-def test_state_dict_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_state_dict_resumes_training(tmp_path: Path) -> None:
     whole = HostEmbedding(N, DIM)
     stores = [ArrayStore(whole.read(range(N)).numpy())]
     half, optimizer = HostEmbedding(N, DIM, store=stores[0]), RowOptimizer(Adam, [whole], lr=0.1)
@@ -180,7 +180,7 @@ def test_state_dict_goes_on_where_it_was(tmp_path: Path) -> None:
             second.load_state_dict(wrong)
 
 
-def test_state_of_a_file_is_beside_it(tmp_path: Path) -> None:
+def test_the_state_of_a_table_in_a_file_is_next_to_it(tmp_path: Path) -> None:
     table = HostEmbedding(N, DIM, store=tmp_path / "users.npy")
     optimizer = RowOptimizer(Adam, [table])
     for ids in train_rows(batches(), {table: itself}, optimizer=optimizer):

@@ -122,7 +122,7 @@ def test_a_few_batches_say_nothing() -> None:
 
 
 @pytest.mark.parametrize("n_rows", [10_000, 100_000])
-def test_no_more_look_ups_are_kept_than_fit(n_rows: int) -> None:
+def test_no_more_lookups_are_kept_than_fit(n_rows: int) -> None:
     sketch = ReuseSketch(n_rows)
     batches = uniform(n_rows, n_ids=n_rows // 10, n_batches=50)
     n_added = 0

@@ -85,7 +85,7 @@ def test_bad_sizes_and_initialisers(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_of_ones_own(tmp_path: Path) -> None:
+def test_a_table_in_a_file(tmp_path: Path) -> None:
     path = tmp_path / "users.npy"
     table = HostEmbedding(N, DIM, store=path, init="zeros")
     optimizer = SGD([table])
@@ -172,7 +172,7 @@ def test_from_pretrained(kind: str, freeze: bool, tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.load(path) if kind == "path" else array, rows)
 
 
-def test_from_pretrained_of_what_is_no_table(tmp_path: Path) -> None:
+def test_from_pretrained_refuses_other_arrays(tmp_path: Path) -> None:
     for wrong in (
         np.zeros(4, np.float32),
         np.zeros((2, 2), np.int64),
@@ -218,7 +218,7 @@ def test_to_embedding_is_a_copy() -> None:
     ids=["items", "rows"],
 )
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
-def test_past_two_to_the_31(
+def test_sizes_past_two_to_the_31(
     n: int, dim: int, dtype: torch.dtype, kind: Any, tmp_path: Path
 ) -> None:
     """Rows that were not trained are holes in the file and take no disk space."""

@@ -297,7 +297,7 @@ def test_loaders(kind: str) -> None:
 
 @pytest.mark.parametrize("how", ["break", "error", "close", "dropped"])
 @pytest.mark.parametrize(("depth", "cache"), [(0, None), (2, None), (0, 1.0), (2, 0.1)])
-def test_what_was_stepped_is_in_the_store(how: str, depth: int, cache: float | None) -> None:
+def test_completed_steps_are_in_the_store(how: str, depth: int, cache: float | None) -> None:
     table = HostEmbedding(N, DIM, init="zeros", device_cache=cache)
     optimizer = SGD([table])
     loop = train_rows(

@@ -75,7 +75,7 @@ def test_every_optimizer_on_the_cpu(optimizer: str, depth: int, does: Sequence[s
 
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["SGD", "Adagrad"])
-def test_an_embedding_of_torchs_is_trained_alike(sparse: bool) -> None:
+def test_an_embedding_of_torch_is_trained_in_the_same_way(sparse: bool) -> None:
     """An optimizer that leaves rows without gradient alone has one rule for rows and tables."""
     made: Any = torch.optim.Adagrad if sparse else SGD
     start = np.random.default_rng(0).standard_normal((12, 8)).astype("f4")
@@ -260,7 +260,7 @@ def fails(device: SimTorchDevice, kwargs: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("simulated", [False, True], ids=["cpu", "simulated"])
 @pytest.mark.parametrize("depth", [0, 2])
-def test_what_was_stepped_before_an_error_counts(depth: int, simulated: bool) -> None:
+def test_steps_before_an_error_count(depth: int, simulated: bool) -> None:
     class Stop(Exception):
         pass
 

@@ -78,7 +78,7 @@ def test_verify_looks_at_the_stores_after_the_loop() -> None:
         )
 
 
-def test_verify_finds_rows_that_were_not_brought_up_to_date() -> None:
+def test_verify_finds_rows_that_are_out_of_date() -> None:
     class Forgetful(SimTorchDevice):
         def copy_rows(self, *args: Any) -> None:
             pass

@@ -73,7 +73,7 @@ def test_chunks_give_the_gradients_of_the_whole(case: str, strategy: str, chunk_
 
 @pytest.mark.parametrize("strategy", WHOLE)
 @pytest.mark.parametrize("case", CASES)
-def test_what_sees_the_whole_batch_is_equal_bit_for_bit(case: str, strategy: str) -> None:
+def test_strategies_on_the_whole_batch_are_equal_bit_for_bit(case: str, strategy: str) -> None:
     plain, want, other, got, _ = both(case, strategy)
     assert torch.equal(gradients(other), gradients(plain))
     assert torch.equal(got, want)
@@ -109,7 +109,7 @@ def test_statistics_of_chunks_are_warned_of(strategy: str) -> None:
         if case != "norm"
     ],
 )
-def test_what_is_right_is_chosen(case: str, strategy: str) -> None:
+def test_auto_chooses_a_correct_strategy(case: str, strategy: str) -> None:
     plain, _, other, _, big = both(case, "auto")
     assert big.chosen is not None
     assert (big.chosen.strategy, big.chosen.chunk_size) == (strategy, 5)
@@ -117,7 +117,7 @@ def test_what_is_right_is_chosen(case: str, strategy: str) -> None:
     torch.testing.assert_close(gradients(other), gradients(plain), rtol=1e-4, atol=1e-6)
 
 
-def test_what_would_be_wrong_is_refused() -> None:
+def test_auto_refuses_models_that_chunks_would_change() -> None:
     with pytest.raises(
         errors.ArgumentError,
         match=r"chunks do not give the gradients of 23 samples "
@@ -156,7 +156,7 @@ def test_a_limit_chooses() -> None:
         made("auto", MiB(20))
 
 
-def test_gradients_that_are_there_are_added_to() -> None:
+def test_gradients_are_added_to_existing_ones() -> None:
     for strategy in STRATEGIES:
         model, again = mlp(), mlp()
         for one in (model, again):
@@ -169,7 +169,7 @@ def test_gradients_that_are_there_are_added_to() -> None:
 
 @pytest.mark.parametrize("source", ["feeder", "loader", "list"])
 @pytest.mark.parametrize("case", ["ignored", "sum"])
-def test_batches_that_come_one_after_the_other_are_one(source: str, case: str) -> None:
+def test_several_batches_count_as_one_large_batch(source: str, case: str) -> None:
     make, loss, targets = CASES[case]
     model, plain = make(), make()
     for one in (model, plain):
@@ -259,7 +259,9 @@ def test_a_scaler_and_autocast() -> None:
     ("case", "strategy", "exact"),
     [("dropout", "two_pass", True), ("norm", "checkpoint", True), ("norm", "accumulate", False)],
 )
-def test_a_check_tells(case: str, strategy: str, exact: bool) -> None:
+def test_check_reports_the_result_and_changes_nothing(
+    case: str, strategy: str, exact: bool
+) -> None:
     make, loss, targets = CASES[case]
     model = make()
     model[0].weight.grad = before = torch.ones(50, 20)
@@ -279,7 +281,7 @@ def test_a_check_tells(case: str, strategy: str, exact: bool) -> None:
     assert torch.equal(torch.get_rng_state(), numbers)
 
 
-def test_a_check_of_what_would_be_wrong() -> None:
+def test_check_of_a_model_that_chunks_would_change() -> None:
     with (
         BigBatch(mlp(), contrastive, chunk_size=4, strategy="accumulate") as big,
         pytest.raises(errors.ArgumentError, match="torch does not define this loss"),
@@ -340,12 +342,12 @@ def test_any_sizes(n: int, chunk_size: int, ignored: set[int], strategy: str) ->
         ({"prove": "no"}, "prove='no': expected True or False"),
     ],
 )
-def test_what_cannot_be(arguments: dict[str, Any], said: str) -> None:
+def test_invalid_arguments_are_refused(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(errors.ArgumentError, match=said):
         BigBatch(**({"model": mlp(), "loss": functional.cross_entropy} | arguments))
 
 
-def test_batches_that_cannot_be() -> None:
+def test_invalid_batches_are_refused() -> None:
     with BigBatch(mlp(), functional.cross_entropy, chunk_size=4) as big:
         with pytest.raises(errors.ArgumentError, match="inputs have 23 samples and targets 22"):
             big.backward(X, Y[:22])
@@ -430,7 +432,7 @@ def test_outputs_that_want_no_gradient() -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
 
 
-def test_it_is_decided_for_each_shape() -> None:
+def test_the_strategy_is_chosen_for_each_shape() -> None:
     model = nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 8))
     config = Config(
         cpu_memory_limit=MiB(4096), gpu_memory_limit=MiB(100), optimizer=torch.optim.SGD
@@ -444,7 +446,7 @@ def test_it_is_decided_for_each_shape() -> None:
         assert big.chosen.chunk_size < 64
 
 
-def test_it_is_decided_for_each_mode() -> None:
+def test_the_strategy_is_chosen_for_each_mode() -> None:
     model = mlp(nn.BatchNorm1d(50)).eval()
     with BigBatch(model, functional.cross_entropy, chunk_size=5) as big:
         big.backward(X, Y)

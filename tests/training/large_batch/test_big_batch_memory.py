@@ -158,7 +158,7 @@ def test_after_an_error_gradients_are_as_before(where: str) -> None:
         assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
-def test_after_an_error_that_is_kept_it_goes_on() -> None:
+def test_after_an_error_the_next_batch_works() -> None:
     model, kept = Small(0, "forward"), []
     with BigBatch(model, functional.cross_entropy, chunk_size=3, strategy="accumulate") as big:
         for most in (0, 100):

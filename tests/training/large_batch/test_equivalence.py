@@ -357,7 +357,7 @@ def twice(make: Callable[[], nn.Module]) -> list[nn.Module]:
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_chunks_would_change_is_refused(case: str) -> None:
+def test_models_that_chunks_would_change_are_refused(case: str) -> None:
     make, loss, targets = WRONG[case]
     model = make()
     model.requires_grad_()
@@ -381,7 +381,7 @@ def test_what_chunks_would_change_is_refused(case: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["offload", "checkpoint"])
 @pytest.mark.parametrize("case", [case for case in WRONG if case != "a loss that reads the model"])
-def test_what_sees_the_whole_batch_is_right(case: str, strategy: str) -> None:
+def test_strategies_on_the_whole_batch_are_right(case: str, strategy: str) -> None:
     """A named strategy warns only if its gradients differ."""
     make, loss, targets = WRONG[case]
     plain, model = twice(make)
@@ -418,7 +418,7 @@ def test_a_strategy_that_was_named_is_warned_of(case: str, strategy: str) -> Non
 
 
 @pytest.mark.parametrize("case", RIGHT)
-def test_what_chunks_do_not_change_is_computed_in_chunks(case: str) -> None:
+def test_models_that_chunks_do_not_change_are_computed_in_chunks(case: str) -> None:
     make, loss, targets, strategy = RIGHT[case]
     plain, model = twice(make)
     torch.manual_seed(1)
@@ -450,7 +450,7 @@ def test_a_loss_that_is_no_mean_is_not_accumulated() -> None:
     assert error_of(plain, model) < 1e-5
 
 
-def test_it_is_proved_again_in_another_mode() -> None:
+def test_the_comparison_is_repeated_in_another_mode() -> None:
     model = net(Calls(lambda x: batch_norm(x) if model.training else x)).eval()
     with BigBatch(model, cross_entropy, chunk_size=CHUNK) as big:
         big.backward(X, Y)
@@ -504,7 +504,7 @@ def test_inputs_that_cannot_be_cut(inputs: Any, said: str) -> None:
         big.backward(inputs, Y)
 
 
-def test_the_weights_of_rare_classes_are_seen() -> None:
+def test_weights_of_rare_classes_are_noticed() -> None:
     """The loss is a mean weighted by class, and the caller says that it is a plain mean."""
     targets = torch.arange(N) % 10
     weight = torch.ones(10)
@@ -557,7 +557,7 @@ def test_a_named_strategy_on_a_source_is_warned_of_once() -> None:
         big.backward(iter([(X, Y)]))
 
 
-def test_batches_that_come_one_by_one_are_proved() -> None:
+def test_models_are_compared_on_batches_of_an_iterator() -> None:
     model = net(Calls(lambda x: x - x.mean(0)))
     with (
         BigBatch(model, cross_entropy, chunk_size=CHUNK) as big,

@@ -181,7 +181,7 @@ def outcome_of(seed: int) -> str:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("first", range(0, 200, 20))
-def test_no_random_model_is_wrong_in_silence(first: int) -> None:
+def test_no_random_model_is_silently_wrong(first: int) -> None:
     for seed in range(first, first + 20):
         assert outcome_of(seed) != "refused" or not Program(seed).is_exact, (
             f"seed {seed}: refused, and chunks would be exact"
@@ -191,6 +191,6 @@ def test_no_random_model_is_wrong_in_silence(first: int) -> None:
 @pytest.mark.stress
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("first", range(1000, 5000, 200))
-def test_no_model_of_many_is_wrong_in_silence(first: int) -> None:
+def test_no_model_of_many_is_silently_wrong(first: int) -> None:
     for seed in range(first, first + 200):
         outcome_of(seed)

@@ -16,7 +16,7 @@ class Residual(nn.Sequential):
         return x + super().forward(x)
 
 
-def test_parts_that_are_there_twice_or_do_more() -> None:
+def test_parts_that_are_shared_or_have_residuals() -> None:
     torch.manual_seed(0)
     act = nn.Tanh()
     shared = nn.Sequential(nn.Linear(20, 20), act, nn.Linear(20, 20), act, nn.Linear(20, 7))
@@ -42,7 +42,7 @@ def test_parts_that_are_there_twice_or_do_more() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["checkpoint", "two_pass"])
-def test_what_is_computed_again_begins_as_before(strategy: str) -> None:
+def test_recomputation_begins_with_the_same_buffers(strategy: str) -> None:
     """A power iteration and a counter take one step for one batch, whatever is computed twice."""
 
     class Counted(nn.Module):

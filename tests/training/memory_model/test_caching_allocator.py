@@ -37,7 +37,7 @@ SIZES = st.lists(
 
 
 @given(SIZES, st.integers(0, 9))
-def test_what_is_reserved_holds_what_is_allocated(sizes: list[int], seed: int) -> None:
+def test_reserved_memory_covers_allocated_memory(sizes: list[int], seed: int) -> None:
     allocator = CachingAllocator()
     live = {}
     most = 0

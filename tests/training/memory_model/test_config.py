@@ -115,7 +115,7 @@ def test_one_more_would_not_fit_on_the_host() -> None:
         (1, 1, None, 1),
     ],
 )
-def test_sizes_that_are_preferred(
+def test_preferred_batch_sizes(
     one_read_count: int, preferred: int | None, total: int | None, batch_size: int
 ) -> None:
     config = Config(
@@ -141,7 +141,7 @@ def test_a_small_model_has_a_batch_that_training_wants() -> None:
     assert Config(one_read_count=100_000, **arguments).batch_size == 100_000
 
 
-def test_counts() -> None:
+def test_counts_of_batches_and_samples() -> None:
     config = Config(
         gpu_memory_limit=GiB(1),
         one_read_count=2,
@@ -209,7 +209,7 @@ def test_a_table_of_where_each_byte_goes() -> None:
     )
 
 
-def test_the_feeder_gets_what_is_left() -> None:
+def test_the_feeder_gets_the_remaining_memory() -> None:
     config = Config(cpu_memory_limit=GiB(1), gpu_memory_limit=MiB(64), **MODEL)
     left = config.for_feeder()
     assert left.gpu_memory_limit is not None
@@ -225,7 +225,7 @@ def test_the_feeder_gets_what_is_left() -> None:
     assert without.for_feeder() is without
 
 
-def test_a_model_that_is_there_stays_as_it_is() -> None:
+def test_an_existing_model_stays_unchanged() -> None:
     model = mlp().eval()
     optimizer = torch.optim.Adam(model.parameters())
     config = Config(gpu_memory_limit=MiB(64), **(MODEL | {"model": model, "optimizer": optimizer}))
@@ -251,7 +251,7 @@ def test_a_model_that_is_there_stays_as_it_is() -> None:
         ({"output_dtype": "nothing"}, "output_dtype='nothing'"),
     ],
 )
-def test_what_cannot_be(arguments: dict[str, Any], said: str) -> None:
+def test_invalid_arguments_are_refused(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(errors.ArgumentError, match=said):
         Config(gpu_memory_limit=GiB(1), **(MODEL | arguments))
 
@@ -364,7 +364,7 @@ def test_out_of_memory_of_every_kind(error: Exception) -> None:
     assert is_out_of_memory(error)
 
 
-def test_an_error_of_another_kind_is_none() -> None:
+def test_other_errors_are_not_out_of_memory() -> None:
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_out_of_memory(ValueError("out of memory"))
     config = Config(cpu_memory_limit=MiB(64), device="cpu", preferred_batch_size=4, **MODEL)
@@ -388,7 +388,7 @@ def test_steps_that_run_out_of_memory_are_tried_smaller() -> None:
     assert found.batch_size >= 75
 
 
-def test_nothing_that_ran() -> None:
+def test_a_probe_without_a_step_that_fits() -> None:
     def never(n: int) -> Any:
         raise MemoryError
 
@@ -398,7 +398,7 @@ def test_nothing_that_ran() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
-def test_a_probe_of_a_gpu_that_is_elsewhere() -> None:
+def test_a_probe_for_a_missing_gpu() -> None:
     with pytest.raises(errors.DeviceError, match="this machine has none"):
         Config(gpu_memory_limit=GiB(1), preferred_batch_size=4, **MODEL).probe()
 
@@ -419,7 +419,7 @@ def test_a_config_can_be_pickled_and_copied() -> None:
     assert pickle.loads(pickle.dumps(sized)).batch_size == 8
 
 
-def test_a_model_that_is_there_is_not_counted_twice() -> None:
+def test_an_existing_model_is_not_counted_twice() -> None:
     model = nn.Linear(1000, 1000)
     model.weight.grad = torch.zeros(1000, 1000)
     assert bytes_on_device(model, torch.device("cpu")) == 4 * (2 * 1000 * 1000 + 1000)

@@ -99,7 +99,7 @@ def sgd(parameters: Any) -> Any:
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, sgd], ids=["AdamW", "SGD"])
 @pytest.mark.parametrize("batch_size", [4, 512])
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_what_the_allocator_is_asked_for(case: str, batch_size: int, optimizer: Any) -> None:
+def test_the_estimate_agrees_with_the_allocator(case: str, batch_size: int, optimizer: Any) -> None:
     model, shape, dtype, target, target_dtype = CASES[case]
     n_targets = batch_size * (16 if case == "attention" else 1)
     loss = nn.functional.cross_entropy
@@ -163,7 +163,7 @@ def test_where_each_byte_goes() -> None:
         assert text in str(cuda)
 
 
-def test_an_optimizer_that_is_there_is_taken_as_it_is() -> None:
+def test_an_existing_optimizer_is_used_unchanged() -> None:
     model = mlp()
     slow = torch.optim.Adam(
         [
@@ -258,7 +258,7 @@ def test_on_cuda_masks_are_bytes_and_attention_keeps_no_matrix() -> None:
         ),
     ],
 )
-def test_what_is_not_seen_is_said(
+def test_unpredictable_parts_are_noted(
     model: Any, shape: tuple[int, ...], confidence: str, said: str
 ) -> None:
     estimate = StepEstimator(
@@ -290,7 +290,7 @@ class Looks(nn.Module):
 @pytest.mark.parametrize(
     ("model", "shape"), [(Looks, (3,)), (mlp, (7,))], ids=["looks at values", "another shape"]
 )
-def test_what_cannot_be_predicted_is_refused(model: Any, shape: tuple[int, ...]) -> None:
+def test_models_that_cannot_be_predicted_are_refused(model: Any, shape: tuple[int, ...]) -> None:
     with pytest.raises(
         errors.EstimateError,
         match=rf"the step cannot be predicted: .*inputs \(2, {shape[0]}\) float32, .* Config.probe",
@@ -298,7 +298,7 @@ def test_what_cannot_be_predicted_is_refused(model: Any, shape: tuple[int, ...])
         StepEstimator(model, samples_of(shape, "float32", "input"), None).at(2)
 
 
-def test_what_is_no_model() -> None:
+def test_functions_that_return_no_model_are_refused() -> None:
     with pytest.raises(errors.ArgumentError, match="returned a int; expected a torch module"):
         StepEstimator(lambda: 3, samples_of((3,), "float32", "input"), None).at(2)
 
@@ -335,7 +335,7 @@ def test_many_inputs() -> None:
         (((3,), (4,)), ("float32",), "has another structure"),
     ],
 )
-def test_samples_that_are_none(shape: Any, dtype: Any, said: str) -> None:
+def test_invalid_samples_are_refused(shape: Any, dtype: Any, said: str) -> None:
     with pytest.raises(errors.ArgumentError, match=said):
         samples_of(shape, dtype, "input")
 
@@ -390,7 +390,7 @@ def test_tensors_that_are_plain_attributes() -> None:
     assert estimate.allocated_bytes > 0
 
 
-def test_other_threads_compute_as_ever() -> None:
+def test_other_threads_compute_as_usual() -> None:
     x = torch.ones(4, 1000)
     with as_on_cuda():
         assert (torch.nn.functional.dropout(x, 0.5) == 0).any()
@@ -412,6 +412,6 @@ def test_other_threads_compute_as_ever() -> None:
         ({"autocast": "bfloat16"}, "autocast='bfloat16': expected a floating-point dtype of torch"),
     ],
 )
-def test_arguments_of_estimates_that_cannot_be(arguments: dict[str, Any], said: str) -> None:
+def test_invalid_arguments_are_refused(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(errors.ArgumentError, match=said):
         pinfeed.estimate(nn.Linear(3, 1), **{"batch_size": 2, "input_shape": (3,), **arguments})

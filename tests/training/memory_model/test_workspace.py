@@ -120,7 +120,7 @@ class ChannelsLast(nn.Module):
 
 @with_onednn
 @pytest.mark.parametrize("layer", LAYERS)
-def test_layers_take_what_was_predicted(layer: str) -> None:
+def test_layers_take_the_predicted_workspace(layer: str) -> None:
     found, confidence = ratio(*LAYERS[layer], of_few)
     assert 0.95 <= found <= 1.05
     assert confidence == "close"
@@ -164,13 +164,13 @@ def test_a_strided_transposed_convolution_makes_three_results(kernel: int) -> No
         "group norm",
     ],
 )
-def test_losses_take_what_was_predicted(loss: Any) -> None:
+def test_losses_take_the_predicted_workspace(loss: Any) -> None:
     found, confidence = ratio(lambda: nn.Linear(20, 500), (256, 20), loss)
     assert 0.98 <= found <= 1.02
     assert confidence == "exact"
 
 
-def test_libraries_take_what_is_not_known() -> None:
+def test_the_workspace_of_libraries_is_unknown() -> None:
     _, confidence = ratio(
         lambda: nn.Linear(8, 8),
         (8, 8),

@@ -30,7 +30,7 @@ def test_every_bit_is_that_of_the_plain_steps(name: str, window: int, limit: int
         assert stats.host_bytes == 0
 
 
-def test_storages_are_released_and_come_back() -> None:
+def test_storages_are_released_and_copied_back() -> None:
     x = torch.randn(100, 100, requires_grad=True)
     with Offload("cpu", **ALL) as offload:
         with offload.step():
@@ -47,7 +47,7 @@ def test_storages_are_released_and_come_back() -> None:
     assert torch.equal(got, x.grad)
 
 
-def test_a_storage_goes_once_and_comes_back_once() -> None:
+def test_a_storage_is_copied_once_in_each_direction() -> None:
     x = torch.randn(8, 24, requires_grad=True)
     with Offload("cpu", **ALL) as offload:
         with offload.step():
@@ -62,7 +62,7 @@ def test_a_storage_goes_once_and_comes_back_once() -> None:
         assert offload.stats.restored_bytes == stats.offloaded_bytes == 8 * 24 * 4 + 8 * 8 * 4
 
 
-def test_a_storage_changed_in_between_goes_again() -> None:
+def test_a_storage_that_changed_in_between_is_copied_again() -> None:
     x = torch.randn(50, requires_grad=True)
 
     def loss_of() -> torch.Tensor:
@@ -85,7 +85,7 @@ def test_a_storage_changed_in_between_goes_again() -> None:
     assert torch.equal(got, x.grad)
 
 
-def test_what_stays() -> None:
+def test_storages_that_stay_on_the_device() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.PReLU(64))
     x = torch.randn(32, 64)
     with Offload("cpu", host_limit=MiB(64), threshold=0) as offload:
@@ -105,7 +105,7 @@ def test_what_stays() -> None:
         assert offload.stats.offloaded_bytes == 300 * 300 * 4
 
 
-def test_a_small_part_of_much_goes_alone() -> None:
+def test_a_small_part_of_a_storage_is_copied_alone() -> None:
     data, weight = torch.randn(1000, 8), nn.Parameter(torch.randn(8, 8))
     with Offload("cpu", **ALL) as offload:
         with offload.step():
@@ -195,7 +195,7 @@ def test_a_graph_without_a_backward_pass_gives_all_back() -> None:
     [{"threshold": KiB(64)}, {"threshold": 0, "host_limit": 0}, ALL],
     ids=["small", "no room", "moved"],
 )
-def test_what_is_saved_keeps_no_graph_alive(sizes: dict[str, int]) -> None:
+def test_saved_tensors_keep_no_graph_alive(sizes: dict[str, int]) -> None:
     """An output that its own node saves must not form a reference cycle."""
     with Offload("cpu", **sizes) as offload:
         gc.disable()
@@ -346,7 +346,7 @@ def test_a_graph_outlives_its_offload() -> None:
 
 
 @pytest.mark.parametrize("sizes", [{"host_limit": -1}, {"window": 0}, {"threshold": -GiB(1)}])
-def test_sizes_that_cannot_be(sizes: dict[str, int]) -> None:
+def test_invalid_sizes_are_refused(sizes: dict[str, int]) -> None:
     with pytest.raises(ArgumentError, match=next(iter(sizes))):
         Offload("cpu", **sizes)
 

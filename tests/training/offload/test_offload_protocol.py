@@ -194,7 +194,7 @@ def check(device: SimTorchDevice, options: dict[str, Any], *args: Any) -> None:
 
 
 @pytest.mark.parametrize(("number", "options"), list(enumerate(OPTIONS)), ids=str)
-def test_all_that_a_loop_may_do(number: int, options: dict[str, Any]) -> None:
+def test_every_action_of_a_loop(number: int, options: dict[str, Any]) -> None:
     """Each schedule meets every window and every limit, with one stream and with two."""
     streams = ("compute", "second")
     schedules = ((lazy, favour("write")), (favour("read"), favour("compute")))[

@@ -156,7 +156,7 @@ def test_losses_and_evaluations_are_those_of_torch(reads: bool, how: str) -> Non
         np.testing.assert_array_equal(one, other)
 
 
-def test_the_step_goes_on_with_the_same_rows() -> None:
+def test_the_step_continues_with_the_same_rows() -> None:
     """An evaluation that fails, is left, or has a loader that fails changes nothing."""
     table = ones()
     optimizer = RowOptimizer(torch.optim.Adam, [table], lr=0.1)
@@ -410,7 +410,7 @@ def test_loops_in_several_threads_read_a_table() -> None:
     table.require_idle()
 
 
-def test_what_read_rows_refuses() -> None:
+def test_invalid_uses_of_read_rows_are_refused() -> None:
     table = ones()
     with pytest.raises(UnknownArgument, match="give the optimizer to train_rows"):
         read_rows(TESTS, {table: itself}, optimizer=SGD([table]))

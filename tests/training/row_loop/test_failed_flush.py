@@ -25,7 +25,7 @@ class Refusing(ArrayStore):
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_a_loop_cannot_go_on_without_its_writes(depth: int) -> None:
+def test_a_loop_cannot_continue_without_its_writes(depth: int) -> None:
     table = HostEmbedding(4, 2, store=Refusing(np.zeros((4, 2), "f4")), name="table")
     optimizer = SGD([table])
     n_steps = 0

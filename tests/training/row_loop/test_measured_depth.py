@@ -209,7 +209,7 @@ def test_corner_schedules(number: int, corner: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("bad", [0, 2, 5, 8, 11])
-def test_an_error_of_the_loader_comes_at_its_batch(bad: int, way: str) -> None:
+def test_an_error_of_the_loader_is_raised_at_its_batch(bad: int, way: str) -> None:
     training = Training(12)
 
     def batches() -> Iterator[Any]:
@@ -356,7 +356,7 @@ def test_a_forked_process_does_not_continue_a_loop(way: str) -> None:
     np.testing.assert_array_equal(training.array, synchronous(12))
 
 
-def test_a_loop_that_is_synchronous_by_choice_is_not_called_starved(
+def test_a_loop_that_is_synchronous_by_choice_causes_no_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The same loop with a given depth is."""

@@ -93,7 +93,7 @@ def test_two_loops_made_before_either_begins() -> None:
     assert table.read(range(4)).tolist() == [[-2, -2]] * 4
 
 
-def test_frozen_in_the_body_is_frozen_from_the_next_loop_on() -> None:
+def test_freezing_in_a_step_counts_from_the_next_loop_on() -> None:
     table = table_of_zeros()
     optimizer = sgd(table)
     loop = train_rows(ids_of([0], [1], [2]), {table: same}, optimizer=optimizer, device="cpu")
@@ -168,7 +168,7 @@ def test_an_interrupt_while_rows_are_bound() -> None:
     assert table.read([0, 1]).tolist() == [[-1, -1]] * 2
 
 
-def test_a_model_is_copied_in_the_body_of_a_loop() -> None:
+def test_a_model_is_copied_in_a_training_step() -> None:
     """As averages of weights are."""
     table = table_of_zeros()
     optimizer = sgd(table)
@@ -278,7 +278,7 @@ class Counting(HostDevice):
 
 @pytest.mark.parametrize("writable", [True, False])
 @pytest.mark.parametrize("training", [True, False])
-def test_what_nobody_changed_is_not_written(writable: bool, training: bool) -> None:
+def test_unchanged_rows_are_not_written(writable: bool, training: bool) -> None:
     class Watched(ArrayStore):
         written = 0
 
@@ -308,7 +308,7 @@ def test_a_frozen_table_is_renormalised(writable: bool) -> None:
     assert array.tolist() == (dense.weight.tolist() if writable else np.full((N, 2), 3).tolist())
 
 
-def test_what_verification_keeps_goes_with_the_loop() -> None:
+def test_the_data_of_verification_is_released_with_the_loop() -> None:
     table = table_of_zeros()
     loop = train_rows(ids_of([0], [1]), {table: same}, device="cpu", verify=True)
     for _ in loop:
@@ -364,7 +364,7 @@ def test_export_to_the_tables_own_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["feeder", "store of a table"])
-def test_a_checkpoint_of_a_loop_has_what_is_under_way(kind: str, tmp_path: Path) -> None:
+def test_a_checkpoint_in_a_loop_has_all_completed_batches(kind: str, tmp_path: Path) -> None:
     """The rows of every batch that counts as done are in it, however late they land."""
     late = threading.Event()
 
@@ -431,7 +431,7 @@ def test_state_of_the_table_as_a_whole_follows_the_weight() -> None:
         )
 
 
-def test_gradients_that_nobody_uses_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_unused_gradients_cause_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     table = HostEmbedding(10, 2, name="users")
     for ids in train_rows([torch.arange(4)] * 3, {table: lambda batch: batch}):
         table(ids).sum().backward()
@@ -439,7 +439,7 @@ def test_gradients_that_nobody_uses_are_told_of_once(caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize("dropped", [False, True])
-def test_a_step_that_was_forgotten_is_told_of_once(
+def test_a_forgotten_step_causes_one_warning(
     dropped: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     table = HostEmbedding(10, 2, name="users", init="zeros")

@@ -63,7 +63,9 @@ def test_a_history_says_what_it_has() -> None:
     )
 
 
-def test_what_is_no_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_uses_of_a_history_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     history = History()
     with pytest.raises(
         ArgumentError, match=r"ends in '\.txt'; expected a path that ends in \.csv or \.json"
@@ -97,7 +99,7 @@ def test_losses_are_read_in_groups() -> None:
 
 
 @pytest.mark.parametrize("path", [3, None, "h.csv"])
-def test_paths_that_are_none(path: Any, tmp_path: Path) -> None:
+def test_invalid_paths_are_refused(path: Any, tmp_path: Path) -> None:
     with trainer_of() as trainer:
         trainer.train(1)
         with pytest.raises(

@@ -304,7 +304,7 @@ def test_errors_surface_and_a_loop_can_be_left() -> None:
         assert [row.epoch for row in trainer.history.epochs] == [1]
 
 
-def test_training_goes_on_after_an_error_of_the_model() -> None:
+def test_training_continues_after_an_error_of_the_model() -> None:
     class Fails(nn.Linear):
         n = 0
 
@@ -415,7 +415,7 @@ def test_devices_that_do_not_exist(device: Any) -> None:
             make()
 
 
-def test_a_gpu_that_is_not_there() -> None:
+def test_a_missing_gpu() -> None:
     model = network()
     with pytest.raises(
         DeviceError,
