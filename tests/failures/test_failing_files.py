@@ -210,7 +210,7 @@ def test_a_file_that_is_larger_than_the_file_system_allows(
         file_limit(50_000),
         pytest.raises(
             errors.StoreError,
-            match=r"\.npy: shape \(5000, 4\) of float32 takes 80,000 bytes, which the file",
+            match=r"\.npy: shape \(5000, 4\) of float32 needs 80,000 bytes, but the file",
         ),
     ):
         MmapStore.create(
@@ -307,7 +307,7 @@ def test_rows_of_no_bytes_beyond_number(shape: tuple[int, ...], tmp_path: Path) 
             file, {"descr": "<f4", "fortran_order": False, "shape": shape}
         )
     with pytest.raises(
-        errors.StoreError, match="has no bytes, and more of them than numpy can count"
+        errors.StoreError, match="has rows of 0 bytes, and more rows than numpy can count"
     ):
         MmapStore(tmp_path / "x.npy")
 
@@ -449,7 +449,7 @@ def test_a_store_of_files_is_opened_again_where_it_is_unpickled(path: Path, x: n
     with (
         MmapStore(path, mode="r+") as store,
         pytest.raises(
-            errors.CopyError, match="both would write to the same files; hand over the path"
+            errors.CopyError, match="both stores would write to the same files; pass the path"
         ),
     ):
         pickle.dumps(store)
