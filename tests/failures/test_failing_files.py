@@ -425,8 +425,8 @@ def test_no_memory_on_the_host() -> None:
             assert next(loop).shape == (100, 1 << 10)
             with pytest.raises(
                 MemoryError,
-                match=r"the system has no 4294967296 bytes for rows .* "
-                "ask for smaller batches or free memory",
+                match=r"the system cannot allocate 4294967296 bytes for rows .* "
+                "use smaller batches, or free memory",
             ):
                 next(loop)
         finally:
