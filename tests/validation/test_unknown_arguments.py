@@ -117,7 +117,7 @@ def test_every_argument_of_a_dataloader_is_explained(make: Callable[..., Any]) -
         (
             rows.block_shuffled,
             {"block_size": 4},
-            "block_shuffled has no argument 'block_size'; the rows of a block are block_rows=",
+            "'block_size'; the number of rows of a block is block_rows=",
         ),
         (
             trained,
@@ -161,7 +161,7 @@ def test_arguments_of_torch_and_numpy_are_explained(tmp_path: Path) -> None:
         (
             lambda: HostEmbeddingBag(10, 2, "sum"),  # type: ignore[misc]
             (
-                "embedding_dim alone; give the others by name: HostEmbeddingBag(num_embeddings, "
+                "embedding_dim; give the others by name: HostEmbeddingBag(num_embeddings, "
                 "embedding_dim, mode=...)"
             ),
         ),
@@ -176,7 +176,7 @@ def test_arguments_of_torch_and_numpy_are_explained(tmp_path: Path) -> None:
         ),  # type: ignore[call-arg]
         (
             lambda: RowDataset(path, 4),
-            "RowDataset got 2 arguments without a name; expected source alone",
+            "RowDataset got 2 positional arguments; expected only source",
         ),  # type: ignore[call-arg]
     ]:
         with pytest.raises(errors.UnknownArgument, match=re.escape(message)):
@@ -200,7 +200,7 @@ def test_all_unknown_arguments_are_explained_at_once() -> None:
 
 def test_a_batch_size_without_its_name() -> None:
     message = (
-        "Feeder got 2 arguments without a name; expected source alone; give the others by name: "
+        "Feeder got 2 positional arguments; expected only source; give the others by name: "
         "Feeder(source, batch_size=...)"
     )
     with pytest.raises(errors.UnknownArgument, match=re.escape(message)):
