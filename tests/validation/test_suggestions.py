@@ -74,7 +74,7 @@ class Lazy:
 
 
 def of(package: str, name: str) -> Any:
-    """An object of a class that another library has under this name."""
+    """Return an object of a class that another library has under this name."""
     return type(name, (), {"__module__": f"{package}.inside"})()
 
 

@@ -1,4 +1,4 @@
-"""Arguments that a function does not have: the words of other libraries."""
+"""Arguments that a function does not have: the names that other libraries use."""
 
 import dataclasses
 import inspect
