@@ -1,6 +1,6 @@
-"""Checks around every test: no thread and no file descriptor is left behind.
+"""Checks after every test that no thread and no file descriptor remains.
 
-Route measurements of the tests are kept apart from those of the user. torch is imported where it is
+Route measurements of the tests are separate from those of the user. torch is imported where it is
 needed, because the process that only distributes the tests loads this file, too.
 """
 
@@ -18,9 +18,9 @@ from multiprocessing import forkserver
 import pytest
 from support.programs import Programs, served
 
-# With this setting, cuBLAS products and cuDNN's recurrent layers add in one order, run after run.
+# With this setting, cuBLAS products and cuDNN's recurrent layers add in one order in every run.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-# Workers and programs would compile each module again, which took a third of their start.
+# Otherwise, workers and programs compile each module again: a third of their start-up time.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -107,7 +107,7 @@ def nothing_left() -> Iterator[None]:
     while open_files() - files and time.monotonic() < deadline:
         # The exception infos of pytest are reference cycles.
         gc.collect()
-        # Threads of their own close the queues of worker processes.
+        # Separate threads close the queues of worker processes.
         time.sleep(0.01)
     assert not open_files() - files, "file descriptors left behind"
 

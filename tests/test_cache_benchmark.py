@@ -1,4 +1,4 @@
-"""The benchmark of the cache computes the optima that it says, and counts rows."""
+"""The cache benchmark computes the stated optima and counts rows."""
 
 import functools
 

@@ -21,7 +21,7 @@ def example(name: str) -> ModuleType:
     return module
 
 
-# Lightning calls it.
+# Lightning calls this deprecated function.
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated")
 # The resumed trainer has no ModelCheckpoint, because it saves nothing.
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
@@ -82,9 +82,9 @@ def test_hdf5_images() -> None:
     example("hdf5_images").main(n_images=500)
 
 
-# StatefulDataLoader calls it.
+# StatefulDataLoader calls this deprecated function.
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-# The distributed checkpoint is of one process.
+# The distributed checkpoint has one process.
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 def test_stateful_loader() -> None:
     example("stateful_loader").main()

@@ -67,7 +67,7 @@ def test_batches_have_the_rows_in_common_that_a_cell_says(is_sorted: bool, is_sh
     n_rows = 64
     batches = forwarding.row_indices(n_rows, is_sorted, is_shared)
     n_shared = n_rows // 2 if is_shared else 0
-    # The first batch comes again after the last.
+    # The first batch follows the last one again.
     for before, batch in zip([batches[-1], *batches[:-1]], batches, strict=True):
         assert len(np.unique(batch)) == n_rows
         assert len(np.intersect1d(before, batch)) == n_shared

@@ -30,7 +30,7 @@ def test_the_losses_of_an_earlier_pinfeed_are_compared_bit_for_bit(earlier: Earl
         rowsteps.compare("prefetch" + BEFORE, expected * (1 + 1e-6), expected)
 
 
-# FBGEMM, where it is installed, warns of parts of its own that it lacks.
+# FBGEMM, if installed, warns about missing parts of its own.
 @pytest.mark.filterwarnings("ignore:(?s).*Failed to import:DeprecationWarning")
 @pytest.mark.parametrize("optimizer", ["Adam", "Adagrad"])
 def test_all_contestants_have_the_same_losses(optimizer: str) -> None:

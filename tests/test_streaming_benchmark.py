@@ -64,7 +64,7 @@ def test_wrong_rows_are_found(path: Path) -> None:
     wrong = EpochTiming(992, 1.0, 0.5, total + 1)
     with pytest.raises(AssertionError, match="epoch 0: the rows are not those of the file"):
         onerun.compare_sums(task, [wrong], complete=True)
-    # An epoch that was ended early has not all rows.
+    # An epoch that was ended early lacks rows.
     onerun.compare_sums(task, [right, EpochTiming(32, 1.0, 0.5, 0.0)], complete=False)
 
 
@@ -105,7 +105,7 @@ def test_processes_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def results() -> dict[str, Any]:
-    """Return results of a contest in which pinfeed wins nothing but the later epochs."""
+    """Return results of a contest in which pinfeed wins only the later epochs."""
     contest = Contest(Files(Path()), all_cells(), quick=False)
     rates = {f"gather, {order}": 8.0 for order in ("sequential", "shuffled", "block-shuffled")}
     rates |= {"sequential, cold": 1.5, "random, cold": 0.1, "step_s": 0.002}

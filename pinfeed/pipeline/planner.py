@@ -143,7 +143,8 @@ def plan_reads_by_id(stores: Sequence[Store], config: MemoryLimits | None) -> Re
         raise NotEnoughCPUMemory(
             f"fetch needs {human(nbytes)} ({nbytes} bytes) of host memory to read its files; "
             f"expected at most {human(limits.memory)}, which is half of cpu_memory_limit (the "
-            "batches need the other half); raise it, or write files with smaller chunks"
+            "batches need the other half); raise cpu_memory_limit, or write files with smaller "
+            "chunks"
         )
     resident = resident_allocation(nbytes)
     choice = choose(stores, (), 0, limits.without(resident))

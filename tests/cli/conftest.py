@@ -13,7 +13,7 @@ from pinfeed.cli.measure import bandwidth
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Commands run in a folder of their own, with a few files."""
+    """Run commands in a folder of their own, with a few files."""
     monkeypatch.chdir(tmp_path)
     np.save("x.npy", X)
     np.save("s-0.npy", X[:300])

@@ -1,4 +1,4 @@
-"""``pinfeed bench``: a feeder beside DataLoaders, on equal rows; the page cache."""
+"""``pinfeed bench``: a feeder compared with DataLoaders on equal rows; the page cache."""
 
 import functools
 import os
@@ -89,7 +89,7 @@ def test_bench_cold_in_words(quick: list[str]) -> None:
 
 @pytest.mark.parametrize("block_rows", [None, 8])
 def test_all_contestants_stream_the_same_rows(block_rows: int | None) -> None:
-    """The others stream the same rows as the feeder in each epoch; a difference is found."""
+    """All contestants stream the same rows in each epoch, and a difference is detected."""
     order, _ = options.order_of(block_rows is None, block_rows, 5)
     with MmapStore(["s-0.npy", "s-1.npy"]) as store:
         trial = trials.Trial([store], order, 32, "cpu", 0.01)
@@ -110,7 +110,7 @@ def test_all_contestants_stream_the_same_rows(block_rows: int | None) -> None:
 
 
 def test_rates_and_shares_are_shown() -> None:
-    """First and later epochs are compared apart, and the memory is shown by kind."""
+    """First and later epochs are compared separately, and memory is shown by kind."""
     with MmapStore("x.npy") as store:
         trial = trials.Trial([store], rows.shuffled(1), 32, "cpu", 0.01)
     rate = functools.partial(Rate, row_nbytes=96, complete=True)
@@ -182,7 +182,7 @@ def test_a_loader_that_fails_says_why(quick: list[str], monkeypatch: pytest.Monk
 
 
 def test_rows_of_maps() -> None:
-    """One row, rows in order and rows in disorder are tensors that own their memory."""
+    """Single rows, ordered rows and unordered rows are tensors that own their memory."""
     np.save("s-0.npy", X[:300].astype(">f4"))
     np.save("s-1.npy", X[300:].astype(">f4"))
     for found in (Rows(["x.npy"]), Rows(["s-0.npy", "s-1.npy"])):
@@ -213,7 +213,7 @@ def test_bench_of_rows_without_bytes() -> None:
 def test_files_are_read_into_the_page_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel decides what it keeps in the page cache, so the test simulates its answer."""
     assert read_through(["x.npy", "s-0.npy"])
-    assert not read_through(["x.npy"], seconds=-1), "it ends when the time is up"
+    assert not read_through(["x.npy"], seconds=-1), "it stops at the time limit"
     n_there = 3
     monkeypatch.setattr(
         page_cache,
@@ -228,7 +228,7 @@ def test_files_are_read_into_the_page_cache(folder: Path, monkeypatch: pytest.Mo
     )
     monkeypatch.setattr(page_cache.time, "sleep", lambda _: None)
     drop(["x.npy"])
-    assert asked == [os.POSIX_FADV_DONTNEED] * 20, "some pages stay: they may be in use"
+    assert asked == [os.POSIX_FADV_DONTNEED] * 20, "pages in use may stay"
     n_there, asked = 0, []
     drop(["x.npy"])
     assert asked == [os.POSIX_FADV_DONTNEED]

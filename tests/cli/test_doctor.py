@@ -70,7 +70,7 @@ def test_doctor_agrees_with_memory() -> None:
         limit.name for limit in limits[1:] if limit.total < limits[0].total
     ]
     assert abs(found["host"]["free"] - free_host_bytes()) < limits[0].total / 4, (
-        "memory comes and goes meanwhile"
+        "the free memory changes all the time"
     )
     assert found["gpu"]["torch"] == torch.__version__
     assert found["gb_per_s"]["memory_copy"] > 0
@@ -149,7 +149,7 @@ def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {package.name: package for package in packages(Gpu("", 0, 0, 0, "2.9", None, None, ""))}
     assert not found["fsspec"].here
     assert found["matplotlib"].here
-    assert "CuPy" not in found, "nobody without a GPU needs it"
+    assert "CuPy" not in found, "not needed without a GPU"
     assert (
         install_line([found["matplotlib"], found["fsspec"]]) == 'pip install "pinfeed[plot,remote]"'
     )

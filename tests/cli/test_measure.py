@@ -36,7 +36,7 @@ def test_memory_is_touched_and_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     touch_memory(MiB(2) + 100)
     assert sizes == [MiB(1), MiB(1), 100]
     touch_memory(MiB(2), seconds=-1)
-    assert len(sizes) == 3, "it ends when the time is up"
+    assert len(sizes) == 3, "it stops at the time limit"
     monkeypatch.setattr(process_memory, "free_host_bytes", lambda: MiB(1))
     touch_memory(MiB(8))
     assert sum(sizes[3:]) == MiB(1) // 2, "half of the free memory is left to others"

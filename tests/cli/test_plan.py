@@ -78,7 +78,7 @@ def test_plan_in_words() -> None:
 
 
 def test_plan_of_parallel_sources() -> None:
-    """Inputs, in shards, and labels: the plan is that of a feeder over a tuple."""
+    """The plan for sharded inputs and labels is that of a feeder over a tuple."""
     np.save("y.npy", np.arange(500))
     with (
         MmapStore(["s-0.npy", "s-1.npy"]) as store,

@@ -281,7 +281,7 @@ def test_structures_and_unpredictable_steps() -> None:
             self.inner = nn.Linear(IN, 2)
 
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-            # The branch depends on data, so that the step cannot be predicted.
+            # The branch depends on data, so the step cannot be predicted.
             out = self.inner(x) if float(y.sum()) > -1e9 else x
             return {"a": out, "n": y.round().long()}
 

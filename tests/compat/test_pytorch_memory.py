@@ -231,11 +231,11 @@ def test_sizes() -> None:
     assert (round_to(17, 5), round_to(4, 5)) == (15, 0)
 
 
-# ---- what networks take --------------------------------------------------------------------------
+# ---- memory of networks --------------------------------------------------------------------------
 
 
 class Towers(nn.Module):
-    """A network with own parameters, nested containers and several outputs."""
+    """A network with parameters of its own, nested containers and several outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -444,7 +444,7 @@ def test_batches_are_read_ahead_in_another_thread() -> None:
     config = small(preferred_batch_size=4, total_sample_count=12)
     for epoch in feeder(12, config=config, read_input=read_input).generate_epochs():
         next(epoch)
-        # The third batch is read while the loop has the first.
+        # The third batch is read while the loop works on the first.
         assert ahead.wait(30)
         epoch.close()
     assert threading.main_thread() not in threads

@@ -1,6 +1,6 @@
 """Transfers, streams, kernels and page-locked memory of a GPU.
 
-Run with ``pytest -m gpu``; ``python -m benchmarks.gpu`` does, and writes down what it saw.
+``pytest -m gpu`` and ``python -m benchmarks.gpu`` run them; the latter saves its results.
 """
 
 import contextlib
@@ -166,7 +166,7 @@ def test_row_indices_that_are_on_the_device(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("row_nbytes", [512, 64 << 10])
 def test_routes_are_measured(row_nbytes: int) -> None:
-    """Tables stay as they are, and batches of copies are exact where the driver has them."""
+    """Tables stay unchanged, and batched copies are exact if the driver supports them."""
     pytest.importorskip("cupy")
     values = np.random.default_rng(0).integers(
         1 << 40, size=((32 << 20) // row_nbytes, row_nbytes // 8)
@@ -463,7 +463,7 @@ def test_no_memory_is_allocated_once_it_runs(route: str) -> None:
                 - before
             )
 
-        # With late streams, as many batches are in memory as there can be.
+        # With late streams, memory holds the largest possible number of batches.
         assert allocated(streams) > 0
         assert allocated([]) <= 2
 
@@ -506,7 +506,7 @@ def test_a_timeline_of_the_gpu(route: str, tmp_path: Path) -> None:
     store = PinnedStore.zeros((100_000, 64))
     batches = [np.random.default_rng(i).permutation(100_000)[:4096] for i in range(20)]
     with Feeder(store, rows=batches, device="cuda", route=route, timeline=True) as feeder:
-        # The first loop sets the clock, and loads what is loaded lazily.
+        # The first loop sets the clock and loads all code that is loaded lazily.
         list(feeder)
         n_before = len(feeder.timeline.spans)
         with no_synchronization():

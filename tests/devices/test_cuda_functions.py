@@ -1,4 +1,4 @@
-"""Functions on batches on a GPU: their stream, their memory and their generators.
+"""Batch transforms on a GPU: their stream, memory and random generators.
 
 Run with ``pytest -m gpu``.
 """
@@ -110,7 +110,7 @@ def test_the_step_may_change_its_stream() -> None:
 
 
 def test_a_function_sees_tensors_of_before_the_loop() -> None:
-    """They may be computed late in the stream of the loop, for which the function waits."""
+    """The transform waits for tensors that the stream of the loop computes late."""
     torch.cuda._sleep(10 * LATE)
     mean = torch.full((16,), 3.0, device="cuda")
     with Feeder(X, batch_size=SIZE, device="cuda", device_transform=lambda x: x - mean) as feeder:

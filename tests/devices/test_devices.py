@@ -56,7 +56,7 @@ class TestForgetfulDevice(DeviceTests):
     @pytest.mark.xfail(
         strict=True,
         raises=AssertionError,
-        reason="it gives memory away that another stream still reads",
+        reason="it reuses memory that another stream still reads",
     )
     def test_memory_lent_to_another_stream_is_not_given_away(self, device: Any) -> None:
         super().test_memory_lent_to_another_stream_is_not_given_away(device)

@@ -1,4 +1,4 @@
-"""Which mover takes which rows of page-locked stores, shown without a GPU on host memory."""
+"""Choice of the mover for rows of page-locked stores, tested in host memory without a GPU."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -72,7 +72,7 @@ def test_consecutive_rows_are_one_copy(rows: list[int], driver: CopyDriver) -> N
     assert (device.n_copies, driver.counts) == (4, [])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the streams are those of no GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the streams do not belong to a GPU")
 def test_long_rows_are_copied_in_batches(driver: CopyDriver) -> None:
     store, rows = table(10, LONG), np.array([7, 1, 2, 7])
     device = HostCopies(BATCHES)
@@ -100,7 +100,7 @@ def test_long_rows_are_copied_in_batches(driver: CopyDriver) -> None:
 def test_row_indices_that_kernels_need(
     n_rows: int, row_nbytes: int, route: Route, wanted: Any, driver: CopyDriver
 ) -> None:
-    # Only the numbers matter, and so much memory is not taken.
+    # Only the numbers matter, and this memory is not allocated.
     store: Any = SimpleNamespace(n_rows=n_rows, row_shape=(row_nbytes,), dtype=np.dtype(np.uint8))
     device, rows = HostCopies(route), np.array([5, 1, 2])
     assert device.index_dtype([store], rows) == wanted

@@ -1,4 +1,4 @@
-"""Routes of page-locked rows: decided from measured rates, which a file keeps."""
+"""Routes of page-locked rows, chosen from measured rates that a file keeps."""
 
 import json
 from dataclasses import asdict, replace
@@ -15,7 +15,7 @@ from pinfeed.devices.route_cache import _cache_folder, cached_rates
 from pinfeed.stores.array import ArrayStore
 from pinfeed.testing.sim import SimDevice
 
-# The more blocks there are, the faster rows are moved, and the slower products are computed.
+# More blocks move rows faster and slow down the computation of products.
 RATES = Rates(
     {4: Timing(20.0, 0.8e-3), 8: Timing(33.0, 0.51e-3), 16: Timing(33.5, 0.5e-3)},
     copy_engine=None,
@@ -199,9 +199,9 @@ def test_every_way_is_timed_and_the_tables_stay(
         {"copy engine"} if batches else set()
     )
     assert {n_groups for _, _, n_groups in device.moved} == {2}, (
-        "stores of as many rows are read in one launch"
+        "stores of equal length are read in one launch"
     )
     assert 0 < max(n_products) <= 64
-    assert n_products.count(0) > 4 * len(BLOCKS), "each way is timed alone, too"
+    assert n_products.count(0) > 4 * len(BLOCKS), "each route is also timed alone"
     for store, array in zip(stores, arrays, strict=True):
         np.testing.assert_array_equal(store.array, array)

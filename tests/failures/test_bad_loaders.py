@@ -1,4 +1,4 @@
-"""Objects that are no loader of batches: the error says what to give instead."""
+"""Objects that are not loaders of batches: the error says what to give instead."""
 
 from collections.abc import Iterator
 from typing import Any

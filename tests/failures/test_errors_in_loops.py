@@ -129,7 +129,7 @@ def test_an_error_of_a_write_back_reaches_the_loop_and_no_later_write_overtakes_
         assert "raise_it" in "".join(traceback.format_tb(caught.value.__traceback__))
         assert table[:20].all()
         assert not table[20:].any()
-        # The error was raised: once is enough.
+        # close() does not raise the error again.
         feeder.close()
 
 

@@ -103,7 +103,7 @@ def test_an_error_of_the_disk(
         assert all(map(np.array_equal, got, want))
         feeder.set_epoch(0)
         assert all(map(np.array_equal, [batch.numpy(force=True) for batch in feeder], want)), (
-            "the disk is well again"
+            "the disk works again"
         )
 
 
@@ -165,7 +165,7 @@ def refused_save(
     table.reset_parameters("zeros")
     with room(), pytest.raises(OSError, match=r"No space left|File too large"):
         checkpoint.save(directory / "run", table=table, step=2)
-    assert os.listdir(directory / "run") == [first.name], "nothing stays of the save that failed"
+    assert os.listdir(directory / "run") == [first.name], "nothing remains of the failed save"
     assert checkpoint.resume(directory / "run", table=table) == {"step": 1}
     assert (table.read([7]) == 1).all()
     old = table.export(directory / "table.npy") or (directory / "table.npy").read_bytes()
@@ -231,7 +231,7 @@ def test_no_room_for_a_file(tmp_path: Path, x: np.ndarray) -> None:
 
 
 def test_a_file_that_is_replaced_while_it_is_streamed(path: Path, x: np.ndarray) -> None:
-    """An open file stays as it was; a name that meanwhile names another file is an error."""
+    """An open file stays unchanged; a path that now names another file is an error."""
     np.save(path.with_name("other.npy"), x + 1)
     with Feeder(path, batch_size=SIZE) as feeder:
         loop = iter(feeder)
@@ -261,7 +261,7 @@ def test_a_file_that_is_deleted_while_it_is_streamed(path: Path, x: np.ndarray) 
 
 
 def test_a_file_that_becomes_read_only(path: Path, x: np.ndarray) -> None:
-    """A file that is open for writing stays so; a later reader is told.
+    """A store that is open for writing stays writable; opening the file later is an error.
 
     (root may write whatever the mode says.)
     """
@@ -326,7 +326,7 @@ def test_shards_of_more_rows_than_can_be_counted(tmp_path: Path) -> None:
 
 
 class Scarce(HostDevice):
-    """The CPU, whose memory ends after so many batches."""
+    """CPU device whose memory ends after a number of batches."""
 
     def __init__(self, n: float) -> None:
         super().__init__()
@@ -357,7 +357,7 @@ def test_no_memory_on_the_device(x: np.ndarray, depth: int, n: int) -> None:
 
 
 def test_no_memory_for_a_write_back(x: np.ndarray) -> None:
-    """Nothing was written, and the same batch can be written once there is memory."""
+    """Nothing is written, and the same batch can be written when memory is free again."""
     device = Scarce(np.inf)
     with Feeder(x, batch_size=SIZE, device=device) as feeder:
         batch = next(loop := feeder.batches())
@@ -408,7 +408,7 @@ def test_no_memory_on_a_gpu(x: np.ndarray) -> None:
 
 
 def test_no_memory_on_the_host() -> None:
-    """The system refuses a batch; the feeder lives on, and so do smaller ones."""
+    """The system refuses memory for a large batch; the feeder still yields smaller ones."""
     # A broadcast array of 4 GiB, which takes no memory.
     table = np.broadcast_to(np.float32(3), (1 << 20, 1 << 10))
 
@@ -464,7 +464,7 @@ def test_page_locked_rows_are_copied_with_their_memory(x: np.ndarray) -> None:
     locked.page_locked = True
     again = pickle.loads(pickle.dumps(locked))
     assert again.page_locked == torch.cuda.is_available(), (
-        "never ordinary memory that says it is page-locked"
+        "ordinary memory is never called page-locked"
     )
     pid = os.fork()
     if pid == 0:

@@ -38,11 +38,11 @@ N, SIZE = 200, 10
 
 
 class Fault(Exception):
-    """The fault."""
+    """Error that failing stores and sources raise."""
 
 
 class Failing(ArrayStore):
-    """Array store that fails at certain rows while it is told to."""
+    """Array store that fails at certain rows while the test says so."""
 
     gather_at = scatter_at = -1
 
@@ -66,7 +66,7 @@ class Failing(ArrayStore):
 def test_a_store_that_fails_at_any_batch(
     bad: int, depth: int | None, make_device: Callable[[], Any]
 ) -> None:
-    """The loop gets the good batches, then the error once; it can be run again after the fault."""
+    """The loop gets the good batches and then one error, and runs again after the fault."""
     store, device = Failing(np.arange(N * 2.0).reshape(N, 2)), make_device()
     with Feeder(store, batch_size=SIZE, depth=depth, device=device) as feeder:
         for store.gather_at, want in (
@@ -221,7 +221,7 @@ def test_a_feeder_in_each_of_eight_threads(tmp_path: Path) -> None:
 def test_one_feeder_in_two_threads() -> None:
     """One of them gets the loop.
 
-    Its iterator, handed to the other as well, is in use whenever the first waits.
+    An iterator that both threads use is in use whenever one of them waits.
     """
     for _ in range(5):
         together = threading.Barrier(2)
@@ -289,7 +289,7 @@ def test_a_feeder_is_not_copied(copied: Callable[[Any], Any]) -> None:
             copied(feeder)
 
 
-# ---- many, and for long --------------------------------------------------------------------------
+# ---- many feeders, long runs ---------------------------------------------------------------------
 
 
 def assert_thousands_leave_nothing(path: Path, n: int) -> None:
@@ -362,9 +362,9 @@ class Moody(MmapStore):
 
 
 def soak(path: Path, seconds: float, seed: int) -> int:
-    """Loops with random faults, depths, orders and ends, until the time is over; how many.
+    """Run loops with random faults, depths, orders and ends for a time; return their number.
 
-    Wherever a loop ends, the file is as the plain loop's.
+    Wherever a loop ends, the file equals that of the plain loop.
     """
     rng = random.Random(seed)
     want = np.zeros((2000, 8))
@@ -420,7 +420,7 @@ def test_some_loops_with_random_faults(tmp_path: Path) -> None:
 @pytest.mark.stress
 @pytest.mark.usefixtures("unhurried")
 def test_an_hour_of_random_faults(tmp_path: Path) -> None:
-    """So many seconds as the environment variable PINFEED_SOAK_S says, an hour without it."""
+    """The environment variable PINFEED_SOAK_S gives the seconds; the default is an hour."""
     n_loops = soak(
         tmp_path / "x.npy", float(os.environ.get("PINFEED_SOAK_S", "3600")), seed=int(time.time())
     )

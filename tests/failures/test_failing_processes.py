@@ -1,6 +1,6 @@
-"""Bad days of processes: Ctrl-C, kill -9, fork, spawn, and the end of the interpreter.
+"""Faults of processes: Ctrl-C, kill -9, fork, spawn, and the end of the interpreter.
 
-Children are forked from this process wherever that is what happens to a user's, too: they need not
+Children are forked from this process if programs of users fork as well, because they need not
 import torch again.
 """
 
@@ -127,7 +127,7 @@ def go_on_after_interrupts(store: Any, ready: int) -> None:
     ],
 )
 def test_ctrl_c_at_random_moments(kind: str, n: int, twice: bool, tmp_path: Path) -> None:
-    """Press again, because Python may lose an interrupt in a finalizer ("Exception ignored")."""
+    """Interrupts are repeated, because Python may lose one in a finalizer ("Exception ignored")."""
     rng = random.Random(7)
     for i in range(n):
         store: Any = ArrayStore(np.zeros((N, 4)))
@@ -155,7 +155,7 @@ def test_ctrl_c_at_random_moments(kind: str, n: int, twice: bool, tmp_path: Path
 
 
 def test_ctrl_c_while_the_first_one_waits_for_a_reader() -> None:
-    """The second one ends the wait with a KeyboardInterrupt.
+    """The second interrupt ends the wait with a KeyboardInterrupt.
 
     A later loop begins after that reader has finished.
     """
@@ -291,7 +291,7 @@ def test_killed_while_rows_are_written_back(tmp_path: Path) -> None:
         found = np.load(tmp_path / "rows.npy")
         assert found.shape == (N, 16), "neither header nor length have changed"
         assert (found == found[:, :1]).all(), "no row is half old, half new"
-        assert found[:, 0].max() - found[:, 0].min() <= 2, "of the epochs that were under way"
+        assert found[:, 0].max() - found[:, 0].min() <= 2, "of the epochs in progress"
         with MmapStore(tmp_path / "rows.npy", mode="r+") as store:
             assert checkpoint.resume(tmp_path / "run", rows=store) == {"step": 0}
         assert not np.load(tmp_path / "rows.npy").any()
@@ -324,7 +324,7 @@ def test_fork_between_loops(kind: str, tmp_path: Path) -> None:
 
 
 def test_fork_in_a_loop(tmp_path: Path) -> None:
-    """The child has not the loop's threads: it is told; it can end, and make feeders of its own."""
+    """The child lacks the loop's threads: it gets an error, can end, and can make feeders."""
     x = np.arange(N * 2.0).reshape(N, 2)
     np.save(tmp_path / "x.npy", x)
     with (
@@ -339,7 +339,7 @@ def test_fork_in_a_loop(tmp_path: Path) -> None:
             for use in (lambda: next(loop), lambda: iter(feeder), feeder.land):
                 with pytest.raises(
                     errors.ClosedError,
-                    match="process was forked while the loop ran, and does not have its threads",
+                    match="was forked while the loop ran, and does not have the loop's threads",
                 ):
                     use()
             feeder.close()
@@ -406,7 +406,7 @@ def _tracker() -> None:
 
 @pytest.mark.usefixtures("_tracker")
 def test_spawn(tmp_path: Path) -> None:
-    """Paths, arrays and read-only stores can be handed over; a feeder says that it cannot."""
+    """Paths, arrays and read-only stores can be passed; passing a feeder is an error."""
     np.save(tmp_path / "x.npy", np.arange(100.0))
     spawn = multiprocessing.get_context("spawn")
     with MmapStore(tmp_path / "x.npy") as store, Feeder(store, batch_size=7) as feeder:
@@ -530,7 +530,7 @@ ThreadPoolExecutor(1).submit(run, "a feeder")
 def test_loops_in_threads_outlive_the_main_thread(tmp_path: Path, programs: Programs) -> None:
     """Each loop gives all its batches, and so does a loop that begins then.
 
-    Python lets threads that are no daemons run on.
+    Python lets non-daemon threads continue.
     """
     np.save(tmp_path / "x.npy", np.zeros((500, 2)))
     done = programs.run(OUTLIVED, tmp_path / "x.npy", warnings="error")

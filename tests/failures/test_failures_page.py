@@ -19,13 +19,8 @@ TESTS = {
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:40])
-<<<<<<< HEAD
-def test_a_row_is_shown_by_tests_that_are_there(row: list[str]) -> None:
-    fault, seen, lost = row
-=======
 def test_the_tests_of_a_row_exist(row: list[str]) -> None:
-    fault, seen, lost, tests = row
->>>>>>> h25-tests-x
+    fault, seen, lost = row
     assert fault
     assert seen
     lost, comment, tests = lost.partition("<!--")

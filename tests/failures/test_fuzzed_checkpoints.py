@@ -82,8 +82,8 @@ def refused_or_resumed(root: Path, whole: Path, change: Callable[[Path], object]
         checkpoint.resume(root, **run.parts)
     except errors.CheckpointError as error:
         if "cannot load its state" not in str(error):
-            # The object itself raises the other error, and may have taken half of its state.
-            assert run.values == before, "refused, and changed all the same"
+            # The object itself raises the other error, and may have loaded half of its state.
+            assert run.values == before, "refused, but changed"
 
 
 FILES = ["manifest.json", "table.npy", "model.pt", "random.pt"]
@@ -247,7 +247,7 @@ FORGED: dict[str, bytes] = {
 @pytest.mark.parametrize("how", FORGED)
 @pytest.mark.parametrize("name", ["table.npy", "model.pt", "random.pt"])
 def test_a_forged_file_of_a_checkpoint(scratch: Path, whole: Path, name: str, how: str) -> None:
-    """The manifest says that it is right."""
+    """The manifest says that the file is right."""
     root, run = scratch / "run", Run()
     shutil.rmtree(root, ignore_errors=True)
     forge(Path(shutil.copytree(whole, root / whole.name)), name, FORGED[how])

@@ -35,7 +35,7 @@ def rows_or_refusal(open_it: Callable[[], MmapStore], most_bytes: int) -> np.nda
         return None if len(str(error)) < 1000 else pytest.fail(f"a long-winded error: {error}")
     with store:
         n = min(store.n_rows, 1000)
-        assert n * store.row_nbytes <= most_bytes, "never more than the file has"
+        assert n * store.row_nbytes <= most_bytes, "never more bytes than the file has"
         out = np.empty((n, *store.row_shape), store.dtype)
         store.gather(np.arange(n), out)
         return out

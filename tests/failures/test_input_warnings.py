@@ -1,4 +1,4 @@
-"""Input that is valid but probably not meant: a warning, once."""
+"""One warning about input that is valid but probably a mistake."""
 
 from pathlib import Path
 from typing import Any

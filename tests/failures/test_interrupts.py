@@ -41,7 +41,7 @@ PROGRAM = """
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-@pytest.mark.parametrize("slow", [False, True], ids=["in the body", "in a large batch"])
+@pytest.mark.parametrize("slow", [False, True], ids=["in the training step", "in a large batch"])
 def test_ctrl_c_ends_a_loop_at_once(depth: int, slow: bool, programs: Programs) -> None:
     """A batch of 256 MiB is gathered in sixteen steps of half a second each.
 
@@ -60,7 +60,7 @@ def test_ctrl_c_ends_a_loop_at_once(depth: int, slow: bool, programs: Programs) 
         out = stdout.read()
     left, n_steps = out.rpartition("interrupted ")[2].split("#")
     assert left == "[] "
-    assert not slow or int(n_steps) < 16, "the steps before the signal, and the one that it came in"
+    assert not slow or int(n_steps) < 16, "the steps before the signal, and the interrupted one"
     assert status == 0
 
 

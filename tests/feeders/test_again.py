@@ -1,4 +1,4 @@
-"""A loop that begins while an older one over the same feeder has not ended: ``again``."""
+"""``again=``: a loop begins while an older loop over the same feeder has not ended."""
 
 import gc
 import threading
@@ -102,7 +102,7 @@ def test_a_new_loop_ends_the_one_before_as_break_does(kind: str, depth: int) -> 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_loop_ends_in_silence(kind: str) -> None:
-    """An iterator that was never asked for a batch is no epoch, and raises the error, too."""
+    """An iterator without a requested batch is no epoch, and raises the error, too."""
     with KINDS[kind](device="cpu") as feeder:
         with pytest.raises(ClosedError, match=ANOTHER):
             list(zip(feeder, feeder, strict=False))

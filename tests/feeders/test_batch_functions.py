@@ -1,4 +1,4 @@
-"""Functions on batches: what they are given, in which order, with which random numbers."""
+"""Batch transforms: their arguments, their order and their random numbers."""
 
 import collections
 import copy
@@ -56,7 +56,7 @@ def feeder_of(kind: str, **options: Any) -> Any:
     if kind == "feeder":
         return Feeder({"x": X, "id": IDS}, batch_size=SIZE, shuffle=True, **options)
     if kind == "several readers":
-        # Nothing is known of the size of these batches, so that several threads gather them.
+        # The size of these batches is unknown, so several threads gather them.
         rows = [list(range(i, min(i + SIZE, N))) for i in range(0, N, SIZE)]
         return Feeder({"x": X, "id": IDS}, rows=rows, **options)
     if kind == "loader":
@@ -422,7 +422,7 @@ class Unreadable:
 
 @pytest.mark.parametrize("name", ["host_transform", "device_transform"])
 def test_functions_may_return_any_object(name: str) -> None:
-    """The bytes of what a function returns are counted where they are known."""
+    """The bytes of returned objects are counted if they are known."""
     made = [Unsized(), Unreadable(), torch.zeros(2)]
     options: dict[str, Any] = {name: lambda batch: made}
     (got,) = wrap_loader([1], device="cpu", **options)

@@ -158,7 +158,7 @@ def test_tensors_in_any_layout_of_memory(device: Any) -> None:
 
 
 class Tagged(torch.Tensor):
-    """A tensor subclass of a user's."""
+    """A tensor subclass of a user."""
 
 
 def special_tensors() -> list[Any]:
@@ -246,7 +246,7 @@ def test_a_loaders_own_containers_stay_as_they_are(device: Any) -> None:
     assert batch["x"][0] is x
 
 
-# ---- what it knows -------------------------------------------------------------------------------
+# ---- attributes and length -----------------------------------------------------------------------
 
 
 def test_attributes_are_the_loaders() -> None:
@@ -390,7 +390,7 @@ def test_stats_count_the_bytes_of_tensors() -> None:
         torch.zeros(3, 4).t(),
         torch.nn.Parameter(torch.zeros(2)),
         torch.nested.nested_tensor([torch.zeros(1)]),
-        # These do not tell their bytes.
+        # The bytes of these leaves are unknown.
         torch.eye(3).to_sparse(),
         collections.UserString("moves"),
     )

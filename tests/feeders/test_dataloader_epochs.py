@@ -75,7 +75,7 @@ class Zipped:
 
 
 def trained(loader: Any) -> list[Any]:
-    """Three epochs of a loop that draws random numbers itself; the later ones are left."""
+    """Run three epochs of a loop that draws random numbers itself; leave the later ones early."""
     torch.manual_seed(7)
     random.seed(7)
     log = []
@@ -112,9 +112,9 @@ def test_an_iterator_draws_its_seed_when_it_is_made() -> None:
 
 
 def test_a_dataset_that_draws_itself_is_reproduced_at_depth_0() -> None:
-    """Ahead of the training step, the numbers of the plain loop cannot be drawn.
+    """The training step draws numbers, too, which prefetched batches cannot take into account.
 
-    No number is drawn twice, though, and without a step that draws, the numbers are the same.
+    No number is drawn twice, and without a step that draws, the numbers are the same.
     """
     bare = DataLoader(Numbers(noisy), batch_size=SIZE)
     assert same(trained(wrap_loader(bare, device="cpu", depth=0)), trained(bare))
@@ -238,7 +238,7 @@ class Worker(ThreadPoolExecutor):
 
 
 class JoinedDevice(HostDevice):
-    """Notes which threads join its workers."""
+    """Device that records which threads join its workers."""
 
     def __init__(self) -> None:
         super().__init__()

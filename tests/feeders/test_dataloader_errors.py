@@ -204,7 +204,7 @@ class Bounded:
 
 
 class Protocol:
-    """The same as an iterator of its own, which ends by raising StopIteration."""
+    """The same batches from an iterator class, which ends by raising StopIteration."""
 
     def __init__(self) -> None:
         self.batches = [[4, 5], [0, 1]]

@@ -25,7 +25,7 @@ def x() -> np.ndarray:
     return np.arange(100 * 3, dtype=np.float32).reshape(100, 3)
 
 
-# ---- what is yielded -----------------------------------------------------------------------------
+# ---- batches -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -112,7 +112,7 @@ def test_len_and_drop_last(x: np.ndarray) -> None:
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("kind", ["array", "file"])
 def test_rows_written_back_equal_the_plain_loop(depth: int, kind: str, tmp_path: Path) -> None:
-    """On real threads; test_protocol.py runs the same under every schedule."""
+    """This runs on real threads; test_protocol.py runs the same under every schedule."""
     rng = np.random.default_rng(0)
     table, batches = rng.normal(size=(50, 4)), [rng.permutation(50)[:20] for _ in range(60)]
     want, seen = table.copy(), []
@@ -446,7 +446,7 @@ def test_a_batch_of_another_device_is_verified() -> None:
 def test_expected_changes_pass_verification(depth: int) -> None:
     """Write-backs, a row in several batches, NaN, bfloat16 and rows without bytes are no error.
 
-    At depth 0, no change of a store is.
+    At depth 0, no change of a store is an error.
     """
     x = torch.full((40, 3), torch.nan, dtype=torch.bfloat16)
     y = torch.zeros(40)

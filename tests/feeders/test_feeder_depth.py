@@ -1,6 +1,6 @@
-"""Feeders and wrapped loaders without a depth: what they choose on the CPU, and what they say.
+"""Feeders and wrapped loaders without a depth: what they choose on the CPU, and their reports.
 
-A loop that changes between prefetching and the synchronous loop gives what the latter gives.
+A loop that changes between prefetching and the synchronous loop gives the results of the latter.
 """
 
 import copy
@@ -120,7 +120,7 @@ def test_the_consumer_thread_asks_a_loader_for_batches_in_the_synchronous_loop()
 def run(
     feeder: Feeder, clock: Clock, ahead_s: float, synchronous_s: float, n: int = 10**9
 ) -> list[bool]:
-    """Iterate an epoch whose batches take given times; return the ways of the batches."""
+    """Iterate an epoch whose batches take given times; return which were synchronous."""
     ways = []
     for _, _ in zip(range(n), feeder, strict=False):
         ways.append(feeder._loop._choice.is_synchronous)

@@ -113,7 +113,7 @@ def test_the_epoch_that_a_samplers_owner_has_set(
             assert (feeder.epoch, loop()) == (epoch, order(epoch))
         shared.set_epoch(1)
         feeder.set_epoch(2)
-        assert (feeder.epoch, loop()) == (2, order(2)), "what was called last"
+        assert (feeder.epoch, loop()) == (2, order(2)), "the last call decides"
         assert (feeder.epoch, loop()) == (3, order(3))
         for _ in feeder:
             # The order of the running epoch does not change.

@@ -101,7 +101,7 @@ def test_set_epoch_keeps_a_position_in_that_epoch(
         assert "the loaded position, batch 4 of epoch 1, is dropped" in caplog.text
         assert numbers(feeder) == want[2]
         feeder.set_epoch(2)
-        assert numbers(feeder) == want[2], "of an epoch that was run, from its beginning"
+        assert numbers(feeder) == want[2], "the epoch that was run begins again"
         caplog.clear()
         feeder.set_epoch(1)
         for _ in feeder:

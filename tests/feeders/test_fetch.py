@@ -66,7 +66,7 @@ class Recording(ArrayStore):
 
 
 def check(got: Any, ids: torch.Tensor) -> None:
-    """Compare what the sources give for the ids with what a loop was given."""
+    """Compare the rows of the sources with the batches that a loop received."""
     assert got["x"].shape == (*ids.shape, 3, 2)
     np.testing.assert_array_equal(got["x"].numpy(), FEATURES[ids.numpy()])
     np.testing.assert_array_equal(got["y"]["label"].numpy(), LABELS[ids.numpy()])
@@ -91,7 +91,7 @@ def test_the_rows_of_the_ids(path: Path, device: str, depth: int) -> None:
                 check(got, batch["n_id"])
                 kept.append((batch, got))
                 got["x"] = got["x"].clone()
-    # Batches are the user's, and stay as they are.
+    # Batches belong to the user and stay unchanged.
     for i, (batch, got) in enumerate(kept):
         assert batch["number"] == i % 7
         check(got, batch["n_id"])
@@ -128,7 +128,7 @@ def test_a_function_may_fill_one_array_for_each_batch(depth: int) -> None:
 
 
 def test_many_repeated_rows() -> None:
-    """They are copied in several pieces."""
+    """Repeated rows are copied in several parts."""
     rows = np.random.default_rng(0).normal(size=(300, 50)).astype(np.float32)
     ids = np.random.default_rng(1).integers(0, 300, 20_000)
     ids[:100] = np.arange(100)
@@ -319,7 +319,7 @@ def test_fetching_adds_no_wait_that_is_not_in_a_plain_loop() -> None:
 
 
 def test_the_wait_for_the_rows_is_needed() -> None:
-    """Without the wait in ``lend``, repeated rows are copied before they are there."""
+    """Without the wait in ``lend``, repeated rows are copied before they have arrived."""
     device = SimTorchDevice(randomly(0))
     run_on(device, 2, switches=False)
     failures = 0

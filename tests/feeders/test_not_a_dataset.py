@@ -1,4 +1,4 @@
-"""A feeder is iterated: code that takes it for a data set or a sequence gets a helpful error."""
+"""Code that takes a feeder for a data set or a sequence gets a helpful error."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

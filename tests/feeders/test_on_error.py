@@ -42,7 +42,7 @@ def collate(samples: list[Any]) -> Any:
 
 
 def events(loader: Iterable[Any], state_of: Any = None) -> list[Any]:
-    """Return every batch and every error of an epoch, each with the loader's state if asked for."""
+    """Return every batch and every error of an epoch, each with the loader's state if requested."""
     found: list[Any] = []
     batches = iter(loader)
     while True:

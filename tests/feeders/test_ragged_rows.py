@@ -90,7 +90,7 @@ def test_batches_equal_those_of_a_plain_loop(
             parts = {"x": [store], "label": LABELS}
             with Feeder(parts, device="cpu", depth=depth, **chosen) as feeder:
                 for epoch in range(2):
-                    # All batches are kept, and stay as they are.
+                    # All batches are kept and stay unchanged.
                     kept = [(batch.rows.tolist(), batch.data) for batch in feeder.batches()]
                     got = list(itertools.chain(*(wanted for wanted, _ in kept)))
                     assert got == shuffled_rows(order, epoch)
@@ -222,7 +222,7 @@ def test_items_that_another_source_writes_are_refused() -> None:
 
 
 class Changing(ArrayStore):
-    """Items of which one has another value when it is gathered for the second time."""
+    """Items, one of which changes before it is gathered for the second time."""
 
     def __init__(self, array: np.ndarray, item: int) -> None:
         super().__init__(array)
@@ -368,7 +368,7 @@ def test_one_long_row_does_not_multiply_the_memory_of_all_batches(layout: Any) -
 
 
 class BatchSampler(list[Any]):
-    """Batches of which only the largest size is known."""
+    """Batches of unknown sizes with a known maximum."""
 
     batch_size = 8
 
@@ -455,7 +455,7 @@ def test_windows_are_read_ahead_from_a_resumed_batch(
         with Feeder(store, rows=chosen, device="cpu", depth=1) as feeder:
             want = list(feeder)
             read = sorted(announced)
-            # Every item is announced once, and those of no row never.
+            # Every item of a row is announced once, and no other item.
             assert [read[0][0], read[-1][1]] == [PLAIN.offsets[0], PLAIN.offsets[-1]]
             assert sum(stop - start for start, stop in read) == store.lengths.sum()
             feeder.set_epoch(0)

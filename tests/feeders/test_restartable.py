@@ -35,7 +35,7 @@ def test_a_new_loop_ends_the_one_before_and_is_the_next_epoch(depth: int) -> Non
         loop = restartable(plain)
         assert len(loop) == N_BATCHES
         first = iter(loop)
-        # This iterator is never asked for a batch, so that it is no epoch.
+        # No batch is requested from this iterator, so it is no epoch.
         unused = iter(loop)
         second = iter(loop)
         assert take(second, N_BATCHES) == want[0]

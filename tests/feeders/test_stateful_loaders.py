@@ -93,7 +93,7 @@ def nodes(n_workers: int) -> Any:
 
 
 def noted(loader: Any, n_epochs: int) -> list[tuple[Any, Any]]:
-    """Return every batch with the state in its training step, and None with that of each end."""
+    """Return each batch with the state in its training step, and None with the state at an end."""
     found: list[tuple[Any, Any]] = []
     for _ in range(n_epochs):
         found += [(batch, copy.deepcopy(loader.state_dict())) for batch in loader]
@@ -119,18 +119,18 @@ CASES: list[tuple[Callable[[int], Any], int]] = [
 def test_states_are_those_of_the_synchronous_loop(
     make: Callable[[int], Any], n_workers: int
 ) -> None:
-    """At every batch of two epochs and at their ends, at any depth; and each resumes the other."""
+    """They are equal at every batch and end of two epochs, at any depth; each resumes the other."""
     bare = noted(make(n_workers), 2)
     for depth in (0, 1, 3) if n_workers == 0 else (3,):
         found = noted(wrap_loader(make(n_workers), device="cpu", depth=depth), 2)
         assert same([list(one) for one in found], [list(one) for one in bare])
-    # Worker processes take time to start, so that only one position is tried with them.
+    # Worker processes take time to start, so only one position is tried with them.
     for i in range(len(bare)) if n_workers == 0 else (6,):
         state = bare[i][1]
         want = rest_of(make(n_workers), state)
         assert same(rest_of(wrap_loader(make(n_workers), device="cpu", depth=3), state), want)
         if bare[i][0] is not None and make is not nodes:
-            # The state at the end of an epoch has nothing left of it. Nodes are at the next epoch
+            # At the end of an epoch, the state has no remaining batch. Nodes are at the next epoch
             # after the last batch already.
             n = next(n for n, (batch, _) in enumerate(bare[i + 1 :]) if batch is None)
             assert same(want, [batch for batch, _ in bare[i + 1 : i + 1 + n]])
@@ -158,7 +158,7 @@ def test_an_epoch_is_resumed_twice(n_workers: int, depth: int) -> None:
         for _, batch in zip(range(n), loader, strict=False):
             got.append(batch)
             state = loader.state_dict()
-    # The first epoch is complete, so that this loop is the second.
+    # The first epoch is complete, so this loop is the second.
     got += list(loader)
     assert same(got, want)
 
@@ -177,7 +177,7 @@ def test_a_loaded_state_restores_the_position_of_a_loop_that_was_left() -> None:
 
 
 def test_a_state_that_the_loader_keeps_changing() -> None:
-    """The state is that of the lent batch, although later batches were fetched."""
+    """The state is that of the received batch, although later batches were prefetched."""
 
     class Live:
         def __init__(self) -> None:
@@ -238,7 +238,7 @@ def test_a_state_is_not_loaded_while_a_loop_runs() -> None:
 
 
 def test_an_error_of_the_loaders_state_is_raised_when_the_state_is_requested() -> None:
-    """A loop whose state is never asked for continues."""
+    """A loop whose state is never requested continues."""
 
     class Unready(DataLoader[int]):
         def state_dict(self) -> dict[str, Any]:
@@ -256,7 +256,7 @@ def test_an_error_of_the_loaders_state_is_raised_when_the_state_is_requested() -
 
 
 def test_the_state_is_taken_by_the_reader() -> None:
-    """The reader thread takes it once for each batch, not the thread of the loop."""
+    """The reader thread saves the state once for each batch; the consumer thread does not."""
     threads: list[str] = []
 
     class Noting(StatefulDataLoader):  # type: ignore[type-arg]

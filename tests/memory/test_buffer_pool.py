@@ -61,7 +61,7 @@ def test_a_block_is_used_again_when_its_array_dies() -> None:
     array = pool.take(100)
     address, array[:] = address_of(array), 7
     del array
-    # This block has as many pages.
+    # This block has the same number of pages.
     again = pool.take(PAGE)
     assert address_of(again) == address
     assert (again[:100] == 7).all(), "old contents"
@@ -135,7 +135,7 @@ def test_the_number_of_free_blocks_is_bounded() -> None:
     assert sum(system.alive) == 2
     held = [pool.take(PAGE + 1) for _ in range(3)]
     held.clear()
-    assert sum(system.alive[:5]) == 0, "those that were free for longest go first"
+    assert sum(system.alive[:5]) == 0, "those that were free for longest are dropped first"
     assert sum(system.alive[5:]) == 2
     pool.close()
     assert sum(system.alive) == 0

@@ -1,4 +1,4 @@
-"""Functions on batches in the plan: what they return, measured in the loop or on trial."""
+"""Batch transforms in the plan: memory of their results, measured in the loop or on trial."""
 
 import random
 from collections.abc import Iterator

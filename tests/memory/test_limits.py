@@ -395,7 +395,7 @@ def test_a_config_has_names_and_does_not_change() -> None:
     assert Config() == Config(depth=None, headroom=0.1)
 
 
-# -- words -----------------------------------------------------------------------------------------
+# -- messages --------------------------------------------------------------------------------------
 
 
 def test_units() -> None:

@@ -56,7 +56,7 @@ class Driver:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A driver that locks two pages at a time: as with hundreds of gigabytes, without them."""
+    """A driver that locks two pages at a time, so that little memory is locked in many calls."""
     monkeypatch.setattr(page_locked_memory, "_LOCK_BYTES", 2 * PAGE)
     yield
     gc.collect()
@@ -115,8 +115,8 @@ def test_locked_memory_leaves_the_process_with_its_last_array() -> None:
     assert resident_bytes()["anonymous"] - before < 8 << 20
 
 
-def test_pages_are_there_before_they_are_locked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several threads touch the pages, each in pieces of its own."""
+def test_pages_exist_before_they_are_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several threads touch the pages, each in its own part of the memory."""
     monkeypatch.setattr(page_locked_memory, "_TOUCH_BYTES", 1 << 20)
     before, there = resident_bytes()["anonymous"], []
     memory = page_locked(

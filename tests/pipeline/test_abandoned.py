@@ -110,7 +110,7 @@ def test_a_loop_that_a_traceback_keeps_gives_way(
         error = error_of(run, feeder)
         traceback = error.__traceback__
         while looked_at and traceback is not None:
-            # Tools that show the variables of each frame leave a dictionary of them there.
+            # Tools that show the variables of each frame leave a dictionary of the variables there.
             assert traceback.tb_frame.f_locals is not None
             traceback = traceback.tb_next
         assert len(list(feeder)) == N

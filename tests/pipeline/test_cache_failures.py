@@ -110,7 +110,7 @@ class Full(SimDevice):
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("refused", [11 * 16, 11 * 4], ids=["the first", "the second"])
 def test_a_cache_that_has_no_memory(refused: int, depth: int) -> None:
-    """The error says what to lower, nothing is left over, and the next loop works."""
+    """The error says what to lower, nothing remains, and the next loop works."""
     run = CachedRun(BATCHES, capacity=11, policy=1)
     device = Full(lazy)
     device.refused = refused
@@ -148,7 +148,7 @@ class Failing(ArrayStore):
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("n_left", [1, 2, 3, 5])
 def test_rows_in_the_cache_are_written_after_a_write_has_failed(n_left: int, depth: int) -> None:
-    """Lost are the rows of the write that failed, and those that left the cache after it."""
+    """Only the rows of the failed write and those evicted after it are lost."""
     run = CachedRun(BATCHES, capacity=8, policy=1)
     sim = SimDevice(favour(*STREAMS, *SLOTS))
     runner = run.runner(sim, depth, Failing)
@@ -306,7 +306,7 @@ class Interrupt:
 
     def _line(self, frame: Any, event: str, arg: Any) -> Any:
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        # An interrupt cannot come between the end of a block and the release of its lock.
+        # An interrupt cannot occur between the end of a block and the release of its lock.
         if event == "line" and not line.lstrip().startswith("with "):
             self.n_left -= 1
             if self.n_left == 0:

@@ -1,4 +1,4 @@
-"""The policy of the cache against a model: consistent moves, and the rows that it should keep."""
+"""The cache policy compared with a model: consistent moves, and the rows that it should keep."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -170,7 +170,7 @@ def test_places_of_announced_rows_start_again(monkeypatch: pytest.MonkeyPatch) -
 def test_counts_are_scaled_before_they_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     batches = [set(rng.integers(N_ROWS, size=8).tolist()) for _ in range(40)]
-    # Every batch counts twice as much as the one before, so that scaled counts are exact.
+    # Every batch counts twice as much as the one before, so scaled counts are exact.
     monkeypatch.setattr(policy, "_HALF_LIFE", 1e-9)
     expected = everything(CachePolicy(N_ROWS, 6), batches)
     monkeypatch.setattr(policy, "_MAX_USE", 4.0)

@@ -112,7 +112,7 @@ def test_a_pause_of_the_training_step_does_not_decide() -> None:
 
 
 def test_a_loop_whose_times_vary_is_judged_by_the_medians() -> None:
-    """Stretches of the faster way are at times slower than the slowest of the other."""
+    """Some measurements of the faster loop are slower than the slowest of the other loop."""
     times = even(1.2, 1.0)
     loop = Loop(lambda way, i: times(way, i) * (3 if i // 30 % 3 == 1 else 1)).run()
     assert str(loop.choice).startswith("depth=0")
@@ -223,7 +223,7 @@ def test_a_pause_does_not_end_the_synchronous_loop() -> None:
 
 
 def test_short_epochs_measure_together() -> None:
-    """Each epoch begins untimed. One too short for a stretch, and that is left, changes nothing."""
+    """Each epoch begins untimed. An epoch that is too short or is left changes nothing."""
     loop = Loop(even(1.0, 0.5))
     for _ in range(50):
         loop.choice.begin()
@@ -259,7 +259,7 @@ def end_epochs(loop: Loop, n_epochs: int, n_batches: int) -> list[int]:
     ],
 )
 def test_epochs_of_few_batches_are_stretches(times_s: tuple[float, float], chosen: str) -> None:
-    """Their threads count, too: an epoch that is timed in the synchronous loop has none."""
+    """The cost of threads counts, too: an epoch that is timed as synchronous has no threads."""
     loop = Loop(even(*times_s), SHORT_MEASURED)
     assert end_epochs(loop, 5, 8) == [2, 2, 0, 2, 0]
     assert str(loop.choice) == chosen
@@ -281,7 +281,7 @@ def test_epochs_of_few_batches_that_become_long_are_prefetched() -> None:
 
 
 def test_epochs_of_many_batches_follow_those_of_few() -> None:
-    """An epoch without threads stays as it is, and the next one is measured within."""
+    """An epoch without threads stays synchronous, and the next one is measured."""
     loop = Loop(even(1e-3, 0.5e-3), SHORT_MEASURED)
     depths = end_epochs(loop, 2, 8) + end_epochs(loop, 2, 60)
     assert depths == [2, 2, 0, 2]

@@ -181,7 +181,7 @@ def test_a_batch_equals_one_that_is_gathered_now(
 
 
 def test_spans_have_every_pair_of_equal_rows() -> None:
-    """Batches so large that most rows are told to be new by their marks alone."""
+    """In batches of this size, marks alone show that most rows are new."""
     rng = np.random.default_rng(0)
     recent = RecentRows(2)
     batches = [rng.integers(20_000, size=2_000) for _ in range(8)]
@@ -236,7 +236,7 @@ def test_rows_stay_as_they_are() -> None:
 
 
 def test_writes_are_compared_by_identity() -> None:
-    """Writes are told apart by identity, because their values may be tensors."""
+    """Writes are compared by identity, because their values may be tensors."""
     log = WriteLog()
     write = log.append(0, [True], np.zeros(2))
     assert write in [write]
@@ -273,7 +273,7 @@ DISTINCT = st.lists(st.integers(0, N - 1), max_size=8, unique=True).map(rows_of)
 def test_a_batch_that_gathers_and_writes_other_rows(
     batches: list[Any], ahead: int, scale: int
 ) -> None:
-    """The rows that a batch writes need not be in any order, and may be none that it gathers."""
+    """The rows that a batch writes may have any order, and may be other rows than it gathers."""
     loop = CachingLoop(ahead, scale, 0)
     for i in range(len(batches) + ahead):
         if i < len(batches):

@@ -1,4 +1,4 @@
-"""Functions on batches give what the plain loop gives, whatever the device's schedule."""
+"""Batch transforms give the results of the plain loop in every schedule of the device."""
 
 import itertools
 import linecache
@@ -79,11 +79,11 @@ class Run:
         functions = Functions(META if is_simulated else torch.device("cpu"))
         batches = self.batches(functions, device, depth)
         for i in range(self.stop_after or N):
-            # enumerate() over the batches would hold one until the next one is there.
+            # enumerate() over the batches would hold a batch until the next one arrives.
             if (batch := next(batches, None)) is None:
                 break
             self.step(device if is_simulated else None, i, batch)
-            # Not held while the next one is made: its memory can be given out again.
+            # The batch is not held while the next one is made, so its memory can be reused.
             del batch
         del batches, functions
         if is_simulated:
@@ -109,7 +109,7 @@ class Run:
             del options["host_transform"]
             return iter(Feeder({"x": ArrayStore(X)}, batch_size=SIZE, **options))
         if self.kind == "host and device":
-            # Nothing is known of the size of these batches, so that several threads gather them.
+            # The size of these batches is unknown, so several threads gather them.
             rows = [range(i, min(i + SIZE, N)) for i in range(0, N, SIZE)]
             return iter(Feeder({"x": ArrayStore(X)}, rows=rows, **options))
         if self.kind == "loader":
@@ -222,7 +222,7 @@ def test_every_wait_for_functions_is_needed(site: tuple[str, int]) -> None:
 
 @pytest.mark.parametrize("name", ["compute", "transform"])
 def test_streams_must_share_tensors_of_functions(name: str) -> None:
-    """Memory would be given out again while the step, or a later call of a function, uses it."""
+    """Memory would be reused while the step, or a later call of a transform, uses it."""
 
     class Forgetful(SimTorchDevice):
         def share(self, tensor: Any, stream: Any) -> None:

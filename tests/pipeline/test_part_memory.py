@@ -88,7 +88,7 @@ def test_many_small_tensors_take_one_allocation_and_one_copy() -> None:
                 device.n_allocated = 0
                 device.n_copied = 0
             del batch
-    # The sizes are known by then. Six batches are read after that one, and one slot is left over.
+    # The sizes are known by then. Six batches are read after that one, and one slot remains.
     assert device.n_copied <= 6
     assert device.n_allocated <= 7
 

@@ -69,8 +69,8 @@ class Run:
                 if i + 1 == self.stop_after:
                     break
                 if self.switch_after is not None and i + 1 >= self.switch_after:
-                    device.switch(("compute", "another")[(i - self.switch_after) % 2])  # to and fro
-                # Not held while the next one is made: its memory can be given out again.
+                    device.switch(("compute", "another")[(i - self.switch_after) % 2])
+                # The batch is not held while the next one is made, so its memory can be reused.
                 del batch
         # The user reads this right after the loop.
         self.x, self.y = self.x.copy(), self.y.copy()
@@ -147,7 +147,7 @@ def check(
 @pytest.mark.parametrize("stop_after", [None, 3])
 @pytest.mark.parametrize("corner", CORNERS)
 def test_corner_schedules(corner: str, stop_after: int | None, direct: bool, duplex: bool) -> None:
-    # A loop that is left is the same for all depths but 0 and those that it fills.
+    # A loop that is left early is the same for all depths above 0 that it does not fill.
     for depth in (1, 2, 4) if stop_after is None else (0, 2):
         device = SimDevice(CORNERS[corner](), direct=direct, duplex=duplex)
         check(device, depth, stop_after=stop_after)

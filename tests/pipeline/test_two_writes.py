@@ -1,4 +1,4 @@
-"""Two write-backs are under way at a time, and may write the same rows."""
+"""Two write-backs are in progress at a time, and may write the same rows."""
 
 import contextlib
 import gc
@@ -53,7 +53,7 @@ def test_the_last_of_several_writes_to_a_row_wins(corner: str, direct: bool) -> 
 
 
 class Watched(SimDevice):
-    """Notes the order in which copies of write-backs are queued, and rows are scattered."""
+    """Device that records the order of queued copies of write-backs and of scattered rows."""
 
     def __init__(self, choose: Any) -> None:
         super().__init__(choose)
@@ -66,7 +66,7 @@ class Watched(SimDevice):
 
 
 class Noting(ArrayStore):
-    """Rows that note when they are written."""
+    """Rows that record when they are written."""
 
     order: list[str]
 
@@ -174,7 +174,7 @@ def test_rows_that_the_device_writes_itself_do_not_overtake_a_scatter(choose: An
 def test_nothing_moves_after_an_interrupt_between_the_two_steps(
     direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The copies of the second write-back are queued, and then nothing asks for their end."""
+    """The copies of the second write-back are queued, and then no call waits for their end."""
     n_left = 1
     submit = LoopThreads.submit_scatter
 
@@ -199,7 +199,7 @@ def test_nothing_moves_after_an_interrupt_between_the_two_steps(
 
 
 def test_rows_that_the_user_changes_in_place() -> None:
-    """The row indices of a batch are the user's, and those of other batches do not change."""
+    """The row indices of a batch belong to the user, and changes do not affect other batches."""
     found = []
     for depth in (0, 3):
         rows = np.arange(12.0)
@@ -278,7 +278,7 @@ def test_all_calls_end_before_an_error_is_raised(
 def test_calls_are_made_in_the_same_thread_if_the_program_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The pools take no more calls then, and write-backs are completed all the same."""
+    """The pools accept no more calls then, but write-backs are completed."""
     monkeypatch.setattr(loop_threads, "_N_SCATTER_HELPERS", 1)
     done: list[int] = []
     threads = LoopThreads(HostDevice(), PrefetchSchedule(2), is_named=False)

@@ -1,4 +1,4 @@
-"""Functions on batches in statistics and timelines: their times, lanes, tracks and verdicts."""
+"""Batch transforms in statistics and timelines: their times, lanes, tracks and verdicts."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Pictures of timelines, and what is computed from spans to draw them."""
+"""Pictures of timelines, and the values that are computed from spans to draw them."""
 
 import itertools
 import json
@@ -81,7 +81,7 @@ def lines_of(path: Path, lane: str) -> int:
 
 @pytest.mark.parametrize("lane", ["read", "copy", "write_wait", "write"])
 def test_spans_shorter_than_a_pixel_are_seen(lane: str, tmp_path: Path) -> None:
-    # One such lane at a time: their colours are alike.
+    # Only one such lane is drawn at a time, because their colours are similar.
     spans = [span for span in short_spans(30) if span.lane in ("wait", "lend", "compute", lane)]
     found = totals(spans, 0.0, 0.3, depth=2, n_readers=1)
     plot.draw(spans, 0.0, 0.3, found, str(tmp_path / "t.png"))

@@ -104,7 +104,7 @@ def test_a_repr_never_raises() -> None:
         pinfeed.ArrowStore,
         pinfeed.RemoteStore,
     ):
-        assert repr(kind.__new__(kind)) == f"<{kind.__name__}>", "half made"
+        assert repr(kind.__new__(kind)) == f"<{kind.__name__}>", "partly constructed"
 
     class Broken(list[int]):
         @property

@@ -1,4 +1,4 @@
-"""The warning of a loop that waits too long: when it is given, and what it says."""
+"""The data stall warning: when it is given, and what it says."""
 
 import logging
 from pathlib import Path
@@ -59,7 +59,7 @@ def run(
         clock.pass_s(wait_s)
         counters.read_s += wait_s + works_s
         counters.receive(number, 10, 120, clock.s, idle=True)
-        # A loop that compares depths looks while it prefetches.
+        # A loop that compares depths is checked while it prefetches.
         if counters.batches >= watch.look_at and not (is_excused and number > 20):
             watch.look()
         counters.lend()
@@ -75,7 +75,7 @@ def run(
     [
         ([0.3] * 60, 0.2, 1),
         ([0.3] * 600, 0.2, 1),
-        # A loop that waits for 13% of the time does not starve.
+        # A loop that waits for 13% of the time causes no warning.
         ([0.03] * 600, 0.2, 0),
         # Ten batches are too few.
         ([0.3] * 10, 0.2, 0),
@@ -83,7 +83,7 @@ def run(
         ([0.001] * 800, 0.002, 0),
         # Only the first batches are late.
         ([9.0] * WARM_UP_BATCHES + [0.0] * 100, 0.2, 0),
-        # The loop starves later on.
+        # The loop waits for data later.
         ([0.0] * 100 + [0.3] * 100, 0.2, 1),
         ([], 0.2, 0),
     ],
@@ -198,7 +198,7 @@ def test_short_loops_are_judged_together(caplog: pytest.LogCaptureFixture) -> No
         run(watch, counters, clock, [0.05] * (WARM_UP_BATCHES + STRETCH_BATCHES), 0.02)
     assert len(caplog.records) == 1
     for _ in range(20):
-        # The first batches of a loop are no evidence, because nothing was read ahead of them.
+        # The first batches of a loop do not count, because they could not be prefetched.
         run(
             watch := StarvationMonitor(counters, str),
             counters,

@@ -1,4 +1,4 @@
-"""Statistics: what is counted, what held a loop up, and the progress bar."""
+"""Statistics: counters, the bottleneck of a loop, and the progress bar."""
 
 import dataclasses
 import io
@@ -86,7 +86,7 @@ def test_a_wait_counts_only_where_the_device_has_nothing_to_do(
     assert stats.asynchronous
 
 
-# It is no loss while the values are still computed.
+# Waiting costs nothing while the values are still being computed.
 @pytest.mark.parametrize(("fast", "counted_s"), [(("compute",), 4.0), ((), 0.0)])
 def test_waiting_for_write_backs_is_seen(fast: tuple[str, ...], counted_s: float) -> None:
     class OtherThreads(LoopThreads):

@@ -26,7 +26,7 @@ JOIN_S = 8.0
 
 
 class SteppedWorkers:
-    """Workers that make their calls when they are told to, or when a thread waits for them."""
+    """Workers that make their calls when the test says so, or when a thread waits for them."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock

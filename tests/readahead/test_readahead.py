@@ -306,7 +306,7 @@ def test_a_feeder_gives_the_rows_at_any_limit(
 
 
 def test_a_file_is_read_in_another_way_if_the_system_refuses_memory(tmp_path: Path) -> None:
-    """The memory is free as far as pinfeed knows, and a limit of the process refuses it."""
+    """The memory is free by all that pinfeed measures, but a limit of the process refuses it."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     taken = psutil.Process().memory_info().vms
     with MmapStore.create(tmp_path / "x.npy", (1 << 20, 64)) as made:
@@ -344,12 +344,12 @@ def test_the_strategy_is_chosen_from_size_order_limit_and_share(path: Path) -> N
         assert chosen(store, [1, 2, 3], MiB(100))[0] is InMemoryCopy, "a sampler's rows may be any"
         assert chosen(store, rows.shuffled(0), MiB(1))[0] is PageCacheReadahead
         assert chosen(passing, rows.shuffled(0), MiB(1))[0] is DirectReads, (
-            "what is not kept need not be brought in"
+            "pages that are not kept need not be loaded"
         )
         assert chosen(store, blocks, MiB(1))[0] is WindowReadahead
         assert chosen(store, blocks, KiB(100))[0] is PageCacheReadahead
         assert chosen(written, rows.shuffled(0), MiB(100))[0] is PageCacheReadahead, (
-            "a copy in memory would not see what is written"
+            "a copy in memory would miss later writes"
         )
         assert chosen(written, blocks, MiB(100))[0] is PageCacheReadahead
         assert (
@@ -386,7 +386,7 @@ def test_the_plan_says_what_was_chosen_and_counts_it(path: Path) -> None:
 def test_processes_on_one_machine_share_free_memory(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each has a part of the memory, and all of the page cache."""
+    """Each process counts a part of the free memory and the whole page cache."""
     monkeypatch.setattr("pinfeed.pipeline.planner.free_host_bytes", lambda: MiB(20))
     monkeypatch.setattr("pinfeed.pipeline.planner.free_page_cache_bytes", lambda: MiB(20))
 
@@ -461,7 +461,7 @@ class Dropped:
 
 @pytest.fixture
 def dropped(monkeypatch: pytest.MonkeyPatch) -> Dropped:
-    """Note what is dropped, because the kernel may drop pages by itself at any time."""
+    """Record which pages are dropped, because the kernel may drop pages at any time."""
     found, advise = Dropped([]), os.posix_fadvise
 
     def noted(fd: int, offset: int, length: int, advice: int) -> None:
@@ -499,9 +499,9 @@ def test_the_page_cache_is_left_as_it_was_found(
             np.arange(MiB(96) // 4, dtype=np.float32).sum(dtype=float)
         )
         while_it_was_read = dropped.pages(size).mean()
-    assert not (dropped.pages(size) & there).any(), "what others had brought in stays"
+    assert not (dropped.pages(size) & there).any(), "pages that others have loaded stay"
     steps = dropped.pages(size) | there
-    assert steps[: len(there) // 2 - 256].all(), "all else goes, as far as it can be told apart"
+    assert steps[: len(there) // 2 - 256].all(), "other pages are dropped if they can be told apart"
     assert steps[len(there) // 2 + 256 :].all()
     if was_there == "nothing" and not isinstance(order, orders.Shuffled):
         # Random reads count for a sweep only if the rows were not in the page cache, which depends
@@ -512,7 +512,7 @@ def test_the_page_cache_is_left_as_it_was_found(
 def test_cached_pages_are_found(large: Path) -> None:
     """The kernel may drop pages in between, but not all of those that were read just now.
 
-    It does not load pages that were not asked for.
+    It does not load pages that were not requested.
     """
     drop(large)
     with large.open("rb") as file:
@@ -531,7 +531,7 @@ def test_the_page_cache_is_kept_where_the_file_fits(large: Path, dropped: Droppe
 
 
 def test_cold_rows_are_read_many_at_a_time(large: Path) -> None:
-    """And equal those that were there."""
+    """Rows that are not in the page cache equal those that are."""
     drop(large)
     numbers = np.random.default_rng(0).permutation(MiB(96) // 4096)[:3000]
     with MmapStore(large) as store:

@@ -64,7 +64,7 @@ def test_batches_are_the_users_to_change() -> None:
 
 
 class Broken:
-    """An order of the user's that goes one row too far."""
+    """A user's order that gives one row past the end."""
 
     def length(self, n_rows: int) -> int:
         return n_rows
@@ -149,7 +149,7 @@ def test_a_sampler_gives_another_order_in_every_epoch() -> None:
 
 
 def test_set_epoch_is_called_once_an_epoch() -> None:
-    """Only a sampler that tells its epoch gets one; the owner of another may have set its epoch."""
+    """Only a sampler with an epoch attribute gets one; owners of others may have set theirs."""
     for tells in (False, True):
         sampler: Any = Sampler([0, 1, 2])
         if tells:

@@ -275,7 +275,7 @@ def test_ranks_share_all_rows(order: Order, n: int, world_size: int, drop_last: 
         assert not n or counts.max() <= 1, "shares are disjoint"
     else:
         assert counts.min() >= 1, "no row is left out"
-        assert (counts - 1).sum() == spare, "no more rows come twice than are needed"
+        assert (counts - 1).sum() == spare, "no more rows are repeated than needed"
         again = np.repeat(np.arange(n), counts - 1)
         assert sorted(again) == sorted(np.resize(whole(order, n, 2), spare)), (
             "they are the first ones of the order"
@@ -290,7 +290,7 @@ def test_a_rank_of_a_block_shuffle_reads_blocks_of_its_own() -> None:
         for rank in range(4)
     ]
     assert sum(map(len, blocks)) < 1.1 * 4 * (n // block // 4 * 2), (
-        "a block that begins elsewhere touches two of these"
+        "a block that begins at another row touches two of these"
     )
     shared = sum(len(one & other) for one, other in itertools.combinations(blocks, 2))
     alone = sum(

@@ -145,7 +145,7 @@ def test_an_epoch_continues_with_another_number_of_ranks(
             batches_of(batches, epoch, start)
             for batches, (start, _) in zip(ours, resumed, strict=True)
         ]
-        assert not ended or not any(todo), "an epoch that was done stays so"
+        assert not ended or not any(todo), "a complete epoch stays complete"
         if uneven != "join":
             assert len({tuple(map(len, mine)) for mine in todo}) == 1
         stop = len(todo[0]) if i == len(worlds) - 1 else data.draw(st.integers(0, len(todo[0])))
@@ -294,13 +294,13 @@ def test_set_epoch_and_the_next_epoch_are_whole_again() -> None:
         assert sum(map(len, only)) == 40, "the next epoch"
         only.load_state_dict(untouched)
         assert only.state_dict()["ranks"]["done"] == [], (
-            "what was not begun is no part of the epoch's history"
+            "no part of the epoch's history, because no batch was read"
         )
         only.load_state_dict(state)
         only.set_epoch(0)
         assert sum(map(len, only)) == 32, "the position is in this epoch"
         only.set_epoch(0)
-        assert sum(map(len, only)) == 40, "from its beginning"
+        assert sum(map(len, only)) == 40, "the epoch starts from its beginning"
         only.load_state_dict(state)
         for _ in only:
             again = only.state_dict()
@@ -406,7 +406,7 @@ def test_a_share_of_a_sequence_is_read_in_sequence(path: Path) -> None:
     assert [type(access) for access in found] == [DirectReads, MappedFile]
 
 
-# ---- what is refused -----------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

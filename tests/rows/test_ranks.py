@@ -123,7 +123,7 @@ def test_uneven_ranks_under_join(reports: Reports, world: int) -> None:
     joined = [report["join"] for report in reports[world]]
     numbers = [one["n"] for one in joined]
     assert numbers == [len(one["batches"]) for one in joined]
-    assert world == 1 or max(numbers) == min(numbers) + 1, "else nothing is shown"
+    assert world == 1 or max(numbers) == min(numbers) + 1, "otherwise the test shows nothing"
     assert sorted(flat(flat([one["batches"] for one in joined]))) == list(range(N_ROWS))  # type: ignore[arg-type]
     x, y = map(torch.from_numpy, normal())
     net = model()

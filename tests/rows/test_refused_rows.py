@@ -1,4 +1,4 @@
-"""Row indices that are no row indices, and samplers that break their promise, are refused."""
+"""Invalid row indices, and samplers that break their promise, are refused."""
 
 import re
 from collections.abc import Iterator
@@ -69,7 +69,7 @@ BAD_ARRAYS: list[Any] = [
 
 @pytest.mark.parametrize("rows", BAD_ARRAYS, ids=repr)
 def test_bad_rows_are_refused_at_once_where_they_are_given(rows: Any) -> None:
-    # Comes first in a feeder.
+    # A feeder calls this first.
     largest_batch(rows)
     with pytest.raises(RowIndexError):
         SamplerBatches(rows, 5, 4, False)

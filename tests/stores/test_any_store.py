@@ -1,4 +1,4 @@
-"""Conditions of all stores, and a store of the user's own."""
+"""Conditions of all stores, and a custom store."""
 
 import os
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def test_rows_of_no_bytes_are_made_in_memory_only(tmp_path: Path) -> None:
 
 
 def test_a_custom_store(tmp_path: Path) -> None:
-    """A feeder takes every store that keeps the contract."""
+    """A feeder accepts every store that keeps the contract."""
 
     class Squares:
         n_rows = 1000

@@ -181,7 +181,7 @@ VIEWS: dict[str, Any] = {
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_a_dataset(view: Any, tmp_path: Path) -> None:
-    """Its rows are ``dataset[i]``, in whichever order its own are."""
+    """Its rows are ``dataset[i]``, whatever the order of the dataset."""
     data = view(dataset(), tmp_path / "data")
     with Feeder(data, batch_size=4, shuffle=True, seed=3, device="cpu") as feeder:
         for batch in feeder.batches():

@@ -132,7 +132,7 @@ def test_threads_that_need_one_chunk_decode_it_once() -> None:
 
 
 def test_a_chunk_in_use_is_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else more chunks than are counted would be in memory."""
+    """Otherwise, memory would hold more chunks than are counted."""
     store = small()
     kept = KeptChunks(1, store._decode)
     with ThreadPoolExecutor(1) as thread:

@@ -26,7 +26,7 @@ class TestMmapStore(StoreTests):
 
 
 class TestMmapStoreWithoutTheSystemCall(TestMmapStore):
-    """Where native AIO is not allowed, rows are read and written one by one."""
+    """If native AIO is not allowed, rows are read and written one by one."""
 
     @pytest.fixture(autouse=True)
     def forbid(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,7 +131,7 @@ def test_rows_that_are_not_flushed_yet(tmp_path: Path) -> None:
     ids=str,
 )
 def test_filters(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Those that are not undone without the library are undone by it."""
+    """The HDF5 library decodes the filters that pinfeed does not decode."""
     path = written(tmp_path / "x.h5", X, chunks=(30, 4), **options)
     store = HDF5Store(path)
     np.testing.assert_array_equal(gathered(store, [199, 0, 30, 30]), X[[199, 0, 30, 30]])

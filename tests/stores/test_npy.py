@@ -124,7 +124,7 @@ def test_keys_may_come_in_any_order(tmp_path: Path) -> None:
     assert read_header(write(tmp_path / "x.npy", file_of(text))).row_shape == (3,)
 
 
-# -- what the items are ----------------------------------------------------------------------------
+# -- dtypes ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_the_byte_order_of_the_file_is_kept(tmp_path: Path) -> None:
         read_header(path, np.dtype(np.int32))
 
 
-# -- what is no .npy file --------------------------------------------------------------------------
+# -- files that are not .npy files -----------------------------------------------------------------
 
 
 def test_a_missing_file(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ class TestPinnedStoreInOrdinaryMemory(StoreTests):
         return PinnedStore(array, pin=False)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 def test_pinned_store_without_cuda() -> None:
     with pytest.raises(errors.MissingDependency, match='pin="auto"'):
         PinnedStore.zeros((10, 2))
@@ -77,7 +77,7 @@ def test_memory_that_cannot_be_locked(
 
 
 class Locking:
-    """CuPy's runtime with a driver that locks all memory that it is asked for."""
+    """CuPy's runtime with a driver that locks all requested memory."""
 
     def __init__(self) -> None:
         self.locked: dict[int, int] = {}

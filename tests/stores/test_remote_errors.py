@@ -43,7 +43,7 @@ def test_temporary_faults_are_retried(fault: Exception, n: int) -> None:
     Shaky.faults.extend([None, fault, None, *[fault] * (n - 1)])
     np.testing.assert_array_equal(gathered(store, wanted), array[wanted])
     assert len(Shaky.requests) == 3 + n
-    assert len(set(Shaky.requests[3:])) == 1, "only what failed is asked for again"
+    assert len(set(Shaky.requests[3:])) == 1, "only failed requests are repeated"
 
 
 def test_a_file_system_that_fails_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ def test_any_rows_of_any_remote_shards(
 ) -> None:
     """Ranges, windows and gaps have all sizes.
 
-    Each byte is asked for at most once, in answers that are not too large.
+    Each byte is requested at most once, in answers that are not too large.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(byte_ranges, "RANGE_BYTES", 8 << data.draw(st.integers(0, 6), "range"))

@@ -1,4 +1,4 @@
-"""Loops over rows of which some are in a cache on a simulated device."""
+"""Loops over rows with a cache on a simulated device."""
 
 from collections.abc import Generator, Mapping, Sequence
 from functools import partial
@@ -30,7 +30,7 @@ class CachedSource:
         batches: Distinct rows of each batch, ascending.
         stores: The three stores.
         cache: Cache of the first two.
-        n_ahead: Number of batches that are known when it is decided about one.
+        n_ahead: Number of batches that are known when the policy decides about one.
     """
 
     fingerprint: Mapping[str, Any] = MappingProxyType({})
@@ -86,7 +86,7 @@ class CachedRun:
         batches: Distinct rows of each batch, ascending.
         capacity: Rows of the cache.
         policy: Seed of random decisions; None for those of the real policy.
-        n_ahead: Number of batches that are known when it is decided about one.
+        n_ahead: Number of batches that are known when the policy decides about one.
         stop_after: Number of batches after which the loop is left.
         switch_after: Number of batches after which the loop changes its stream after each batch.
         switches_within: Whether each step changes its stream and then works with the batch.
@@ -138,7 +138,7 @@ class CachedRun:
                 if changes:
                     array[rows] = array[rows] * 2 + 1
                 if self.flushes and i % 4 == 2:
-                    # All rows are read in the middle of the step, which then goes on.
+                    # All rows are read in the middle of the step, which then continues.
                     self.seen[i, s, "flushed"] = array.copy()
                     if changes:
                         array[rows] = array[rows] * 2 + 1
@@ -217,7 +217,7 @@ class CachedRun:
             device.launch(lambda a: a.fill(2), array)
 
     def switch(self, device: SimDevice, name: str, tensors: list[Any]) -> None:
-        """Change the stream as a model does: what works with the batch waits, and no other work."""
+        """Change the stream as a model does: only work with the batch waits."""
         lent = device.current_stream().record()
         device.switch(name)
         self.work(device)

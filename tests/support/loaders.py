@@ -68,7 +68,7 @@ class Sample:
 
 
 class Numbers(Dataset[Any]):
-    """0.0 … 13.0; ``make`` is what is said of each."""
+    """Data set of 0.0 … 13.0; ``make`` makes the sample of each number."""
 
     def __init__(self, make: Callable[[float], Any] = torch.tensor) -> None:
         self.make = make
@@ -96,7 +96,7 @@ class Stream(IterableDataset[Any]):
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two batches are of the same structure and equal, to the bit."""
+    """Return whether two batches are of the same structure and equal, to the bit."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):

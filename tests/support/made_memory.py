@@ -1,4 +1,4 @@
-"""Memory that tests make, and where it is."""
+"""Memory that tests allocate, and whether it still exists."""
 
 import weakref
 
@@ -12,7 +12,7 @@ def address_of(array: np.ndarray) -> int:
 
 
 class System:
-    """Makes memory, and knows which of it has not been freed."""
+    """Allocator that records which memory has not been freed."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []

@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class UNet(nn.Module):
-    """A skip over everything in between."""
+    """A model with a skip connection over all inner layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ def made(name: str) -> tuple[nn.Module, list[torch.Tensor]]:
 def trained(
     name: str, offload: Offload | None, device: str = "cpu", late: Sequence[Any] = ()
 ) -> list[torch.Tensor]:
-    """Losses, gradients and what else a model has after three steps."""
+    """Return losses, gradients and all other state of a model after three steps."""
     model, inputs = made(name)
     model.to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -225,7 +225,7 @@ def alive(storage: Any) -> Callable[[], bool]:
 
 
 def chain(x: torch.Tensor, n: int) -> tuple[torch.Tensor, list[Callable[[], bool]]]:
-    """``n`` operations of which each saves its result, and whether these are alive."""
+    """Apply ``n`` operations that save their results; return also whether these are alive."""
     lives = []
     for _ in range(n):
         x = x.tanh()

@@ -12,7 +12,7 @@ from pinfeed.pipeline.row_cache.policy import CacheMoves
 
 
 class RandomPolicy:
-    """A policy with the interface of ``CachePolicy``, without its sense.
+    """Policy with the interface of ``CachePolicy`` and random decisions.
 
     Args:
         n_rows: Rows of the table.
@@ -71,7 +71,7 @@ class RandomPolicy:
 
 @contextlib.contextmanager
 def random_policy(seed: int | None) -> Iterator[None]:
-    """Let caches that are made decide at random; with None they decide as they do."""
+    """Let new caches decide at random, or as usual if the seed is None."""
     if seed is None:
         yield
         return

@@ -14,7 +14,7 @@ DEPTHS_AND_READERS = [(0, 1), (1, 1), (2, 1), (2, 3)]
 
 
 class StagingDevice(HostDevice):
-    """The host, doing what a GPU does: all is copied from staging."""
+    """Host device that copies all batches from staging memory, as a GPU does."""
 
     unified = False
 
@@ -37,7 +37,7 @@ def label(i: int) -> Iterator[int]:
 
 
 def several(count: int) -> dict[str, Any]:
-    """Functions that give so many samples of each identity."""
+    """Return functions that yield ``count`` samples of each identity."""
     return {
         "read_input": lambda i: (np.full((2, 3), 100 * i + k, np.float32) for k in range(count)),
         "get_output": lambda i: (100 * i + k for k in range(count)),

@@ -27,7 +27,7 @@ FAVOURED: list[tuple[str, ...]] = [
 
 
 def stalling(name: str, moves: int, late: tuple[str, ...]) -> Choose:
-    """Let all move but the ``late``; after ``moves`` moves, the stream ``name`` is late, too."""
+    """Let all but the ``late`` ones move; the stream ``name`` is late after ``moves`` moves."""
     left = moves
 
     def choose(ready: Sequence[str]) -> str | None:

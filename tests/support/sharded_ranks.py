@@ -5,11 +5,11 @@ Each rank saves its results in the directory. A job is one of these:
 - a number of ranks on the CPU;
 - ``cuda-N``: one rank on each of N GPUs;
 - ``example``: examples/sharded_tables.py on two ranks, as under torchrun;
-- ``absent``: two ranks, of which one hangs.
+- ``absent``: two ranks, and one of them hangs.
 
 torch is loaded once and the processes are forked, because loading it takes longer than all jobs.
-CUDA does not work in a process that was forked after the first CUDA call, which counting the GPUs
-is, too. So the caller counts them.
+CUDA does not work in a process that was forked after the first CUDA call. Counting the GPUs is
+such a call, so the caller counts them.
 """
 
 import os

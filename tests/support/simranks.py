@@ -35,7 +35,7 @@ class Hub:
         # No rank may send the next rows before all have received these.
         self.wait()
         assert [len(part) for part in found] == list(n_received), (
-            "a rank was told another number of rows"
+            "a rank expected another number of rows"
         )
         return received
 

@@ -11,7 +11,7 @@ from pinfeed.testing import SimDevice, favour, lazy
 
 
 class Clock:
-    """Time that passes only when it is told to."""
+    """Clock whose time passes only when the test says so."""
 
     def __init__(self) -> None:
         self.s = 0.0
@@ -46,7 +46,7 @@ class Slow(ArrayStore):
 def simulated(
     choose: Any = lazy, *, gather_s: float = 0.0, scatter_s: float = 0.0, n: int = 40, **kwargs: Any
 ) -> tuple[Feeder, Clock, Any]:
-    """A feeder on a simulated device, all of whose clocks are one."""
+    """Return a feeder on a simulated device, its single clock, and the device."""
     clock = Clock()
     device = SimDevice(choose, now=clock)
     store = Slow(np.zeros((10 * n, 3), np.float32), clock, gather_s, scatter_s)
@@ -64,7 +64,7 @@ def a_run(
     depth: int = 2,
     n: int = 200,
 ) -> Timeline:
-    """A loop whose every part takes its time; with ``copy_s``, on a device of its own."""
+    """Return the timeline of a loop with the given times; with ``copy_s``, of a loop on a GPU."""
     timeline = Timeline()
     timeline.begin(0.0, depth, n_readers)
     device = SimDevice(favour("compute"), now=(clock := Clock()))

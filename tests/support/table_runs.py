@@ -86,7 +86,7 @@ FIXED: list[tuple[Ids, Ids, Ids]] = [
 ]
 PLAIN: tuple[str, ...] = ("step",)
 MIXED = ("step", "by hand", "twice", "nothing", "drop", "look")
-"""Actions of the training steps, over and over.
+"""Actions of the training steps, in turn.
 
 "by hand" changes the rows without a step, "twice" steps twice, "drop" has gradients that no step
 uses, and "look" reads a whole table between two steps, which flushes all writes so far.
@@ -108,7 +108,7 @@ class Run:
     Args:
         optimizer: Key of ``OPTIMIZERS``.
         batches: Ids of each batch.
-        does: Actions of the training steps, over and over.
+        does: Actions of the training steps, in turn.
         stop_after: Number of batches after which the loop is left; None for all.
         switch_after: Number of batches after which the loop changes its stream after each batch.
         ways: For each slot, whether the loop is synchronous from then on.

@@ -74,7 +74,7 @@ class Lazy:
 
 
 def of(package: str, name: str) -> Any:
-    """An object of a class that another library has under this name."""
+    """Return an object of a class that another library has under this name."""
     return type(name, (), {"__module__": f"{package}.inside"})()
 
 
@@ -162,8 +162,8 @@ def test_the_advice_for_a_dataframe_works() -> None:
 def test_a_list_of_rows_is_no_list_of_sources() -> None:
     rows = list(np.zeros((100, 3)))
     message = (
-        "source is a list of 100 arrays of shape (3,), which are 100 sources of 3 rows; expected "
-        "one array; give np.stack(source)"
+        "source is a list of 100 arrays of shape (3,), which means 100 sources of 3 rows; expected "
+        "one array; if each array is a row, give np.stack(source)"
     )
     assert message in refusal(rows)
     with Feeder(tuple(rows), batch_size=3, device="cpu") as feeder:

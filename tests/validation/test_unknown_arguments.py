@@ -1,4 +1,4 @@
-"""Arguments that a function does not have: the words of other libraries."""
+"""Arguments that a function does not have: the names that other libraries use."""
 
 import dataclasses
 import inspect
@@ -56,8 +56,8 @@ def test_every_argument_of_a_dataloader_is_explained(make: Callable[..., Any]) -
             fed,
             {"num_workers": 4},
             (
-                "Feeder has no argument 'num_workers'; pinfeed runs as many reader threads as "
-                "help; leave it out"
+                "Feeder has no argument 'num_workers'; pinfeed chooses the number of reader "
+                "threads; leave it out"
             ),
         ),
         (fed, {"gpu_memory_limit": 1}, "config=pinfeed.Config(gpu_memory_limit=...)"),
@@ -78,14 +78,17 @@ def test_every_argument_of_a_dataloader_is_explained(make: Callable[..., Any]) -
             read,
             {"dataset": 4},
             (
-                "wrap_readers has no argument 'dataset'; the lists of inputs and of outputs come "
-                "first, without names"
+                "wrap_readers has no argument 'dataset'; give the inputs and the outputs as the "
+                "first two arguments, without names"
             ),
         ),
         (
             read,
             {"num_workers": 4},
-            "wrap_readers has no argument 'num_workers'; the threads that read are n_readers=",
+            (
+                "wrap_readers has no argument 'num_workers'; give the number of reader threads as "
+                "n_readers="
+            ),
         ),
         (
             Config,
@@ -181,7 +184,7 @@ def test_arguments_of_torch_and_numpy_are_explained(tmp_path: Path) -> None:
     for name in OF_DATA_LOADER:
         with pytest.raises(
             errors.UnknownArgument,
-            match=f"has no argument '{name}'; a RowDataset has rows and no batches",
+            match=f"has no argument '{name}'; a RowDataset has rows, not batches",
         ):
             RowDataset(path, **{name: 4})
 

@@ -55,7 +55,7 @@ def test_a_run_that_was_saved_in_the_last_batch_of_an_epoch(
 ) -> None:
     """The loader's own generator ends up where the epoch leaves it.
 
-    Numbers that the loader draws when it is asked for the batch after the last count as well.
+    This includes numbers that the loader draws at the request after the last batch.
     """
     options: dict[str, Any] = {"depth": depth, "generator": True, "n": n, "drop_last": drop_last}
     whole = Training(**options).run(3)
@@ -164,7 +164,7 @@ def test_a_save_takes_the_memory_of_one_chunk(tmp_path: pathlib.Path) -> None:
         work()
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert peak < 40 << 20, "one piece of 16 MiB for the rows, one for the checksum"
+        assert peak < 40 << 20, "one chunk of 16 MiB for the rows, one for the checksum"
 
 
 RUNS = """
@@ -203,7 +203,7 @@ for killed_after in [*map(float, sys.argv[2:]), 0]:
 
 
 def test_killed_at_any_moment(tmp_path: pathlib.Path, programs: Programs) -> None:
-    """A run that saves at every step is killed again and again, and ends as one that was not."""
+    """A run that saves at every step and is killed repeatedly ends like an undisturbed run."""
     program = RUNS.format(tests=str(pathlib.Path(__file__).parents[2]))
     # The result must be the same, whatever the signals interrupt.
     moments = np.random.default_rng(5).uniform(0.02, 0.3, 3).astype(str)

@@ -129,13 +129,13 @@ TENSORS = {
 def test_tensors_are_saved_exactly(tmp_path: pathlib.Path, name: str, given: bool) -> None:
     tensor = TENSORS[name]
     directory = checkpoint.save(tmp_path, step=tensor, n=3, model=nn.Linear(2, 2))
-    assert (directory / "step.pt").stat().st_size < 4000, "the part that it is"
+    assert (directory / "step.pt").stat().st_size < 4000, "only the elements of the view are saved"
     other = {"step": torch.zeros(9)} if given else {}
     found = checkpoint.resume(tmp_path, model=nn.Linear(2, 2), **other)
     assert {name: type(value) for name, value in found.items()} == {"step": torch.Tensor, "n": int}
     assert found["step"].dtype == tensor.dtype
     torch.testing.assert_close(found["step"], tensor.detach(), rtol=0, atol=0, equal_nan=True)
-    assert all((value == 0).all() for value in other.values()), "what is given is not changed"
+    assert all((value == 0).all() for value in other.values()), "the given object is not changed"
     assert checkpoint.check(tmp_path)["objects"]["step"] == "tensor"
 
 

@@ -208,7 +208,7 @@ def test_loops_that_differ() -> None:
 
 
 class Misused(RankLoop):
-    """A rank can find these mistakes alone."""
+    """A loop with mistakes that each rank detects alone."""
 
     def training_step(self, i: int) -> bool:
         other = ShardedEmbedding(N, 2, process_group=self.group)

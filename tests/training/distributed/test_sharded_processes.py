@@ -60,7 +60,7 @@ def test_process_groups_end_with_the_group_of_the_user(monkeypatch: pytest.Monke
     finally:
         distributed.destroy_process_group()
         process_groups._rank_groups.clear()
-    assert len(set(n_open[1:])) == 1, "threads of groups that are gone"
+    assert len(set(n_open[1:])) == 1, "threads of destroyed groups remain"
 
 
 def test_process_groups_have_the_timeout_of_the_group_of_the_user(
@@ -88,7 +88,7 @@ def test_process_groups_have_the_timeout_of_the_group_of_the_user(
 
 
 def test_ranks_as_processes(tmp_path: Path, programs: Programs) -> None:
-    """Ranks work as processes: 2 and 4 over gloo, the example, and a pair of which one hangs.
+    """Ranks work as processes: 2 and 4 over gloo, the example, and a pair in which one rank hangs.
 
     DistributedDataParallel trains the dense part.
     """

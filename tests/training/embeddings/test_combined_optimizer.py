@@ -64,7 +64,7 @@ class Program:
         for number, ids in enumerate(self.batches, begin):
             rows = self.modules[0](ids) * self.modules[1](ids)
             loss = (self.model(rows).squeeze() - 1).square().mean()
-            # A batch that the scaler leaves out.
+            # The scaler skips this batch.
             factor = torch.inf if number == 2 else 1.0
             self.scaler.scale(loss * factor).backward()
             self.scaler.unscale_(self.optimizer)

@@ -1,4 +1,4 @@
-"""Optimizers with one rule for dense gradients and another one for sparse ones."""
+"""Optimizers with different rules for dense and for sparse gradients."""
 
 import itertools
 import random
@@ -63,7 +63,7 @@ class Unrepeatable(SGD):
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
 )
 def test_two_rules_need_a_choice(dtype: torch.dtype) -> None:
-    """A difference of a rule is found, however small, and rounding is none."""
+    """Any difference between the rules is found, and rounding is no difference."""
     for dim in (1, 2, 32):
         table = HostEmbedding(N, dim, dtype=dtype)
         for kind, options in (
@@ -121,7 +121,7 @@ def loader(n: int = 12) -> list[torch.Tensor]:
 
 
 def step(optimizer: Any, module: nn.Module, ids: torch.Tensor) -> float:
-    # Two lookups, of which one leaves rows out.
+    # Two lookups; one of them leaves rows out.
     loss = loss_of(module, ids) + loss_of(module, ids[:3]).square()
     loss.backward()
     optimizer.step()

@@ -81,7 +81,7 @@ def test_the_cause_of_a_failing_optimizer_is_reported(
 
 
 class Anchored(torch.optim.Optimizer):
-    """Pulls every row back to its first value; keeps a count, and one scalar for each row."""
+    """Pulls every row back to its first value, and keeps a count and one scalar for each row."""
 
     def __init__(self, params: Any, pull: float) -> None:
         super().__init__(params, {"pull": pull})

@@ -102,8 +102,8 @@ def test_options_are_those_of_nn_embedding(
 def test_every_dtype_trains(dtype: torch.dtype, dim: int) -> None:
     """Tables of every floating point dtype train as nn.Embedding does.
 
-    Short floats have whole vectors only. torch rounds the remainder of a tensor in another way, and
-    the rows of a batch end elsewhere than a table.
+    Short floats are tested in whole vectors, because torch rounds the remainder of a tensor in
+    another way, and a batch of rows has another remainder than a table.
     """
     table = HostEmbedding(N, dim, dtype=dtype)
     trained_as(table, table.to_embedding(), batches(shape=(50,)))

@@ -54,7 +54,7 @@ def both(
         got = big.backward(X, targets)
     if case == "dropout" and strategy != "accumulate":
         assert torch.equal(torch.get_rng_state(), after), (
-            "random numbers go on as after the plain step"
+            "random numbers continue as after the plain step"
         )
     return plain, want.detach(), other, got, big
 

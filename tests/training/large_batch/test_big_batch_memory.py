@@ -55,7 +55,7 @@ class Small(nn.Module):
 def test_a_chunk_that_does_not_fit_is_cut(
     where: str, strategy: str, chunk_size: int, most: int
 ) -> None:
-    """No sample is lost, none counts twice, and gradients that were there stay."""
+    """No sample is lost, none counts twice, and existing gradients stay."""
     plain, model = Small(100, where), Small(most, where)
     for one in (plain, model):
         one.last.weight.grad = torch.ones(7, 50)

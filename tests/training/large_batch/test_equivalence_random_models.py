@@ -162,7 +162,7 @@ class Program:
 # torch warns of deprecated functions.
 @pytest.mark.filterwarnings("ignore")
 def outcome_of(seed: int) -> str:
-    """``refused``, or the strategy that was chosen; checks that its gradients are right."""
+    """Return ``refused`` or the chosen strategy, and check that its gradients are right."""
     program, plain = Program(seed), Program(seed)
     torch.manual_seed(seed)
     plain.loss(plain.model(plain.inputs), plain.targets).backward()
@@ -172,9 +172,9 @@ def outcome_of(seed: int) -> str:
             big.backward(program.inputs, program.targets)
         except errors.ArgumentError:
             return "refused"
-    assert error_of(plain.model, program.model) < 1e-4, f"seed {seed}: wrong in silence"
+    assert error_of(plain.model, program.model) < 1e-4, f"seed {seed}: silently wrong"
     for one, other in zip(plain.model.buffers(), program.model.buffers(), strict=True):
-        torch.testing.assert_close(one, other, msg=f"seed {seed}: a buffer is wrong in silence")
+        torch.testing.assert_close(one, other, msg=f"seed {seed}: a buffer is silently wrong")
     assert big.chosen is not None
     return big.chosen.strategy
 

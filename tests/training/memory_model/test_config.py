@@ -257,7 +257,7 @@ def test_invalid_arguments_are_refused(arguments: dict[str, Any], said: str) -> 
         Config(gpu_memory_limit=GiB(1), **(MODEL | arguments))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu() -> None:
     with pytest.raises(
         errors.ArgumentError,
@@ -398,7 +398,7 @@ def test_a_probe_without_a_step_that_fits() -> None:
         config.probe(never)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_probe_for_a_missing_gpu() -> None:
     with pytest.raises(errors.DeviceError, match="this machine has none"):
         Config(gpu_memory_limit=GiB(1), preferred_batch_size=4, **MODEL).probe()

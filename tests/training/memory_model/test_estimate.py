@@ -1,4 +1,4 @@
-"""The predicted peak of a training step, held against what the CPU's allocator is asked for."""
+"""The predicted peak of a training step, compared with the requests to the CPU's allocator."""
 
 import copy
 from typing import Any

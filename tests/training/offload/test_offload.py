@@ -319,7 +319,7 @@ def test_backward_passes_in_several_threads() -> None:
                         y = chain(x, 8)[0]
                     (got,) = torch.autograd.grad(y.sum(), x)
                     assert torch.equal(got, torch.autograd.grad(chain(x, 8)[0].sum(), x)[0])
-            except BaseException as error:  # told below
+            except BaseException as error:  # asserted below
                 errors.append(error)
 
         threads = [threading.Thread(target=run, args=(one,)) for one in x]

@@ -14,7 +14,7 @@ from pinfeed.training.offload.offload import Offload
 
 @pytest.fixture
 def same_kernels() -> Iterator[None]:
-    """Have torch choose kernels that add up in one order, where it has them.
+    """Have torch choose kernels that add in a fixed order, if it has such kernels.
 
     For cuBLAS, conftest.py does the same.
     """

@@ -305,7 +305,7 @@ def elsewhere(device: SimTorchDevice) -> None:
                     y = y.tanh()
                 Run.temporaries()
                 if window == 1:
-                    # Asking for this result fetches the first one ahead.
+                    # Unpacking this result prefetches the first one.
                     assert y.grad_fn._saved_result is not None
                 del y
                 device.switch(f"of {window}")
@@ -317,7 +317,7 @@ def elsewhere(device: SimTorchDevice) -> None:
 
 
 def passed(device: SimTorchDevice) -> None:
-    """Memory of a piece that was fetched ahead is reused when the graph is dropped."""
+    """Memory of a piece that was prefetched is reused when the graph is dropped."""
     with (
         device.factories(),
         SimOffload(device, threshold=0, host_limit=KiB(64), window=1) as offload,

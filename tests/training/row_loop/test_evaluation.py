@@ -224,7 +224,7 @@ def test_training_is_refused_inside_evaluating() -> None:
 
 
 def test_the_end_of_an_evaluation() -> None:
-    """Loops over ``read_rows`` end there, so that they give no rows that are out of date."""
+    """Loops over ``read_rows`` end there, because they would give rows that are out of date."""
     table = ones()
     loop = train_rows(TRAINING, {table: itself}, depth=2)
     batches = iter(loop)

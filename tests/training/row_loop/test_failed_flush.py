@@ -1,4 +1,4 @@
-"""A flush that fails in a training step whose program goes on."""
+"""A flush that fails in a training step, after which the program continues."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def test_a_loop_cannot_continue_without_its_writes(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [0, 2])
 def test_rows_of_a_cache_are_written_once_more_at_the_end(depth: int) -> None:
-    """The rows stay on the device when a flush fails, so nothing is lost if the loop goes on."""
+    """The rows stay on the device when a flush fails, so nothing is lost if the loop continues."""
     store = Refusing(np.zeros((4, 2), "f4"))
     table = HostEmbedding(4, 2, store=store, name="table", device_cache=1.0)
     optimizer = SGD([table])

@@ -1,6 +1,6 @@
-"""Row loops without a depth: the choice that they measure, and loops that change between both ways.
+"""Row loops without a depth: the measured choice, and loops that change between both ways.
 
-A loop that changes gives what the synchronous loop gives, and ends as it does.
+A loop that changes gives the results of the synchronous loop, and ends in the same way.
 """
 
 import logging
@@ -359,7 +359,7 @@ def test_a_forked_process_does_not_continue_a_loop(way: str) -> None:
 def test_a_loop_that_is_synchronous_by_choice_causes_no_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The same loop with a given depth is."""
+    """The same loop with a given depth causes a warning."""
     for depth in (0, None):
         caplog.clear()
         training = Training(200, depth)

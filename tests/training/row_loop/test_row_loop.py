@@ -169,7 +169,7 @@ def test_an_interrupt_while_rows_are_bound() -> None:
 
 
 def test_a_model_is_copied_in_a_training_step() -> None:
-    """As averages of weights are."""
+    """Programs that average weights copy the model there."""
     table = table_of_zeros()
     optimizer = sgd(table)
     for batch in train_rows(ids_of([0], [1]), {table: same}, optimizer=optimizer, device="cpu"):
@@ -213,7 +213,7 @@ def interrupted(*args: Any) -> None:
 
 @pytest.mark.parametrize("next_loop", ["the same", "another", "none"])
 def test_interrupts_while_a_loop_ends_leave_its_tables_free(next_loop: str) -> None:
-    """The second one hits what gives the rows back. What was written back until then has landed."""
+    """The second one hits the release of the rows. Earlier write-backs are in the stores."""
     table, other = table_of_zeros(), table_of_zeros()
     optimizer = sgd(table)
     loop = train_rows(
@@ -270,7 +270,7 @@ def test_an_optimizer_that_the_loop_was_not_given() -> None:
 
 
 class Counting(HostDevice):
-    """Tensors that are as often changed as those of CUDA when they are lent: once."""
+    """Tensors that count one change when they are lent, like those of CUDA."""
 
     def tensor(self, *args: Any) -> torch.Tensor:
         return super().tensor(*args).add_(0)
@@ -331,7 +331,7 @@ def test_changes_can_be_flushed_in_the_loop(flush: Callable[[RowLoop], None]) ->
 
 @pytest.mark.parametrize("names", [("a", "b"), (None, None)])
 def test_tables_that_share_rows_are_refused(names: tuple[str | None, str | None]) -> None:
-    """The tables may have one name, as tables of one shape have unless they are given another."""
+    """Tables of one shape have the same name unless they are given another one."""
     array = np.zeros((N, 2), np.float32)
     tables = [HostEmbedding(N, 2, store=ArrayStore(array), name=name) for name in names]
     with pytest.raises(ArgumentError, match="have rows in common"):
@@ -365,7 +365,7 @@ def test_export_to_the_tables_own_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["feeder", "store of a table"])
 def test_a_checkpoint_in_a_loop_has_all_completed_batches(kind: str, tmp_path: Path) -> None:
-    """The rows of every batch that counts as done are in it, however late they land."""
+    """The checkpoint has the rows of every completed batch, however late they are written."""
     late = threading.Event()
 
     class Slow(ArrayStore):
@@ -400,7 +400,7 @@ def test_a_checkpoint_in_a_loop_has_all_completed_batches(kind: str, tmp_path: P
 
 
 def test_state_of_the_table_as_a_whole_follows_the_weight() -> None:
-    """As a checkpoint gives it: on the CPU. Meta stands for a GPU."""
+    """A checkpoint gives this state on the CPU. The meta device stands for a GPU."""
 
     class Whole(torch.optim.Optimizer):
         def __init__(self, params: Any, capturable: bool = False) -> None:
@@ -454,7 +454,7 @@ def test_a_forgotten_step_causes_one_warning(
         table(ids).sum().backward()
         break
     optimizer.zero_grad()
-    assert not caplog.records, "stepped; without gradients; left in the middle of the body"
+    assert not caplog.records, "stepped; without gradients; left in the middle of the step"
     for ids in loop:
         table(ids).sum().backward()
         if dropped:

@@ -39,7 +39,7 @@ def raw(path: Path) -> Path:
 
 
 def mapped(path: Path) -> np.ndarray:
-    """Return rows of a raw file, as a map of Python, of which numpy knows no file."""
+    """Return rows of a raw file through Python's mmap, whose file numpy does not know."""
     with open(path, "r+b") as file:
         return np.frombuffer(mmap.mmap(file.fileno(), 0), np.float32).reshape(N, DIM)
 
@@ -270,12 +270,12 @@ def test_evaluating_ends_no_loop_that_reads_the_rows_of_a_frozen_table() -> None
 
 
 def test_the_garbage_collector_may_end_a_loop_while_tables_are_compared() -> None:
-    """It runs at any place, so that no lock may be held there."""
+    """The collector may run anywhere, so no lock may be held there."""
     table = HostEmbedding(N, DIM, name="table")
     has_waited = []
 
     class Collected:
-        """Rows that are forgotten by another thread while they are looked at."""
+        """Rows that another thread drops while they are compared."""
 
         stores: tuple[Any, ...] = ()
         writes = True
