@@ -58,11 +58,11 @@ logger = logging.getLogger("pinfeed")
 class Feeder(ResumableFeeder[T_co]):
     """Batches of rows from host memory or files, prefetched to a device.
 
-    The batches, and the contents of the stores after the loop, equal those of the synchronous loop
-    (``depth=0``) bit for bit. The synchronous loop gathers, computes and writes in turn. This
-    holds if rows change only by ``write_back`` while a loop runs: a prefetched batch does not see
-    other changes of its array or file. The caller owns each batch, which stays valid and unchanged
-    for as long as it is kept.
+    The synchronous loop (``depth=0``) gathers, computes and writes in turn. At every other depth,
+    the batches, and the contents of the stores after the loop, equal those of the synchronous loop
+    bit for bit. The condition is that rows change only by ``write_back`` while a loop runs, because
+    a prefetched batch does not see other changes of its array or file. The caller owns each batch,
+    which stays valid and unchanged for as long as it is kept.
 
     A feeder replaces a DataLoader; do not put one around it. ``next(iter(feeder))`` returns one
     batch. ``RowDataset`` returns single rows by index.

@@ -92,8 +92,8 @@ def wrap_loader(
 
     A loop calls ``iter(loader)`` in the training thread. A reader thread then requests the batches.
     On the CPU, a loop without a ``depth`` measures whether short batches are faster without the
-    reader thread. While it measures, and afterwards if they are faster, the training thread
-    requests batches. Give a ``depth`` if one thread must request all batches of an epoch, for
+    reader thread. The training thread requests batches during the measurement, and also afterwards
+    if this is faster. Give a ``depth`` if one thread must request all batches of an epoch, for
     example because of sqlite connections or thread-local values.
 
     The tensors of a batch are copied through page-locked (pinned) memory on a side stream, whether

@@ -79,8 +79,8 @@ class Plan:
         route: ``"direct"`` if GPU kernels read rows straight from pinned host memory, or if the CPU
             copies rows straight into each batch; ``"staged"`` if rows pass through other buffers.
         items: Every use of memory.
-        cpu_memory_limit: Limit of host memory, in bytes; None without ``config``.
-        gpu_memory_limit: Limit of GPU memory, in bytes; None without ``config`` and for batches on
+        cpu_memory_limit: Limit of host memory, in bytes; None if the plan has no limit.
+        gpu_memory_limit: Limit of GPU memory, in bytes; None without a limit, and for batches on
             the CPU.
         notes: Sentences that say how the rows of each file are read, and why; and settings that
             have no effect.
