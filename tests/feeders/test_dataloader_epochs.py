@@ -43,7 +43,7 @@ def noisy(x: float) -> torch.Tensor:
 
 
 def seeded(x: float) -> torch.Tensor:
-    """Draws from generators that only a worker process has for itself."""
+    """Return draws from generators that only worker processes have for themselves."""
     return torch.tensor([x, torch.rand(()), random.random()])
 
 

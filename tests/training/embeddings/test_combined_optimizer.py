@@ -35,7 +35,7 @@ class Program:
         dense = AdamW(self.model.parameters(), lr=0.1)
         self.optimizer: torch.optim.Optimizer
         if plain:
-            # Every batch has every row, so that the lazy rule and the dense one agree.
+            # Every batch has every row, so the lazy rule and the dense one agree.
             modules = [table.to_embedding() for table in self.tables]
             both = zip(groups, modules, strict=True)
             made = [{**group, "params": [*module.parameters()]} for group, module in both]
