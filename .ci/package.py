@@ -2,8 +2,8 @@
 
 There is one environment for each supported Python that is installed, with the versions of
 constraints.txt. In each, newcomer.py runs with the wheel and with the sdist, mypy --strict
-accepts it, and pip resolves the extras. If pip would install a CUDA build of torch (several GB), the
-check installs everything but torch, and imports pinfeed.
+accepts it, and pip resolves the extras. If pip would install a CUDA build of torch of several GB,
+the check installs everything but torch, and imports pinfeed.
 """
 
 import json

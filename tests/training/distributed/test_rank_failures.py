@@ -86,8 +86,8 @@ def wrong_id(batches: Any) -> Callable[[Any], Any]:
 SCENES: dict[
     str, tuple[Any, dict[str, Any], Callable[[int, Any], dict[str, Any]], Any, str, str]
 ] = {
-    # The values are the loop of rank 0, its options, the arguments of each rank, the error on rank 0 or
-    # the number of its batches, the text of its error, and the text of the error on rank 1.
+    # The loop of rank 0, its options, the arguments of each rank, the error on rank 0 or the number
+    # of its batches, the text of its error, and the text of the error on rank 1.
     "a loader that ends": (
         RankLoop,
         {},
