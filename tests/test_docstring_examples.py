@@ -1,14 +1,14 @@
-"""The examples in the docstrings of public classes: each class has one, and each one runs."""
+"""The examples in public docstrings: each class has one, and each one runs."""
 
 import contextlib
 import doctest
-import importlib
 import inspect
 import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,10 +29,10 @@ NAMES = {"np": np, "torch": torch, "pinfeed": pinfeed}
 """Names that an example may use without importing them."""
 
 
-def reference() -> dict[str, type]:
-    """Return the classes that the API reference shows, by their names there, without errors."""
+def reference() -> dict[str, Any]:
+    """Return the classes and functions of the API reference by their names, without errors."""
     text = "\n".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
-    found: dict[str, type] = {}
+    found: dict[str, Any] = {}
     for name in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE):
         value = pkgutil.resolve_name(name)
         if isinstance(value, ModuleType):
@@ -43,8 +43,22 @@ def reference() -> dict[str, type]:
     return {
         name: value
         for name, value in found.items()
-        if inspect.isclass(value) and not issubclass(value, BaseException)
+        if inspect.isfunction(value)
+        or (inspect.isclass(value) and not issubclass(value, BaseException))
     }
+
+
+def with_examples() -> list[str]:
+    """Return the names whose docstrings, or those of whose methods, must or do have examples."""
+    return sorted(
+        name for name, value in reference().items() if inspect.isclass(value) or examples(name)
+    )
+
+
+def examples(name: str) -> list[doctest.DocTest]:
+    """Return the examples of a class with its methods, or of a function."""
+    found = doctest.DocTestFinder().find(reference()[name], name, globs=NAMES)
+    return [test for test in found if test.examples]
 
 
 @pytest.fixture(scope="module")
@@ -64,18 +78,13 @@ def sharded_examples(gloo: None) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("sharded_examples")
-@pytest.mark.parametrize("name", sorted(reference()))
-def test_a_public_class_has_an_example_that_runs(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", with_examples())
+def test_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "pinfeed.ZarrStore":
         pytest.importorskip("zarr")
     monkeypatch.chdir(tmp_path)
-    value = reference()[name]
-    module = importlib.import_module(value.__module__)
-    parsed = doctest.DocTestParser().get_doctest(
-        inspect.getdoc(value) or "", dict(NAMES), name, module.__file__, None
-    )
-    assert parsed.examples, f"{name} has no example (a section Examples with >>>)"
+    tests = examples(name)
+    assert name in {test.name for test in tests}, f"{name} has no example (Examples: with >>>)"
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
-    assert runner.run(parsed).failed == 0
+    for test in tests:
+        assert runner.run(test).failed == 0

@@ -57,7 +57,7 @@ PICKLED = [
 def new_name_of(old: str) -> tuple[Any, str]:
     """Look a name up under its old path; return the object and the warning's text."""
     module, _, name = old.rpartition(".")
-    with pytest.warns(DeprecationWarning, match=" is pinfeed.* now; ") as said:
+    with pytest.warns(DeprecationWarning, match=r" has moved to pinfeed\..*; ") as said:
         found = getattr(importlib.import_module(module), name)
     assert [Path(one.filename).name for one in said] == [Path(__file__).name]
     return found, str(said[0].message)
@@ -66,8 +66,9 @@ def new_name_of(old: str) -> tuple[Any, str]:
 @pytest.mark.parametrize("old", DOCUMENTED)
 def test_a_documented_path_gives_the_object_of_the_new_one(old: str) -> None:
     found, message = new_name_of(old)
-    assert message.startswith(f"{old} is pinfeed.")
-    module, _, name = message.removeprefix(f"{old} is ").partition(" now")[0].rpartition(".")
+    assert message.startswith(f"{old} has moved to pinfeed.")
+    new = message.removeprefix(f"{old} has moved to ").partition(";")[0]
+    module, _, name = new.rpartition(".")
     assert getattr(importlib.import_module(module), name) is found
 
 
@@ -94,7 +95,7 @@ def test_an_old_module_has_the_classes_of_the_new_one(old: str) -> None:
 @pytest.mark.parametrize("old", PICKLED)
 def test_a_pickle_finds_its_class_under_the_old_path(old: str) -> None:
     module, _, name = old.rpartition(".")
-    with pytest.warns(DeprecationWarning, match=f"{old} is "):
+    with pytest.warns(DeprecationWarning, match=f"{old} has moved to "):
         found = pickle.loads(f"c{module}\n{name}\n.".encode())
     assert isinstance(found, type)
 
@@ -125,7 +126,7 @@ def test_a_pickled_order_finds_its_class_in_the_package(name: str) -> None:
 def test_a_public_name_is_said_by_its_public_path() -> None:
     found, message = new_name_of("pinfeed.training.big.offload.Offload")
     assert found is pinfeed.Offload
-    assert " is pinfeed.Offload now" in message
+    assert "has moved to pinfeed.Offload;" in message
 
 
 def test_a_name_that_never_was_is_an_error() -> None:
@@ -140,7 +141,7 @@ def test_a_name_that_never_was_is_an_error() -> None:
 
 
 def test_old_paths_are_attributes_of_the_package() -> None:
-    with pytest.warns(DeprecationWarning, match=r"pinfeed\.seeing\.stats\.Totals is "):
+    with pytest.warns(DeprecationWarning, match=r"pinfeed\.seeing\.stats\.Totals has moved to "):
         found = pinfeed.seeing.stats.Totals  # type: ignore[attr-defined]
     assert found is importlib.import_module("pinfeed.profiling.stats").Totals
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.bench import as_rows, words
-from benchmarks.gpu.beside import beside_products
 from benchmarks.gpu.recorder import Cell, Fields, Run
+from benchmarks.gpu.slowdown import products_during_transfers
 from benchmarks.gpu.steady import N_WARM, Loop, rounds, timed
 from benchmarks.gpu.steps import (
     N_FIELDS,
@@ -226,7 +226,7 @@ def overlaps(run: Run) -> list[Cell]:
         *products([largest], sizes[2:], 1, "chosen"),
         *products(smaller, sizes, 1, "chosen"),
         *shared[2:],
-        *beside_products(run),
+        *products_during_transfers(run),
         *(cell for factor in factors for cell in products(smaller, [4096], factor, "direct")),
         *products(smaller, sizes[:2], 1, "staged"),
         *(_models(run, overlap, "staged")[:1] if run.cuda else ()),

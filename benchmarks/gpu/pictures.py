@@ -175,10 +175,10 @@ def _draw_hidden(cells: Cells, axes: Any) -> None:
 
 def _draw_slowdown(cells: Cells, axes: Any) -> None:
     """Draw the time of matrix products during a transfer, relative to their time alone."""
-    beside = [cell for cell in cells if cell["what"] == "products beside a transfer"]
+    slowdowns = [cell for cell in cells if cell["what"] == "products during a transfer"]
     kernels = sorted(
-        (cell["n_blocks"], cell["beside_to_alone"])
-        for cell in beside
+        (cell["n_blocks"], cell["during_to_alone"])
+        for cell in slowdowns
         if cell["n_blocks"] is not None
     )
     if kernels:
@@ -188,15 +188,15 @@ def _draw_slowdown(cells: Cells, axes: Any) -> None:
             color=_COLORS["direct"],
             label="rows by a kernel",
         )
-    for cell in beside:
+    for cell in slowdowns:
         if cell["n_blocks"] is None:
             axes.axhline(
-                cell["beside_to_alone"], color=_COLORS["staged"], label="a block by the copy engine"
+                cell["during_to_alone"], color=_COLORS["staged"], label="a block by the copy engine"
             )
     axes.set_xscale("log", base=2)
     axes.set_xlabel("blocks of the kernel")
     axes.set_title("large products during a transfer / alone", loc="left", fontsize=10)
-    if beside:
+    if slowdowns:
         axes.legend(frameon=False, fontsize=8)
 
 

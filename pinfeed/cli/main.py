@@ -105,7 +105,7 @@ _device = click.option(
 def doctor(**options: Any) -> Report:
     """Report what this machine can do, and whether pinfeed helps.
 
-    The report lists memory limits, the GPU, the highest rates (measured in seconds) and missing
+    The report lists memory limits, the GPU, the highest measured rates and missing
     packages. With FILE, or with --rows and --row-bytes, it says whether pinfeed would help with
     such data. With --ids, it also says how large a GPU cache should be.
     """

@@ -119,7 +119,7 @@ def _look_up(old_module: str, name: str) -> Any:
         found = getattr(importlib.import_module(new_module), new_name)
     # Two frames are between this call and the importing line: this one and ``look_up``.
     warnings.warn(
-        f"{old} has moved to {new}; import {new}; pinfeed 0.2.0 removes the old path",
+        f"{old} has moved to {new}; import it from there; pinfeed 0.2.0 removes the old path",
         DeprecationWarning,
         stacklevel=3,
     )

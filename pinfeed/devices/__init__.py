@@ -1,6 +1,6 @@
-"""Devices to which batches go: the CPU and CUDA GPUs.
+"""Devices that batches are copied to: the CPU and CUDA GPUs.
 
-``resolve`` finds a device by name. Frameworks are loaded only when it does.
+``resolve`` finds a device by name, and only then loads its framework.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def resolve(device: Any, *, n_spare: int) -> Device:
     Args:
         device: ``"auto"`` for a CUDA GPU if the machine has one (``cuda_index`` selects it), and
             the CPU otherwise; ``"cpu"``, ``"cuda"``, ``"cuda:1"``; a ``torch.device``; or a Device,
-            which is returned as it is and still belongs to its owner.
+            which is returned unchanged and which the caller closes.
         n_spare: Free blocks of host memory that a new device keeps for reuse.
 
     Raises:
-        DeviceError: If there is no such device.
+        DeviceError: If the device does not exist.
     """
     if hasattr(device, "current_stream"):
         found: Device = device
@@ -73,10 +73,10 @@ def torch_device(
     Args:
         device: Any argument of ``torch.device``.
         expected: Names that the caller accepts, for the error.
-        exists: Require that this machine has the device.
+        exists: Whether to require that this machine has the device.
 
     Raises:
-        DeviceError: If there is no such device, or pinfeed does not support it.
+        DeviceError: If the device does not exist, or pinfeed does not support it.
     """
     import torch
 
@@ -96,11 +96,11 @@ def torch_device(
 def cuda_index(local_rank: str | None, n_devices: int, current: int) -> int:
     """Return the number of the GPU that a process uses by default.
 
-    A process that was started with others takes the GPU with its local rank.
+    A process that a launcher started with others uses the GPU of its local rank.
 
     Args:
         local_rank: Number of the process on this machine, as torchrun sets it in the environment;
-            None for a process on its own.
+            None for a single process.
         n_devices: GPUs that this process sees; 1 if the launcher has assigned one to each process.
         current: torch's current GPU. If it is not the first, the user has chosen it with
             ``torch.cuda.set_device``, and it is kept.

@@ -1,8 +1,8 @@
 """Device, Stream and Event: the protocols between pinfeed and an accelerator.
 
-Rule 1: everything above this layer uses an accelerator through these protocols only.
-Rule 2: an Event is recorded once. ``Stream.record`` returns a new event, so that an event can never
-be waited for while it still stands for an earlier point.
+Rule 1: everything above this layer uses an accelerator through these protocols only. Rule 2: an
+Event is recorded once. ``Stream.record`` returns a new event, so no thread can wait for an event
+that still marks an earlier point.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """Queue of work that the device does in order. Two objects for one stream are equal."""
+    """Queue of work that the device does in order. Objects for the same stream are equal."""
 
     def record(self, *, timed: bool = False) -> Event:
         """Return a new event after all work so far.
 
         Args:
-            timed: Make ``Event.at_s`` available.
+            timed: Whether ``Event.at_s`` is available.
         """
         ...
 
@@ -60,7 +60,7 @@ class Stream(Protocol):
 class Device(Protocol):
     """Streams, worker threads, memory and copies of one accelerator.
 
-    A device receives only streams and events that it has made itself.
+    A device receives only streams and events that it has created.
     """
 
     @property
@@ -72,14 +72,14 @@ class Device(Protocol):
     def unified(self) -> bool:
         """Whether the device uses the host's memory.
 
-        If so, ``empty`` returns an array of bytes, rows are gathered into it, and one limit holds
-        for all memory. All work is done when it is queued, the device reaches every store, and
-        ``write`` and ``copy_rows`` take values that are arrays as well as tensors.
+        If so, ``empty`` returns an array of bytes, rows are gathered into it, and one limit applies
+        to all memory. All work is done when it is queued, the device can read every store directly,
+        and ``write`` and ``copy_rows`` accept arrays as well as tensors.
         """
         ...
 
     def stream(self, name: str) -> Stream:
-        """Return a side stream. Its owner asks for it once."""
+        """Return a side stream. Its owner calls this once."""
         ...
 
     def current_stream(self) -> Stream:
@@ -98,7 +98,7 @@ class Device(Protocol):
         ...
 
     def empty(self, nbytes: int, stream: Any) -> Buffer:
-        """Return memory for work in ``stream``; once freed, only work in that stream reuses it."""
+        """Return memory for work in ``stream``; after it is freed, only this stream reuses it."""
         ...
 
     def tensor(
@@ -115,7 +115,7 @@ class Device(Protocol):
         ...
 
     def cut(self, tensor: Tensor, start: int, stop: int) -> Tensor:
-        """Return rows [start, stop) of a tensor as a tensor of its own, on the same memory."""
+        """Return rows [start, stop) of a tensor as a separate tensor on the same memory."""
         ...
 
     def staging(self, nbytes: int) -> npt.NDArray[np.uint8]:
@@ -138,22 +138,22 @@ class Device(Protocol):
             pairs: Tensors with equal rows; different pairs may have different ones.
             src_pos: Positions in ``src``, int32, shape (n,), on the device; None for all rows in
                 order.
-            dst_pos: Positions in ``dst``, likewise. At least one of the two is given.
+            dst_pos: Positions in ``dst``, as for ``src_pos``. At least one of the two is not None.
             stream: Stream of the copies.
         """
 
     def adopt(self, part: HostArray, stream: Any) -> Tensor | None:
-        """Return the ``host_value`` of a part itself as the batch, or None if it must be copied.
+        """Return the ``host_value`` of a part as the batch, or None if it must be copied.
 
         If the value is not on the device, it is moved there in ``stream``, the stream of the
-        training thread.
+        consumer thread.
         """
         ...
 
     def choose_route(self, stores: Sequence[Store], n_rows: int, wanted: str | None) -> str:
         """Choose the route of rows between the stores and the device.
 
-        It is called before ``stream``, because the route decides how many streams there are.
+        It is called before ``stream``, because the number of streams depends on the route.
 
         Args:
             stores: Stores of the rows.
@@ -161,10 +161,10 @@ class Device(Protocol):
             wanted: ``"direct"``, ``"staged"``, or None for the faster route.
 
         Returns:
-            The reason for the choice; an empty string if there is no choice.
+            The reason for the choice; an empty string if only one route is possible.
 
         Raises:
-            DeviceError: If the wanted route is not possible.
+            DeviceError: If the requested route is not possible.
         """
         ...
 
@@ -176,11 +176,11 @@ class Device(Protocol):
         """Return the dtype in which the device needs row indices in its own memory.
 
         Args:
-            stores: Stores that it reaches, of which it reads or writes these rows.
+            stores: Stores whose rows the device reads or writes directly.
             rows: The row indices.
 
         Returns:
-            The dtype; None if it needs none, as where it copies a run of consecutive rows at once.
+            The dtype; None if the device needs no indices, such as for a run of consecutive rows.
         """
         ...
 
@@ -190,15 +190,15 @@ class Device(Protocol):
         stream: Any,
         indices: Tensor | None = None,
     ) -> Iterator[None]:
-        """Queue reads of parts that it reaches into their tensors.
+        """Queue reads of parts that the device can read directly into their tensors.
 
         The iterator has steps, like that of ``HostArray.read``.
 
         Args:
             parts: The parts, each with its tensor.
             stream: Stream of the reads.
-            indices: Row indices of the parts, on the device, in the dtype of ``index_dtype``. All
-                parts are then these rows of stores.
+            indices: Row indices of the parts, on the device, in the dtype of ``index_dtype``; if
+                given, all parts are these rows of stores.
         """
         ...
 
@@ -209,7 +209,7 @@ class Device(Protocol):
         stream: Any,
         indices: Tensor | None = None,
     ) -> None:
-        """Queue writes of distinct rows of stores that it reaches.
+        """Queue writes of distinct rows of stores that the device can write directly.
 
         Args:
             values: Stores, each with the values of the rows.
@@ -228,11 +228,11 @@ class Device(Protocol):
         """Return a tensor's shape, its dtype, and whether it is on this device.
 
         Returns:
-            A tuple of the three, or None if ``value`` is no dense tensor.
+            A tuple of the three, or None if ``value`` is not a dense tensor.
         """
 
     def named(self, name: str) -> AbstractContextManager[None]:
-        """Show the work of the calling thread under this name in the device's profiler."""
+        """Return a context that names the work of the calling thread in the device's profiler."""
         ...
 
     def free_bytes(self) -> int:
@@ -240,4 +240,4 @@ class Device(Protocol):
         ...
 
     def close(self) -> None:
-        """Free spare memory. Batches that the user holds stay valid."""
+        """Free spare memory. Batches that the loop has received stay valid."""

@@ -1,8 +1,8 @@
 """BatchCopy: copies of long rows by the copy engine, many in one call of the CUDA driver.
 
-The copy engine takes no multiprocessor from the model. CUDA 13.1 and later prefer it for these
-copies; earlier drivers may use multiprocessors. It spends about as long on a short row as on one of
-some KiB, so that kernels are faster for short rows.
+The copy engine leaves all multiprocessors to the model. CUDA 13.1 and later prefer it for these
+copies; earlier drivers may use multiprocessors. A short row takes about as long as a row of a few
+KiB, so kernels are faster for short rows.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pinfeed.rows.orders import Rows
 Addresses = npt.NDArray[np.int64]
 """Addresses of rows, shape (n,)."""
 LONG_ROW_BYTES = 32 << 10
-"""Bytes from which a row is long enough for a copy of its own."""
+"""Fewest bytes of a row that is worth a separate copy."""
 # Drivers have failed with tens of thousands of copies in one call, and one has hung when calls were
-# repeated (vllm-project/vllm#49276); ``route="staged"`` avoids them. A loop that ends waits for the
-# current call.
+# repeated (vllm-project/vllm#49276); ``route="staged"`` avoids these calls. A loop that ends waits
+# for the current call.
 _MOST_COPIES = 1024
-# Sources are read in the order of the stream, and not before its earlier work is done.
+# Sources are read in stream order, after the earlier work of the stream.
 _STREAM_ORDER = 1
 # The driver should prefer copy engines to multiprocessors.
 _OVERLAP_WITH_COMPUTE = 1
@@ -55,8 +55,8 @@ PROTOTYPE = ctypes.CFUNCTYPE(
 )
 """Type of ``cuMemcpyBatchAsync`` as drivers have it from CUDA 12.8 on.
 
-Drivers of CUDA 13 still export it. The headers of CUDA 13 give its name to another function,
-``cuMemcpyBatchAsync_v2``, which does not tell which copy failed.
+Drivers of CUDA 13 still export it. The headers of CUDA 13 use its name for another function,
+``cuMemcpyBatchAsync_v2``, which does not report the failed copy.
 """
 
 

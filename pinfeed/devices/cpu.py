@@ -1,6 +1,6 @@
 """HostDevice: the CPU as a device.
 
-Work is done at the moment it is queued, and rows are gathered into the batch itself.
+Work is done when it is queued, and rows are gathered straight into the batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pinfeed.stores.base import Array, HostArray, Store
 from pinfeed.tensors.numpy_torch import NUMPY, memory_of, to_torch
 from pinfeed.threads.pool import ThreadPool
 
-# torch copies more bytes than this in several threads.
+# torch uses several threads for copies of more bytes.
 _SMALL_NBYTES = 64 << 10
 
 
@@ -49,7 +49,7 @@ class HostEvent:
 
 
 class HostStream:
-    """Stream whose work is done at once by the thread that queues it."""
+    """Stream that does all work at once, in the thread that queues it."""
 
     _event = HostEvent()
 
@@ -95,9 +95,9 @@ class HostDevice:
         return to_torch(np.ndarray(shape, dtype, buffer, offset))
 
     def cut(self, tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        # Not a view: in-place operations of the user on one batch must not concern autograd in
-        # another batch. And by numpy, which keeps the interpreter's lock for such a short call;
-        # torch releases the lock and then waits to get it back.
+        # The result is not a view, because in-place operations on one batch must not affect
+        # autograd in another batch. numpy creates it, because numpy keeps the interpreter's lock
+        # for such a short call, while torch releases the lock and waits to get it back.
         return to_torch(memory_of(tensor)[start:stop])
 
     def staging(self, nbytes: int) -> npt.NDArray[np.uint8]:
@@ -119,7 +119,7 @@ class HostDevice:
         dst_pos: torch.Tensor | None,
         stream: Any,
     ) -> None:
-        # By numpy, which supports every dtype; torch does not index uint16.
+        # numpy supports every dtype; torch does not index uint16.
         for src, dst in pairs:
             values = _array_of(src)
             if dst_pos is None:
@@ -133,13 +133,13 @@ class HostDevice:
     def adopt(self, part: HostArray, stream: Any) -> Any:
         value = getattr(part, "host_value", None)
         if type(value) is torch.Tensor and value.is_cpu:
-            # It already belongs to the user, so it is not copied. Calling ``to`` would release the
+            # The caller owns the value, so it is not copied. Calling ``to`` would release the
             # interpreter's lock.
             return value
         return None if value is None else value.to("cpu")
 
     def choose_route(self, stores: Sequence[Store], n_rows: int, wanted: str | None) -> str:
-        # There is no choice: rows are gathered into the batch itself.
+        # Only one route is possible: rows are gathered straight into the batch.
         return ""
 
     def reaches(self, source: HostArray | Store) -> bool:

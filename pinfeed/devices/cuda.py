@@ -34,20 +34,20 @@ def check_gpu(index: int | None) -> int:
         index: Its number; None for torch's current GPU.
 
     Raises:
-        DeviceError: If there is no such GPU, or torch cannot use it.
+        DeviceError: If the GPU does not exist, or torch cannot use it.
     """
     if not torch.cuda.is_available():
         built = (
             f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a build without CUDA"
         )
         raise DeviceError(
-            f"device='cuda': torch {torch.__version__} ({built}) finds no usable GPU; expected "
-            "one, or device='cpu'"
+            f"device='cuda': torch {torch.__version__} ({built}) finds no usable GPU; expected a "
+            "GPU, or device='cpu'"
         )
     index = torch.cuda.current_device() if index is None else index
     if index >= torch.cuda.device_count():
         raise DeviceError(
-            f"device='cuda:{index}' does not exist; this machine has cuda:0 to "
+            f"device='cuda:{index}' does not exist; expected one of cuda:0 to "
             f"cuda:{torch.cuda.device_count() - 1}"
         )
     return index
@@ -63,7 +63,7 @@ class CudaDevice(DirectAccess):
             kernels that move rows start before further blocks of the model's kernels.
 
     Raises:
-        DeviceError: If there is no such GPU, or torch cannot use it.
+        DeviceError: If the GPU does not exist, or torch cannot use it.
     """
 
     unified = False
@@ -80,8 +80,8 @@ class CudaDevice(DirectAccess):
         return CudaDevice(self._index, priority=self._priority)
 
     def stream(self, name: str) -> CudaStream:
-        # If rows are read and written in turn, both are in one stream. Row indices never are, and
-        # functions neither, because the copies of later batches would wait for them.
+        # If rows are read and written in turn, both are in one stream. Row indices and transforms
+        # have other streams, because the copies of later batches would wait for them.
         is_of_rows = name not in ("index", "transform")
         if is_of_rows and not self.route.duplex and self._side is not None:
             return CudaStream(self._side, self)
@@ -108,8 +108,8 @@ class CudaDevice(DirectAccess):
     def tensor(
         self, buffer: torch.Tensor, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int = 0
     ) -> torch.Tensor:
-        # set_ and not view: the user's tensor must not be a view, so that autograd and in-place
-        # operations treat it as a tensor of its own.
+        # set_ instead of view, because autograd and in-place operations must treat the user's
+        # tensor as an independent tensor.
         return torch.empty(0, dtype=TORCH[dtype], device=self._device).set_(
             buffer.untyped_storage(), offset // dtype.itemsize, shape, _strides(shape)
         )
@@ -150,7 +150,7 @@ class CudaDevice(DirectAccess):
         if value is None or _is_plain(value):
             return None
         with torch.cuda.stream(stream.raw):
-            # A sparse, strided or subclassed tensor, or an object of the user that moves itself.
+            # A sparse, strided or subclassed tensor, or a user's object that moves itself.
             return value.to(self._device)
 
     def share(self, tensor: torch.Tensor, stream: CudaStream) -> None:
@@ -232,7 +232,7 @@ def _copy_rows(
 def _aligned(values: torch.Tensor) -> torch.Tensor:
     """Return values that begin at a multiple of 8 bytes of their memory, as ``_words`` needs.
 
-    Those of the user may be a part of a larger tensor. Tensors that pinfeed makes are aligned.
+    Values of the user may be a part of a larger tensor. Tensors that pinfeed creates are aligned.
     """
     begin = values.storage_offset() * values.element_size()
     return values.clone() if begin % 8 else values

@@ -12,7 +12,7 @@ import torch
 # torch gives the time between two events as a 32-bit float in milliseconds, which resolves a
 # microsecond at 10 seconds.
 _COMPARE_S = 10.0
-# Tries to read both clocks at the same time, and the time that one may take, in seconds.
+# Number of attempts to read both clocks at the same time, and the longest time of one, in seconds.
 _N_TRIES = 4
 _MAX_TRY_S = 1e-3
 
@@ -46,9 +46,9 @@ class ClockComparison:
 class CudaClock:
     """Clock that gives the times of a GPU's events by the host's clock.
 
-    The two clocks drift apart by some ten microseconds per second, so they are compared again from
+    The two clocks drift apart by about ten microseconds per second, so they are compared again from
     time to time. An error that a comparison finds is corrected gradually until the next comparison.
-    So the reported time never jumps, and spans do not overlap.
+    Therefore, the reported time never jumps, and spans do not overlap.
 
     Args:
         mark: Returns a mark, or None if the GPU is busy.
@@ -78,11 +78,11 @@ def _seconds(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
 
 
 def take_mark(stream: torch.cuda.Stream) -> Mark | None:
-    """Return the mark of the fastest of some tries, or None if the stream is busy.
+    """Return the mark of the fastest of several attempts, or None if the stream is busy.
 
-    A thread that is interrupted during a try reads the host's clock late; the fastest try has the
-    smallest error. torch's streams are shared, so the stream may have other work, for which this
-    function does not wait.
+    A thread that is interrupted during an attempt reads the host's clock late; the fastest attempt
+    has the smallest error. torch's streams are shared, so the stream may have other work; this
+    function does not wait for it.
     """
     tries = []
     for _ in range(_N_TRIES):

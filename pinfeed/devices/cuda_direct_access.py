@@ -1,7 +1,7 @@
-"""DirectAccess: the part of a CUDA device that reads and writes page-locked rows itself.
+"""DirectAccess: the part of a CUDA device that reads and writes page-locked rows directly.
 
-Rows that are consecutive are one copy. Other rows are moved by kernels, or, if they are long and
-the route says so, by copies that the driver takes in one call.
+Consecutive rows are one copy. Kernels move other rows, unless the rows are long and the route uses
+batched copies, which the driver accepts in one call.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class DirectAccess:
         self._device = torch.device("cuda", index)
         self._index = index
         self.route = STAGED
-        """Route of the rows of page-locked stores; the last feeder that decided sets it for all."""
+        """Route of the rows of page-locked stores; the last decision applies to all feeders."""
 
     def copy(
         self, src: torch.Tensor | Array, dst: torch.Tensor | Array, stream: CudaStream
@@ -97,10 +97,10 @@ class DirectAccess:
         try:
             route = decide(_measured_rates(self, stores, n_rows or _TYPICAL_ROWS), wanted)
         except (DeviceError, RuntimeError) as error:
-            # There is not enough memory for a measurement.
+            # The machine does not have enough memory for a measurement.
             how = "read by the GPU" if wanted else "staged"
             why = (
-                f"page-locked rows are {how}: what is faster could not be measured "
+                f"page-locked rows are {how}: the faster route could not be measured "
                 f"({described(error)})"
             )
             return (Route(_N_BLOCKS, True, "") if wanted == "direct" else STAGED), why
@@ -118,7 +118,7 @@ class DirectAccess:
 
         It can if the rows are page-locked and have bytes.
         """
-        # A subclass may gather and scatter rows in its own way.
+        # A subclass may override how rows are gathered and scattered.
         return (
             type(store) is PinnedStore
             and store.page_locked
@@ -259,7 +259,7 @@ def _measured_rates(device: DirectAccess, stores: Sequence[PinnedStore], n_rows:
 
     def measured() -> Rates:
         with contextlib.closing(device._same_gpu()) as apart:
-            # Measured with a device object of its own, because others may use this one.
+            # Measured with a separate device object, because other feeders may use this one.
             return measure(apart, stores, 1 << batch, MatrixProducts(device._device))
 
     return cached_rates(key, measured)

@@ -17,7 +17,7 @@ def staging_memory(device: torch.device, nbytes: int) -> Bytes:
     """Return page-locked host memory, shape (nbytes,), for copies from and to one GPU.
 
     Raises:
-        DeviceError: If the system or the driver refuses to lock so much.
+        DeviceError: If the system or the driver refuses to lock the memory.
     """
     # The unlock function must not keep the CudaDevice alive, because its pool keeps the memory.
     lock = functools.partial(_call_runtime, device, "cudaHostRegister")
@@ -28,9 +28,7 @@ def staging_memory(device: torch.device, nbytes: int) -> Bytes:
             functools.partial(unlock_on, device),
         )
     except DeviceError as error:
-        raise DeviceError(
-            f"{error}; take a smaller batch or depth, or raise `ulimit -l`"
-        ) from error
+        raise DeviceError(f"{error}; use a smaller batch or depth, or raise `ulimit -l`") from error
 
 
 def unlock_on(device: torch.device, address: int) -> None:
@@ -43,7 +41,7 @@ def unlock_on(device: torch.device, address: int) -> None:
 
 
 def _call_runtime(device: torch.device, name: str, *args: int) -> None:
-    # Without the guard, a thread that has not used this GPU would make a context on another one.
+    # Without the guard, a thread that has not used this GPU would create a context on another one.
     with torch.cuda.device(device):
         runtime = torch.cuda.cudart()
         code = getattr(runtime, name)(*args)

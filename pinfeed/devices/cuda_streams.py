@@ -12,8 +12,8 @@ from pinfeed.devices.cuda_clock import CudaClock
 class CudaEvent:
     """Event of torch that is recorded once.
 
-    A thread that waits for it sleeps and does not spin, because a spinning reader thread would take
-    a core from the training loop.
+    A thread that waits for it sleeps and does not spin, because a spinning reader thread would
+    occupy a core that the training loop needs.
 
     Args:
         stream: Stream in which the event is recorded.

@@ -1,10 +1,10 @@
 """CUDA kernels that move rows between page-locked host memory and device memory.
 
-A thread moves words of a row, as wide as rows and addresses allow (16 bytes at most). Each thread
+A thread moves words of a row, as wide as rows and addresses allow (at most 16 bytes). Each thread
 has four words in flight. The throughput of the link is the number of bytes in flight divided by the
-time of a round trip, so a few thousand threads keep the link busy, and the rest of the GPU is free
-for the model. Neighbouring threads move neighbouring words, so that each warp asks for whole lines
-of 128 bytes where a row has them.
+time of a round trip. Therefore, a few thousand threads keep the link busy, and the rest of the GPU
+is free for the model. Adjacent threads move adjacent words, so that each warp requests whole lines
+of 128 bytes if the row has them.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def launches(
     Args:
         rows: Row indices on the device.
         moves: Moves of these rows, one for each table.
-        n_blocks: Largest number of blocks; a small batch does not need as many.
+        n_blocks: Largest number of blocks; a small batch needs fewer.
     """
     for i in range(0, len(moves), MAX_TABLES):
         group = moves[i : i + MAX_TABLES]
@@ -195,8 +195,8 @@ class RowKernels:
             stream: Handle of the stream.
             rows: Row indices on the device.
             moves: Moves of these rows, one for each table.
-            n_blocks: Largest number of blocks per launch; each takes a part of a multiprocessor
-                from the model.
+            n_blocks: Largest number of blocks per launch; each occupies a part of a multiprocessor
+                that the model could use.
         """
         kernel = self._kernels["gather", rows.nbytes]
         return self._launch(kernel, stream, launches(rows, moves, n_blocks))

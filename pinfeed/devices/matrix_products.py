@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-# The product has a thousand tiles of 128 x 128, so that it takes every multiprocessor several
-# times, and some tens of microseconds on a fast GPU.
+# The product has a thousand tiles of 128 x 128, so it occupies every multiprocessor several times,
+# and takes a few tens of microseconds on a fast GPU.
 _N = 4096
 _K = 1024
 
 
 class MatrixProducts:
-    """Matrix products of half precision on one GPU, as most of a model's work is.
+    """Matrix products of half precision on one GPU, like most work of a model.
 
     Args:
         device: The GPU.

@@ -1,4 +1,4 @@
-"""PlannedGpu: stands for a GPU in a plan that is made on a machine without one."""
+"""PlannedGpu: a stand-in for a GPU, for plans on a machine without one."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pinfeed.stores.base import HostArray, Store
 
 
 class PlannedGpu(HostDevice):
-    """Device for plans only: it has memory of its own, so that batches for it are staged.
+    """Device for plans only, with its own memory, so that plans use the staged route.
 
-    ``Feeder(..., device=PlannedGpu()).plan`` is the plan of a feeder on a machine with a GPU, made
-    on a machine without one. The batches of the feeder would stay on the host. Rows of page-locked
-    tables are planned as staged, because the faster route can only be measured on the GPU.
+    ``Feeder(..., device=PlannedGpu()).plan`` is the plan of a feeder on a machine with a GPU,
+    created on a machine without one. The batches of the feeder would stay on the host. The plan
+    stages rows of page-locked tables, because the faster route can only be measured on the GPU.
     """
 
     name = "cuda"
@@ -23,7 +23,7 @@ class PlannedGpu(HostDevice):
     def choose_route(self, stores: Sequence[Store], n_rows: int, wanted: str | None) -> str:
         if wanted == "direct":
             raise DeviceError(
-                "route='direct': there is no GPU here that could read the rows; leave route out"
+                "route='direct': this machine has no GPU that could read the rows; leave route out"
             )
         return ""
 

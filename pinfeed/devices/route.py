@@ -1,4 +1,4 @@
-"""Route: the way of rows between page-locked stores and a GPU, decided from measured times."""
+"""Route: the route of rows between page-locked stores and a GPU, chosen by measured times."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Literal
 
 from pinfeed.memory.units import human_rate
 
-# Times that differ by less are taken as equal. The route that takes less of the machine is then
-# used: fewer blocks leave more of the GPU to the model, and a direct route leaves it the CPU.
+# Times that differ by less count as equal. The route that uses less of the machine then wins: fewer
+# blocks leave more of the GPU to the model, and a direct route leaves the CPU free.
 _TOLERANCE = 1.03
 
 Mover = Literal["kernel", "copy engine"]
@@ -35,8 +35,8 @@ class Rates:
 
     Attributes:
         kernel: Speed by number of blocks, if kernels read the rows from page-locked memory.
-        copy_engine: Speed if the copy engine reads long rows, and kernels the others; None if the
-            driver cannot do it, or did not do it exactly.
+        copy_engine: Speed if the copy engine reads long rows, and kernels read the others; None if
+            the driver does not support it, or gave wrong rows.
         staged: Speed if the CPU gathers the rows, and they are copied.
         products_s: Seconds of the matrix products of ``joint_s`` alone.
         both: Sum of both directions in GB/s, if rows are gathered and scattered directly at the
@@ -77,7 +77,7 @@ STAGED = Route(0, True, "")
 def decide(rates: Rates, wanted: str | None) -> Route:
     """Return the fastest route, or the fastest direct route if ``wanted`` is given.
 
-    The fastest route is the one with which the model's work and the transfer end first.
+    The fastest route is the one that completes the transfer and the model's work first.
     """
     route = fastest_direct(rates.kernel, rates.copy_engine)
     direct, how = rates.kernel[route.n_blocks], f"{route.n_blocks} blocks of a kernel"
@@ -89,12 +89,12 @@ def decide(rates: Rates, wanted: str | None) -> Route:
         f"with matrix products of {_ms(rates.products_s)})"
     )
     if wanted is None and rates.staged.joint_s * _TOLERANCE < direct.joint_s:
-        return Route(0, True, f"page-locked rows are staged: {measured}")
+        return Route(0, True, f"page-locked rows take the staged route: {measured}")
     duplex = rates.both >= rates.in_turn
     order = "at the same time" if duplex else "in turn"
     reason = (
-        f"the GPU reads page-locked rows itself: {measured}; "
-        f"rows are gathered and scattered {order}"
+        f"the GPU reads page-locked rows directly: {measured}; rows are gathered and scattered "
+        f"{order}"
     )
     return Route(route.n_blocks, duplex, reason, route.mover)
 

@@ -43,12 +43,12 @@ def measure(
 ) -> Rates:
     """Time each route alone and together with matrix products, in about 100 ms in all.
 
-    Blocks of a kernel that moves rows take registers and bandwidth from the model's kernels, so the
-    fastest route on an idle GPU is not always the fastest for a training loop. The products take
-    about as long as the fastest route, or a single one if that takes longer: a route that slows
-    either of them down shows.
+    Blocks of a kernel that moves rows use registers and bandwidth that the model's kernels need, so
+    the fastest route on an idle GPU is not always the fastest for a training loop. The products
+    take about as long as the fastest route, but at least one product runs. The times then show
+    whether a route slows the products down.
 
-    The stores are only read: what is written goes to memory that is allocated here.
+    The function only reads the stores; it writes to memory that it allocates.
 
     Args:
         device: A CudaDevice that is not used for anything else.
@@ -82,7 +82,7 @@ def measure(
 
 
 class _Trial:
-    """Batches that are moved to be timed; each has other rows, which no cache holds yet."""
+    """Batches whose transfer is timed; each has different rows, which no cache holds yet."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class _Trial:
     def seconds(self, route: Route, move: _MoveBatch, n_products: int = 0) -> float:
         """Return the seconds of the fastest batch, and of products that begin with it.
 
-        The first batch is not timed, because code is loaded in it.
+        The first batch is not timed, because it includes loading code.
         """
         self._device.route = route
         times = []
@@ -143,7 +143,7 @@ class _Trial:
         return min(times[1:])
 
     def set_products(self, seconds: float) -> None:
-        """Choose as many products as take about so long."""
+        """Choose the number of products that takes about this long."""
         one_s = self.seconds(STAGED, lambda batch: None, _N_PRODUCTS) / _N_PRODUCTS
         self._n_products = min(_MOST_PRODUCTS, math.ceil(seconds / one_s))
         self.products_s = self.seconds(STAGED, lambda batch: None, self._n_products)
@@ -161,7 +161,7 @@ class _Trial:
             for store, sample in zip(self._stores, batch, strict=True)
         ]
         for rows, host, tensor in zip(wanted, self._host, self._tensors, strict=True):
-            # A row that is not moved has other bytes.
+            # A row that is not moved has different bytes.
             _bytes(host.array)[...] = ~rows
             self._device.copy(host.array, tensor, self.read_stream)
         try:

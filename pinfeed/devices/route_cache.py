@@ -58,7 +58,7 @@ def _timing(entry: Any) -> Timing:
 def _finite(value: Any) -> float:
     number = float(value)
     if not math.isfinite(number):
-        raise ValueError(f"{value!r} is no measured number")
+        raise ValueError(f"{value!r} is not a measured number")
     return number
 
 
@@ -86,6 +86,6 @@ def _cache_folder() -> pathlib.Path:
     try:
         parent = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
     except RuntimeError:
-        # The user has no home, as in some containers, so nothing can be kept.
+        # The user has no home folder, as in some containers, so nothing can be kept.
         return pathlib.Path(os.devnull)
     return parent / "pinfeed"

@@ -52,7 +52,7 @@ class Batch(Generic[T_co]):
         self._lent = lent
         self._stores = stores
         self._device = device
-        # Whether the data are rows of the source, and not results of a function on batches.
+        # Whether the data are rows of the source, and not results of a transform.
         self._is_source = is_source
         self.rows: Rows = lent.groups[0].rows
         self.data = data
@@ -77,9 +77,9 @@ class Batch(Generic[T_co]):
 
         Raises:
             WriteBackError: If the structure, shape, dtype or device of ``values`` is wrong, a store
-                is read-only, a row appears twice in the batch, the batch was written before, the
-                loop has requested the next batch, or the feeder has a ``host_transform`` or a
-                ``device_transform``. No row has changed then.
+                is read-only, or a row appears twice in the batch. It is also raised if the batch
+                was written before, the loop has requested the next batch, or the feeder has a
+                transform. No row has changed then.
         """
         if not self._is_source:
             raise WriteBackError(

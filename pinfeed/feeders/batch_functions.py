@@ -29,9 +29,9 @@ def check_seed_of_functions(options: Mapping[str, Any]) -> None:
     check_seed(seed)
     if not any(takes_generator(options[name]) for name in FUNCTIONS):
         raise ArgumentError(
-            f"seed={seed!r} was given, but no function with a parameter generator; the seed is for "
-            "the generators of host_transform and device_transform; for the order, which the "
-            "DataLoader draws, give it generator=torch.Generator().manual_seed(seed)"
+            f"seed={seed!r} was given, but no function with a parameter generator; expected a "
+            "host_transform or device_transform that has it; to seed the order, give the "
+            "DataLoader generator=torch.Generator().manual_seed(seed)"
         )
 
 

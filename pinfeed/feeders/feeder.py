@@ -95,7 +95,8 @@ class Feeder(ResumableFeeder[T_co]):
             sampler, the loop uses that one.
         shuffle: Whether every epoch has a new order; short for
             ``rows=pinfeed.rows.shuffled(seed)``. Every run of the program repeats the same orders,
-            because the default seed is 0; pass another ``seed`` for others.
+            because the default seed is 0. For others, give ``seed=random.randrange(2**32)``, the
+            same number on all ranks.
         seed: Seed of the shuffle, a whole number; the order is a function of (seed, epoch). It is
             also the seed of the generators of the transforms.
         drop_last: Whether to leave out a last batch that is not full.
@@ -260,7 +261,7 @@ class Feeder(ResumableFeeder[T_co]):
         except Exception:
             if error is None:
                 raise
-            logger.exception("an error while a feeder was closed, after the error that is raised")
+            logger.exception("closing a feeder failed, in addition to the error that is raised")
 
     def __iter__(self) -> Iterator[T_co]:
         """Begin the next epoch.
@@ -333,7 +334,7 @@ class Feeder(ResumableFeeder[T_co]):
         route: str | None,
         functions: LoopFunctions,
     ) -> RowBatches:
-        """Plan the memory and how each store is read, and return the batches that follow."""
+        """Plan the memory and the reads of each store, and return the resulting batches."""
         stores = self._stores.stores
         n_rows = self._stores.n_rows
         if isinstance(selection.order, ElementBatches):
@@ -351,7 +352,7 @@ class Feeder(ResumableFeeder[T_co]):
             self._stores.ragged,
             memory,
         )
-        # Rows for a function on the host are gathered by the CPU.
+        # The CPU gathers the rows for host_transform.
         route = route if functions.host is None else "staged"
         plan, self._read_plan = make_plan(request, schedule, self._device, route)
         batches = selection.batches(n_rows, plan)
@@ -375,7 +376,7 @@ class Feeder(ResumableFeeder[T_co]):
         self._loop = EpochRunner(
             source,
             self._device,
-            # The results of a function take other memory than rows.
+            # The results of host_transform take other memory than rows.
             capacity=() if self._functions.host is not None else self._capacity,
             schedule=schedule,
             progress=options["progress"],
@@ -387,7 +388,7 @@ class Feeder(ResumableFeeder[T_co]):
     def _functions_of(
         self, options: FeederOptions, selection: RowSelection, seed: int
     ) -> LoopFunctions:
-        """Return the functions on batches, without what reads rows for them."""
+        """Return the transforms, without the ``gather`` that reads rows for them."""
         rank = None if selection.shard is None else selection.shard.rank
         return LoopFunctions(
             batch_function("host_transform", options, seed, "cpu", rank),
@@ -404,8 +405,8 @@ class Feeder(ResumableFeeder[T_co]):
     @property
     def _may_measure(self) -> bool:
         """Whether a loop without a depth may time the synchronous loop."""
-        # Whether a change of rows is found must not depend on measured times. A file may be slow
-        # again after it was measured, which prefetching hides.
+        # Whether verify finds changed rows must not depend on measured times. A file may become
+        # slow again after the measurement, and prefetching hides that.
         return self._stores.are_in_memory and not self._verify
 
     @property
@@ -414,7 +415,7 @@ class Feeder(ResumableFeeder[T_co]):
         return self._take_verified if self._verify else LentBatch.take
 
     def _take_verified(self, lent: LentBatch) -> Any:
-        """Return the data of a batch after a comparison with the stores."""
+        """Return the data of a batch after comparing it with the stores."""
         data = lent.take()
         self._loop.drain()
         self._stores.require_equal(data, lent.groups[0].rows, lent.number, lent.copy_to_host)
@@ -422,7 +423,7 @@ class Feeder(ResumableFeeder[T_co]):
 
 
 def _check_conflicts(options: FeederOptions, route: str | None) -> None:
-    """Raise ArgumentError if an option excludes functions on batches."""
+    """Raise ArgumentError if an option excludes transforms."""
     if options["verify"] and has_functions(options):
         raise ArgumentError(
             "verify=True was given with host_transform or device_transform; verify compares each "
@@ -431,12 +432,12 @@ def _check_conflicts(options: FeederOptions, route: str | None) -> None:
     if route == "direct" and options["host_transform"] is not None:
         raise ArgumentError(
             "route='direct' was given with host_transform, which needs the rows on the host; leave "
-            "route out, or give device_transform"
+            "out route, or give device_transform"
         )
 
 
 def _schedule_of_single_batches(schedule: PrefetchSchedule) -> PrefetchSchedule:
-    """Return a schedule that gathers each batch on its own, and so fewer of them in advance."""
+    """Return a schedule that gathers each batch separately, and so prefetches fewer batches."""
     if schedule.batches_per_slot == 1:
         return schedule
     return dataclasses.replace(schedule, depth=DEFAULT_DEPTH, batches_per_slot=1)
@@ -445,7 +446,7 @@ def _schedule_of_single_batches(schedule: PrefetchSchedule) -> PrefetchSchedule:
 def _schedule_with_writes(schedule: PrefetchSchedule) -> PrefetchSchedule:
     """Return the schedule of a loop that writes back.
 
-    Every write has to be looked up in all batches that were gathered before it. Far ahead, the
-    look-up would cost more than prefetching saves, so such a loop prefetches less.
+    Every write is looked up in all batches that were gathered before it. With many prefetched
+    batches, this costs more than prefetching saves, so such a loop prefetches fewer.
     """
     return dataclasses.replace(_schedule_of_single_batches(schedule), writes=True)

@@ -105,8 +105,8 @@ def wrap_readers(
             keeps their dtype, which must be the same for all.
         output_dtype: The same for output samples.
         shuffle: Whether every epoch has a new order of the identities,
-            ``pinfeed.rows.shuffled(seed)``. Every run of the program repeats the same orders; pass
-            another ``seed`` for others.
+            ``pinfeed.rows.shuffled(seed)``. Every run of the program repeats the same orders, as
+            for ``Feeder``, unless ``seed`` changes.
         seed: Seed of the shuffle, a whole number; 0 by default.
         drop_last: Whether to leave out a last batch that is not full.
         ranks: Rule by which the processes of a job share the identities, as for ``Feeder``.

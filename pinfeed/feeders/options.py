@@ -13,7 +13,7 @@ from pinfeed.validation.functions import check_function
 from pinfeed.validation.options import Default
 
 FUNCTIONS = ("host_transform", "device_transform")
-"""Names of the options that are functions on batches."""
+"""Names of the options that are transforms."""
 
 
 class LoopOptions(TypedDict, total=False):

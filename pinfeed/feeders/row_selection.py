@@ -200,6 +200,6 @@ def _require_row_indices(rows: Any) -> None:
     if first.size and first.dtype.kind not in "iu":
         raise RowIndexError(
             f"rows: got {type(rows).__name__} of {first.dtype}; expected an order of pinfeed.rows, "
-            "a sampler, or an iterable of row indices, which are integers; convert a mask with "
-            "np.flatnonzero(mask), and give arrays of data as the source"
+            "a sampler, or an iterable of integer row indices; convert a mask with "
+            "np.flatnonzero(mask); give arrays of data as the source"
         )

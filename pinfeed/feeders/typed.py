@@ -1,4 +1,4 @@
-"""Types of what feeders are given, for type checkers; no module imports this one when it runs."""
+"""Types of the arguments of feeders, for type checkers; it is not imported at run time."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from pinfeed.stores.base import Store
 
 Tensor = torch.Tensor
 TensorSource = npt.NDArray[Any] | torch.Tensor | Store
-"""Source whose batches are tensors. A path is none, because a Parquet file has several columns."""
+"""Source with batches that are tensors. It excludes paths, because Parquet files have columns."""
 S = TypeVar("S", bound=TensorSource)
 K = TypeVar("K")
 T = TypeVar("T")
 U = TypeVar("U")
 Function = Callable[..., U]
-"""Function that takes a batch and maybe a generator."""
+"""Function that takes a batch, and optionally a generator."""
 Fetch = Mapping[K, tuple[Any, Any]]
-"""Source and ids of the rows of each key, as ``wrap_loader`` takes them."""
+"""Argument ``fetch`` of ``wrap_loader``: source and ids of the rows of each key."""
 
 
 class NamedSources(Protocol):
-    """Named tuple. Its batches are of the same class, whose fields have types of their own."""
+    """Named tuple. Its batches have the same class, with the types of its fields."""
 
     @property
     def _fields(self) -> tuple[str, ...]: ...
 
 
 class LoopArguments(TypedDict, total=False):
-    """Keyword arguments of every loop, without functions on batches."""
+    """Keyword arguments of every loop, without transforms."""
 
     device: Any
     depth: int | None
@@ -45,7 +45,7 @@ class LoopArguments(TypedDict, total=False):
 
 
 class FeederArguments(LoopArguments, total=False):
-    """Keyword arguments of ``Feeder``, without functions on batches."""
+    """Keyword arguments of ``Feeder``, without transforms."""
 
     batch_size: int | None
     config: MemoryLimits | None
@@ -59,7 +59,7 @@ class FeederArguments(LoopArguments, total=False):
 
 
 class LoaderArguments(LoopArguments, total=False):
-    """Keyword arguments of ``wrap_loader``, without ``fetch`` and functions on batches."""
+    """Keyword arguments of ``wrap_loader``, without ``fetch`` and transforms."""
 
     config: MemoryLimits | None
     on_error: Literal["raise", "next"]
@@ -67,7 +67,7 @@ class LoaderArguments(LoopArguments, total=False):
 
 
 class TableLoopArguments(LoopArguments, total=False):
-    """Keyword arguments of ``read_rows``, without functions on batches."""
+    """Keyword arguments of ``read_rows``, without transforms."""
 
     config: MemoryLimits | None
     look_ahead: int | None
@@ -77,6 +77,6 @@ class TableLoopArguments(LoopArguments, total=False):
 
 
 class TrainArguments(TableLoopArguments, total=False):
-    """Keyword arguments of ``train_rows``, without functions on batches."""
+    """Keyword arguments of ``train_rows``, without transforms."""
 
     optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]

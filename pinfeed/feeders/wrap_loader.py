@@ -172,10 +172,8 @@ def wrap_loader(
 
     Raises:
         DeviceError: If the device does not exist.
-        ArgumentError: If ``depth`` is not None or a whole number from 0 to 1,024, ``progress`` or
-            ``timeline`` is not a bool, ``loader`` cannot be iterated or does not yield batches,
-            ``fetch`` is no mapping to pairs, a function is not callable, or ``seed`` is given
-            without a transform that takes a generator.
+        ArgumentError: If an argument is invalid, ``loader`` does not yield batches, or ``seed`` is
+            given without a transform that takes a generator.
         StoreError: If a source of ``fetch`` cannot be read.
         NotEnoughCPUMemory: If the limits of ``config`` cannot hold the chunks that reading needs.
         UnknownArgument: If an argument does not exist. The message says where it belongs.

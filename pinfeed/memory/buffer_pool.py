@@ -1,7 +1,7 @@
-"""BufferPool: blocks of host memory that return to their pool with the last array on them.
+"""BufferPool: blocks of host memory that return to their pool after the last array on them dies.
 
-A fresh block costs a page fault every 4 KiB. A loop that drops its batches reuses the same few
-blocks, and a batch that is kept keeps its block.
+A new block costs a page fault per 4 KiB. A loop that drops its batches reuses the same few blocks,
+and a kept batch keeps its block.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ class BufferPool:
     ``take`` may be called, and an array may die, in any thread.
 
     Args:
-        n_spare: Number of free blocks that are kept, of any size; beyond that, the block that was
-            free for longest is unmapped.
-        make: Makes memory of at least as many bytes as asked for.
+        n_spare: Number of free blocks to keep, of any size; if there are more, the pool unmaps the
+            block that was free for longest.
+        make: Returns new memory of at least the requested number of bytes.
     """
 
     def __init__(self, n_spare: int, make: Callable[[int], Bytes] = anonymous) -> None:
         self._make = make
-        # A deque and no lock, because its operations are atomic and a finalizer may interrupt any
-        # code, take() included. When it is full, a block that is added at one end replaces the one
-        # at the other.
+        # A deque without a lock, because its operations are atomic and a finalizer may interrupt
+        # any code, including take(). If the deque is full, a block that is added at one end
+        # replaces the block at the other end.
         self._free: deque[Block] = deque(maxlen=n_spare)
-        # The blocks in use, each with the reference whose callback tells that it is free. This is
-        # done in every request of a training loop, in half the time of weakref.finalize.
+        # The blocks in use, each with a weak reference that reports when the block is free. A
+        # training loop does this for every batch, and it takes half the time of weakref.finalize.
         self._leased: dict[int, tuple[weakref.ref[Lease], Block]] = {}
 
     def take(self, nbytes: int) -> Bytes:
@@ -55,7 +55,7 @@ class BufferPool:
         self._free = deque(maxlen=0)
 
     def _find(self, nbytes: int) -> Block | None:
-        """Take the free block of as many whole pages as ``nbytes`` need, if there is one."""
+        """Take a free block with the number of pages for ``nbytes``; None if there is none."""
         free = self._free
         try:
             for _ in range(len(free)):
@@ -64,10 +64,10 @@ class BufferPool:
                     return block
                 free.appendleft(block)
         except IndexError:
-            # Another thread has taken the last block in between.
+            # Another thread has taken the last block.
             return None
         return None
 
     def _give(self, reference: weakref.ref[Lease]) -> None:
-        # An array may die so late while the interpreter ends that this module has no names left.
+        # If an array dies late while the interpreter exits, the names of this module may be gone.
         self._free.append(self._leased.pop(id(reference))[1])

@@ -1,4 +1,4 @@
-"""Demand: the rows that a feeder moves, and the buffers that it needs to move them."""
+"""Demand: the rows that a feeder moves, and the buffers that it needs for them."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ _MARKS_NBYTES = 2 * 32
 _LEAST_MARKS_NBYTES = 2 * 4096
 OVERLAP_CHUNK_BYTES = 8 << 20
 """Most bytes that the device copies at once of the rows that batches share."""
-# Most bytes that an order of pinfeed.rows takes: three tables of 512 KiB, and arrays for a run of
+# Most bytes that an order of pinfeed.rows needs: three tables of 512 KiB, and arrays for a run of
 # 16384 rows.
 _ORDER_BYTES = 3 << 20
 
 
 @dataclass(frozen=True)
 class Demand:
-    """The rows that a feeder moves, as far as its memory depends on them."""
+    """The properties of a feeder's rows that its memory depends on."""
 
     row_nbytes: tuple[int, ...]
     """Bytes of one row in each store."""
     writable: tuple[bool, ...]
     """Whether rows can be written back, for each store."""
     resident_bytes: int
-    """Host memory that the stores take besides their rows, in bytes."""
+    """Host memory that the stores need in addition to their rows, in bytes."""
     n_rows: int
     """Rows of one epoch, the most that a batch can have."""
     unified: bool
     """Whether batches live in host memory."""
     staged: tuple[bool, ...]
-    """Whether the device does not reach the rows, for each store."""
+    """Whether the device cannot read the rows directly, for each store."""
     windows: tuple[tuple[int, int], ...] = ()
     """Rows of a window and bytes of a row, for each store whose windows are read ahead."""
     batches_per_slot: int = 1
@@ -58,7 +58,7 @@ class Demand:
     """
 
     functions: FunctionMemory | None = None
-    """Memory of functions on batches; None if batches stay as they are."""
+    """Memory of transforms; None if there are no transforms."""
 
     def part_nbytes(self, batch_size: int) -> list[int]:
         """Return the most bytes of each part of a batch, first those of stores, then ragged ones.
@@ -71,7 +71,7 @@ class Demand:
 
     @property
     def is_staged(self) -> tuple[bool, ...]:
-        """Whether the device does not reach a part of a batch, for each part."""
+        """Whether the device cannot read a part of a batch directly, for each part."""
         n_ragged = len(self.part_nbytes(1)) - len(self.staged)
         return self.staged + (not self.unified,) * n_ragged
 
@@ -83,17 +83,17 @@ class Demand:
 
     @property
     def route(self) -> Route:
-        """The route of the batches: direct only if the device reaches every store."""
+        """The route of the batches: direct only if the device can read every store directly."""
         return "staged" if any(self.is_staged) else "direct"
 
 
 def resident_allocation(nbytes: int) -> Allocation:
-    """Return the memory that stores take besides their rows."""
+    """Return the memory that stores need in addition to their rows."""
     return Allocation("memory of the stores besides their rows", "host", 1, nbytes)
 
 
 def plan_allocations(demand: Demand, batch_size: int, depth: int) -> tuple[Allocation, ...]:
-    """List every buffer that a feeder has at a time if the loop drops its batches.
+    """List all buffers that a feeder holds at a time if the loop drops its batches.
 
     Args:
         demand: The rows that the feeder moves.
@@ -122,10 +122,10 @@ def plan_allocations(demand: Demand, batch_size: int, depth: int) -> tuple[Alloc
 
 
 def window_allocation(window_rows: int, row_nbytes: int, n_batch_rows: int) -> Allocation:
-    """Return the memory that the windows of a file take.
+    """Return the memory for the windows of a file.
 
-    One window is read ahead. The ``n_batch_rows`` rows of the batches in memory lie in others,
-    wherever these begin.
+    One window is read ahead. The ``n_batch_rows`` rows of the batches in memory are in other
+    windows.
     """
     count = 2 + -(-n_batch_rows // window_rows)
     return Allocation("windows", "host", count, _round_up(window_rows * row_nbytes, _PAGE))
@@ -217,7 +217,7 @@ def _shared_row_buffers(
 def _written_ahead(demand: Demand, depth: int) -> int:
     """Return the number of batches that a loop which writes prefetches.
 
-    It is at most the default where small batches are gathered together: see ``Feeder.batches``.
+    If small batches are gathered together, it is at most the default; see ``Feeder.batches``.
     """
     return min(depth, DEFAULT_DEPTH) if demand.batches_per_slot > 1 else depth
 

@@ -44,16 +44,16 @@ def _check(depth: int, alternative: str) -> int:
 def n_batches(depth: int, batches_per_slot: int = 1) -> int:
     """Return how many batches are in memory at a time.
 
-    The training step uses ``batches_per_slot`` of them, the loop takes the next one before it drops
-    those, and ``depth`` more are prefetched.
+    The training step uses ``batches_per_slot`` batches, the loop receives the next one before it
+    drops these, and ``depth`` more are prefetched.
     """
     return depth + 1 + batches_per_slot
 
 
 def n_held(depth: int) -> int:
-    """Return how many write-backs are kept at a time.
+    """Return how many write-backs are in memory at a time.
 
-    At most ``max(depth, 2)`` of them are not written yet (one without prefetching), and a
-    prefetched batch may not have seen ``depth + 1`` others.
+    At most ``max(depth, 2)`` write-backs are not written yet (one without prefetching), and a
+    prefetched batch may still need the values of ``depth + 1`` others.
     """
     return (max(depth, 2) if depth else 1) + depth + 1

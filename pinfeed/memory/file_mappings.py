@@ -29,8 +29,8 @@ def file_key(path: str) -> FileKey | None:
 def mapping_at(address: int) -> FileMapping | None:
     """Return the file that is mapped at an address, according to proc(5).
 
-    The result is None for other memory, for private mappings, whose writes do not reach the file,
-    and if there is no ``/proc`` to read.
+    The result is None for other memory, for private mappings (whose writes do not reach the file),
+    and if ``/proc`` cannot be read.
     """
     try:
         with open("/proc/self/maps") as lines:

@@ -1,4 +1,4 @@
-"""FunctionMemory: the memory that functions on batches take, as a part of a plan."""
+"""FunctionMemory: the memory that transforms need, as a part of a plan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pinfeed.memory.depth import n_batches
 from pinfeed.memory.plan import Allocation, Place
 
 Nbytes = Callable[[int], int]
-"""Bytes that a batch takes, given the bytes of its rows."""
+"""Bytes that a batch needs, given the bytes of its rows."""
 
 
 def constant(nbytes: int) -> Nbytes:
@@ -21,13 +21,13 @@ def linear(small: tuple[int, int], large: tuple[int, int]) -> Nbytes:
     """Return the linear function through two measurements, which never decreases.
 
     Args:
-        small: Bytes of the rows of a batch, and bytes that were measured for it.
+        small: Bytes of the rows of a batch, and the bytes measured for it.
         large: The same for a batch of as many rows, or more.
     """
     x, y = small
     more_x, more_y = large
     if x == more_x:
-        # One measurement tells nothing about memory that every batch takes.
+        # One measurement cannot show memory that does not depend on the batch.
         x, y = 0, 0
     per_byte = max(0.0, (more_y - y) / max(1, more_x - x))
     fixed = max(0.0, more_y - per_byte * more_x)
@@ -39,7 +39,7 @@ _NOTHING = constant(0)
 
 @dataclass(frozen=True)
 class FunctionMemory:
-    """Memory that the functions on the batches of a loop take."""
+    """Memory that the transforms of a loop need."""
 
     has_host: bool
     """Whether rows are read for ``host_transform``, whose results are then moved to the device."""
@@ -50,12 +50,12 @@ class FunctionMemory:
     device_new: Nbytes = _NOTHING
     """Bytes of new memory for results of ``device_transform``; that of its batch does not count."""
     device_working: Nbytes = _NOTHING
-    """More bytes of a GPU that ``device_transform`` takes while it runs."""
+    """Additional GPU memory that ``device_transform`` needs while it runs, in bytes."""
 
     def allocations(
         self, rows_nbytes: int, depth: int, *, unified: bool, when: str = ""
     ) -> list[Allocation]:
-        """List the memory of results of the functions.
+        """List the memory of the results of the transforms.
 
         Args:
             rows_nbytes: Bytes of the rows of a batch.
@@ -65,7 +65,7 @@ class FunctionMemory:
         """
         n = n_batches(depth)
         place: Place = "host" if unified else "device"
-        # A batch on the host is kept until its copy is lent.
+        # A batch on the host is kept until the loop receives its copy.
         n_on_host = n if unified else depth + 1
         # The memory of a result on a GPU is free when the training step has done its work, and
         # the copies of a batch wait for the step of the batch that had its slot before.

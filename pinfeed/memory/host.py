@@ -1,4 +1,4 @@
-"""Free host memory: the least that the machine, control groups and process limits leave."""
+"""Free host memory: the smallest remainder of the machine, control groups and process limits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FILES = {
 }
 """Files of a control group by version: the limit, the usage, and two keys of memory.stat.
 
-The keys name the page cache that can be dropped, and that which was used more than once.
+The keys name the page cache that can be dropped, and the page cache that was used more than once.
 """
 
 
@@ -42,12 +42,12 @@ class Limit(NamedTuple):
 
 
 def free_host_bytes(*, proc: Path = PROC, root: Path = ROOT) -> int:
-    """Return the bytes that this process may still allocate: the least that its limits leave."""
+    """Return the bytes that this process may still allocate under all of its limits."""
     return max(0, min(limit.free for limit in host_limits(proc=proc, root=root)))
 
 
 def free_page_cache_bytes(*, proc: Path = PROC, root: Path = ROOT) -> int:
-    """Return the bytes of files that the page cache can hold, with those that it holds now."""
+    """Return the bytes of files that the page cache can hold, including its current contents."""
     limits = host_limits(proc=proc, root=root)
     return max(0, min(limit.free + limit.active_file for limit in limits))
 
@@ -55,9 +55,9 @@ def free_page_cache_bytes(*, proc: Path = PROC, root: Path = ROOT) -> int:
 def host_limits(*, proc: Path = PROC, root: Path = ROOT) -> list[Limit]:
     """List every limit, the machine's memory first; some limits are larger than that.
 
-    The page cache counts as free: psutil does so for the machine, and ``inactive_file`` tells it
-    for a control group. Every group above a group bounds it too, so the process's own path is
-    followed up to the root. Versions 1 and 2 are supported. Without ``/proc`` no control groups are
+    The page cache counts as free: psutil does so for the machine, and ``inactive_file`` reports it
+    for a control group. Parent groups also bound a group, so the function follows the path of the
+    process up to the root. Versions 1 and 2 are supported. Without ``/proc``, no control groups are
     found, and the page cache of the machine does not count as free.
     """
     limits = [_machine(), *_group_limits(proc, root)]
@@ -82,7 +82,7 @@ def _machine() -> Limit:
 def _used(which: int) -> int:
     """Return the bytes of this process that count against RLIMIT_AS or RLIMIT_DATA.
 
-    Without ``/proc`` it is a lower bound.
+    Without ``/proc``, the result is a lower bound.
     """
     try:
         used = psutil.Process().memory_info()
@@ -92,7 +92,7 @@ def _used(which: int) -> int:
 
 
 def _peak_bytes() -> int:
-    """Return the most resident memory of this process so far, by getrusage(2) without ``/proc``."""
+    """Return the peak resident memory of this process; without ``/proc``, by getrusage(2)."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -177,9 +177,9 @@ def resident_bytes() -> dict[str, int | None]:
     """Return the resident memory of this process in bytes, by kind.
 
     The kinds are ``anonymous``, ``file`` (mapped from files), ``shared``, and the ``peak`` of their
-    sum. Memory is shared with other processes, such as the workers of a DataLoader; the kernel also
-    counts page-locked memory of CUDA as shared. Without ``/proc`` only the peak is known, and the
-    other kinds are None.
+    sum. Shared memory is shared with other processes, such as the workers of a DataLoader; the
+    kernel also counts page-locked memory of CUDA as shared. Without ``/proc``, only the peak is
+    known, and the other kinds are None.
     """
     try:
         with open(_STATUS) as file:

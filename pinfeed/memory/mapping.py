@@ -1,6 +1,6 @@
-"""Memory mappings for rows: page-aligned, of exact size, unmapped with the last array on them.
+"""Memory mappings for rows: page-aligned, of exact size, and freed after their last array dies.
 
-``malloc`` promises neither the alignment, nor the size, nor that freed memory leaves the process.
+``malloc`` guarantees neither the alignment nor the size, nor that freed memory leaves the process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def block_nbytes(nbytes: int) -> int:
 
 
 def anonymous(nbytes: int) -> Bytes:
-    """Return zero-filled memory of a mapping of its own, shape (block_nbytes(nbytes),).
+    """Return zero-filled memory in a new mapping, shape (block_nbytes(nbytes),).
 
     Raises:
         MemoryError: If the system does not have so much memory.
@@ -55,11 +55,11 @@ def map_memory(nbytes: int) -> mmap.mmap:
     try:
         return mmap.mmap(-1, block_nbytes(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
-        # An OverflowError says that an address cannot express so many bytes.
+        # An OverflowError says that this many bytes exceed the address space.
         reason = getattr(error, "strerror", error)
         raise MemoryError(
-            f"the system has no {nbytes} bytes for rows ({reason}); "
-            "ask for smaller batches or free memory"
+            f"the system cannot allocate {nbytes} bytes for rows ({reason}); use smaller batches, "
+            "or free memory"
         ) from error
 
 
@@ -82,12 +82,12 @@ class Block:
     def __init__(self, memory: Bytes) -> None:
         self.memory = memory
         self.nbytes = len(memory)
-        # numpy makes a new dict on each access, which takes longer than making an array.
+        # numpy creates a new dict on each access, which takes longer than creating an array.
         self.interface: dict[str, Any] = memory.__array_interface__
 
 
 class Lease:
-    """The base of every array on a block of memory; its death tells that the block is free.
+    """The base of every array on a block of memory; the block is free when this object dies.
 
     Args:
         block: The block.

@@ -1,4 +1,4 @@
-"""Page-locked memory: a driver locks it, and it is unlocked after the last array on it has died."""
+"""Page-locked memory, which a driver locks, and unlocks after the last array on it dies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _locked: set[tuple[int, int]] = set()
 
 @dataclass(frozen=True)
 class _Freed:
-    """A page-locked piece of memory that no array uses any more.
+    """A page-locked piece of memory that no array uses.
 
     Attributes:
         unlock: Unlocks the piece, given its address.
@@ -53,13 +53,13 @@ class _Freed:
 _freed: deque[_Freed] = deque()
 """Pieces to unlock: finalizers append to it at any time, and ``unlock_freed`` empties it.
 
-A deque needs no lock for that.
+A deque needs no lock for this.
 """
 _kept: list[_Freed] = []
 """Pieces that stay mapped until the process ends.
 
-Either the driver did not unlock the piece, or this is a forked process, which has no memory at its
-address. Other arrays may have been mapped there since.
+Either the driver did not unlock the piece, or this is a forked process, which has no such memory at
+its address. Other arrays may have been mapped at this address since.
 """
 
 
@@ -73,7 +73,7 @@ def page_locked(
 ) -> Bytes:
     """Return page-locked, zero-filled memory.
 
-    The first call of ``unlock_freed`` after the death of the last array on it unlocks it. Forked
+    After the last array on the memory dies, the next call of ``unlock_freed`` unlocks it. Forked
     processes do not inherit the memory, because locked pages must not become copy-on-write.
 
     Args:
@@ -90,7 +90,7 @@ def page_locked(
     try:
         return _lock_pages(nbytes, lock, unlock)
     except (MemoryError, OSError, RuntimeError) as error:
-        # The caller may try again with less, so pieces that were locked must not stay locked.
+        # The caller may retry with less memory, so locked pieces must not stay locked.
         unlock_freed()
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         allowed = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
@@ -101,15 +101,15 @@ def page_locked(
 
 
 def unlock_freed() -> None:
-    """Unlock page-locked memory whose last array has died, and return it to the system.
+    """Unlock page-locked memory without arrays, and return it to the system.
 
     Finalizers leave this to the threads that call pinfeed. The garbage collector runs a finalizer
     in the thread that it interrupts, and cudaHostUnregister in a thread that captures a CUDA graph
-    invalidates the capture. The callers are code that takes page-locked memory, a loop that asks
-    for its next batch, and the ``close`` of a feeder or a device. Unlocking a large table takes
-    time.
+    invalidates the capture. The callers are code that takes page-locked memory, a loop that
+    requests its next batch, and the ``close`` of a feeder or a device. Unlocking a large table
+    takes time.
     """
-    # A loop calls this for every batch, and there is seldom anything to unlock.
+    # A loop calls this for every batch, usually with nothing to unlock.
     while _freed:
         try:
             freed = _freed.popleft()
@@ -133,7 +133,7 @@ def _unlock(freed: _Freed) -> None:
         freed.unlock(freed.address)
     except RuntimeError as error:
         logger.warning(
-            "%d bytes of page-locked memory could not be unlocked, and stay as they are (%s)",
+            "%d bytes of page-locked memory could not be unlocked, and stay mapped (%s)",
             freed.nbytes,
             error,
         )
@@ -174,7 +174,7 @@ def _lock_pages(
 
 
 def _touch(memory: Bytes) -> None:
-    """Fault all pages in by several threads, because the driver would do it one by one."""
+    """Fault all pages in with several threads, because the driver would do it one by one."""
     pieces = [
         memory[start : start + _TOUCH_BYTES : PAGE] for start in range(0, len(memory), _TOUCH_BYTES)
     ]

@@ -24,8 +24,8 @@ def GiB(count: float = 1) -> int:
 
 def _bytes(count: Any, shift: int, unit: str) -> int:
     if not hasattr(count, "__float__"):
-        # A string times a number would be a long string.
-        raise ArgumentError(f"{unit}({count!r}): expected a number, as {unit}(64)")
+        # A string times a number would give a long string.
+        raise ArgumentError(f"{unit}({count!r}): expected a number, such as {unit}(64)")
     return int(count * (1 << shift))
 
 
@@ -37,7 +37,7 @@ def human(nbytes: float) -> str:
         return f"{nbytes:.0f} B"
     for unit in ("KiB", "MiB", "GiB", "TiB"):
         nbytes /= 1024
-        # The number as it is printed decides: 1023.96 MiB would read "1024.0 MiB".
+        # The check uses the printed number, because 1023.96 MiB would print as "1024.0 MiB".
         if round(nbytes, 1) < 1024:
             return f"{nbytes:.1f} {unit}"
     return f"{nbytes / 1024:,.1f} PiB"

@@ -1,8 +1,8 @@
 """is_abandoned: detects loops that cannot continue, because only an error's traceback keeps them.
 
-A notebook keeps the traceback of the last error, with every frame that the error went through.
-These frames keep the iterators of their loops. Such a frame has ended, so it never asks for the
-next batch.
+A notebook keeps the traceback of the last error, with every frame that the error passed through.
+These frames keep the iterators of their loops. They have ended, so they never request another
+batch.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _KEPT_FOR_OTHERS = (GeneratorType, FunctionType, CellType, dict, tuple)
 
 
 def is_abandoned(iterator: weakref.ref[Any]) -> bool:
-    """Tell whether only frames that have ended hold an iterator, directly or through others.
+    """Return whether only frames that have ended hold an iterator, directly or through others.
 
     Other objects that only such frames hold, such as ``tqdm(iterator)``, may hold it as well. The
-    search looks at all objects of the process, which takes some tenths of a second. So ask before
-    an error, not in a loop.
+    search looks at all objects of the process, which takes some tenths of a second. Therefore, call
+    it before an error is raised, not in a loop.
     """
     if sys.version_info < (3, 11):
-        # There, a suspended frame cannot be told from one that has ended.
+        # These versions cannot distinguish a suspended frame from one that has ended.
         return False
     gc.collect()
     alone = object()

@@ -14,18 +14,18 @@ from pinfeed.errors import ClosedError
 from pinfeed.pipeline.abandoned import is_abandoned
 
 Again = Literal["end", "refuse"]
-"""Rule for a loop that is asked for while another one over the same feeder has not ended."""
+"""Rule for a loop that begins before another loop over the same feeder has ended."""
 
 
 def is_suspended(generator: GeneratorType[Any, None, None]) -> bool:
-    """Tell whether a generator has begun and is suspended at a ``yield``."""
+    """Return whether a generator has begun and is suspended at a ``yield``."""
     return inspect.getgeneratorstate(generator) == inspect.GEN_SUSPENDED
 
 
 def has_ended(generator: GeneratorType[Any, None, None]) -> bool:
-    """Tell whether a generator has ended. Any thread may ask."""
+    """Return whether a generator has ended. Any thread may call this."""
     # Reading gi_frame alone would make the frame object of a generator that another thread runs,
-    # which is not safe without the interpreter's lock. This asks first whether it runs.
+    # which is not safe without the interpreter's lock. getgeneratorstate checks gi_running first.
     return inspect.getgeneratorstate(generator) == inspect.GEN_CLOSED
 
 
@@ -36,16 +36,16 @@ class _RunEnded(GeneratorExit):
 class ActiveRun:
     """The generator of a feeder's last run.
 
-    It is referenced weakly: when the user drops it, as ``break`` does, the run ends.
+    The reference is weak: when the user drops the generator, as ``break`` does, the run ends.
     """
 
     def __init__(self) -> None:
         self._generator: weakref.ref[GeneratorType[Any, None, None]] | None = None
-        # Thread that iterates the run, or has made it.
+        # Thread that iterates over the run, or has made it.
         self._thread: int | None = None
         self.has_begun = False
-        """Whether the generator was asked for a batch."""
-        # Error of an iterator whose run was ended while the program holds it.
+        """Whether the first batch was requested."""
+        # Message of the iterator's error after ``end`` has ended the run.
         self._reason: str | None = None
 
     @classmethod
@@ -68,14 +68,14 @@ class ActiveRun:
         return self._generator() if self._generator is not None else None
 
     def end(self, reason: str) -> bool:
-        """End the run, as ``break`` does, if this thread iterates it.
+        """End the run, as ``break`` does, if this thread iterates over it.
 
         Args:
-            reason: Message of the ClosedError that the generator raises if it is asked for another
-                batch. Without the error, it would seem to have reached the end of the epoch.
+            reason: Message of the ClosedError that the generator raises when the program requests
+                another batch. Without the error, the epoch would seem to be complete.
 
         Returns:
-            False if another thread iterates the run or has made it, or if it is running now.
+            False if another thread iterates over the run or has made it, or if it is running now.
         """
         generator = self.generator()
         if generator is None:
@@ -99,7 +99,7 @@ class ActiveRun:
             message: Message of the error.
 
         Raises:
-            ClosedError: If some code can.
+            ClosedError: If some code can continue the run.
         """
         assert self._generator is not None
         if not is_abandoned(self._generator):
@@ -112,7 +112,7 @@ class ActiveRun:
         self.has_begun = True
         reason = self._reason
         if reason is None:
-            # If ``end`` ends the run, the error waits until the iterator is used again.
+            # If ``end`` ends the run, the next use of the iterator raises the error.
             with contextlib.suppress(_RunEnded):
                 yield from batches
                 return

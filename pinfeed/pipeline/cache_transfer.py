@@ -1,13 +1,13 @@
 """CacheTransfer: moves rows between batches and the caches of their tables, in the right order.
 
-The training thread queues all work on a cache in its current stream. So a batch gets the rows as
-the batches before it have left them, without any wait. One wait is needed if the user makes another
-stream the current one between two batches:
+The training thread queues all work on a cache in its current stream. So each batch sees the rows as
+the earlier batches have left them, without any wait. One wait is needed if the user changes the
+current stream between two batches:
 
     (10) work on the cache may not be done yet, in another stream
 
-Evicted rows, and the rows that a flush writes, are copied first. The copies are written back like
-other values, by ``transfer.py``.
+Evicted rows, and the rows that a flush writes, are copied first. ``transfer.py`` writes the copies
+back like other values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pinfeed.profiling.timeline import CacheCounts
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import row_nbytes
 
-# Rows of a cache are written back in writes of so many bytes, which several threads share.
+# Bytes of each write when the rows of a cache are written back. Several threads share a write.
 _FLUSH_BYTES = 16 << 20
 
 
@@ -35,7 +35,7 @@ class ChangedRows(NamedTuple):
     """Some rows of a cache that may differ from their stores."""
 
     batch: int
-    """Number of the batch that was lent last."""
+    """Number of the last batch that was lent."""
     rows: Rows
     values: list[Tensor | None]
     """Values of the rows for each store; None for a store that the loop has not changed."""
@@ -55,7 +55,7 @@ class CacheTransfer:
         self._device = device
         self._counters = counters
         self.caches: list[RowCache] = []
-        """Caches of which the running loop has lent rows."""
+        """Caches from which the running loop has lent rows."""
         self._batch = 0
 
     def lend(
@@ -71,7 +71,7 @@ class CacheTransfer:
         Args:
             group: The group.
             cached: Its rows in the cache.
-            tensors: Tensors of all parts of the batch, some of which are replaced.
+            tensors: Tensors of all parts of the batch; those of the group are replaced.
             batch: Number of the batch.
             compute: Stream of the training thread.
 
@@ -97,7 +97,7 @@ class CacheTransfer:
 
         Args:
             cached: The rows of the batch.
-            values: Their values for each store; None leaves a store, or all, unchanged.
+            values: Their values for each store; None leaves one store, or all stores, unchanged.
             compute: Stream of the training thread.
 
         Returns:
@@ -135,7 +135,7 @@ class CacheTransfer:
 
         Args:
             cache: The cache.
-            is_last: Whether the loop ends, so that no row may change any more.
+            is_last: Whether the loop is ending, after which no row may change.
         """
         if is_last:
             cache.seal()
@@ -152,7 +152,7 @@ class CacheTransfer:
             try:
                 copied = self._copied(cache, rows[chunk], slots[chunk])
             except (MemoryError, RuntimeError):
-                # A loop that ends because memory is missing leaves little for the copies.
+                # A loop that ends because memory is exhausted leaves little for the copies.
                 if step == 1:
                     raise
                 step //= 2
@@ -172,7 +172,7 @@ class CacheTransfer:
         self.caches = []
 
     def _evicted(self, cache: RowCache, leaving: CachedRows) -> ChangedRows:
-        """Return the rows that have left a cache last, whose write may not have been queued."""
+        """Return the last evicted rows, which may not have been queued for writing."""
         with cache.moving:
             self._follow(cache, self._device.current_stream())
         values = cache.evicted_values(leaving)
@@ -195,7 +195,7 @@ class CacheTransfer:
         return ChangedRows(self._batch, rows, values, staged)
 
     def _follow(self, cache: RowCache, compute: Stream) -> None:
-        """Queue further work on a cache in ``compute``, behind that in the stream before."""
+        """Queue further work on a cache in ``compute``, after the work in its previous stream."""
         if cache.stream is not None and compute != cache.stream:
             compute.wait(cache.stream.record())  # work on the cache may not be done yet
             for tensor in cache.tensors:
@@ -203,7 +203,7 @@ class CacheTransfer:
         cache.stream = compute
 
     def _count_written(self, cache: RowCache, n_rows: int, values: Sequence[Tensor | None]) -> None:
-        """Count rows that are written to the stores for which there are values."""
+        """Count rows that are written to the stores that have values."""
         pairs = zip(cache.stores, values, strict=True)
         nbytes = [row_nbytes(store) for store, tensor in pairs if tensor is not None]
         if nbytes:

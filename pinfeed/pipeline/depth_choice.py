@@ -1,13 +1,13 @@
 """DepthChoice: chooses by measurement whether a loop prefetches or is the synchronous loop.
 
 Prefetching costs work: threads wake up for every batch, and compete with the training step for the
-cores. If the rows of a batch are few and short, it costs more than it saves. This depends on the
-training step, so both ways are timed on the user's own loop. Their results are the same, bit for
-bit, so that a loop can change from one to the other at any batch.
+cores. If a batch has few and short rows, prefetching costs more than it saves. This depends on the
+training step, so DepthChoice times both ways on the user's own loop. Their results are equal bit
+for bit, so a loop can change from one to the other at any batch.
 
-A schedule may say that only short batches are timed both ways. A loop with longer ones prefetches
-and never stalls for the sake of the measurement, which begins when batches become short. If they
-become longer after the synchronous loop was chosen, all of this begins again.
+A schedule may say that only short batches are timed both ways. A loop with longer batches
+prefetches, and never stalls because of the measurement, which begins when batches become short. If
+batches become longer after the synchronous loop was chosen, the measurement begins again.
 
 If epochs have few batches, whole epochs are timed, with their threads.
 """
@@ -22,31 +22,31 @@ from pinfeed.memory.units import duration
 from pinfeed.pipeline.schedule import PrefetchSchedule
 
 WARM_UP_BATCHES = 5
-"""First batches of every loop, which are not timed; at least as many as all slots hold."""
+"""Number of first batches of every loop that are not timed; at least as many as all slots hold."""
 STRETCH_BATCHES = 6
-"""Least number of consecutive batches that are timed as one; at least as many as all slots hold.
+"""Minimum number of consecutive batches in a stretch, which is timed as a whole.
 
-If several reader threads fill slots, some slots follow each other at once, and others are late.
+A stretch has at least as many batches as all slots hold. If several reader threads fill slots, some
+slots follow each other at once, and others are late.
 """
 SHORT_STRETCH_BATCHES = 24
 """The same number if only short batches are timed.
 
-Six short batches take less time than the system's scheduler gives to another program.
+Six short batches take less time than the operating system may give to another program.
 """
 MIN_ROUNDS = 2
-"""Rounds after which the choice is made if no stretch of one way took as long as one of the other.
+"""Number of rounds after which the choice is made, if all stretches of one way were faster.
 
-A round is a stretch of each way. A pause in the training step makes one stretch long, not two. A
-chosen synchronous loop is given up after this number of stretches of long batches in a row, for the
-same reason.
+A round is one stretch of each way. A pause in the training step makes one stretch long, not two.
+For the same reason, a chosen synchronous loop ends after this number of long stretches in a row.
 """
 MAX_ROUNDS = 5
-"""Rounds after which the choice is made by the medians."""
+"""Number of rounds after which the medians decide."""
 WORTHWHILE = 0.95
-"""Share of the time of the usual way that the other one must stay below to be chosen.
+"""Share of the time of the preferred way below which the other way is chosen.
 
-Usual is prefetching. If only short batches are timed, the synchronous loop is usual, because
-threads take time of the other cores, too, which is not seen here.
+Prefetching is preferred. If only short batches are timed, the synchronous loop is preferred,
+because threads also take time of other cores, which the measurement does not see.
 """
 
 logger = logging.getLogger("pinfeed")
@@ -58,8 +58,8 @@ class DepthChoice:
     The training thread calls every method.
 
     Args:
-        schedule: Schedule of a loop that prefetches, which says whether the choice is measured. If
-            not, it is the choice.
+        schedule: Schedule of a loop that prefetches. It says whether the choice is measured;
+            otherwise this schedule is the choice.
     """
 
     def __init__(self, schedule: PrefetchSchedule) -> None:
@@ -69,21 +69,21 @@ class DepthChoice:
         least = SHORT_STRETCH_BATCHES if schedule.measures_short_only else STRETCH_BATCHES
         self._n_stretch = max(least, n_in_slots)
         self.is_measuring = schedule.measures_depth
-        """Whether the choice is still to be made."""
+        """Whether the choice is not made yet."""
         self.is_synchronous = schedule.depth == 0
-        """Whether the next batch is gathered when the loop asks for it."""
+        """Whether the next batch is gathered when the loop requests it."""
         self._has_chosen_synchronous = False
-        # Whether batches are timed: until the choice is made, or to see that they stay short.
+        # Whether batches are timed: until the choice is made, and then to see that they stay short.
         self._is_timing = schedule.measures_depth
-        # Seconds of a batch in each stretch, without those of long batches.
+        # Seconds of a batch in each stretch, without stretches of long batches.
         self._ahead_s: list[float] = []
         self._synchronous_s: list[float] = []
-        # Number of the last stretches whose batches were long, and seconds of a batch in the last.
+        # Number of long stretches in a row until now, and seconds of a batch in the last one.
         self._n_long = 0
         self._long_s = 0.0
-        # Whether the running epoch can prefetch; one that begins with depth 0 has no threads.
+        # Whether the running epoch can prefetch; an epoch that begins with depth 0 has no threads.
         self._has_threads = True
-        # Whether each epoch is one stretch, because the last one had too few batches for several.
+        # Whether each epoch is one stretch, because the last epoch was too short for several.
         self._are_epochs_short = False
         self._has_stretch = False
         self._n_untimed = 0
@@ -100,14 +100,14 @@ class DepthChoice:
 
     @property
     def excuses_waiting(self) -> bool:
-        """Whether a loop that waits for batches does so for the sake of the measurement.
+        """Whether the measurement or its result is the reason that the loop waits for batches.
 
-        If only short batches are measured, that takes too little time to excuse anything.
+        The measurement of short batches takes too little time to excuse waits.
         """
         schedule = self._schedule
         if not schedule.measures_depth:
             return False
-        # A synchronous loop asks this for every batch, so the usual case comes first.
+        # A synchronous loop reads this for every batch, so the usual case is first.
         return self.is_synchronous or (self.is_measuring and not schedule.measures_short_only)
 
     @property
@@ -139,7 +139,7 @@ class DepthChoice:
         return is_made and depth == self.schedule.depth
 
     def begin(self) -> None:
-        """Note that an epoch begins, with the schedule that ``schedule`` is now."""
+        """Note that an epoch begins with the current ``schedule``."""
         self._has_threads = self.schedule.depth > 0
         self._has_stretch = False
         self.is_synchronous = self._is_next_synchronous or not self._has_threads
@@ -148,7 +148,8 @@ class DepthChoice:
     def end(self, n_batches: int, seconds: float) -> None:
         """Note that an epoch has ended with its last batch.
 
-        If it had too few batches for a stretch, it is one. The first such epoch is not timed.
+        An epoch with too few batches for a stretch is a stretch itself. The first such epoch is not
+        timed.
 
         Args:
             n_batches: Number of batches.
@@ -166,7 +167,7 @@ class DepthChoice:
 
         Args:
             n_batches: Number of batches.
-            now: Time at which the loop asked for the batch after them.
+            now: Time at which the loop requested the next batch.
         """
         if not self._is_timing or (self.is_measuring and not self._has_threads):
             return
@@ -214,7 +215,7 @@ class DepthChoice:
         return self._has_chosen_synchronous
 
     def _change(self) -> None:
-        """Begin a stretch of the next way, as far as the running epoch can."""
+        """Begin a stretch of the next way; an epoch without threads stays synchronous."""
         self.is_synchronous = self._is_next_synchronous or not self._has_threads
         self._skip(self._n_in_transition() * self._schedule.batches_per_slot)
 
@@ -230,10 +231,10 @@ class DepthChoice:
         self._change()
 
     def _n_in_transition(self) -> int:
-        """Return the number of slots that are lent before the loop runs evenly again.
+        """Return the number of slots that are lent before the loop runs steadily again.
 
-        A synchronous loop lends the slots that were filled ahead, and then completes write-backs. A
-        loop that prefetches again fills its slots, and may queue as many batches on the device.
+        A synchronous loop first lends the prefetched slots, and completes write-backs. A loop that
+        prefetches again fills its slots, and may queue as many batches on the device.
         """
         n_slots = self._schedule.n_slots
         return n_slots + 1 if self.is_synchronous else 2 * n_slots
@@ -244,7 +245,7 @@ class DepthChoice:
         self._n_timed = 0
 
     def _judge(self) -> None:
-        """Make the choice if the times of all rounds so far are enough for it."""
+        """Make the choice if the times of all rounds so far suffice."""
         ahead_s = self._ahead_s
         synchronous_s = self._synchronous_s
         if len(synchronous_s) < MIN_ROUNDS:

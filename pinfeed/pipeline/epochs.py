@@ -59,11 +59,11 @@ class EpochRunner:
         source: Source of the batches.
         device: Device that batches are moved to.
         schedule: Number of batches to prefetch, and of reader threads.
-        capacity: Bytes of each part of a full batch, as far as they are known.
+        capacity: Bytes of each part of a full batch; empty if they are unknown.
         progress: Whether to show a progress bar.
         timeline: Whether to record a timeline.
-        again: ``"end"`` if a new run ends the one that runs, ``"refuse"`` if it is refused.
-        functions: Functions on batches.
+        again: ``"end"`` if a new run ends the running one, ``"refuse"`` if it raises an error.
+        functions: The transforms.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class EpochRunner:
         self.source = source
         self._again = again
         self._schedule = schedule
-        # Choice of the running loop, or of the last one.
+        # Choice of the running or the last loop.
         self._choice = DepthChoice(schedule)
         self._choices = {schedule: self._choice}
         self._progress = progress
@@ -92,7 +92,7 @@ class EpochRunner:
         self._functions = functions
         self._transfer = transfer(device, schedule.n_slots, capacity, self._counters, functions)
         self._active = ActiveRun()
-        # If two threads ask for a run at the same time, one of them gets it.
+        # If two threads request a run at the same time, only one of the threads begins it.
         self._beginning = threading.Lock()
         # Loop of the last run.
         self._prefetcher: Prefetcher | None = None
@@ -100,7 +100,7 @@ class EpochRunner:
 
     @property
     def epoch(self) -> int:
-        """Number of the epoch that runs, or of the next one."""
+        """Number of the running epoch, or of the next one if no epoch runs."""
         has_begun = self._active.has_begun and self._active.is_running
         return self._position.epoch if has_begun else self._position.next()[0]
 
@@ -111,21 +111,21 @@ class EpochRunner:
 
     @property
     def start(self) -> int:
-        """Number of the batch with which the next run begins."""
+        """Number of the first batch of the next run."""
         return self._position.next()[1]
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether no epoch runs, and none was left before its end."""
+        """Whether no epoch is running or was left before its end."""
         return self._position.is_at_rest
 
     def __str__(self) -> str:
-        """Describe the depth and whether it is closed, for the ``repr`` of a feeder."""
+        """Describe the depth and whether the runner is closed, for the ``repr`` of a feeder."""
         return f"{self._choice}{', closed' if self._closed else ''}"
 
     @property
     def depth_reason(self) -> str:
-        """The depth and the times that it was chosen by; empty if the choice is not measured."""
+        """The depth and the measured times behind it; empty if the choice is not measured."""
         return self._choice.reason
 
     @property
@@ -160,22 +160,22 @@ class EpochRunner:
 
         Args:
             lend: Makes the value that is yielded for each batch.
-            schedule: Schedule of this run, with no more slots than the planned one, which is the
-                default.
-            begin: Called here, when an epoch may begin. If it raises, no epoch has begun.
-            through: Generator function that takes the iterator over the batches, and whose iterator
-                is returned. When it is closed, it has finished before the next run begins.
+            schedule: Schedule of this run, with no more slots than the planned schedule, which is
+                the default.
+            begin: Called by ``run``, when an epoch may begin. If it raises, no epoch has begun.
+            through: Generator function that takes the iterator over the batches; ``run`` returns
+                its iterator. When that is closed, it has finished before the next run begins.
             keeps_errors: Whether the iterator continues after an error of ``lend``.
 
         Raises:
-            ClosedError: If the runner is closed, or an epoch runs that may not be ended.
+            ClosedError: If the runner is closed, or an epoch runs and cannot be ended.
         """
         if keeps_errors:
             lend = functools.partial(self._lend_or_keep, lend)
         with self._beginning:
             self.end_last()
             if self._prefetcher is not None:
-                # The readers have ended, unless an interrupt has ended the wait for them.
+                # The reader threads have ended, unless an interrupt has cut off the wait for them.
                 self._prefetcher.end()
             self._raise_failure()
             begin()
@@ -190,7 +190,7 @@ class EpochRunner:
         """End the last run if it has not ended, because another one begins.
 
         Raises:
-            ClosedError: If the runner is closed, or the run may not be ended.
+            ClosedError: If the runner is closed, or the run cannot be ended.
         """
         self._require_open()
         how = "when another loop over its feeder began; make a second feeder for the other loop"
@@ -198,18 +198,18 @@ class EpochRunner:
             self._active.leave_abandoned(_IS_RUNNING[self._again])
 
     def leave(self, reason: str) -> None:
-        """End the last run, which this thread iterates, as ``break`` does.
+        """End the last run, which this thread iterates over, as ``break`` does.
 
         Args:
-            reason: Error of its iterator, if it is asked for another batch.
+            reason: Error that its iterator raises when another batch is requested.
         """
         if self._active.is_running:
             self._active.end(reason)
 
     def set_epoch(self, number: int) -> None:
-        """Let the next run be epoch ``number``.
+        """Make the next run epoch ``number``.
 
-        It begins at a loaded position if that is in this epoch, otherwise at the first batch.
+        The run begins at a loaded position in this epoch, or otherwise at the first batch.
         """
         self._require_open()
         number = whole_number(number, "epoch", least=0)
@@ -217,14 +217,14 @@ class EpochRunner:
         self._position.set_epoch(number)
 
     def state(self) -> dict[str, Any]:
-        """Return the position of the loop; prefetched batches that were not lent do not count."""
+        """Return the position of the loop; prefetched batches do not count."""
         return self._position.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Let the next run continue where ``state`` was taken.
+        """Make the next run continue at a saved position.
 
         Raises:
-            ArgumentError: If it is no state, or the state of another source.
+            ArgumentError: If ``state`` is no state, or the state of another source.
         """
         self._require_open()
         self._position.check(state)
@@ -235,7 +235,7 @@ class EpochRunner:
         """Wait until all values that were written back are in their stores.
 
         Raises:
-            Exception: If a write-back failed, its error.
+            Exception: If a write-back failed; its error.
         """
         if self._prefetcher is not None:
             self._prefetcher.require_not_forked()
@@ -247,16 +247,16 @@ class EpochRunner:
         """End the run, join its threads and complete its write-backs. It may be called again.
 
         Raises:
-            Exception: If a write-back failed after the loop could have raised it, its error.
+            Exception: If a write-back failed, and the loop could not raise its error any more.
         """
         self._closed = True
         generator = self._active.generator()
         if generator is not None and generator.gi_running:
-            # Another thread waits for a batch, or the code that a signal handler has interrupted.
+            # Another thread waits for a batch, or this signal handler has interrupted the wait.
             self._transfer.stop()
             return
         # A run that has not begun raises ClosedError when it begins, and a run of another thread
-        # when it continues. Neither must seem to have reached its end.
+        # when it continues. Neither epoch must seem to be complete.
         if (
             generator is not None
             and is_suspended(generator)
@@ -280,22 +280,22 @@ class EpochRunner:
         counters = self._counters
         is_unified = self._transfer.device.unified
         entered_s = self._enter(choice)
-        # A batch that was prefetched on the CPU is kept until the loop asks for the second one
-        # after it. If the loop freed it on getting the next one, torch would release the
-        # interpreter's lock to readers that have just been woken, and the loop would wait for them.
+        # A batch that was prefetched on the CPU is kept until the loop requests the second batch
+        # after it. If the loop freed it on receiving the next one, torch would release the
+        # interpreter's lock, and the loop would wait for the reader threads that were just woken.
         kept: list[T] = []
         bar = None
         try:
             start = position.begin_run()
             bar = self._begin_watching()
-            # No name holds the inner generator, so it has ended when an except clause runs.
+            # No variable holds the inner generator, so it has ended when an except clause runs.
             for lent_batch in self._lend(choice):
                 self._follow(lent_batch, choice, bar)
                 kept.append(lend(lent_batch))
                 counters.lend()
                 is_kept = is_unified and not choice.is_synchronous
                 yield kept[-1] if is_kept else kept.pop()
-                counters.ask()
+                counters.request()
                 del kept[: -1 if is_kept else None]
         except GeneratorExit:
             self._log_failure()
@@ -309,7 +309,7 @@ class EpochRunner:
         choice.end(n_batches, counters.now() - entered_s)
         position.complete_epoch()
         if start and not n_batches and position.goes_on_at_end:
-            # The epoch was complete when the state was taken, which only its end shows.
+            # The epoch was complete when the state was saved, which only its end shows.
             begin()
             yield from self._run(lend, choice, begin)
 
@@ -327,7 +327,7 @@ class EpochRunner:
         return self._prefetcher.lend(thunks)
 
     def _lend_or_keep(self, lend: Callable[[LentBatch], Any], lent_batch: LentBatch) -> Any:
-        """Return what is yielded for a batch, or the error in its place."""
+        """Return the value to yield for a batch, or the error in its place."""
         try:
             return guarded(lend, lent_batch)
         except Exception as error:
@@ -343,10 +343,10 @@ class EpochRunner:
             asynchronous=not self._transfer.device.unified,
             is_measured=choice.has_chosen,
         )
-        return self._counters.asked_s
+        return self._counters.requested_s
 
     def _begin_watching(self) -> Any:
-        """Return the progress bar, if there is one, and begin to look for starvation."""
+        """Return the progress bar or None, and begin to look for data stalls."""
         bar = self._bar() if self._progress else None
         self._starvation.begin()
         return bar
@@ -362,14 +362,14 @@ class EpochRunner:
             bar.update()
 
     def _end_watching(self, bar: Any, choice: DepthChoice) -> None:
-        """Close the progress bar and judge the run, whatever has ended it."""
+        """Close the progress bar and judge the run, for whatever reason it has ended."""
         self._starvation.end(is_excused=choice.excuses_waiting)
         if bar is not None:
             bar.close()
         self._counters.leave()
 
     def _log_failure(self) -> None:
-        """Log the error of a write-back, because the loop was left and does not raise it."""
+        """Log the error of a write-back, because a loop that was left does not raise it."""
         assert self._prefetcher is not None
         failure = self._prefetcher.write_queue.failure
         if failure is not None:
@@ -397,7 +397,7 @@ class EpochRunner:
         """End the last run, because ``what`` was called.
 
         Raises:
-            ClosedError: If the run may not be ended.
+            ClosedError: If the run cannot be ended.
         """
         if not self._try_to_end(_ENDED.format(f"by {what}; call it before the loop")):
             raise ClosedError(
@@ -405,10 +405,10 @@ class EpochRunner:
             )
 
     def _try_to_end(self, reason: str) -> bool:
-        """End the last run if ``again`` permits it; return whether no run is left.
+        """End the last run if ``again`` permits it; return whether no run remains.
 
         Args:
-            reason: Error of the iterator whose run is ended.
+            reason: Error of the iterator after its run was ended.
         """
         if self._prefetcher is not None:
             self._prefetcher.require_not_forked()

@@ -1,12 +1,12 @@
-"""Store-to-load forwarding: which values a batch takes from writes that its gather did not see.
+"""Store-to-load forwarding: copies values of writes that the gather of a batch did not see.
 
 With prefetch depth d, batches k+1 … k+d are gathered before batch k is written back. A batch has
-seen the writes that were completed when its gather began. Before it is lent, later writes are
-copied over the rows that both hold, the newest value of each row last. Then the batch is what a
-gather at that moment would have given.
+seen the writes that were completed when its gather began. Before the batch is lent, the values of
+later writes are copied over the rows that both contain, the newest value of each row last. Then the
+batch is what a gather at that moment would have returned.
 
 Reader threads find the rows that batches have in common (``recent_rows.py``), ahead of the loop.
-The work that is left for the training thread does not depend on the number of rows.
+The remaining work of the training thread does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Overlap(NamedTuple):
     """Rows that a batch has in common with an earlier one."""
 
     latest: Span
-    """Rows that no batch between the two holds."""
+    """Rows that no batch between the two contains."""
     hidden: Span
-    """Rows that a batch between the two holds as well. Its values are newer, if it writes them."""
+    """Rows that a batch between the two contains as well. If it writes them, these are newer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +87,7 @@ class WriteLog(Generic[T]):
         self.completed = 0
         """Writes numbered below this are in their stores."""
         self.has_failed = False
-        """Whether a write has failed. Those after it are refused."""
+        """Whether a write has failed. All later writes are refused."""
 
     def __len__(self) -> int:
         return len(self._writes)
@@ -104,7 +104,7 @@ class WriteLog(Generic[T]):
         return [write for write in self._writes if write.number >= number]
 
     def pending_batches(self) -> set[int]:
-        """Return the numbers of the batches whose writes are not completed."""
+        """Return the numbers of batches with writes that are not completed."""
         return {write.batch for write in self.since(self.completed)}
 
     def forget(self, before: int) -> None:
@@ -116,7 +116,7 @@ class WriteLog(Generic[T]):
 def forwards(
     writes: Sequence[Write[T]], group: int, batch: int, overlaps: Mapping[int, Overlap]
 ) -> list[tuple[Write[T], Span]]:
-    """Return the copies that bring the rows of a group up to date, in their order.
+    """Return the copies that update the rows of a group, in order.
 
     Args:
         writes: Writes that the gather of the batch did not see, oldest first.
@@ -125,8 +125,8 @@ def forwards(
         overlaps: Rows that it has in common with each earlier batch.
     """
     found: list[tuple[Write[T], Span]] = []
-    # Whether all batches from ``oldest`` to the one before this have written all stores. If so,
-    # rows that one of them holds are not needed from a batch before them.
+    # Whether all batches from ``oldest`` to the previous one have written all stores. If so, a row
+    # that one of these batches contains is not needed from any older batch.
     is_complete = True
     oldest = batch
     for write in reversed(writes):

@@ -17,8 +17,8 @@ class HostGather:
     """Reads the rows of batches into tensors on the host. Several threads may call it.
 
     Args:
-        capacity: Bytes of each part of a full batch, as far as they are known.
-        n_batches: Number of batches whose memory is kept for reuse.
+        capacity: Bytes of each part of a full batch; empty if they are unknown.
+        n_batches: Number of batches for which memory is kept for reuse.
     """
 
     def __init__(self, capacity: Sequence[int], n_batches: int) -> None:

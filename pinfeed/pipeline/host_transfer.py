@@ -1,8 +1,8 @@
-"""HostTransfer: batches on a device whose memory is the host's.
+"""HostTransfer: moves batches on a device that uses host memory, such as the CPU.
 
-Rows are gathered into the batch itself, and written back from the values themselves. Nothing is
-queued in a stream, so there is no event to wait for, and the reader threads allocate the memory.
-What batches and write-backs share is in ``transfer.py``.
+Rows are gathered into the batch itself, and written back from the values themselves. No work is
+queued in a stream, so no thread waits for an event, and the reader threads allocate the memory. The
+code that this class shares with other devices is in ``transfer.py``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class HostTransfer(Transfer):
         for i, part in enumerate(batch.all_parts()):
             slot.tensors.append(self._read_part(slot, i, part))
         if len(batch.batches) > 1:
-            # This need not be done in the training thread: newer values reach the same memory.
+            # The training thread need not do this, because newer values reach the same memory.
             slot.batch_tensors = self._cut(batch, slot.tensors[: len(batch.parts)])
         else:
             slot.batch_tensors.clear()
@@ -61,7 +61,7 @@ class HostTransfer(Transfer):
         assert batch is not None
         tensors = slot.tensors
         if batch.n_data is None:
-            # The function alone keeps the memory of what it is given.
+            # Only the function keeps the memory of its batch.
             slot.tensors = []
         made = function(batch.data(tensors))
         batch.rebuild = lambda tensors: made
@@ -82,7 +82,7 @@ class HostTransfer(Transfer):
         start = self.counters.now()
         try:
             for group, held in zip(pending.groups, pending.write.values.tensors, strict=True):
-                # A group that stays unchanged has no tensors.
+                # An unchanged group has no tensors.
                 pairs = zip(group.stores, held, strict=False)
                 changed = [(store, tensor) for store, tensor in pairs if tensor is not None]
                 if len(group.rows):
@@ -97,7 +97,7 @@ class HostTransfer(Transfer):
             self._timeline.add("write", pending.batch, start, now)
 
     def _copy(self, value: Tensor, group: RowGroup, i: int, compute: Stream) -> Tensor:
-        """Copy values of a group's store ``i`` into an array, which ``write`` takes as well."""
+        """Copy values of a group's store ``i`` into an array, which ``write`` also accepts."""
         store = group.stores[i]
         part = group.first + i
         shape = (len(group.rows), *store.row_shape)
@@ -108,7 +108,7 @@ class HostTransfer(Transfer):
         return out
 
     def _read_part(self, slot: Slot, i: int, part: HostArray) -> Tensor:
-        """Read part ``i`` into memory of its own, unless it is a tensor that can be lent itself."""
+        """Read part ``i`` into new memory, unless it is a tensor that can be lent itself."""
         device = self.device
         if (adopted := device.adopt(part, self._read)) is not None:
             slot.needed.append(0)

@@ -1,7 +1,7 @@
-"""ContinuingIterator: raises the error of a batch, and gives the next batch afterwards.
+"""ContinuingIterator: raises the error of a batch, and returns the next batch afterwards.
 
-A generator ends with its first error. So the generator of a run yields the error of a batch in the
-place of the batch, and this iterator raises it.
+A generator ends with its first error. So the generator of a run yields an error in place of its
+batch, and this iterator raises it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class KeptError:
-    """Error of a batch, in place of the batch. It is taken once."""
+    """Error of a batch, in place of the batch. It can be taken only once."""
 
     def __init__(self, error: Exception) -> None:
         self._error: Exception | None = error
@@ -30,7 +30,7 @@ class ContinuingIterator:
     As with the generator itself, the run ends when the caller drops the iterator.
 
     Args:
-        batches: Generator of batches, and of a ``KeptError`` for each batch that failed.
+        batches: Generator of batches, with a ``KeptError`` in place of each batch that failed.
     """
 
     __slots__ = ("__weakref__", "_batches")

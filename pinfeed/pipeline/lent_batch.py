@@ -1,4 +1,4 @@
-"""LentBatch: a batch on the device that the loop has been given."""
+"""LentBatch: a batch on the device that the loop has received."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from pinfeed.pipeline.write_queue import WriteQueue
 
 
 class LentBatch:
-    """A batch on the device, until the loop asks for the next one.
+    """A batch on the device, until the loop requests the next one.
 
-    ``take`` hands its tensors over once; from then on they belong to the user alone.
+    ``take`` hands its tensors over once; from then on only the user owns them.
 
     Args:
         transfer: Transfer that takes values to be written back.
@@ -42,7 +42,7 @@ class LentBatch:
     ) -> None:
         self.number = number
         self.state = host_batch.state
-        """State of the loader after the batch, where the loader has a state."""
+        """State of the loader after the batch, if the loader has a state."""
         self.n_rows, self.checksum = host_batch.batches[i]
         self._slot_batches = host_batch.batches
         self._slot_groups = host_batch.groups
@@ -55,10 +55,10 @@ class LentBatch:
         self._is_written = False
 
     def take(self) -> Any:
-        """Return the batch in the structure that the user knows."""
+        """Return the batch in the user's structure."""
         tensors = self._tensors
         host_batch = self._host_batch
-        # It holds the batch as it was on the host.
+        # The HostBatch keeps the batch as it was on the host.
         del self._tensors, self._host_batch
         if host_batch.complete is None:
             return host_batch.rebuild(iter(tensors))
@@ -75,15 +75,15 @@ class LentBatch:
     def copy_to_host(
         self, tensor: Tensor, shape: tuple[int, ...], dtype: np.dtype[Any]
     ) -> npt.NDArray[Any]:
-        """Return the values of one of the batch's tensors. It waits for the device."""
+        """Wait for the device, and return the values of one of the batch's tensors."""
         return self._transfer.copy_to_host(tensor, shape, dtype)
 
     def end(self) -> None:
-        """Note that the loop has asked for the next batch, or has ended."""
+        """Note that the loop has requested the next batch or has ended."""
         self._is_over = True
 
     def finish(self) -> None:
-        """Let rows enter and leave their caches, if no write of the batch has done so."""
+        """Move rows into and out of their caches, if no write of the batch has done so."""
         if not self._slot_groups:
             return
         cached = [group.cached for group in self._slot_groups if group.cached is not None]
@@ -98,7 +98,7 @@ class LentBatch:
         """Check that the batch can be written back now.
 
         Raises:
-            WriteBackError: If the loop has asked for the next batch or has ended, or if the batch
+            WriteBackError: If the loop has requested the next batch or has ended, or if the batch
                 was written back before.
         """
         if self._is_over:
@@ -124,10 +124,10 @@ class LentBatch:
         Args:
             values: For each group of the batch's rows one tensor per store. None leaves a store, or
                 a whole group, unchanged.
-            copied: Whether to copy the values. With False the tensors themselves are held, and
+            copied: Whether to copy the values. With False, the tensors themselves are kept, and
                 must not change any more.
-            check: Whether to raise the error of an earlier write-back. With False it is raised at
-                the end of the loop.
+            check: Whether to raise the error of an earlier write-back. With False, the end of the
+                loop raises it.
         """
         is_cached = any(group.cached is not None for group in self._slot_groups)
         with self._write_queue.adding if is_cached else contextlib.nullcontext():

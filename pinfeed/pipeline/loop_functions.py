@@ -1,4 +1,4 @@
-"""LoopFunctions: the functions on the batches of a loop."""
+"""LoopFunctions: the transforms of a loop."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from pinfeed.pipeline.sources.dataloader import load_of
 
 @dataclass(frozen=True)
 class LoopFunctions:
-    """The functions on the batches of a loop."""
+    """The transforms of a loop."""
 
     host: BatchFunction | None = None
     """``host_transform``; None if the user gave none."""
     device: BatchFunction | None = None
     """``device_transform``; None if the user gave none."""
     gather: HostGather | None = None
-    """Reads the rows for ``host``, which the loop calls then; None if the source calls it."""
+    """Reads the rows for ``host``; None if the source calls ``host``, and not the loop."""
     epoch: int = 0
-    """Number of the epoch that runs."""
+    """Number of the running epoch."""
 
     def __bool__(self) -> bool:
         return self.host is not None or self.device is not None
 
     def modes(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which functions run as in a thread of their own."""
+        """Return a context in which transforms run as in a thread of their own."""
         from pinfeed.tensors.torch_modes import modes_of_a_new_thread
 
         return modes_of_a_new_thread()
 
     @property
     def take_generators(self) -> bool:
-        """Whether a function gets a generator."""
+        """Whether a transform takes a generator."""
         return bool(self.fingerprint)
 
     @property
     def fingerprint(self) -> dict[str, int]:
-        """Seed of the generators, if a function gets one; a resumed loop must have the same."""
+        """Seed of the generators, if a transform takes one; a resumed loop needs the same seed."""
         for function in (self.host, self.device):
             if function is not None and function.takes_generator:
                 return {"seed of functions on batches": function.seed.number}
@@ -55,17 +55,17 @@ class LoopFunctions:
 
     @property
     def are_called_in_loop(self) -> bool:
-        """Whether the loop calls a function; otherwise the source calls the only one."""
+        """Whether the loop calls a transform; otherwise the source calls ``host``, if any."""
         return self.device is not None or self.gather is not None
 
     @property
     def measured_nbytes(self) -> tuple[int, int, int]:
-        """Most bytes so far: what ``host`` returned, the new memory of that, and of ``device``."""
+        """Largest bytes so far: result of ``host``, its new memory, new memory of ``device``."""
         host = (0, 0) if self.host is None else (self.host.returned_nbytes, self.host.new_nbytes)
         return *host, 0 if self.device is None else self.device.new_nbytes
 
     def with_measured(self, plan: Plan, *, unified: bool) -> Plan:
-        """Return a plan with the memory of what the functions have returned so far.
+        """Return a plan with the memory of the results of the transforms so far.
 
         Args:
             plan: Plan without this memory.
@@ -76,7 +76,7 @@ class LoopFunctions:
         host_returned, host_new, device_new = self.measured_nbytes
         memory = FunctionMemory(
             has_host=self.gather is not None,
-            # A plan without the batches of a loader has none that the function makes of them.
+            # A loader's plan excludes its batches, and therefore those that ``host`` returns.
             host_returned=constant(host_returned if self.gather is not None else 0),
             host_new=constant(host_new),
             device_new=constant(device_new),
@@ -88,7 +88,7 @@ class LoopFunctions:
         return dataclasses.replace(plan, items=(*plan.items, *items))
 
     def on_device(self, tensors: Sequence[Tensor], number: int) -> Callable[[Any], Any]:
-        """Return a function that calls ``device`` for a batch in the user's structure.
+        """Return a function that calls ``device`` on a batch in the user's structure.
 
         Args:
             tensors: Tensors of the batch.
@@ -101,11 +101,11 @@ class LoopFunctions:
         return functools.partial(self.device, epoch=self.epoch, number=number, given=given)
 
     def on_rows(self, rows: Any, batch: HostBatch, number: int) -> HostBatch:
-        """Return what ``host`` makes of the rows of a batch.
+        """Return the batch that ``host`` makes from the rows of a batch.
 
         Args:
             rows: The rows on the host, in the structure of their source.
-            batch: The batch that they are.
+            batch: The batch of these rows.
             number: Number of the batch.
         """
         from pinfeed.tensors.tensors_in import memory_of
@@ -113,10 +113,10 @@ class LoopFunctions:
         assert self.host is not None
         load = load_of(self.host(rows, self.epoch, number, memory_of(rows)))
         load.batches = batch.batches
-        # The loop is told the row indices, and cannot write the rows back.
+        # The loop receives the row indices, but cannot write the rows back.
         load.groups = [RowGroup(group.rows, 0, ()) for group in batch.groups]
         return load
 
 
 NO_FUNCTIONS = LoopFunctions()
-"""Functions of a loop whose batches stay as they are."""
+"""Value for a loop without transforms."""

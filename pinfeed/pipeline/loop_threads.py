@@ -15,7 +15,8 @@ from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.threads.call import Call, Pending, Workers
 from pinfeed.threads.exit import exit_hook
 
-# Threads that scatter rows of one write-back beside the writer, on at most half of the cores.
+# Number of threads that help the writer to scatter the rows of a write-back. Together they use at
+# most half of the cores.
 _N_SCATTER_HELPERS = max(0, min(len(os.sched_getaffinity(0)) // 2, 4) - 1)
 
 _CLOSED = (
@@ -27,16 +28,15 @@ _CLOSED = (
 class LoopThreads:
     """Reader threads and writer threads of one loop.
 
-    ``start_readers`` starts the readers, and the thread that calls functions on batches. The
-    writers start with the first write-back: one queues the copies to the host, the other
-    scatters the rows that have arrived, and may have helpers. At depth 0 there are no threads, and
-    the caller makes every call itself. A loop with threads may do so, too, while no call of its
-    threads is left.
+    ``start_readers`` starts the reader threads and the transform thread. The writer threads start
+    with the first write-back: one queues the copies to the host, the other scatters the rows that
+    have arrived, and may have helpers. At depth 0, a loop has no threads, and the caller makes
+    every call itself. A loop with threads may do the same while its threads have no calls.
 
     Args:
         device: Device that makes the threads.
         schedule: Depth of the loop, and number of reader threads.
-        is_named: Whether a profiler of the device is to show each call under a name.
+        is_named: Whether a profiler of the device should show each call under a name.
     """
 
     def __init__(self, device: Device, schedule: PrefetchSchedule, *, is_named: bool) -> None:
@@ -53,7 +53,7 @@ class LoopThreads:
         self.is_inline = schedule.depth == 0
         """Whether the caller fills slots and writes rows itself, in its own thread."""
         # Another thread may close the feeder while the loop writes rows back. Without this lock, it
-        # could join the writers just before one is started for the write-back.
+        # could join the writer threads just before one starts for the write-back.
         self._joining = threading.Lock()
         self._are_writers_joined = False
         self._reader: Workers | None = None
@@ -66,7 +66,7 @@ class LoopThreads:
         """Start the reader threads.
 
         Args:
-            calls_functions: Whether to start the thread that calls functions on batches, too.
+            calls_functions: Whether to start the transform thread, too.
         """
         if self._schedule.depth and self._reader is None:
             self._reader = self._device.worker("pinfeed-read", self._schedule.n_readers)
@@ -74,15 +74,15 @@ class LoopThreads:
                 self._transform_thread = self._device.worker("pinfeed-transform")
 
     def submit_read(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
-        """Let a reader thread call ``fn(*args)`` for a batch."""
+        """Make a reader thread call ``fn(*args)`` for a batch."""
         return self._submit(self._reader, "read", batch, fn, *args)
 
     def submit_transform(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
-        """Let one thread call ``fn(*args)`` for a batch, in the order of these calls."""
+        """Make the transform thread call ``fn(*args)`` for a batch, in the order of submission."""
         return self._submit(self._transform_thread, "transform", batch, fn, *args)
 
     def submit_write(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
-        """Let the writer thread call ``fn(*args)`` for a batch."""
+        """Make the first writer thread call ``fn(*args)`` for a batch."""
         with self._joining:
             self._require_writers()
             if self._writer is None:
@@ -90,7 +90,7 @@ class LoopThreads:
             return self._submit(self._writer, "write", batch, fn, *args)
 
     def submit_scatter(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
-        """Let the second writer thread call ``fn(*args)`` for a batch."""
+        """Make the second writer thread call ``fn(*args)`` for a batch."""
         with self._joining:
             self._require_writers()
             if self._scatterer is None:
@@ -98,16 +98,16 @@ class LoopThreads:
             return self._submit(self._scatterer, "scatter", batch, fn, *args)
 
     def run_all(self, calls: Sequence[Callable[[], object]]) -> None:
-        """Make several calls, in several threads if there are cores; called by the second writer.
+        """Make several calls, in several threads if the machine has cores (second writer).
 
-        It returns, or raises the first error, when all have ended.
+        Return, or raise the first error, when all calls have ended.
         """
         own: list[Call[object]] = []
         pending: list[Pending[object]] = []
         for i, call in enumerate(calls):
             submitted = None
             if i % (1 + _N_SCATTER_HELPERS):
-                # If the program ends, or no thread starts, the call is made here.
+                # If the program is ending, or no thread starts, this thread makes the call.
                 with contextlib.suppress(Exception):
                     submitted = self._helpers().submit(self._run, call)
             if submitted is None:
@@ -122,20 +122,20 @@ class LoopThreads:
             raise error
 
     def _helpers(self) -> Workers:
-        """Return the threads that scatter rows together with the second writer."""
+        """Return the threads that help the second writer to scatter rows."""
         if self._scatter_helpers is None:
             name = "pinfeed-scatter-helper"
             self._scatter_helpers = self._device.worker(name, _N_SCATTER_HELPERS)
         return self._scatter_helpers
 
     def join_readers(self) -> None:
-        """Wait until the readers, and the thread that calls functions on batches, have ended."""
+        """Wait until the reader threads and the transform thread have ended."""
         for worker in (self._reader, self._transform_thread):
             if worker is not None:
                 worker.shutdown(wait=True)
 
     def join_writers(self) -> None:
-        """Wait until the writers have made all calls that were submitted."""
+        """Wait until the writer threads have made all submitted calls."""
         with self._joining:
             self._are_writers_joined = True
         for worker in (self._writer, self._scatterer, self._scatter_helpers):
@@ -149,7 +149,7 @@ class LoopThreads:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process is a fork of the one in which the loop ran, without its threads."""
+        """Whether this process was forked while the loop ran, and so has none of its threads."""
         return self._n_forks != exit_hook.n_forks and not self.has_ended
 
     def require_not_forked(self) -> None:
@@ -170,7 +170,7 @@ class LoopThreads:
         Raises:
             ClosedError: If the process is a fork, or another thread has closed the feeder.
         """
-        # The loop calls this for every batch, so the usual case comes first.
+        # The loop calls this for every batch, so the usual case is first.
         if not self.has_ended and self._n_forks == exit_hook.n_forks:
             return
         self.require_not_forked()
@@ -198,8 +198,8 @@ class LoopThreads:
             try:
                 return fn(*args)
             finally:
-                # An error's traceback keeps this frame. The frame must not keep the call, which
-                # keeps the error.
+                # An error's traceback keeps this frame, which must not keep the call, because the
+                # call keeps the error.
                 del fn, args
 
 

@@ -14,12 +14,12 @@ import numpy.typing as npt
 
 from pinfeed.devices.base import Buffer, Device
 
-# Small parts are allocated and copied together, because each call costs as much as some 100 KiB of
-# the copy. A tensor that the user keeps also keeps the small ones of the same batch, so there is a
-# bound on all of them.
+# Small parts are allocated and copied together, because each call costs as much time as a copy of
+# about 100 KiB. A tensor that the user keeps also keeps the other small parts of its batch, so
+# their total size is bounded.
 _SMALL_NBYTES = 64 << 10
 _SHARED_NBYTES = 1 << 20
-# Tensors begin where torch's allocator would let them begin.
+# Tensors have the alignment of torch's allocator.
 _ALIGNMENT = 512
 
 
@@ -35,17 +35,17 @@ class Place(NamedTuple):
     offset: int
     """First byte of the part in the buffer."""
     nbytes: int
-    """Bytes that the part may take."""
+    """Maximum number of bytes of the part."""
     is_shared: bool
     """Whether other parts are in the same buffer."""
 
 
 class PartMemory:
-    """Allocates the device memory of batches, and learns how much their parts take.
+    """Allocates the device memory of batches, and learns the sizes of their parts.
 
     Args:
         device: Device of the memory.
-        capacity: Bytes of each part of a full batch, where they are known in advance.
+        capacity: Bytes of each part of a full batch; empty if they are not known in advance.
         shares: Whether small parts share a buffer.
     """
 
@@ -93,7 +93,7 @@ class PartMemory:
     def allocate(self, i: int, nbytes: int, n_batches: int, stream: Any) -> Buffer:
         """Return memory for part ``i``, at least that of ``n_batches`` full batches.
 
-        All batches ask for the same number of bytes, so that freed memory is used again.
+        All batches request the same number of bytes, so that freed memory is reused.
         """
         full = self.capacity[i] * n_batches if i < len(self.capacity) else 0
         return self._device.empty(max(nbytes, full), stream)
@@ -105,7 +105,7 @@ class PartMemory:
         shape: tuple[int, ...],
         dtype: np.dtype[Any],
     ) -> npt.NDArray[Any]:
-        """Return staging memory in a shape, and grow it if needed.
+        """Return staging memory as an array of a shape, and grow it if needed.
 
         It grows to a full batch at once, because locking pages is slow.
 
@@ -134,7 +134,7 @@ class PartMemory:
 
 
 def known_nbytes(value: Any) -> int:
-    """Return the bytes of an object that tells them, as a dense tensor does; 0 for any other."""
+    """Return ``value.nbytes``, which a dense tensor has; 0 for objects without it."""
     try:
         return int(value.nbytes)
     except Exception:
@@ -148,7 +148,7 @@ def shared_nbytes(places: Sequence[Place | None]) -> int:
     return max(ends, default=0)
 
 
-# Every batch of a loop asks for the same.
+# Every batch of a loop has the same sizes.
 @functools.lru_cache
 def _layout(sizes: tuple[int, ...]) -> tuple[Mapping[int, int], int]:
     """Return the offset of each part in the shared buffer, by its index, and the buffer's bytes."""
@@ -158,15 +158,15 @@ def _layout(sizes: tuple[int, ...]) -> tuple[Mapping[int, int], int]:
         if 0 < size <= _SMALL_NBYTES and end + size <= _SHARED_NBYTES:
             offsets[i] = end
             end = -(-(end + size) // _ALIGNMENT) * _ALIGNMENT
-    # One part alone needs no other layout than that of a large one.
+    # A single small part is laid out like a large one.
     return (offsets, end) if len(offsets) > 1 else ({}, 0)
 
 
 def _grown(capacity: int, needed: int) -> int:
     """Return the bytes to allocate for a part that took ``capacity`` bytes so far.
 
-    A larger part is rounded up to a sixteenth of its size, so that few sizes occur and the
-    allocator finds memory again.
+    The size of a larger part is rounded up by at most a sixteenth. Few sizes then occur, and the
+    allocator can reuse memory.
     """
     if needed <= capacity or not capacity:
         return max(capacity, needed)

@@ -17,7 +17,7 @@ from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.base import Store
 from pinfeed.stores.pinned import PinnedStore
 
-# Rows in memory are scattered in pieces, so that several threads can share the work.
+# Bytes of the pieces in which rows in memory are scattered, so that threads can share the work.
 _PIECE_NBYTES = 4 << 20
 
 
@@ -34,7 +34,7 @@ class StagedRows(NamedTuple):
         return type(self.store) in (ArrayStore, PinnedStore)
 
     def scatters(self) -> Iterator[Callable[[], object]]:
-        """Yield calls that scatter the rows together; they may be made at the same time."""
+        """Yield calls that together scatter all rows; they may run at the same time."""
         n_pieces = max(1, min(self.values.nbytes // _PIECE_NBYTES, len(self.rows)))
         step = -(-len(self.rows) // n_pieces) or 1
         for begin in range(0, len(self.rows), step):
@@ -46,14 +46,14 @@ class StagedRows(NamedTuple):
 class HeldValues:
     """Values of a write-back, on the device.
 
-    For each group of rows there is one tensor per store, and None for a store that stays unchanged.
+    Each group of rows has one tensor per store, or None for an unchanged store.
     """
 
     tensors: list[list[Tensor | None]]
     compute: Stream
     """Stream of the training thread when the values were taken."""
     ready: Event
-    """Event behind the computation of the values."""
+    """Event after the computation of the values."""
 
 
 @dataclass
@@ -66,15 +66,15 @@ class PendingWrite:
     groups: Sequence[RowGroup]
     """Rows that are written, and their stores."""
     log: WriteLog[HeldValues]
-    """Log of the loop that the write belongs to."""
+    """Log of the loop of this write."""
     staged: list[StagedRows] = field(default_factory=list)
     """Values that are copied to staging memory, to be scattered from there."""
     arrived: Event | None = None
-    """Event behind the copies."""
+    """Event after the copies."""
     begun: Event | None = None
     """Timed event before the copies; None if they are not timed."""
     source: npt.NDArray[Any] | None = None
-    """Staging memory from which the device computes the values."""
+    """Staging memory that the device reads to compute the values."""
     started_s: float = 0.0
     """Time at which the copies were queued."""
 
@@ -84,5 +84,5 @@ class PendingWrite:
         return self.write.batch
 
     def is_computed(self) -> bool:
-        """Tell whether the device has computed the values."""
+        """Return whether the device has computed the values."""
         return self.write.values.ready.is_done()

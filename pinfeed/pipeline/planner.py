@@ -1,4 +1,4 @@
-"""make_plan: from stores, an order and limits to a batch size, buffers and read strategies."""
+"""make_plan: chooses batch size, buffers and read strategies for stores, an order and limits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from pinfeed.stores.ragged import RaggedStore
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The arguments of a user that a plan follows from."""
+    """The user's arguments that determine a plan."""
 
     stores: Sequence[Store]
     rows: Order | Iterable[Any]
@@ -42,7 +42,7 @@ class PlanRequest:
     config: MemoryLimits | None
     ragged: Sequence[RaggedStore] = ()
     functions: FunctionMemory | None = None
-    """Memory of functions on batches; None without them."""
+    """Memory of the transforms; None without transforms."""
 
     @property
     def n_rows(self) -> int:
@@ -55,12 +55,12 @@ class PlanRequest:
 
     @property
     def sources(self) -> Sequence[Store]:
-        """The stores, and those of the items of ragged rows."""
+        """The stores, and the stores with the items of ragged rows."""
         return [*self.stores, *(store.items for store in self.ragged)]
 
     @property
     def largest(self) -> int | None:
-        """Size of the largest batch that ``rows`` gives; None if ``rows`` gives single rows."""
+        """Size of the largest batch that ``rows`` yields; None if ``rows`` yields single rows."""
         return None if isinstance(self.rows, Order) else largest_batch(self.rows)
 
 
@@ -76,7 +76,7 @@ def make_plan(
         route: The user's choice of ``"direct"`` or ``"staged"``; None for the faster one.
 
     Raises:
-        BudgetError: If the limits cannot hold one row per slot, or the batches that ``rows`` gives.
+        BudgetError: If the limits cannot hold batches of one row, or the batches from ``rows``.
         DeviceError: If the device does not support the route.
     """
     if route == "direct" and request.ragged and not device.unified:
@@ -100,7 +100,7 @@ def make_plan(
             size, schedule.depth, demand.route, plan_allocations(demand, size, schedule.depth)
         )
     else:
-        # Batches that rows gives have their size already, so the usual bound does not apply.
+        # Batches from rows already have a size, so the usual bound does not apply.
         config = dataclasses.replace(
             config, depth=schedule.depth, preferred_batch_size=preferred or largest
         )
@@ -118,17 +118,17 @@ def make_plan(
 
 
 def plan_reads_by_id(stores: Sequence[Store], config: MemoryLimits | None) -> ReadPlan:
-    """Choose how the rows of each store are read that batches name by ids.
+    """Choose how to read the rows of each store if the ids of a batch select them.
 
-    Which rows, and how many, is not known before a batch is there. Half of a limit is therefore
-    left for the batches.
+    The rows and their number are unknown before the batch arrives. Half of a limit is therefore
+    reserved for the batches.
 
     Args:
-        stores: The stores, which need not have equally many rows.
+        stores: The stores, which may have different numbers of rows.
         config: Memory limits; None for the free memory.
 
     Raises:
-        NotEnoughCPUMemory: If half of the limit cannot hold what the stores need to read any row.
+        NotEnoughCPUMemory: If half of the limit cannot hold the memory that stores need for a read.
     """
     limits = _file_limits(config, _free_host_bytes(stores, config))
     if config is not None:
@@ -142,8 +142,9 @@ def plan_reads_by_id(stores: Sequence[Store], config: MemoryLimits | None) -> Re
     if is_limited and nbytes > limits.memory:
         raise NotEnoughCPUMemory(
             f"fetch needs {human(nbytes)} ({nbytes} bytes) of host memory to read its files; "
-            f"expected at most {human(limits.memory)}, half of cpu_memory_limit, because the other "
-            "half is for the batches; raise cpu_memory_limit, or write files with smaller chunks"
+            f"expected at most {human(limits.memory)}, which is half of cpu_memory_limit (the "
+            "batches need the other half); raise cpu_memory_limit, or write files with smaller "
+            "chunks"
         )
     resident = resident_allocation(nbytes)
     choice = choose(stores, (), 0, limits.without(resident))
@@ -151,7 +152,7 @@ def plan_reads_by_id(stores: Sequence[Store], config: MemoryLimits | None) -> Re
 
 
 def part_capacity(request: PlanRequest, batch_size: int) -> list[int]:
-    """Return the bytes to reserve for each part of a batch, as far as they are known in advance.
+    """Return the bytes to reserve for each part of a batch; empty if they are unknown in advance.
 
     Args:
         request: The user's arguments.
@@ -159,8 +160,8 @@ def part_capacity(request: PlanRequest, batch_size: int) -> list[int]:
     """
     if not batch_size:
         return []
-    # Batches that are bounded by elements have far fewer rows than the largest possible one. Memory
-    # of stores whose rows are equally long then grows with the batches that occur.
+    # Batches that are bounded by elements have far fewer rows than the largest possible batch.
+    # Memory for stores with rows of equal length then grows with the batches that occur.
     n_rows = 0 if isinstance(request.rows, ElementBatches) else batch_size
     capacity = [n_rows * row_nbytes(store) for store in request.stores]
     for store in request.ragged:
@@ -171,7 +172,7 @@ def part_capacity(request: PlanRequest, batch_size: int) -> list[int]:
 def _demand(
     request: PlanRequest, schedule: PrefetchSchedule, device: Device, largest: int | None
 ) -> Demand:
-    """Describe the rows and batches that memory is needed for."""
+    """Describe the rows and batches that need memory."""
     stores = request.stores
     n_rows = request.n_rows
     most = (
@@ -181,7 +182,7 @@ def _demand(
     )
     return Demand(
         row_nbytes=tuple(row_nbytes(store) for store in stores),
-        # The results of functions are not written back.
+        # The results of transforms are not written back.
         writable=tuple(store.writable and request.functions is None for store in stores),
         resident_bytes=sum(store.resident_bytes for store in stores)
         + sum(store.resident_bytes for store in request.ragged),
@@ -214,7 +215,7 @@ def _free_host_bytes(stores: Sequence[Store], config: MemoryLimits | None) -> in
     """Return the free host memory of this process in bytes; 0 if the plan does not depend on it.
 
     Without a config, rows of files may take half of the free memory. The processes that torchrun
-    starts on one machine share it.
+    starts on one machine share the free memory.
     """
     reads_files = any(file_of(store) is not None for store in stores)
     if config is None and not reads_files:
@@ -245,8 +246,8 @@ def _limited_plan(
 ) -> Plan:
     """Plan the largest batch that fits.
 
-    The windows of the order count as needed memory if they leave half of the host limit, and if the
-    rest fits beside them.
+    The windows of the order count as needed memory if they take at most half of the host limit, and
+    if everything else fits too.
     """
     free_device = 0
     if config.gpu_memory_limit is None and not device.unified:
@@ -272,7 +273,7 @@ def _limited_plan(
 
 
 def _require_room(plan: Plan, largest: int | None) -> None:
-    """Check that the plan holds the largest batch that the user's rows give."""
+    """Check that the plan holds the largest batch from the user's ``rows``."""
     if largest is not None and plan.batch_size < largest:
         raise BudgetError(
             f"rows yields batches of up to {largest} rows; the limits of config hold at most "

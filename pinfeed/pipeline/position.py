@@ -14,13 +14,11 @@ logger = logging.getLogger("pinfeed")
 
 
 class EpochPosition:
-    """Position of a feeder's loop. Only batches that were lent count, not prefetched ones.
-
-    The training thread owns it.
+    """Position of a feeder's loop, without prefetched batches. The training thread owns it.
 
     Args:
         source: Source of the batches.
-        fingerprint: Plain values that must be equal for a saved position, besides the source's.
+        fingerprint: Plain values that a saved position must match, in addition to the source's.
     """
 
     def __init__(self, source: Source, fingerprint: Mapping[str, Any]) -> None:
@@ -30,20 +28,20 @@ class EpochPosition:
         self.epoch = 0
         """Number of the epoch."""
         self.batch = 0
-        """Number of batches of the epoch that were lent."""
+        """Number of batches of the epoch that the loop has received."""
         self.checksum = 0
-        """Checksum of the row indices of these batches, where the source has one."""
+        """Checksum of the row indices of these batches; 0 if the source computes none."""
         self.is_at_rest = True
         """Whether the next run begins at this position.
 
-        Otherwise the epoch runs or was left, and the next run is the epoch after it.
+        Otherwise the epoch is running or was left, and the next run is the following epoch.
         """
-        # The epoch of a loaded state in which all batches had been lent.
+        # Epoch of a loaded state if all its batches were done; otherwise None.
         self._completed: int | None = None
 
     @property
     def n_batches(self) -> float:
-        """Number of batches in an epoch; infinite if it is not known."""
+        """Number of batches in an epoch; infinite if it is unknown."""
         try:
             return len(self._source)
         except TypeError:
@@ -51,14 +49,14 @@ class EpochPosition:
 
     @property
     def goes_on_at_end(self) -> bool:
-        """Whether a run that is resumed at the end of its epoch goes on with the next epoch.
+        """Whether a run that is resumed at the end of its epoch continues with the next epoch.
 
-        Then only the end shows that the epoch was complete when the state was taken.
+        Then only the end shows that the epoch was complete when the state was saved.
         """
         return self._hooks.goes_on and math.isinf(self.n_batches)
 
     def next(self) -> tuple[int, int, int]:
-        """Return epoch, batch and checksum with which the next run begins."""
+        """Return epoch, batch and checksum at the beginning of the next run."""
         position = (
             (self.epoch, self.batch, self.checksum) if self.is_at_rest else (self.epoch + 1, 0, 0)
         )
@@ -80,8 +78,7 @@ class EpochPosition:
     def end_run(self) -> None:
         """End a run, whether its epoch is complete or not.
 
-        The sampler is set to the next epoch now, so that an epoch that its owner sets afterwards
-        can be told from this one.
+        The sampler is set to the next epoch now. If its epoch differs later, the user has set it.
         """
         if self._hooks.chosen_epoch is None:
             self._hooks.follow(self.next()[0])
@@ -91,7 +88,7 @@ class EpochPosition:
         self._go_to(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next run be ``epoch``; a loaded position in this epoch is kept."""
+        """Make ``epoch`` the next run; a loaded position in this epoch stays."""
         if not (self.is_at_rest and epoch == self.epoch):
             if self.is_at_rest:
                 self._warn_if_dropped(epoch)
@@ -114,11 +111,11 @@ class EpochPosition:
         return {**state, **self._hooks.state(epoch, batch)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Let the next run continue where ``state`` was taken.
+        """Make the next run continue at a saved position.
 
         Raises:
-            ArgumentError: If it is no state, or the state of another source. The position has not
-                changed then.
+            ArgumentError: If ``state`` is no state, or the state of another source. The position
+                has not changed then.
         """
         epoch, batch, checksum = self.check(state)
         batch, is_complete = self._hooks.resume(state, self.n_batches)
@@ -136,7 +133,7 @@ class EpochPosition:
         """Return epoch, batch and checksum of a state.
 
         Raises:
-            ArgumentError: If it is no state, or the state of another source.
+            ArgumentError: If ``state`` is no state, or the state of another source.
         """
         try:
             epoch, batch, checksum = (int(state[key]) for key in ("epoch", "batch", "checksum"))
@@ -166,14 +163,14 @@ class EpochPosition:
         return epoch, batch, checksum
 
     def _go_to(self, epoch: int) -> None:
-        """Let the next run begin at the first batch of ``epoch``."""
+        """Make the next run begin at the first batch of ``epoch``."""
         self.epoch = epoch
         self.batch = 0
         self.checksum = 0
         self.is_at_rest = True
 
     def _warn_if_dropped(self, epoch: int) -> None:
-        """Warn if a loaded position is lost, because the next run is another epoch."""
+        """Warn if a loaded position is dropped, because the next run is another epoch."""
         if epoch == self._completed:
             logger.warning(
                 "epoch %d runs again, although the loaded state was saved after its last batch",

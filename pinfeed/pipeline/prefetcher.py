@@ -1,8 +1,8 @@
 """Prefetcher: one loop over a source, from its first batch to joining its threads.
 
-A loop is a deque of calls that reader threads make. So order, back-pressure, the end of the data,
-and errors with their tracebacks are those of a call. Whatever ends the loop, the ``finally`` of its
-generator joins the threads.
+A loop is a deque of calls that reader threads make. The results of these calls carry the order,
+back-pressure, the end of the data, and errors with their tracebacks. However the loop ends, the
+``finally`` of its generator joins the threads.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ class _Slots:
     """Slots of a loop, which only its generator keeps."""
 
     free: deque[Slot]
-    """Slots that are not being filled, the one that was lent last at the end."""
+    """Slots that are not being filled; the last one was lent last."""
     filling: deque[Pending[Slot | None]] = field(default_factory=deque)
-    """Slots that are being filled, or are filled, in the order of their batches."""
+    """Slots that are being filled or are full, in the order of their batches."""
 
 
 class Prefetcher:
     """One loop over a source.
 
     Args:
-        transfer: Transfer whose slots the loop uses. No other loop may use them.
+        transfer: Transfer that has the slots. No other loop may use them.
         first: Number of the first batch.
-        choice: Number of batches to prefetch, and of reader threads. It may change between
+        choice: Number of batches to prefetch, and of reader threads. The choice may change between
             prefetching and the synchronous loop while the loop runs.
-        functions: Functions on batches.
+        functions: The transforms.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Prefetcher:
         self._filler: SlotFiller | None = None
         self._turns = itertools.count()
         self.consumer: int | None = None
-        """Identifier of the thread that batches are lent to."""
+        """Identifier of the thread that runs the training loop."""
         self.owner = threading.current_thread()
         self._reference = weakref.ref(self)
         # The loop, close() and the garbage collector may end it at the same time.
@@ -86,11 +86,11 @@ class Prefetcher:
     def lend(self, thunks: Generator[BatchThunk, None, None]) -> Iterator[LentBatch]:
         """Lend the batches in order.
 
-        The error of a batch that cannot be filled is raised when the loop asks for that batch. The
+        If a batch cannot be filled, its error is raised when the loop requests that batch. The
         error of a write-back is raised as soon as it is known.
 
         Args:
-            thunks: Batches of the epoch. Reader threads iterate them, one at a time.
+            thunks: Batches of the epoch. Reader threads iterate over them, one at a time.
         """
         counters = self._counters
         transfer = self._transfer
@@ -114,14 +114,14 @@ class Prefetcher:
                         transfer, write_queue, host_batch, tensors.popleft(), i, number
                     )
                     if not tensors:
-                        # From here on only the lent batch keeps the data.
+                        # From now on, only the lent batch keeps the data.
                         del host_batch
                     counters.receive(number, lent_batch.n_rows, nbytes, slot.ready_s, idle=idle)
                     yield lent_batch
                     lent_batch.end()
                     threads.require_running()
                     lent_batch.finish()
-                    # For the other batches of the slot, the device is not asked again.
+                    # The device is not checked again for the other batches of the slot.
                     idle = is_unified
                     number += 1
                     write_queue.check()
@@ -136,33 +136,34 @@ class Prefetcher:
         write_queue.check()
 
     def end(self) -> None:
-        """Join the threads and release what the loop holds. It may be called again.
+        """Join the threads and release the loop's memory. It may be called again.
 
-        Each step is made even if an interrupt ends the one before it. A caller that continues after
-        an interrupt calls this again first.
+        Each step runs even if an interrupt ends the previous one. A caller that continues after an
+        interrupt calls this again first.
         """
         with self._ending:
             if self._threads.has_ended:
                 return
-            # The steps are made in reverse order.
+            # The steps run in reverse order.
             with contextlib.ExitStack() as stack:
                 stack.callback(self._transfer.quiesce)
                 stack.callback(self._threads.join_writers)
                 stack.callback(self.write_queue.finish)
-                # Once more if an interrupt ends it, because the rows are nowhere else.
+                # Twice, in case an interrupt ends the first call, because only the device has the
+                # rows.
                 stack.callback(self.flush_caches, is_last=True)
                 stack.callback(self.flush_caches, is_last=True)
                 if self._filler is not None:
                     stack.callback(self._filler.close)
-                # Fills that have not begun are not cancelled: each one that was submitted takes its
-                # turn, or those after it would wait for it.
+                # Fills that have not begun are not cancelled, because each submitted fill must take
+                # its turn. Later fills would wait for it otherwise.
                 stack.callback(self._threads.join_readers)
                 self._transfer.stop()
             self._threads.has_ended = True
             exit_hook.loops.discard(self._reference)
 
     def save(self) -> None:
-        """Queue writes of all rows in caches, because the program ends and the loop has not."""
+        """Queue writes of all rows in caches, because the program ends before the loop."""
         try:
             self.flush_caches()
         except Exception:
@@ -172,7 +173,7 @@ class Prefetcher:
         """Queue writes of all rows in caches that may differ from their stores.
 
         Args:
-            is_last: Whether the loop ends, so that no row may change any more.
+            is_last: Whether the loop is ending, after which no row may change.
         """
         if not self._transfer.has_caches:
             return
@@ -183,11 +184,11 @@ class Prefetcher:
             self._transfer.note_flushed()
 
     def drain(self) -> None:
-        """Wait until all values so far are in their stores, those in caches, too.
+        """Wait until all values so far are in their stores, including those in caches.
 
         Raises:
-            Exception: If a write-back failed, its error. The loop then writes the rows of caches
-                once more when it ends.
+            Exception: If a write-back failed; its error. The loop then writes the rows of caches
+                again when it ends.
         """
         self.flush_caches()
         self.write_queue.drain()
@@ -195,7 +196,7 @@ class Prefetcher:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process is a fork of the one in which the loop ran, without its threads."""
+        """Whether this process was forked while the loop ran, and so has none of its threads."""
         return self._threads.is_forked
 
     def require_not_forked(self) -> None:
@@ -217,17 +218,17 @@ class Prefetcher:
         return _Slots(deque(slots))
 
     def _reuse(self, slots: _Slots, slot: Slot, n_batches: int) -> None:
-        """Free a slot, whose batches the loop has done when it asks for the next one."""
+        """Free a slot after the training steps of its batches."""
         slots.free.append(slot)
-        self._choice.count(n_batches, self._counters.asked_s)
+        self._choice.count(n_batches, self._counters.requested_s)
         self._refill(slots)
 
     def _refill(self, slots: _Slots) -> None:
-        """Let all free slots be filled, unless the loop is synchronous.
+        """Submit fills of all free slots, unless the loop is synchronous.
 
-        A loop that becomes synchronous lends the batches that were gathered ahead, and then waits
-        for all write-backs. From then on this thread fills one slot at a time, and completes each
-        write-back at once. A later change to prefetching therefore finds nothing to wait for.
+        A loop that becomes synchronous lends the prefetched batches, and then waits for all
+        write-backs. From then on, this thread fills one slot at a time, and completes each
+        write-back at once. A later change to prefetching therefore has nothing to wait for.
         """
         is_synchronous = self._choice.is_synchronous
         if is_synchronous and slots.filling:
@@ -248,7 +249,7 @@ class Prefetcher:
         self._counters.change_depth(depth)
 
     def _submit(self, slot: Slot) -> Pending[Slot | None]:
-        """Reserve a slot, and let a reader thread fill it."""
+        """Reserve a slot, and submit its fill to a reader thread."""
         filler, turn = self._reserve(slot)
         number = filler.number(turn)
         filled = self._threads.submit_read(number, filler.fill, slot, turn)
@@ -257,17 +258,17 @@ class Prefetcher:
         return self._threads.submit_transform(number, filler.transform, filled, turn)
 
     def _reserve(self, slot: Slot) -> tuple[SlotFiller, int]:
-        """Reserve a slot; return what fills it, and the number of its turn."""
+        """Reserve a slot; return the filler, and the number of the slot's turn."""
         assert self._filler is not None
         self._transfer.reserve(slot)
         return self._filler, next(self._turns)
 
     def _next(self, slots: _Slots, number: int) -> Slot | None:
-        """Return the next slot that is filled, or None after the last batch.
+        """Return the next full slot, or None after the last batch.
 
         Args:
-            slots: Slots of the loop. If none of them is being filled, the loop is synchronous, and
-                this thread fills one.
+            slots: Slots of the loop. If no slot is being filled, the loop is synchronous, and this
+                thread fills one.
             number: Number of the slot's first batch.
         """
         if slots.filling:
@@ -284,13 +285,13 @@ class Prefetcher:
         return found
 
     def _leave(self, lent_batch: LentBatch | None) -> None:
-        """End the loop, whatever has ended its generator.
+        """End the loop, for whatever reason its generator has ended.
 
         Args:
             lent_batch: Batch that was lent last.
         """
-        # A loop that is left has not asked for another batch.
-        self._counters.ask()
+        # A loop that was left has not requested another batch.
+        self._counters.request()
         self._counters.receive_none()
         if lent_batch is not None:
             lent_batch.end()
@@ -300,15 +301,15 @@ class Prefetcher:
         here = threading.current_thread()
         is_worker = self._threads.is_inside or here.name.startswith("pinfeed-")
         if here.ident != self.consumer and is_worker and here.name != "pinfeed-end":
-            # The garbage collector has found the loop dropped while a worker ran, maybe a source's,
-            # and a worker cannot wait for itself.
+            # The garbage collector frees the loop in one of its worker threads, maybe in one of the
+            # source. A worker thread cannot wait for itself.
             threading.Thread(target=self.end, name="pinfeed-end").start()
         else:
             self.end()
 
 
 def _raise_error(slot: Slot) -> None:
-    """Raise the error of a batch that the slot could not carry, if there is one."""
+    """Raise the error of the batch that the slot could not carry, if any."""
     if slot.error is None:
         return
     try:

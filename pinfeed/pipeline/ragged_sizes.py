@@ -12,10 +12,9 @@ from pinfeed.stores.ragged import RaggedStore
 class RaggedSizes:
     """Bytes of the two arrays of a batch of ragged rows, as a function of its number of rows.
 
-    With limits, or with batches that are bounded by elements, memory for the largest batch is
-    reserved for every batch. Otherwise one row that is far longer than the others would multiply
-    the memory of all batches. Memory for usual batches is reserved then, and grows if a larger
-    batch occurs.
+    With limits, or with batches that are bounded by elements, every batch reserves memory for the
+    largest batch. Without either, one very long row would multiply the memory of all batches.
+    Batches then reserve memory for a usual batch, which grows if a larger batch occurs.
 
     Args:
         store: The ragged rows.
@@ -38,12 +37,12 @@ class RaggedSizes:
         found = self._most(n_rows)
         if self._is_exact:
             return found
-        # Memory that grows is rounded up by a sixteenth at most.
+        # Memory that grows is rounded up by at most a sixteenth.
         items, bounds = found
         return items + -(-items // 16), bounds + -(-bounds // 16)
 
     def reserved(self, n_rows: int) -> tuple[int, int]:
-        """Return the bytes of each array that every batch gets in advance."""
+        """Return the bytes of each array that every batch reserves in advance."""
         items, bounds = self._most(n_rows)
         if not self._is_exact:
             items = min(items, self._store.usual_nbytes(n_rows))

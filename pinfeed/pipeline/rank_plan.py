@@ -1,4 +1,4 @@
-"""The part of a feeder's epochs that this rank has, and its limits and plan."""
+"""The shard of a rank in the epochs of a feeder, and the limits and plan of the rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def shard_of_feeder(
     batch_size: int | None,
     config: MemoryLimits | None,
 ) -> RankShard | None:
-    """Return the part of every epoch that this process has; None if it has all rows.
+    """Return the share of this process in every epoch; None if it has all rows.
 
     Args:
         ranks: The user's argument ``ranks``.
@@ -41,7 +41,7 @@ def shard_of_feeder(
 def limits_of_rank(shard: RankShard, config: MemoryLimits | None) -> MemoryLimits | None:
     """Return limits for the batches of one rank.
 
-    ``config`` may already prefer smaller batches, because only these fit.
+    ``config`` may already prefer smaller batches, because larger ones do not fit.
     """
     if config is None:
         return None
@@ -53,7 +53,7 @@ def plan_of_rank(shard: RankShard, plan: Plan, n_rows: int) -> Plan:
     """Add a note about the rank to its plan.
 
     Args:
-        shard: Part of the epochs that the rank has.
+        shard: Share of the rank in the epochs.
         plan: Plan of the rank.
         n_rows: Number of rows in the stores.
 

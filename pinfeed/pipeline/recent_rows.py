@@ -1,11 +1,10 @@
-"""RecentRows: the rows of the latest batches, and which of them a new batch has in common.
+"""RecentRows: the rows of the latest batches, and the rows that a new batch shares with them.
 
-The rows of each batch are compared with those of the batches whose writes it may not see. Two
-tables of marks have many times more entries than a batch has rows. Each entry tells which batch was
-the last to hold one of the rows of that entry, so that most rows of a large table are found to be
-new by two looks. The others are searched among the sorted rows of the earlier batches, the newest
-first. Where an earlier batch holds a row, that batch knows which one held it before, so the older
-ones need no search.
+Each batch is compared with the earlier batches whose writes it may not see. Two tables of marks
+have many more entries than a batch has rows. Each entry stores the last batch that contained one of
+the entry's rows. So two look-ups show that most rows of a large table are new. The other rows are
+searched in the sorted rows of the earlier batches, from the newest to the oldest. An earlier batch
+that contains a row knows the batch before it with that row, so older batches need no search.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from pinfeed.pipeline.forwarding import Overlap, Positions, SharedRows, Span
 from pinfeed.rows.distinct import sort_rows
 from pinfeed.rows.orders import Rows
 
-# Entries for each row of a batch in either table. With more, fewer rows are searched in vain.
+# Entries per row of a batch in each table. With more entries, fewer rows are searched in vain.
 _MARKS_PER_ROW = 32
-# Rows that have the same entry in the first table are scattered over so many in the second, by the
-# high bits of their multiples of a large odd number.
+# Rows with the same entry in the first table are scattered over so many entries of the second one,
+# by the high bits of their products with a large odd number.
 _PAGE = (1 << 12) - 1
 _SCATTER = 0x5851F42D4C957F2D
-# Rows are marked in steps whose numbers stay in the cache.
+# Rows are marked in steps of this size, whose numbers fit into the processor's cache.
 _STEP_ROWS = 8192
 
 _NONE: Positions = np.empty(0, np.int32)
@@ -38,7 +37,7 @@ class RecentRows:
     """The rows of the latest batches of a loop.
 
     Args:
-        n_ahead: Number of batches before a batch that may still be written when it is added.
+        n_ahead: Number of earlier batches that may still be written when a batch is added.
     """
 
     def __init__(self, n_ahead: int) -> None:
@@ -54,19 +53,19 @@ class RecentRows:
     ) -> tuple[SharedRows, list[int | None]]:
         """Compare the rows that a batch gathers with those that earlier batches may write.
 
-        It is compared with the ``n_ahead`` batches before it, and with those in ``pending``.
+        These are the ``n_ahead`` previous batches, and the batches in ``pending``.
 
         Args:
             number: Number of the batch. Every batch is added, in order.
-            groups: For each group of rows the indices of those that the batch gathers, shape (n,);
-                they may repeat.
-            pending: Numbers of the batches whose writes are not completed.
-            written: For each group the indices of the rows that the batch may write, shape (m,),
-                which are kept; by default those that it gathers.
+            groups: For each group, the indices of the rows that the batch gathers, shape (n,); they
+                may repeat.
+            pending: Numbers of batches with writes that are not completed.
+            written: For each group, the indices of the rows that the batch may write, shape (m,),
+                which are kept; None for the rows that it gathers.
 
         Returns:
-            The rows that the batch has in common with earlier ones; and for each group a row index
-            that occurs twice in it, or None if every row is distinct.
+            The rows that the batch shares with earlier batches; and for each group a row index that
+            occurs twice, or None if every row is distinct.
         """
         if not self._groups:
             self._groups = [_GroupHistory() for _ in groups]
@@ -94,14 +93,14 @@ class RecentRows:
 
 
 class _SortedRows:
-    """The sorted rows of a group of one batch, and who held each of them before.
+    """The sorted rows of a group in one batch, and the last earlier batch with each row.
 
     Attributes:
         number: Number of the batch.
         rows: Row indices, ascending.
         repeated: A row index that occurs twice; None if all are distinct.
-        ages: For each row, how many batches ago it was held last; 0 for a row that is new. Empty
-            until the batch was compared with others.
+        ages: For each row, the number of batches since its last use; 0 for a new row. Empty until
+            the batch was compared with others.
         sources: For each row that is not new, its position among the sorted rows of that batch.
     """
 
@@ -114,7 +113,7 @@ class _SortedRows:
         self.ages: Positions = _NONE
         self.sources: Positions = _NONE
         if bool((rows[1:] > rows[:-1]).all()):
-            # Copied, because the user has the rows of the batch and may change them.
+            # This is a copy, because the user has the rows of the batch and may change them.
             self.rows = rows.copy()
             return
         self.rows, order = sort_rows(rows)
@@ -124,19 +123,19 @@ class _SortedRows:
             self.repeated = int(self.rows[repeated[0]])
 
     def find(self, rows: Rows) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.intp]]:
-        """Return which of some rows are among these, and where; only found rows have a place."""
+        """Return whether the batch contains each given row, and the places of contained rows."""
         if not len(self.rows):
             return np.zeros(len(rows), bool), np.zeros(len(rows), np.intp)
         places = np.minimum(np.searchsorted(self.rows, rows), len(self.rows) - 1)
         return self.rows[places] == rows, places
 
     def unsorted(self, positions: Positions) -> Positions:
-        """Return the positions in the batch of positions among the sorted rows."""
+        """Convert positions among the sorted rows to positions in the batch."""
         return positions if self._order is None else self._order[positions]
 
 
 class _GroupHistory:
-    """The latest batches' rows of one group."""
+    """The rows of one group in the latest batches."""
 
     def __init__(self) -> None:
         # Batches by number, in order.
@@ -149,14 +148,14 @@ class _GroupHistory:
         return list(self._batches)
 
     def drop(self, numbers: Iterable[int]) -> None:
-        """Drop the rows of batches that no later batch has to be compared with."""
+        """Drop the rows of batches that no later batch is compared with."""
         for number in numbers:
             dropped = self._batches.pop(number)
             if number < min(self._batches, default=number):
-                # No batch is left that held a row before the dropped one.
+                # No batch remains that had a row before the dropped one.
                 continue
             for batch in self._batches.values():
-                # An older batch may have held a row before the dropped one.
+                # An older batch may have had a row before the dropped one.
                 passed = np.flatnonzero(batch.ages == batch.number - number)
                 places = batch.sources[passed]
                 ages = dropped.ages[places]
@@ -166,21 +165,21 @@ class _GroupHistory:
     def add(
         self, rows: _SortedRows, kept: _SortedRows
     ) -> list[tuple[_SortedRows, tuple[_Pair, _Pair]]]:
-        """Find the rows that each kept batch has in common with a new one, and keep that one.
+        """Find the rows that each kept batch shares with a new batch, and keep the new batch.
 
         Args:
             rows: Rows that the new batch gathers.
-            kept: Rows that it may write.
+            kept: Rows that the new batch may write.
 
         Returns:
-            Batches that have rows in common with it, newest first, each with the rows that no later
-            one holds, and with the others. The positions are those among the sorted rows.
+            Batches that share rows with the new one, newest first. Each has the shared rows that no
+            later batch contains, and the other shared rows. Positions are among the sorted rows.
         """
         self._grow_marks(len(kept.rows))
         latest = self._latest(rows, marks=kept is rows)
         if kept is not rows:
             self._latest(kept, marks=True)
-        # Rows by the number of the batch that held them before a later batch did.
+        # Shared rows by the number of an older batch that a later batch has pointed to.
         passed_on: dict[int, list[_Pair]] = {}
         found = []
         for batch in reversed(self._batches.values()):
@@ -200,18 +199,18 @@ class _GroupHistory:
         return found
 
     def _grow_marks(self, n_rows: int) -> None:
-        """Make room for the marks of batches of so many rows."""
+        """Make room for the marks of batches with ``n_rows`` rows."""
         if n_rows > self._marks.n_rows:
             self._marks = _Marks(n_rows)
             for batch in self._batches.values():
                 self._marks.ages(batch, renew=True)
 
     def _latest(self, rows: _SortedRows, *, marks: bool) -> dict[int, _Pair]:
-        """Find the newest kept batch that holds each row, and note it in ``rows``.
+        """Find the newest kept batch that contains each row, and note it in ``rows``.
 
         Args:
             rows: Rows of a new batch.
-            marks: Whether the batch is going to be kept with these rows.
+            marks: Whether the history will keep the batch with these rows.
         """
         found: dict[int, _Pair] = {}
         ages = self._marks.ages(rows, renew=marks)
@@ -219,7 +218,7 @@ class _GroupHistory:
         rows.sources = np.empty(len(rows.rows), np.int32)
         if not self._batches:
             return found
-        # Positions of rows that an earlier batch may hold.
+        # Positions of rows that an earlier batch may contain.
         left = np.flatnonzero(ages <= rows.number - min(self._batches))
         for batch in reversed(self._batches.values()):
             if not len(left):
@@ -236,10 +235,10 @@ class _GroupHistory:
 
 
 class _Marks:
-    """Numbers of the batches that held the rows of each entry last, modulo 256.
+    """Numbers, modulo 256, of the last batches that contained a row of each entry.
 
     Every row has an entry in each of two tables. A row is new if one of its marks is too old. A
-    mark of more than 256 batches ago may look recent, and its row is then searched in vain.
+    mark that is more than 256 batches old may look recent; its row is then searched in vain.
 
     Args:
         n_rows: Rows of the largest batch.
@@ -248,11 +247,11 @@ class _Marks:
     def __init__(self, n_rows: int) -> None:
         n_entries = max(_PAGE + 1, 1 << (_MARKS_PER_ROW * n_rows - 1).bit_length())
         self.n_rows = n_entries // _MARKS_PER_ROW
-        """Rows of the largest batch for which there is room."""
+        """Maximum number of rows of a batch."""
         self._tables = np.zeros((2, n_entries), np.uint8)
 
     def ages(self, batch: _SortedRows, *, renew: bool) -> npt.NDArray[np.uint8]:
-        """Return for each row of a batch how many batches ago, at least, it was held last.
+        """Return the minimum number of batches since the last use of each row of a batch.
 
         Args:
             batch: The batch.
@@ -264,7 +263,7 @@ class _Marks:
         for begin in range(0, len(ages), _STEP_ROWS):
             rows = batch.rows[begin : begin + _STEP_ROWS]
             in_one = rows & (len(one) - 1)
-            # The entries of sorted rows are close in the second table, too, as memory wants it.
+            # The entries of sorted rows are also close in the second table, so memory is fast.
             in_other = (in_one & ~_PAGE) | ((rows * _SCATTER) >> 40) & _PAGE
             np.maximum(
                 number - one[in_one],

@@ -1,4 +1,4 @@
-"""PrefetchSchedule: how many batches are prefetched, how many per slot, and by how many threads."""
+"""PrefetchSchedule: the numbers of prefetched batches, of batches per slot, and of threads."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from pinfeed.memory.depth import DEFAULT_DEPTH
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.stores.ragged import RaggedStore
 
-# Small batches are gathered together, until a slot is some hundred microseconds of work.
+# Small batches are gathered together, until a slot takes some hundred microseconds of work.
 _SLOT_BYTES = 2 << 20
 _MAX_BATCHES_PER_SLOT = 8
-# A smaller slot is gathered sooner than a second thread wakes up.
+# The gather of a smaller slot takes less time than waking a second thread.
 _PARALLEL_BYTES = 256 << 10
 _MAX_READERS = 8
 _MAX_ID_READERS = 4
 
 SHORT_BATCH_S = 2e-3
-"""Seconds of a batch, training step included, above which threads are worth their cost.
+"""Seconds of a batch, including its training step, above which threads are worth their cost.
 
-Threads cost a loop some 100 µs per batch at most, which is 5 % of this.
+Threads cost a loop at most about 100 µs per batch, which is 5% of this.
 """
 
 
@@ -34,19 +34,19 @@ class PrefetchSchedule:
     """Number of batches that are prefetched, and how reader threads gather them."""
 
     depth: int
-    """Number of batches ahead of the loop."""
+    """Number of prefetched batches."""
     batches_per_slot: int = 1
-    """Number of batches in a slot. A small batch takes less time than waking a thread."""
+    """Number of batches in a slot. The gather of a small batch is shorter than waking a thread."""
     n_readers: int = 1
     """Number of slots that are filled at the same time.
 
-    If a training step takes longer than a gather, the loop asks for one slot at a time, so at most
-    one thread is busy. A loop that stalls keeps all threads busy.
+    If a training step takes longer than a gather, the loop frees one slot at a time, so at most one
+    thread is busy. A loop that stalls keeps all threads busy.
     """
     measures_depth: bool = False
-    """Whether the loop is timed with prefetching and without, to keep the faster of the two."""
+    """Whether the loop is timed with prefetching and without, to keep the faster way."""
     measured_below_s: float = math.inf
-    """Longest time of a batch, in seconds, for which the synchronous loop is timed, too.
+    """Maximum time of a batch, in seconds, at which the synchronous loop is timed, too.
 
     Longer batches are prefetched.
     """
@@ -62,17 +62,17 @@ class PrefetchSchedule:
 
     @property
     def max_pending_writes(self) -> int:
-        """Maximum number of write-backs that are not completed when the loop goes on.
+        """Maximum number of incomplete write-backs while the loop continues.
 
-        Two of them overlap: one is copied while the rows of the other are scattered.
+        Two write-backs overlap: one is copied while the rows of the other are scattered.
         """
         return max(self.depth, 2) if self.depth else 0
 
     @property
     def max_unseen_writes(self) -> int:
-        """Maximum number of earlier batches whose writes a gather may not have seen.
+        """Maximum number of earlier batches with writes that a gather may not have seen.
 
-        These are the batches that wait to be lent, and the write-backs that are not completed.
+        These are the prefetched batches, and the batches with incomplete write-backs.
         """
         return self.depth + self.max_pending_writes
 
@@ -84,8 +84,8 @@ class PrefetchSchedule:
     def on(self, device: Device, *, may_measure: bool = True) -> PrefetchSchedule:
         """Return the schedule for a device.
 
-        The host does not see how long a GPU computes, so a loop with a limit ``measured_below_s``
-        is measured on the CPU only.
+        The host does not see how long a GPU computes. A loop with a limit ``measured_below_s`` is
+        therefore measured on the CPU only.
 
         Args:
             device: Device of the batches.
@@ -97,7 +97,7 @@ class PrefetchSchedule:
 
 
 class RowSizes(Protocol):
-    """The sizes of rows that a schedule depends on."""
+    """Sizes of rows that determine a schedule."""
 
     ragged: Sequence[RaggedStore]
 
@@ -108,11 +108,10 @@ class RowSizes(Protocol):
 
 
 def measured_schedule(depth: int = DEFAULT_DEPTH, batches_per_slot: int = 1) -> PrefetchSchedule:
-    """Return the schedule of a loop for which the user gave no depth.
+    """Return the schedule of a loop without a depth from the user.
 
     Args:
-        depth: Number of batches that are prefetched unless batches turn out to be so short that the
-            synchronous loop is faster.
+        depth: Number of batches to prefetch, unless the synchronous loop is measured to be faster.
         batches_per_slot: Number of batches in a slot.
     """
     return PrefetchSchedule(
@@ -121,10 +120,10 @@ def measured_schedule(depth: int = DEFAULT_DEPTH, batches_per_slot: int = 1) -> 
 
 
 def n_id_readers(depth: int) -> int:
-    """Return the number of reader threads of a loop whose batches name rows by ids.
+    """Return the number of reader threads of a loop that reads rows by the ids in its batches.
 
-    They use at most half of the cores, because the loader, the training step and the writer thread
-    have work of their own.
+    They use at most half of the cores, because the loader, the training step and the writer threads
+    need the others.
     """
     n_cores = len(os.sched_getaffinity(0))
     return max(1, min(depth + 1, n_cores // 2, _MAX_ID_READERS))
@@ -133,21 +132,21 @@ def n_id_readers(depth: int) -> int:
 def choose_schedule(
     sources: RowSizes, batch_size: int | None, config: MemoryLimits | None, depth: int | None
 ) -> PrefetchSchedule:
-    """Choose how far to prefetch, and with how many reader threads.
+    """Choose the numbers of batches to prefetch and of reader threads.
 
     Args:
         sources: Bytes of a row, and whether they differ between rows.
         batch_size: Rows per batch, if ``config`` is None.
-        config: Memory limits; they may give the depth and the batch size.
-        depth: The user's choice. With None, 2 batches are prefetched, or four slots of small ones,
-            unless the loop measures that it is faster without prefetching.
+        config: Memory limits; they may contain the depth and the batch size.
+        depth: The user's choice. With None, the loop prefetches 2 batches, or four slots of small
+            batches, unless it measures that it is faster without prefetching.
     """
     if config is not None:
         depth = config.depth if depth is None else depth
         batch_size = config.preferred_batch_size
     nbytes = (batch_size or 0) * sources.row_nbytes
     batches_per_slot = 1
-    # Batches that are gathered together are cut by rows, and ragged ones cannot be.
+    # Batches that are gathered together are cut by rows, which ragged batches do not permit.
     if nbytes and depth is None and not sources.ragged:
         batches_per_slot = min(_SLOT_BYTES // nbytes, _MAX_BATCHES_PER_SLOT)
     if config is not None and config.cpu_memory_limit is not None and batches_per_slot > 1:

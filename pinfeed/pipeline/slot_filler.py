@@ -20,15 +20,15 @@ from pinfeed.threads.call import Pending
 class SlotFiller:
     """Fills slots with the batches of an epoch.
 
-    A source is a generator. One reader thread at a time asks it for a batch, in order; several may
-    gather.
+    A source is a generator. One reader thread at a time requests a batch from it, in order; several
+    reader threads may gather.
 
     Args:
         transfer: Transfer that fills the slots.
         thunks: Batches of the epoch; closed by ``close``.
         first: Number of the first batch.
         schedule: Number of batches in a slot, and whether the loop may write rows back.
-        functions: Functions on batches.
+        functions: The transforms.
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class SlotFiller:
         self._first = first
         self._functions = functions
         self._host_gather = functions.gather
-        # The source calls the function on the host, unless the loop reads the rows for it.
+        # The source calls ``host_transform``, unless the loop reads the rows for it.
         self._source_calls_function = functions.host is not None and functions.gather is None
         self._batches_per_slot = schedule.batches_per_slot
         has_many_readers = schedule.n_readers > 1
         self._drawing = _Turns(is_shared=has_many_readers)
         self._comparing = _Turns(is_shared=has_many_readers)
-        # Without writes there is nothing to find, nor if every row of an epoch is distinct.
+        # Batches share no written rows without writes, or if every row of an epoch is distinct.
         self._compares = schedule.writes and schedule.repeats
-        # Rows of the batches whose writes a gather may not see.
+        # Rows of the batches with writes that a gather may not see.
         self._recent: RecentRows | None = None
         self.compare(schedule.depth)
 
@@ -66,7 +66,7 @@ class SlotFiller:
         """Compare the rows of each batch with those of the ``n_ahead`` batches before it.
 
         The training thread calls this when no slot is being filled and all write-backs are
-        completed. So no batch from then on has to know the rows of those before.
+        completed. So later batches need not know the rows of earlier ones.
         """
         if self._compares:
             self._recent = RecentRows(n_ahead)
@@ -74,11 +74,11 @@ class SlotFiller:
     def fill(self, slot: Slot, turn: int) -> Slot | None:
         """Fill a slot with the next batches; return None after the last one.
 
-        If ``host_transform`` takes rows of stores, the slot only gets these rows, and ``transform``
-        fills it.
+        If ``host_transform`` takes rows of stores, this only adds these rows to the slot, and
+        ``transform`` fills it.
 
         Args:
-            slot: Slot that was reserved.
+            slot: Reserved slot.
             turn: Number of this call. Calls begin in the order of turns, but may reach this
                 function in any order.
         """
@@ -98,7 +98,7 @@ class SlotFiller:
                 batch = thunk()
         finally:
             if self._compares:
-                # The turn is taken after an error, too, because the next batch waits for its end.
+                # After an error, too, this call takes its turn, because the next one waits for it.
                 self._comparing.wait_for(turn)
                 try:
                     if batch is not None:
@@ -123,7 +123,7 @@ class SlotFiller:
         return slot
 
     def transform(self, filled: Pending[Slot | None], turn: int) -> Slot | None:
-        """Call functions on the batch of a slot, and return the slot.
+        """Call the transforms on the batch of a slot, and return the slot.
 
         One thread calls this, in the order of turns.
 
@@ -134,8 +134,8 @@ class SlotFiller:
         try:
             slot = filled.result()
         finally:
-            # The error's traceback keeps this frame. The frame must not keep the call, which keeps
-            # the error.
+            # The error's traceback keeps this frame, which must not keep the call, because the call
+            # keeps the error.
             del filled
         if slot is not None:
             self._transform(slot, self.number(turn))
@@ -150,16 +150,16 @@ class SlotFiller:
         return filled
 
     def close(self) -> None:
-        """Release what the source holds now, not when an error's traceback is freed."""
+        """Close the source now, not when an error's traceback is freed."""
         self._recent = None
         thunks = self._thunks
-        # After an interrupt has ended the wait for the readers, one of them may still run it.
+        # If an interrupt has cut off the wait for the reader threads, one may still run the source.
         if thunks is not None and inspect.getgeneratorstate(thunks) != inspect.GEN_RUNNING:
             thunks.close()
             self._thunks = None
 
     def _compare(self, batch: HostBatch, number: int) -> None:
-        """Find the rows that a batch has in common with the batches before it."""
+        """Find the rows that a batch shares with earlier batches."""
         recent = self._recent
         if recent is None or not batch.groups:
             return
@@ -172,7 +172,7 @@ class SlotFiller:
         ]
 
     def _transform(self, slot: Slot, number: int) -> None:
-        """Call functions on the batch of a slot."""
+        """Call the transforms on the batch of a slot."""
         functions = self._functions
         if functions.gather is not None:
             rows = slot.rows
@@ -182,7 +182,7 @@ class SlotFiller:
             slot.rows = None
             self._transfer.check_stop()
             made = functions.on_rows(rows, batch, number)
-            # The function alone keeps the memory of what it was given.
+            # Only the function may keep the memory of these rows.
             del rows, batch
             slot.host_transform_s = self._count_host_calls()
             slot.made_s = self._counters.now()
@@ -208,14 +208,14 @@ class SlotFiller:
             self._timeline.add("read", self.number(turn), start_s, end_s, n_batches)
 
     def _count_host_calls(self) -> float:
-        """Record the calls of the function on the host so far, and return their seconds."""
+        """Record the calls of ``host_transform`` so far, and return their seconds."""
         assert self._functions.host is not None
         return self._count("host_transform", self._functions.host.take_calls())
 
     def _count(self, lane: Lane, calls: Sequence[FunctionCall]) -> float:
-        """Record calls of a function, and return their seconds."""
+        """Record calls of a transform, and return their seconds."""
         timeline = self._timeline
-        # On an asynchronous device, the transfer records the work that the function queues.
+        # On an asynchronous device, the Transfer records the work that the transform queues.
         if timeline is not None and (lane == "host_transform" or self._transfer.device.unified):
             for call in calls:
                 timeline.add(lane, *call)
@@ -224,8 +224,9 @@ class SlotFiller:
     def _gather(self, slot: Slot, batch: HostBatch, number: int) -> Slot:
         """Gather the batches of a slot.
 
-        If one of several cannot be gathered, the slot carries those before it. The error is raised
-        when the loop asks for the batch that failed. A batch that keeps its errors is replaced.
+        If one of several batches cannot be gathered, the slot carries the earlier ones. The error
+        is raised when the loop requests the batch that failed. If the loop continues after errors,
+        the error takes the place of its batch.
         """
         try:
             return self._transfer.fill(slot, batch, number)
@@ -237,7 +238,7 @@ class SlotFiller:
             n_batches = len(batch.batches)
             n_good = self._n_good(slot, batch, number) if n_batches > 1 else 0
             if n_good in (0, n_batches):
-                # The first batch failed; or all succeed now, so the failed one is unknown.
+                # Either the first batch failed, or all succeed now and the failed one is unknown.
                 raise
             slot.error = error
         return self._transfer.fill(slot, batch.cut(0, n_good), number)
@@ -259,7 +260,7 @@ class SlotFiller:
 
 
 class _Turns:
-    """Lets threads do something in the order of their turns, one at a time.
+    """Order in which threads do some work, one at a time.
 
     Args:
         is_shared: Whether several threads take turns at the same time.
@@ -272,7 +273,7 @@ class _Turns:
 
     def wait_for(self, turn: int) -> None:
         """Wait until all earlier turns have ended."""
-        # Only the thread whose turn it is ends it, so that this needs no lock if it has come.
+        # Only the thread that has the turn ends it, so a thread whose turn it is needs no lock.
         if self._next != turn:
             with self._has_changed:
                 self._has_changed.wait_for(lambda: self._next == turn)

@@ -23,15 +23,14 @@ Copy = tuple[npt.NDArray[Any], Tensor]
 
 @dataclass
 class Gathered:
-    """Work to be queued for a batch whose staged parts have been read."""
+    """Copies and reads to queue for a batch, after its staged parts have been read."""
 
     staged: list[Copy] = field(default_factory=list)
     """Copies of staged parts."""
     indices: list[Copy] = field(default_factory=list)
     """Copies of the row indices that the device needs to read rows itself."""
     shared_until: tuple[Buffer, int] | None = None
-    """The buffer of small parts, and the end of the last one that was staged; one copy moves them
-    all."""
+    """Buffer of small parts, and end of the last staged part; one copy moves all of these."""
     direct: list[tuple[list[tuple[HostArray, Tensor]], Tensor | None]] = field(default_factory=list)
     """Parts that the device reads itself, with their tensors, and their row indices."""
     is_late: bool = False
@@ -79,11 +78,11 @@ class SlotGather:
             self._parts.staging(slot.staging, SHARED, (n_shared,), _BYTES)
         for g, group in enumerate(batch.groups):
             group_of |= {group.first + i: g for i in range(len(group.stores))}
-        # The parts that the device reads itself, by group of rows; None for parts without one.
+        # The parts that the device reads itself, by group of rows; None for parts without a group.
         direct: dict[int | None, list[tuple[HostArray, Tensor]]] = {}
         for i, part in enumerate(parts):
             place = self._place(slot, i, part, gathered)
-            # A small part that shares memory is copied with the others, unless kernels read rows.
+            # A small part in shared memory is copied with the others, unless kernels read its rows.
             if place is None:
                 pass
             elif (i in group_of or not place.is_shared) and self._device.reaches(part):

@@ -40,7 +40,7 @@ CopyToHost = Callable[[Tensor, tuple[int, ...], np.dtype[Any]], npt.NDArray[Any]
 class StoreTree:
     """Stores with equally many rows, in the structure that the user gave.
 
-    A batch has one part for each of ``stores``, followed by two for each of ``ragged``.
+    A batch has one part for each store in ``stores``, followed by two for each one in ``ragged``.
 
     Args:
         source: Source as ``Feeder`` takes it. The tree opens leaves that are not stores, and
@@ -62,7 +62,7 @@ class StoreTree:
         self.names: list[str] = []
         self.stores: list[Store] = []
         self.ragged: Sequence[RaggedStore] = []
-        # Every leaf, in the order of the structure.
+        # All leaves, in the order of the structure.
         self._leaves: list[tuple[str, Store | RaggedStore]] = []
         self._owned = made
         try:
@@ -159,7 +159,7 @@ class StoreTree:
         """Check that all stores have equally many rows.
 
         Args:
-            given_as_path: Stores that the user gave as paths, which may be shards.
+            given_as_path: Stores that the user gave as paths, which may be file shards.
         """
         if all(store.n_rows == self.n_rows for _, store in self._leaves):
             return
@@ -176,7 +176,7 @@ class StoreTree:
         )
 
     def _note_possible_shards(self, given_as_path: Sequence[Store]) -> None:
-        """Warn of lists of files that may be shards of one source."""
+        """Warn of lists of files that may be file shards of one source."""
         from_paths = set(map(id, given_as_path))
         for stores in lists_of_stores(self.structure(iter(self.stores))):
             if from_paths.issuperset(map(id, stores)):
@@ -222,7 +222,7 @@ def _shape_of(store: Store | RaggedStore) -> tuple[int | str, ...]:
 def _differences(
     tensor: Tensor, expected: npt.NDArray[Any], copy_to_host: CopyToHost
 ) -> npt.NDArray[np.bool_]:
-    """Return which rows of a tensor differ from the rows that are expected, shape (n,)."""
+    """Return whether each row of a tensor differs from the expected row, shape (n,)."""
     from pinfeed.tensors.numpy_torch import bytes_by_row
 
     lent = copy_to_host(tensor, expected.shape, expected.dtype)
@@ -233,12 +233,12 @@ def _differences(
 def _ragged_differences(
     store: RaggedStore, rows: Rows, tensors: list[Tensor], copy_to_host: CopyToHost
 ) -> npt.NDArray[np.bool_]:
-    """Return which ragged rows of a batch are not those of the store, shape (n,).
+    """Return whether each ragged row of a batch differs from the row in the store, shape (n,).
 
     Args:
         store: The store.
         rows: Row indices of the batch.
-        tensors: Tensors of the batch; those of the store are first, and are removed.
+        tensors: Remaining tensors of the batch; those of the store are first, and are removed.
         copy_to_host: As for ``StoreTree.require_equal``.
     """
     if store.layout == "jagged":
@@ -257,7 +257,7 @@ def _ragged_differences(
 
 
 def _checked(store: Store, name: str) -> Store:
-    """Return a user's store, if it has rows of a dtype that can be moved."""
+    """Return a user's store, if it has rows, and a dtype that devices support."""
     if store.n_rows < 1:
         raise StoreError(
             f"{name}: {type(store).__name__} has n_rows={store.n_rows}; expected at least one row"

@@ -1,17 +1,17 @@
 """Transfer: the stream and event protocol of batches and of rows that are written back.
 
 Rule 1: every wait, record and sync of batches and rows is in this file, and each wait names the
-        hazard that it prevents. Those of caches are in cache_transfer.py, and those of activations
+        hazard that it prevents. Waits of caches are in cache_transfer.py, and waits of activations
         in training/offload/offload_transfer.py.
-Rule 2: this file knows neither threads nor CUDA. It is given a Device, and its methods say which
-        thread calls them: the consumer (the training thread), a reader, the transform thread,
-        which calls functions on batches, or one of two writers.
+Rule 2: this file knows neither threads nor CUDA. It uses a Device. Its methods say which thread
+        calls them: the consumer (the training thread), a reader, the transform thread, or one of
+        two writers.
 Rule 3: the consumer allocates device memory, on its own stream. So any thread may free it, at any
         time. Only ``device_transform`` allocates on another stream.
 
-A slot is reserved by the consumer, filled by a reader, lent to the consumer, and reserved again.
-Its staging memory stays. Its device memory is new each time, because a batch belongs to the user
-from the moment it is lent.
+The consumer reserves a slot, a reader fills it, the consumer lends its batch to the loop and then
+reserves the slot again. The slot keeps its staging memory. Its device memory is new each time,
+because the user owns a batch from the moment it is lent.
 
     readers                          consumer                            writers
 
@@ -57,49 +57,51 @@ Each wait prevents a hazard:
 
     (1) the last copies may still read staging; after a failed fill, they may still write memory
         that is about to be freed
-    (2) kernels may still use what the memory was before; memory that ``fill`` itself allocates
-        may have been in use until now, so that ``released`` is too early for it
-    (3) the row indices may not be there yet; they have a stream of their own, so that they are
-        copied while kernels read the rows of the batch before
-    (4) the rows may not be there yet, and results of ``device_transform`` may not be computed yet
+    (2) kernels may still use an earlier tensor in the same memory; memory that ``fill`` itself
+        allocates may have been in use until now, so ``released`` is too early for it
+    (3) the row indices may not have arrived yet; they have a stream of their own, so that they are
+        copied while kernels read the rows of the previous batch
+    (4) the rows may not have arrived yet, and results of ``device_transform`` may not be computed
+        yet
     (5) newer values may not be computed yet, in another stream
     (6) the scatter of the write before the last one may still read this staging memory; and rows
-        that the device writes itself must not overtake the scatter of the last one, which may also
-        fail
+        that the device writes itself must not overtake the scatter of the last write, which may
+        also fail
     (7) the values may not be computed yet
     (8) the values may not have arrived yet
-    (9) copies may still write memory that was not lent; and those of a write that was begun and,
-        after an interrupt or an error, not finished may still use memory that is about to be freed
+    (9) copies may still write memory that was not lent; if an interrupt or an error kept a begun
+        write from being finished, its copies may still use memory that is about to be freed
    (10) work on the cache may not be done yet, in another stream
-   (11) the rows that ``device_transform`` is given may not be there yet
+   (11) the rows for ``device_transform`` may not have arrived yet
    (12) ``device_transform`` may still use memory that was not lent, or tensors of its own, which
         the program may free after the loop
 
-``device_transform`` runs in a stream of its own, so that it overlaps with the training step. Its
-batch was allocated in the stream of the consumer, and stays in the slot until ``lend`` has queued
-(4). The function may keep the batch longer and drop it at any time, so ``transform`` shares the
-batch with the function's stream. Its results are allocated in its own stream, so ``lend`` shares
-them with that of the consumer. The allocator then gives their memory to a later call only when the
+``device_transform`` runs in a stream of its own, and so overlaps with the training step. Its batch
+was allocated in the stream of the consumer, and stays in the slot until ``lend`` has queued (4).
+The function may keep the batch longer and drop it at any time, so ``transform`` shares the batch
+with the function's stream. Its results are allocated in its own stream, so ``lend`` shares them
+with the consumer's stream. The allocator then gives their memory to a later call only when the
 training step has done its work. Tensors that the function holds from before the loop need no wait,
 because (2) and (11) order it after all work that the consumer queued before it reserved the slot.
 
 Two write-backs overlap: the copies of one are queued before the rows of the other are scattered.
-Scatters are in the order of the writes.
+Scatters run in the order of the writes.
 
-Two more syncs are in no loop but one that verifies its batches: in ``copy_to_host``, the values may
-not have arrived yet; ``settle`` prevents no hazard, and timestamps are read after it.
+Two more syncs exist, which a loop does not use unless it verifies its batches. In ``copy_to_host``,
+the values may not have arrived yet. ``settle`` prevents no hazard, and timestamps are read after
+it.
 
 A direct gather may run at the same time as the scatter of the same rows and read them half
-written. That is allowed: such a write is not completed when the slot is filled, so ``lend`` copies
-its values over those rows.
+written. This is safe, because such a write is not completed when the slot is filled, so ``lend``
+copies its values over those rows.
 
-A device whose memory is the host's needs no waits: see ``host_transfer.py``.
+A device that uses host memory needs no waits: see ``host_transfer.py``.
 
 With a timeline, ``released`` and ``filled`` are timed events. Four more events are timed: before
 the copies of ``fill`` (lane "copy", until ``filled``), before the function of ``transform`` (lane
 "device_transform", until the later ``filled``), at the end of ``lend`` (lane "device", until the
-next ``released``), and before the copies of ``begin_write``. No stream waits for them. Their
-timestamps are read after they have completed.
+next ``released``), and before the copies of ``begin_write``. No stream waits for these events.
+Their timestamps are read after they have completed.
 """
 
 from __future__ import annotations
@@ -130,7 +132,7 @@ from pinfeed.threads.call import Call, Pending
 
 
 class _TimedWork(NamedTuple):
-    """The loop's work on the batches that it was lent last."""
+    """The loop's work on the batches that it has received last."""
 
     number: int
     """Number of the first batch."""
@@ -142,16 +144,16 @@ class _TimedWork(NamedTuple):
 class Transfer:
     """Moves batches between host and device, for one loop at a time.
 
-    It is one class, though a long one, because the order of all streams is decided here: each wait
-    can be read next to the work that it waits for.
+    It is one class, although a long one, because it decides the order of all streams: each wait can
+    be read next to the work that it waits for.
 
     Args:
         device: Device that batches are moved to.
         n_slots: Maximum number of slots.
-        capacity: Bytes of each part of a full batch, where they are known in advance. The capacity
-            grows with the batches that are moved.
+        capacity: Bytes of each part of a full batch; empty if they are not known in advance. The
+            capacity grows with the batches that are moved.
         counters: Counters of the time that moving takes.
-        functions: Functions on batches.
+        functions: The transforms.
     """
 
     def __init__(
@@ -166,7 +168,7 @@ class Transfer:
         self.counters = counters
         self._timeline = counters.timeline
         self._timed = counters.timeline is not None
-        # The streams are kept from loop to loop: a new stream strands the allocator's blocks.
+        # All loops use the same streams, because a new stream strands the allocator's blocks.
         self._read = device.stream("read")
         self._write = device.stream("write")
         self._index = device.stream("index")
@@ -177,13 +179,13 @@ class Transfer:
         self.slots = [Slot() for _ in range(n_slots)]
         self._active_slots = self.slots
         self._batches_per_slot = 1
-        # Bytes of the parts that were lent last.
+        # Bytes of the parts of the last lent batch.
         self._needed: list[int] = []
-        # Numbers of write-backs. Another thread that closes the feeder may take one, too.
+        # Numbers of write-backs. Another thread that closes the feeder may take a number, too.
         self._numbers = itertools.count()
-        # Two write-backs overlap, each with staging memory of its own.
+        # Two write-backs overlap, each with its own staging memory.
         self._write_staging: tuple[Staging, Staging] = ({}, {})
-        # Number of those that were begun. An interrupt may keep one from that.
+        # Number of begun write-backs. An interrupt may keep a write-back from beginning.
         self._n_begun = 0
         # Write-backs that were begun and not finished, by number.
         self._begun: dict[int, PendingWrite] = {}
@@ -194,7 +196,7 @@ class Transfer:
         self.log: WriteLog[HeldValues] = WriteLog()
         self._cache_transfer = CacheTransfer(device, counters)
         self._is_stopping = False
-        # Event behind the work that the loop had queued when it last asked for a batch.
+        # Event after the work that the loop had queued when it last requested a batch.
         self._asked: Event | None = None
         self._lent: _TimedWork | None = None
 
@@ -225,9 +227,9 @@ class Transfer:
     def reserve(self, slot: Slot) -> None:
         """Allocate device memory for the slot's next batches (consumer).
 
-        The memory that the slot lent before belongs to the user.
+        The user owns the memory that the slot has lent before.
         """
-        # This thread does not capture a CUDA graph while it asks for a batch.
+        # This thread does not capture a CUDA graph while it requests a batch.
         unlock_freed()
         compute = self.device.current_stream()
         slot.batch = None
@@ -245,9 +247,9 @@ class Transfer:
         """Gather a batch and queue its copies to the device (reader; one thread per slot).
 
         Args:
-            slot: Slot that was reserved.
+            slot: Reserved slot.
             batch: Batch to gather.
-            number: Number of the batch, or of the first of several.
+            number: Number of the batch, or of the first of several batches.
 
         Raises:
             Cancelled: If ``stop`` was called.
@@ -260,7 +262,7 @@ class Transfer:
         start = self.counters.now()
         slot.copy_wait_s = start - slot.made_s
         gathered = self._gather.gather(slot, batch)
-        # From here on only the tensors keep the memory.
+        # From now on, only the tensors keep the memory.
         slot.memory = []
         slot.index_memory = []
         self._wait_for_memory(slot, gathered)
@@ -277,13 +279,13 @@ class Transfer:
         return slot
 
     def transform(self, slot: Slot, function: Callable[[Any], Any]) -> None:
-        """Call ``device_transform`` on the batch of a slot that was filled (transform thread).
+        """Call ``device_transform`` on the batch of a full slot (transform thread).
 
-        This is called in the order of batches.
+        Calls are in the order of batches.
 
         Args:
             slot: The slot, which has one batch.
-            function: Function of the batch in the structure that the user knows.
+            function: Function of the batch in the user's structure.
 
         Raises:
             Cancelled: If ``stop`` was called.
@@ -294,16 +296,16 @@ class Transfer:
         assert batch is not None
         assert slot.filled is not None
         assert stream is not None
-        stream.wait(slot.filled)  # the rows may not be there yet
+        stream.wait(slot.filled)  # the rows may not have arrived yet
         for tensor in self._own_tensors_in(slot.tensors[: batch.n_data]):
-            # The function may keep what it is given, and drop it while this stream still uses it.
+            # The function may keep its batch, and drop it while this stream still uses it.
             self.device.share(tensor, stream)
         begun = stream.record(timed=True) if self._timed else None
         try:
             with self.device.in_stream(stream):
                 made = function(batch.data(slot.tensors))
         finally:
-            # After an error, too, the next fill of this slot waits for the work that is queued.
+            # The next fill of this slot waits for the queued work, after an error too.
             slot.filled = stream.record(timed=self._timed)
         if self._timeline is not None and begun is not None:
             self._timeline.add_timed("device_transform", slot.number, begun, slot.filled)
@@ -312,7 +314,7 @@ class Transfer:
         slot.ready_s = self.counters.now()
 
     def is_idle(self) -> bool:
-        """Tell whether the device has done all work queued before the last request (consumer)."""
+        """Return whether the device has done all work queued before the last request (consumer)."""
         return self._asked is None or self._asked.is_done()
 
     def lend(self, slot: Slot) -> deque[list[Tensor]]:
@@ -323,7 +325,7 @@ class Transfer:
         assert slot.batch is not None
         assert slot.filled is not None
         compute = self.device.current_stream()
-        compute.wait(slot.filled)  # the rows, or what is made of them, may not be there yet
+        compute.wait(slot.filled)  # rows or transform results may not have arrived yet
         batch = slot.batch
         for tensor in slot.made:
             self.device.share(tensor, compute)
@@ -357,7 +359,7 @@ class Transfer:
             values: For each group one tensor per store; None leaves a store or a group unchanged.
             batch: Number of the batch that the values belong to.
             copied: Whether to copy the values. They may be the batch itself, and the user may
-                change them at once.
+                change them immediately.
 
         Raises:
             WriteBackError: If a row occurs twice.
@@ -392,12 +394,12 @@ class Transfer:
         """Yield writes of all rows in caches that may differ from their stores (consumer).
 
         Args:
-            is_last: Whether the loop ends, so that no row may change any more.
+            is_last: Whether the loop is ending, after which no row may change.
         """
         for cache in self._cache_transfer.caches:
             for chunk in self._cache_transfer.changed_rows(cache, is_last=is_last):
-                # A log of its own, so that these rows are written even if another write has failed,
-                # and that nothing keeps their values afterwards.
+                # With a log of their own, these rows are written even if another write has failed,
+                # and no log keeps their values afterwards.
                 log = WriteLog[HeldValues]()
                 group = RowGroup(chunk.rows, 0, cache.stores)
                 pending = self._pending(log, chunk.batch, [group], [chunk.values])
@@ -413,13 +415,14 @@ class Transfer:
 
         Args:
             pending: The write-back.
-            earlier: Calls of ``finish_write`` for the two writes before, as far as not completed.
+            earlier: Calls of ``finish_write`` for those of the two previous writes that are not
+                completed.
 
         Raises:
             WriteBackError: If an earlier write failed, because a later one must not overtake it.
         """
         write = pending.write
-        # Asked once, because another feeder on the device may change the route meanwhile.
+        # This is decided once, because another feeder on the device may change the route.
         reached = [[self.device.reaches(store) for store in g.stores] for g in pending.groups]
         overtakes = any(map(any, reached)) and self._was_staged
         self._was_staged = not all(map(all, reached))
@@ -431,7 +434,7 @@ class Transfer:
         self._n_begun += 1
         try:
             self._write.wait(write.values.ready)  # the values may not be computed yet
-            # The memory that they are computed from is kept until then, in any case.
+            # In any case, the memory that they are computed from is kept until then.
             if pending.log.has_failed:
                 raise WriteBackError("not written: an earlier write_back of this loop failed")
             pending.begun = self._write.record(timed=True) if self._timed else None
@@ -477,13 +480,13 @@ class Transfer:
                     staged.store.scatter(staged.rows, staged.values)
         except BaseException:
             log.has_failed = True
-            # The error's traceback keeps this frame. The frame must not keep the call, which keeps
-            # the error.
+            # The error's traceback keeps this frame, which must not keep the call, because the call
+            # keeps the error.
             del begun
             raise
         log.completed = pending.write.number + 1
         now = self.counters.now()
-        # Two writes overlap, and the time of both counts once.
+        # The time in which two writes overlap counts only once.
         last_s = self._written_s
         self._written_s = now
         self.counters.write_s += now - max(pending.started_s, last_s)
@@ -504,7 +507,7 @@ class Transfer:
     def copy_to_host(
         self, tensor: Tensor, shape: tuple[int, ...], dtype: np.dtype[Any]
     ) -> npt.NDArray[Any]:
-        """Return the values of a tensor that was lent (consumer). It waits for the device."""
+        """Wait for the device, and return the values of a lent tensor (consumer)."""
         nbytes = math.prod(shape) * dtype.itemsize
         out: npt.NDArray[Any] = np.ndarray(shape, dtype, self.device.staging(max(1, nbytes)))
         compute = self.device.current_stream()
@@ -519,13 +522,13 @@ class Transfer:
     def settle(self) -> None:
         """Wait until the timestamps of the loop's last request are known.
 
-        The reader of the timeline calls this. No loop does.
+        Reading the timeline calls this. No loop does.
         """
         if self._timed and self._asked is not None:
             self._asked.sync()  # prevents no hazard: the timestamps are read next
 
     def quiesce(self) -> None:
-        """Wait for queued copies and release what they use (consumer).
+        """Wait for queued copies and release their memory (consumer).
 
         No copy uses the slots' memory after this has returned.
         """
@@ -574,7 +577,7 @@ class Transfer:
         # The positions of shared rows are not a part of the batch.
         del tensors[len(batch.parts) :]
         slot.nbytes = sum(slot.needed[: len(batch.parts)]) + slot.adopted_nbytes
-        # Most batches take as much as the one before.
+        # Most batches need as many bytes as the previous one.
         if slot.needed != self._needed:
             self._needed = slot.needed
             self._parts.learn(slot.needed, self._batches_per_slot)
@@ -588,7 +591,7 @@ class Transfer:
         return tensors
 
     def _own_tensors_in(self, value: Any) -> list[Tensor]:
-        """Return the dense tensors on the device that a value consists of."""
+        """Return the dense tensors on the device in a value."""
         from pinfeed.tensors.tensors_in import tensors_in
 
         described = ((tensor, self.device.describe(tensor)) for tensor in tensors_in(value))
@@ -604,17 +607,17 @@ class Transfer:
         )
 
     def _wait_for_memory(self, slot: Slot, gathered: Gathered) -> None:
-        """Let the copies of a fill wait until nothing else uses the slot's memory (reader)."""
+        """Make the copies of a fill wait until nothing else uses the slot's memory (reader)."""
         assert slot.compute is not None
         assert slot.released is not None
-        self._read.wait(slot.released)  # kernels may still use what the memory was before
+        self._read.wait(slot.released)  # kernels may still use an earlier tensor in this memory
         if gathered.is_late:
-            # Memory was allocated since, or parts were adopted, which moves them in this stream.
-            self._read.wait(slot.compute.record())  # kernels may still use what it was before
+            # Memory was allocated later, or parts were adopted, which moves them in this stream.
+            self._read.wait(slot.compute.record())  # kernels may still use an earlier tensor
         if gathered.indices:
             self._index.wait(slot.released)  # as above, for the memory of row indices
             if gathered.are_indices_late:
-                self._index.wait(slot.compute.record())  # as above, if it was allocated since
+                self._index.wait(slot.compute.record())  # as above, if it was allocated later
 
     def _copy_gathered(self, gathered: Gathered) -> None:
         """Queue the copies of staged parts, and the reads of direct ones (reader)."""
@@ -623,7 +626,7 @@ class Transfer:
                 self.device.copy(source, tensor, self._index)
         finally:
             if gathered.indices:
-                self._read.wait(self._index.record())  # the row indices may not be there yet
+                self._read.wait(self._index.record())  # the row indices may not have arrived yet
         for source, tensor in gathered.staged:
             self.device.copy(source, tensor, self._read)
         for parts, indices in gathered.direct:
@@ -653,7 +656,7 @@ class Transfer:
         if not len(group.rows):
             # All rows of the batch may stay in the cache.
             return staged
-        # A group that stays unchanged has no tensors.
+        # An unchanged group has no tensors.
         for i, (store, held) in enumerate(zip(group.stores, tensors, strict=False)):
             if held is None:
                 continue
@@ -671,7 +674,7 @@ class Transfer:
     def _copy(self, value: Tensor, group: RowGroup, i: int, compute: Stream) -> Tensor:
         """Copy values of a group's store ``i`` on the device."""
         store = group.stores[i]
-        # The allocator finds memory of one size again, so it always is that of a full batch.
+        # The size is always that of a full batch, because the allocator reuses memory of one size.
         memory = self.device.empty(self._parts.capacity[group.first + i], compute)
         tensor = self.device.tensor(memory, (len(group.rows), *store.row_shape), store.dtype)
         self.device.copy(value, tensor, compute)
@@ -689,7 +692,7 @@ class Transfer:
                 values = write.values
                 is_elsewhere = compute != values.compute
                 if is_elsewhere:
-                    compute.wait(values.ready)  # not computed yet, in the stream of then
+                    compute.wait(values.ready)  # values may not be computed yet, in another stream
                 pairs = []
                 for i, held in enumerate(values.tensors[g]):
                     if held is not None:
@@ -717,7 +720,7 @@ class Transfer:
         return PendingWrite(next(self._numbers), write, groups, log)
 
     def _record_device_span(self, end: Event) -> None:
-        """Record the loop's work on the batches that it was lent; it has queued all of it."""
+        """Record the loop's queued work on the batches that it has received."""
         assert self._lent is not None
         assert self._timeline is not None
         work = self._lent

@@ -1,4 +1,4 @@
-"""WriteQueue: the write-backs of one loop that are not completed, and their errors."""
+"""WriteQueue: the incomplete write-backs of one loop, and their errors."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pinfeed.threads.call import Pending
 class WriteQueue:
     """Write-backs that the writer threads have not completed, oldest first.
 
-    The training thread adds write-backs. When the queue is full, it waits for the oldest one, so
-    that the memory of all of them is bounded.
+    The training thread adds write-backs. When the queue is full, the training thread waits for the
+    oldest one, which bounds the memory of all.
 
     Args:
         transfer: Transfer that writes values to their stores.
@@ -33,14 +33,14 @@ class WriteQueue:
         self._limit = max(limit, 1)
         self._calls: deque[Pending[None]] = deque()
         self.adding = threading.RLock()
-        """Held from taking values of a cache until they are queued.
+        """Lock that is held from taking values of a cache until they are queued.
 
-        Another thread, or a signal handler, that closes the feeder must not take the values of
-        caches in between, nor queue them.
+        Another thread or a signal handler that closes the feeder must not take or queue the values
+        of caches in between.
         """
         self._has_failed = False
         self.failure: BaseException | None = None
-        """The first error of a write-back, until it is raised. Later errors only follow from it."""
+        """The first error of a write-back, until it is raised. It causes all later errors."""
 
     def add(self, write: PendingWrite, *, check: bool) -> None:
         """Queue a write-back.
@@ -76,7 +76,7 @@ class WriteQueue:
         """Raise the error of a write-back that has failed.
 
         Raises:
-            WriteBackError: If it was raised before, and the loop goes on.
+            WriteBackError: If the error was raised before, and the loop continues.
         """
         while self._calls and self._is_oldest_done():
             self._take()
@@ -122,11 +122,11 @@ class WriteQueue:
         self._counters.count_write_wait(start, idle=is_idle, batch=write.batch)
 
     def _submit(self, write: PendingWrite) -> Pending[None]:
-        """Submit a write-back; return the call at whose end it is completed."""
+        """Submit a write-back; return its last call."""
         transfer = self._transfer
         threads = self._threads
         if transfer.device.unified:
-            # There are no copies that a second thread could wait for.
+            # Without copies, a second thread has nothing to wait for.
             return threads.submit_write(write.batch, transfer.write_to_stores, write)
         # Only a copy of a deque is safe while another thread, which closes the feeder, changes it.
         earlier = tuple(self._calls.copy())[-2:]
@@ -135,10 +135,10 @@ class WriteQueue:
         return threads.submit_scatter(write.batch, finish, write, begun, threads.run_all)
 
     def _may_wait(self) -> bool:
-        """Tell whether this thread may wait for a write-back.
+        """Return whether this thread may wait for a write-back.
 
-        A worker thread may not: the garbage collector can end a loop there. Nor may a forked
-        process, where no writer thread completes anything.
+        A worker thread, in which the garbage collector can end a loop, must not wait. A forked
+        process must not wait either, because it has no writer threads.
         """
         return not self._threads.is_inside and not self._threads.is_forked
 
@@ -152,14 +152,14 @@ class WriteQueue:
         try:
             return self._calls[0].done()
         except IndexError:
-            # A thread that closes the feeder has taken it.
+            # A thread that closes the feeder has taken the write-back.
             return False
 
     def _take(self) -> None:
         """Wait for the oldest write-back, and note its error.
 
         The training thread and a thread that closes the feeder may wait for the same write-back.
-        One of them takes it.
+        Only one thread takes it.
         """
         try:
             oldest = self._calls[0]
@@ -167,7 +167,7 @@ class WriteQueue:
             # If an interrupt ends the wait, the write-back stays the oldest one.
             self._calls.remove(oldest)
         except (IndexError, ValueError):
-            # The other thread has taken it.
+            # The other thread has taken the write-back.
             return
         if error is not None:
             self._note(error)

@@ -53,7 +53,7 @@ class Counters:
         self.copy_wait_s = 0.0
         self.write_s = 0.0
         self._cache: dict[str, Any] = dict.fromkeys(_CACHE_COUNTS, 0)
-        self.asked_s = 0.0
+        self.requested_s = 0.0
         """Time at which the running or the last request began."""
         # Time at which the batch of the running request was ready; infinite while it is unknown.
         self._ready_s = math.inf
@@ -98,10 +98,10 @@ class Counters:
         self._asynchronous = asynchronous
         self._is_first = True
         self._is_requesting = False
-        self.ask()
-        self._entered = self.asked_s
+        self.request()
+        self._entered = self.requested_s
         if self.timeline is not None:
-            self.timeline.begin(self.asked_s, depth, n_readers, is_measured)
+            self.timeline.begin(self.requested_s, depth, n_readers, is_measured)
 
     def change_depth(self, depth: int) -> None:
         """Note that the running loop prefetches another number of batches from now on."""
@@ -109,12 +109,12 @@ class Counters:
         if self.timeline is not None:
             self.timeline.change_depth(self.now(), depth)
 
-    def ask(self) -> None:
+    def request(self) -> None:
         """Begin a request for a batch. A second call does nothing."""
         if self._is_requesting:
             return
         now = self.now()
-        self.asked_s = now
+        self.requested_s = now
         self._ready_s = math.inf
         self._is_idle = not self._asynchronous
         self._is_requesting = True
@@ -136,7 +136,7 @@ class Counters:
         self.batches += 1
         self.rows += rows
         self.bytes += nbytes
-        if ready_s > self.asked_s:
+        if ready_s > self.requested_s:
             self.late += 1
         if self.timeline is not None:
             self._batch = (number, rows, nbytes)
@@ -144,7 +144,7 @@ class Counters:
     def fail(self) -> None:
         """Do not count the batch of the running request, which failed."""
         self.batches -= 1
-        self.late -= self._ready_s > self.asked_s
+        self.late -= self._ready_s > self.requested_s
 
     def receive_none(self) -> None:
         """Note that the running request found no further batch, or that the loop was left."""
@@ -176,7 +176,7 @@ class Counters:
         self.starved_s += waited
         if self._is_requesting:
             # This time must not count again as a part of the request.
-            self.asked_s += waited
+            self.requested_s += waited
             self._ready_s += waited
 
     def count_cache(self, moved: CacheCounts) -> None:
@@ -206,15 +206,15 @@ class Counters:
     def totals(self) -> Totals:
         """Return the counts since the counters were made, including the running request."""
         now = self.now()
-        asked_s = self.asked_s if self._is_requesting else now
-        ready_s = min(max(asked_s, self._ready_s), now)
-        starved_s = now - asked_s if self._is_idle else 0.0
+        requested_s = self.requested_s if self._is_requesting else now
+        ready_s = min(max(requested_s, self._ready_s), now)
+        starved_s = now - requested_s if self._is_idle else 0.0
         return Totals(
             batches=self.batches,
             rows=self.rows,
             bytes=self.bytes,
             seconds=self._seconds + (now - self._entered if self._entered is not None else 0.0),
-            wait_s=self.wait_s + ready_s - asked_s,
+            wait_s=self.wait_s + ready_s - requested_s,
             overhead_s=self.overhead_s + now - ready_s,
             write_wait_s=self.write_wait_s,
             starved_s=self.starved_s + starved_s,
@@ -238,25 +238,25 @@ class Counters:
         return FeederStats(**vars(self.totals()), memory=ProcessMemory.now())
 
     def _end_request(self, now: float) -> None:
-        asked_s = self.asked_s
+        requested_s = self.requested_s
         ready_s = self._ready_s
-        if ready_s > asked_s:
+        if ready_s > requested_s:
             ready_s = min(ready_s, now)
-            self.wait_s += ready_s - asked_s
+            self.wait_s += ready_s - requested_s
             self.overhead_s += now - ready_s
         else:
-            self.overhead_s += now - asked_s
+            self.overhead_s += now - requested_s
         if self._is_idle:
-            self.starved_s += now - asked_s
+            self.starved_s += now - requested_s
             if self._is_first:
-                self.first_batch_s += now - asked_s
+                self.first_batch_s += now - requested_s
         self._is_requesting = False
 
     def _record_request(self, now: float) -> None:
         """Record the request that ends now as spans."""
         assert self.timeline is not None
-        ready_s = max(self.asked_s, self._ready_s)
+        ready_s = max(self.requested_s, self._ready_s)
         number, rows, nbytes = self._batch
-        self.timeline.add("wait", number, self.asked_s, ready_s)
+        self.timeline.add("wait", number, self.requested_s, ready_s)
         self.timeline.add("lend", number, ready_s, now, 1, rows, nbytes)
         self._lent_s = now

@@ -91,16 +91,16 @@ def middle(spans: Sequence[Span], n_batches: int) -> tuple[float, float]:
 
     A run or a middle loop without more batches is returned as a whole.
     """
-    asked = [span for span in spans if span.lane == "wait"]
-    if len(asked) <= n_batches:
+    waits = [span for span in spans if span.lane == "wait"]
+    if len(waits) <= n_batches:
         return extent(spans)
-    loop = asked[len(asked) // 2].loop
+    loop = waits[len(waits) // 2].loop
     of_loop = [span for span in spans if span.loop == loop]
-    asked = [span for span in of_loop if span.lane == "wait"]
-    if len(asked) <= n_batches:
+    waits = [span for span in of_loop if span.lane == "wait"]
+    if len(waits) <= n_batches:
         return extent(of_loop)
-    first = (len(asked) - n_batches) // 2
-    return asked[first].start_s, asked[first + n_batches].start_s
+    first = (len(waits) - n_batches) // 2
+    return waits[first].start_s, waits[first + n_batches].start_s
 
 
 def tracks(spans: Sequence[Span]) -> list[int]:

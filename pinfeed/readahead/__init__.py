@@ -1,4 +1,4 @@
-"""Strategies that read the rows of a store: directly, or ahead into memory."""
+"""Strategies that read the rows of a store: directly, or ahead into memory or the page cache."""
 
 from pinfeed.readahead.base import HostRows, ReadStrategy
 from pinfeed.readahead.ragged import RaggedReads

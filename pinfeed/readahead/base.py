@@ -24,14 +24,14 @@ class HostRows(HostArray, Protocol):
 
 
 OpenBatch = Callable[[int, int], Callable[[Rows], HostRows]]
-"""Takes the position of a batch in the epoch and its number of rows, in the order of positions.
+"""Takes the position of a batch in the epoch and its number of rows, by ascending position.
 
 It returns a function that takes the row indices of the batch, possibly later and in another thread.
 """
 
 
 class ReadStrategy(Protocol):
-    """Way in which the rows of one store are read.
+    """Method of reading the rows of one store.
 
     It belongs to one feeder. Threads that it starts live as long as an epoch.
     """
@@ -49,7 +49,7 @@ class ReadStrategy(Protocol):
         Args:
             windows: Windows of a block-shuffled epoch; None for any other order.
             start: First position.
-            stop: Position behind the last one.
+            stop: Position after the last one.
         """
         ...
 
@@ -73,7 +73,7 @@ DISK_SPEED = "at the speed of the disk. A smaller dtype leaves less to read."
 
 
 def whole_file_hint(store: FileStore) -> str:
-    """Return advice about memory for the whole file."""
+    """Return advice on memory for the whole file."""
     if isinstance(store, LocalFileStore) and store.writable and not store.can_map:
         return "If you open it read-only, it can be loaded into memory."
     needed = human(store.nbytes)

@@ -1,4 +1,4 @@
-"""ChunkReads: rows of a file in chunks are gathered chunk by chunk, each once for a batch."""
+"""ChunkReads: gathers the rows of a chunked file chunk by chunk, each chunk once per batch."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class ChunkReads:
     Args:
         store: The rows.
         hint: Advice for a loop that waits for them.
-        in_sequence: Whether consecutive batches have consecutive rows. Then the next chunk is
-            decoded while the last rows of a chunk are served.
+        in_sequence: Whether consecutive batches have consecutive rows. If so, the next chunk is
+            decoded while the last rows of a chunk are gathered.
     """
 
     items: tuple[Allocation, ...] = ()
@@ -44,8 +44,8 @@ class ChunkReads:
             yield self._opener(lambda rows: None)
             return
         with ThreadPool(1, "pinfeed-decode") as thread:
-            # The first row that no batch has asked for yet, and the chunk to decode ahead next. Two
-            # readers may decode a chunk ahead at the same time, which does no harm.
+            # The first row that no batch has requested yet, and the next chunk to decode ahead. Two
+            # readers may decode the same chunk ahead, which does no harm.
             reached = 0
             following = 0
 
@@ -55,12 +55,12 @@ class ChunkReads:
                 number = self._next_chunk(rows)
                 if number is not None and number >= following:
                     following = number + 1
-                    # The last batches may be read when the epoch has ended.
+                    # The last batches may be read after the epoch has ended.
                     with contextlib.suppress(ClosedError):
                         thread.submit(decode, number)
 
             def decode(number: int) -> None:
-                # Batches that were faster have decoded the chunk themselves.
+                # Faster batches have already decoded the chunk.
                 if reached <= self._store.bounds[number]:
                     self._decode_ahead(number)
 
@@ -87,10 +87,10 @@ class ChunkReads:
         bounds = self._store.bounds
         number = int(np.searchsorted(bounds, rows[-1], side="right"))
         is_last = number == len(bounds) - 1
-        # Readers that are one batch behind still need the chunk before.
+        # Readers that are one batch behind still need the previous chunk.
         if is_last or rows[-1] < (bounds[number - 1] + bounds[number]) // 2:
             return None
-        # Batches that are larger than a chunk decode it as a whole, straight into the batch.
+        # Batches that are larger than a chunk decode it straight into the batch.
         return number if len(rows) < bounds[number + 1] - bounds[number] else None
 
     def _decode_ahead(self, number: int) -> None:
@@ -126,7 +126,7 @@ class _ChunkRows:
             yield
 
     def _steps(self, rows: Rows) -> Iterator[tuple[int, int]]:
-        """Divide ascending rows into steps, whose chunks have a limited size."""
+        """Divide ascending rows into steps with a limited size of their chunks."""
         bounds = self._store.bounds
         n_chunks = max(1, _STEP_BYTES // max(1, self._store.chunk_nbytes))
         begin = 0

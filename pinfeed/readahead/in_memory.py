@@ -1,4 +1,4 @@
-"""InMemoryCopy: a copy of all rows of a file, loaded while the rows are already served."""
+"""InMemoryCopy: a copy of all rows of a file, loaded during the first epoch."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from pinfeed.stores.chunked import ChunkedStore
 class InMemoryCopy(WholeFile):
     """Strategy that keeps a copy of all rows of a read-only store in memory.
 
-    A file that was written since it was loaded is loaded again before an epoch begins.
+    A file that was written after the load is loaded again before the next epoch.
 
     Args:
         store: The rows.
 
     Raises:
-        MemoryError: If the system does not have so much memory.
+        MemoryError: If the system does not have enough memory.
     """
 
     def __init__(self, store: FileStore) -> None:
-        # A row in a chunk is decoded with all of its chunk, so readers wait for the chunk instead.
+        # Decoding a row decodes its whole chunk, so readers wait until the chunk is loaded instead.
         super().__init__(store, waits=isinstance(store, ChunkedStore))
         self.items = (copy_allocation(store),)
         nbytes = store.n_rows * store.row_nbytes
@@ -56,5 +56,5 @@ class InMemoryCopy(WholeFile):
 
 
 def copy_allocation(store: FileStore) -> Allocation:
-    """Return the memory that a copy of all rows takes."""
+    """Return the memory of a copy of all rows."""
     return Allocation("rows of a file", "host", 1, block_nbytes(store.n_rows * store.row_nbytes))

@@ -1,4 +1,4 @@
-"""MappedFile: rows of files are gathered from memory maps, and their pages are loaded ahead."""
+"""MappedFile: gathers rows of files from memory maps, and loads their pages ahead."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from pinfeed.stores.sharded_file import AnyShardedStore
 
 
 class MappedFile(WholeFile):
-    """Strategy that gathers the rows of local files from the page cache, without a copy of them.
+    """Strategy that gathers the rows of local files from the page cache, without copying the files.
 
     Args:
         store: The rows.
         in_sequence: Whether consecutive batches have consecutive rows.
-        counted: Stores whose files are counted elsewhere. What the store shares with them, as
-            inputs and targets of one file do, is in the page cache once.
+        counted: Stores whose files are counted elsewhere. Bytes that the store shares with them, as
+            inputs and targets of one file do, are in the page cache only once.
 
     Raises:
-        OSError: If the system has no room for the maps, or a file has changed.
+        OSError: If the system has no address space for the maps, or a file has changed.
     """
 
     _readers_load = False
@@ -46,7 +46,7 @@ class MappedFile(WholeFile):
         self._rows = store.map_rows()
 
     def gather_runs(self, runs: Runs, out: Array) -> None:
-        """Copy runs of rows to their places in ``out``. The caller has checked all arguments."""
+        """Copy runs of rows to their positions in ``out``. The caller has checked all arguments."""
         source: LocalFileStore | MappedFileStore = self._rows
         if not self._complete:
             runs = runs.merged()

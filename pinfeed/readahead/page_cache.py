@@ -1,4 +1,4 @@
-"""PageCacheReadahead: rows of a file are read through the page cache, filled ahead of them."""
+"""PageCacheReadahead: reads rows of a file through the page cache, which the kernel fills ahead."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from pinfeed.stores.base import StoreRows, rows_in
 from pinfeed.stores.sharded_file import AnyShardedStore
 from pinfeed.threads.pool import ThreadPool
 
-# The kernel is advised in chunks, because each advice may block until the disk has accepted it,
-# and the loop may end in between.
+# The strategy advises the kernel in chunks, because each call may block until the disk has accepted
+# it, and the loop may end in between.
 _CHUNK_BYTES = 8 << 20
 
 
 class PageCacheReadahead:
     """Strategy that gathers rows from a file and lets the kernel fill the page cache ahead.
 
-    The page cache is filled window by window in a block-shuffled epoch. In any other order, the
-    whole file is read once, in sequence. A disk reads many times faster in sequence than in random
-    order, so the random reads soon find their rows in memory that belongs to the kernel.
+    In a block-shuffled epoch, the kernel fills the page cache window by window. In any other order,
+    it reads the whole file once, in sequence. A disk reads many times faster in sequence than in
+    random order, so random reads soon find their rows in the page cache.
     """
 
     items: tuple[Allocation, ...] = ()

@@ -1,4 +1,4 @@
-"""RaggedReads: a way in which ragged rows are read."""
+"""RaggedReads: a method of reading ragged rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OpenRaggedBatch = Callable[[int, int], Callable[[Rows], RaggedParts]]
 
 
 class RaggedReads:
-    """Way in which ragged rows are read: the strategy of their items, in terms of rows.
+    """Method of reading ragged rows: the strategy of their items, in terms of rows.
 
     Args:
         store: The ragged rows.
@@ -55,7 +55,7 @@ class RaggedReads:
         with self._strategy.open_epoch(windows, start, stop) as open_batch:
 
             def open_ragged(position: int, n: int) -> Callable[[Rows], RaggedParts]:
-                # This begins to read the next window.
+                # This starts reading the next window.
                 open_batch(position, n)
                 return functools.partial(self.store.parts, gather=self._gather)
 

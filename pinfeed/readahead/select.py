@@ -1,7 +1,7 @@
 """Choice of a read strategy for each store.
 
-It depends on the order, the size of the store, the memory that may be used, and the share of its
-rows that an epoch has.
+It depends on the row order, the size of the store, the free memory, and the share of the rows that
+an epoch reads.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ SEEK_BYTES = 64 << 10
 Measured disks gave 20,000 to 60,000 random reads per second, and 1.2 to 2.5 GB/s in sequence.
 """
 
-# Chunks in a block of a block-shuffled order that is advised. A block begins anywhere, and decodes
-# one chunk more than it has, and a window of 16 blocks should not be too large.
+# Chunks per block in the recommended block-shuffled order. A block may begin within a chunk, so it
+# decodes up to one more chunk. A window of 16 blocks should not be too large.
 _BLOCK_CHUNKS = 4
 
 Choice = tuple[ReadStrategy, str]
@@ -51,13 +51,13 @@ class ReadPlan:
     notes: tuple[str, ...]
     """A line for each file: the strategy, and the reason for it."""
     ragged: Sequence[RaggedReads] = ()
-    """Way in which the rows of each ragged store are read."""
+    """Method of reading the rows of each ragged store."""
     resident: tuple[Allocation, ...] = ()
-    """Memory that the stores take besides their rows, if it is not counted elsewhere."""
+    """Memory of the stores in addition to their rows, if it is not counted elsewhere."""
 
     @property
     def items(self) -> tuple[Allocation, ...]:
-        """Memory that the strategies take at most."""
+        """Most memory that the strategies use."""
         found = self.resident + tuple(
             item for strategy in self.strategies for item in strategy.items
         )
@@ -80,7 +80,7 @@ class FreeMemory(NamedTuple):
     """Page cache, which belongs to the kernel, and which all processes of a machine share."""
 
     def without(self, item: Allocation) -> FreeMemory:
-        """Return what is left once an allocation is made."""
+        """Return the memory that remains after an allocation."""
         page_cache = self.page_cache - item.total
         return FreeMemory(self.memory - item.total * (item.place == "host"), page_cache)
 
@@ -132,7 +132,7 @@ def window_sizes(stores: Sequence[Store], order: Any) -> tuple[tuple[int, int], 
 
 
 def file_of(store: Store) -> AnyShardedStore | ChunkedStore | None:
-    """Return the store that reads the rows of a store from files; None if they are elsewhere."""
+    """Return the store that reads the rows of a store from files; None if they are not in files."""
     if isinstance(store, ChunkedStore):
         return store.native or store
     return store if isinstance(store, ShardedStore) else None
@@ -232,10 +232,9 @@ def _map(
     page_cache: int,
     mapped: Sequence[AnyShardedStore],
 ) -> MappedFile | None:
-    """Map the files if the page cache can hold them, and if it is worth loading all of them.
+    """Map the files if the page cache can hold them, and if loading whole files is worth it.
 
-    If an epoch has half of the rows or less, it is worth it only if the rows are short and come in
-    random order.
+    If an epoch reads at most half of the rows, it is worth it only for short rows in random order.
     """
     if not isinstance(store, MmapStore) or store.nbytes_beside(mapped) > page_cache:
         return None
@@ -278,7 +277,7 @@ def _read_one_by_one(store: AnyShardedStore) -> Choice:
 def is_in_sequence(order: Any) -> bool:
     """Return whether the rows of a batch are consecutive.
 
-    A rank of ``Ranks`` has whole batches of a sequential order, not every n-th row.
+    With ``Ranks``, each rank reads whole batches of a sequential order, not every n-th row.
     """
     if isinstance(order, PerRank):
         return isinstance(order.order, Sequential) and order.hand != 1
@@ -288,7 +287,7 @@ def is_in_sequence(order: Any) -> bool:
 def _windows(store: FileStore, order: Any) -> Windows | None:
     """Return the windows of an order, if its blocks are large enough to be worth a seek.
 
-    To decode a chunk takes longer than a seek, so windows of any size are worth it for chunks.
+    Decoding a chunk takes longer than a seek, so windows of any size are worth it for chunks.
     """
     if not isinstance(order, Order):
         return None
@@ -299,7 +298,7 @@ def _windows(store: FileStore, order: Any) -> Windows | None:
 
 
 def _share(store: FileStore, order: Any) -> float:
-    """Return the share of the file that an epoch has at most; 1 if it is unknown.
+    """Return the largest share of the file that an epoch reads; 1 if unknown.
 
     Each row that an order repeats, and each byte of rows that overlap, counts as often as it is
     read.

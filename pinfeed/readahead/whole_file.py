@@ -1,4 +1,4 @@
-"""WholeFile: all rows of a file are loaded into memory while they are already served."""
+"""WholeFile: loads all rows of a file into memory during the first epoch."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from pinfeed.threads.pool import ThreadPool
 
 logger = logging.getLogger("pinfeed")
 
-# Large enough for the disk to be read in sequence, small enough that the end of a loop need not
-# wait long for the current chunk.
+# Large enough for sequential disk reads, and small enough that the end of a loop does not wait long
+# for the current chunk.
 CHUNK_BYTES = 8 << 20
-# A batch waits for the rest of the file for at most this time, in seconds.
+# Longest time that a batch waits for the rest of the file, in seconds.
 _MAX_WAIT_S = 2.0
-# The rate of the load is estimated as if so many bytes had been loaded in so many seconds before,
-# so that the time of a first chunk alone does not decide.
+# The estimate of the load rate assumes that this many bytes were loaded in this many seconds
+# before. Otherwise, it would depend on the time of the first chunk alone.
 _ASSUMED_BYTES = 64 << 20
 _ASSUMED_S = 0.05
 
@@ -45,15 +45,15 @@ class LoadedRows(Protocol):
 class WholeFile:
     """Strategy that loads the rows of a file chunk by chunk, and gathers those that are loaded.
 
-    In the first epoch a thread loads the rows in sequence. Rows that are not in memory yet are read
-    one by one, until the load is nearly complete. From then on, readers wait for it instead,
-    because random reads slow it down. In an epoch in sequence or in block-shuffled order, chunks
-    are loaded in the order in which they are needed, and readers wait for them. Subclasses say
+    In the first epoch, a thread loads the rows in sequence. Until the load is nearly complete, rows
+    that are not in memory yet are read one by one. After that, readers wait for the load instead,
+    because random reads slow it down. If the epoch is sequential or block-shuffled, chunks are
+    loaded in the order in which batches need them, and readers wait for them. Subclasses define
     where the rows are kept.
 
     Args:
         store: The rows.
-        waits: Whether readers always wait for the rows that they need, which are loaded first.
+        waits: Whether readers always wait for the rows that they need; these rows are loaded first.
     """
 
     items: tuple[Allocation, ...] = ()
@@ -93,7 +93,7 @@ class WholeFile:
         self._is_begun = self._is_loaded.copy()
         self._chunks_to_load = self._load_order(windows, start, stop)
         self._waits = self._waits_always or windows is not None
-        # The chunks of a window are in their order already.
+        # The chunks of a window are already in order.
         self._continues = self._waits_always and windows is None
         self._stopping = False
         self._begun_s = time.monotonic()
@@ -152,7 +152,7 @@ class WholeFile:
         return float(left * (elapsed_s + _ASSUMED_S) / nbytes)
 
     def _bounds(self, chunk: int) -> tuple[int, int]:
-        """Return the first row of a chunk, and the row behind its last one."""
+        """Return the first row of a chunk, and the row after its last one."""
         return int(self._starts[chunk]), int(self._starts[chunk + 1])
 
     def _chunk_of(self, rows: Rows) -> Rows:
@@ -176,7 +176,7 @@ class WholeFile:
             pass
 
     def _load_next(self) -> bool:
-        """Load one chunk, and return True; or return False if none is left."""
+        """Load one chunk, and return True; or return False if all chunks are loaded."""
         with self._changed:
             if self._stopping:
                 return False
@@ -187,7 +187,7 @@ class WholeFile:
         try:
             self._load(*self._bounds(chunk))
         except Exception as error:
-            # The batch that needs the rows reads them itself, and raises the error in its turn.
+            # The batch that needs the rows reads them itself, and raises the error.
             logger.info(
                 "rows are read one by one, because loading %r into memory ended with %r",
                 self._store,
@@ -203,9 +203,9 @@ class WholeFile:
         return True
 
     def _wait_for(self, chunks: npt.NDArray[np.int64]) -> None:
-        """Wait until chunks are in memory, or until it is not worth waiting any more.
+        """Wait until chunks are in memory, or until waiting is no longer worth it.
 
-        The waiting reader helps to load, if that is faster.
+        The waiting reader thread helps to load, if that is faster.
         """
         while len(missing := chunks[~self._is_loaded[chunks]]) and self._is_worth_waiting():
             if self._continues:
@@ -217,11 +217,11 @@ class WholeFile:
                     )
 
     def _is_worth_waiting(self) -> bool:
-        """Return whether to wait for rows, in place of reading them one by one."""
+        """Return whether to wait for rows instead of reading them one by one."""
         return not self._stopping and (self._waits or self._remaining_s() < _MAX_WAIT_S)
 
     def _continue_at(self, chunk: int) -> None:
-        """Continue the load at a chunk if its load has not begun; an epoch may begin anywhere."""
+        """Continue the load at a chunk that is not loaded; an epoch may begin at any row."""
         with self._changed:
             if not self._is_begun[chunk]:
                 n_chunks = len(self._is_begun)

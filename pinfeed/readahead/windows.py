@@ -33,12 +33,12 @@ _N_THREADS = 4
 
 
 class WindowCursor(Generic[T]):
-    """Position in the windows of an epoch; the next window is begun while one is served.
+    """Position in the windows of an epoch; it begins the next window while one is in use.
 
     Args:
         windows: Windows of the epoch.
         start: First position of the epoch that is served.
-        stop: Position behind the last one.
+        stop: Position after the last one.
         begin: Begins to read a window, given its runs; its result stands for the window.
     """
 
@@ -49,13 +49,13 @@ class WindowCursor(Generic[T]):
         self._begin = begin
         self._spans = iter(windows.spans(start, stop))
         self._end = start
-        # The position behind each window that was begun; the first window is being served.
+        # The position after each window that was begun; the first window is in use.
         self._begun: deque[tuple[int, T]] = deque()
 
     def take(self, position: int, n: int) -> list[tuple[int, T]]:
         """Return the windows of positions [position, position + n), each with its number of rows.
 
-        Positions are asked for in ascending order.
+        The caller requests positions in ascending order.
         """
         taken: list[tuple[int, T]] = []
         while n:
@@ -70,7 +70,7 @@ class WindowCursor(Generic[T]):
         return taken
 
     def _begin_next(self) -> None:
-        """Begin windows until one is ahead of the window that is served."""
+        """Begin windows until one is ahead of the window in use."""
         while len(self._begun) < 2:
             span = next(self._spans, None)
             if span is None:
@@ -83,7 +83,7 @@ class WindowCursor(Generic[T]):
 class WindowReadahead:
     """Strategy that gathers rows from windows in memory.
 
-    One window is read ahead; the others are those that unfinished batches are gathered from.
+    One window is read ahead; unfinished batches are gathered from the other windows.
 
     Args:
         store: A read-only store.
@@ -114,7 +114,7 @@ class WindowReadahead:
                     _WindowRows, self._store, cursor.take(position, n)
                 )
             except GeneratorExit:
-                # The training loop was left early. At the end of the data, in contrast, the last
+                # The training loop ended early. At the end of the data, in contrast, the last
                 # batches may still wait for reads, so these are not cancelled.
                 threads.shutdown(wait=False, cancel_futures=True)
                 raise
@@ -132,7 +132,7 @@ class WindowReadahead:
 
 
 class _Window:
-    """Rows of some runs, which reader threads are reading into memory."""
+    """Rows of several runs, which reader threads are reading into memory."""
 
     def __init__(
         self,
@@ -169,8 +169,8 @@ class _Window:
 def _joined(store: FileStore, starts: Rows, stops: Rows) -> Iterator[tuple[int, Rows]]:
     """Yield the rows of each read of a window, with the position of the first in the window.
 
-    Each run is read alone, except that runs which share a chunk of the file are read together, so
-    that the chunk is decoded once.
+    Each run is read separately. Runs that share a chunk of the file are read together, so that the
+    chunk is decoded once.
     """
     runs = [np.arange(start, stop) for start, stop in zip(starts, stops, strict=True)]
     joins = np.zeros(len(runs), np.bool_)

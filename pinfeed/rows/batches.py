@@ -16,7 +16,7 @@ from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import At, Order, Rows, is_distinct
 from pinfeed.rows.windows import Windows, windows
 
-# An order is asked for this many rows at once. Small batches then share numpy's cost per call, and
+# An order computes this many rows at once. Small batches then share numpy's cost per call, and
 # large batches need no more memory.
 _RUN_ROWS = 1 << 14
 
@@ -29,7 +29,7 @@ class RowIndices(NamedTuple):
     batches: Sequence[tuple[int, int]]
     """For each batch the number of rows, and a checksum of the epoch's row indices up to its end.
 
-    The checksum is 0 where a resumed epoch needs none.
+    The checksum is 0 if a resumed epoch needs none.
     """
     rows: Callable[[], Rows]
     """Computes the row indices, shape (n_rows,). Any thread may call it."""
@@ -40,13 +40,13 @@ class RowBatches(EpochHooks, ABC):
 
     @property
     def is_distinct(self) -> bool:
-        """Whether it is known that no row occurs twice in an epoch."""
+        """Whether the batches are known to have each row at most once per epoch."""
         return False
 
     @property
     @abstractmethod
     def fingerprint(self) -> dict[str, Any]:
-        """Plain values that are equal if and only if a saved position means the same batch."""
+        """Plain values that are equal exactly if a saved position stands for the same batch."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -120,7 +120,7 @@ class _OrderRun:
             part = rows[i : i + _RUN_ROWS]
             positions = np.arange(self._begin + i, self._begin + i + len(part))
             part[:] = check_rows(self._at(positions), self._n_rows, name)
-            # The owner of the order may have changed its array since it was checked.
+            # The owner of the order may have changed its array since the check.
             check_rows(part, self._n_rows, name)
         return rows
 
@@ -169,7 +169,7 @@ class OrderBatches(RowBatches):
     def epoch(
         self, number: int, start: int = 0, checksum: int = 0, batches_per_slot: int = 1
     ) -> Iterator[RowIndices]:
-        """Yield the batches of an epoch; the order alone fixes them, so no checksum is needed."""
+        """Yield the batches of an epoch; the order determines them, so there is no checksum."""
         at = self.order.bind(self.n_rows, number)
         size = self.batch_size
         stop = self._stop

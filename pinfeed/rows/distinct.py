@@ -1,4 +1,4 @@
-"""Row indices in ascending order, or each distinct one once, with positions."""
+"""Sorted or distinct row indices, with their positions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def distinct_rows(rows: Rows) -> tuple[Rows, Rows]:
     ascending, order = sort_rows(rows)
     is_first = _differs_from_previous(ascending)
     distinct = ascending[is_first]
-    # The array is used again, because touching new memory takes longer than the sums.
+    # The array is reused, because access to new memory takes longer than the sums.
     places = np.cumsum(is_first, out=ascending)
     places -= 1
     positions = np.empty(len(rows), np.int64)
@@ -70,7 +70,7 @@ def first_occurrences(rows: Rows) -> tuple[Rows, Rows | None]:
     is_first = _differs_from_previous(ascending)
     if bool(is_first.all()):
         return rows, None
-    # Equal rows keep their order, so that the first of them is the one that occurs first.
+    # Equal rows keep their order, so the first of them is the first occurrence.
     first = order[is_first]
     occurs_first = np.zeros(len(rows), bool)
     occurs_first[first] = True

@@ -19,11 +19,11 @@ class EpochHooks:
     state_keys: Sequence[str] = ()
     """Keys that a loaded state must have besides those of every feeder."""
     goes_on = True
-    """Whether a loop that is resumed at the end of an epoch goes on with the next epoch."""
+    """Whether a loop that is resumed at the end of an epoch continues with the next epoch."""
 
     @property
     def chosen_epoch(self) -> int | None:
-        """Epoch that the owner of a sampler has set for the next run; None if there is none."""
+        """Epoch that the owner of a sampler has set for the next run, or None."""
         return None
 
     def set_epoch(self, epoch: int) -> None:
@@ -56,6 +56,7 @@ class EpochHooks:
         batch = int(state["batch"])
         if not 0 <= batch <= n_batches:
             raise ArgumentError(
-                f"a state of epoch {epoch}, batch {batch}; an epoch has {n_batches} batches"
+                f"the state is at batch {batch} of epoch {epoch}, but an epoch has {n_batches} "
+                "batches"
             )
         return batch, 0 < batch == n_batches

@@ -27,8 +27,8 @@ def check_rows(rows: Any, n_rows: int, name: str = "rows", *, copy: bool = False
     Raises:
         RowIndexError: If an element is not an integer, is negative or is too large.
     """
-    # Every batch passes here. As uint64, negative numbers are large, so that one maximum is enough.
-    # argmax takes a third of the time of max, which is a function in Python.
+    # Every batch passes this check. As uint64, negative numbers are large, so one maximum is
+    # enough. argmax takes a third of the time of max, which is a function in Python.
     if type(rows) is np.ndarray and rows.dtype == np.int64 and rows.ndim == 1 and len(rows):
         # The copy is checked, because the user may change the array now.
         if copy or not rows.flags.c_contiguous:
@@ -40,8 +40,8 @@ def check_rows(rows: Any, n_rows: int, name: str = "rows", *, copy: bool = False
         array = np.asarray(rows)
     except (TypeError, ValueError) as error:
         raise RowIndexError(
-            f"{name}: {described(error)}; expected a 1-d array of integer row numbers "
-            "(mask: np.flatnonzero)"
+            f"{name}: {described(error)}; expected a 1-d array of integer row indices (for a "
+            "mask, use np.flatnonzero)"
         ) from None
     if array.shape == (0,):
         # numpy gives an empty list the dtype float64.
@@ -49,7 +49,7 @@ def check_rows(rows: Any, n_rows: int, name: str = "rows", *, copy: bool = False
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise RowIndexError(
             f"{name}: got shape {array.shape} of {array.dtype}; expected a 1-d array of integer "
-            "row numbers (mask: np.flatnonzero)"
+            "row indices (for a mask, use np.flatnonzero)"
         )
     if copy:
         array = array.copy()

@@ -1,4 +1,4 @@
-"""RowLengths: how many ragged rows there are of each length, and what a batch of them has."""
+"""RowLengths: the number of ragged rows of each length, and bounds of their batches."""
 
 from __future__ import annotations
 
@@ -79,17 +79,18 @@ class RowLengths:
         Args:
             max_elements: Most elements of a batch, at least the length of each row.
             padded: Whether each row counts as many elements as the longest one of the batch.
-            repeats: Whether a batch may have a row several times.
+            repeats: Whether a batch may contain a row several times.
 
         Returns:
-            The number of rows; at least that of an epoch if rows without elements may repeat.
+            The number of rows, or at least the rows of an epoch if rows without elements may
+            repeat.
         """
         shortest = self._kinds.item(0)
         if repeats:
             return max_elements // shortest if shortest else self.n_rows + max_elements
         if padded:
             ends = np.cumsum(self._counts)
-            # The rows of each length and the shorter ones, as far as they fit.
+            # The rows of each length and all shorter rows, until the batch is full.
             fitting = np.where(self._kinds > 0, max_elements // np.maximum(self._kinds, 1), ends)
             return int(np.minimum(ends, fitting).max())
         elements = np.cumsum(self._counts * self._kinds)

@@ -1,8 +1,8 @@
-"""Orders: the rows of an epoch and their sequence, computed at any position.
+"""Row orders: the rows of an epoch and their sequence, computed at any position.
 
-An order maps positions of an epoch to row indices. It is a function of its arguments, the number of
-rows and the epoch. Because any position can be computed, a million-row shuffle costs no memory, and
-a resumed epoch continues where it stopped. Orders know the number of rows only when they are bound:
+An order maps positions of an epoch to row indices. It depends only on its arguments, the number of
+rows and the epoch. Because an order can compute any position, a large shuffle needs no memory, and
+a resumed epoch continues where it stopped. An order gets the number of rows when a feeder binds it:
 ``Feeder(x, rows=block_shuffled(seed=1, block_rows=4096), ...)``.
 """
 
@@ -54,67 +54,87 @@ class Order(Protocol):
 
 
 def sequential() -> Order:
-    """Return the order 0, 1, 2, … of the rows, the same in every epoch."""
+    """Return the order 0, 1, 2, … of the rows, the same in every epoch.
+
+    Examples:
+        >>> pinfeed.rows.sequential().bind(n_rows=4, epoch=0)(np.arange(4))
+        array([0, 1, 2, 3])
+    """
     return Sequential()
 
 
 def shuffled(seed: int = 0) -> Order:
-    """Return a random order of all rows, another one in every epoch.
+    """Return a random order of all rows, a different one in every epoch.
 
     The order is the same for the same seed and epoch, on every machine and in every version.
 
     Args:
-        seed: Seed of the shuffle; the order is a function of (seed, epoch).
+        seed: Seed of the shuffle; the order is a function of (seed, epoch). With the default, every
+            run of a program repeats the same orders.
 
     Raises:
-        ArgumentError: If ``seed`` is no whole number.
+        ArgumentError: If ``seed`` is not a whole number.
+
+    Examples:
+        >>> order = pinfeed.rows.shuffled(seed=1)
+        >>> feeder = pinfeed.Feeder(np.arange(1000), batch_size=100, rows=order)
     """
     return Shuffled(check_seed(seed))
 
 
 @explain_arguments(
     {
-        **dict.fromkeys(("num_samples", "n_rows", "size"), "the rows of an epoch are n="),
+        **dict.fromkeys(("num_samples", "n_rows", "size"), "the number of rows of an epoch is n="),
         "replacement": "rows are always drawn with replacement; leave it out",
     }
 )
 def drawn(n: int, seed: int = 0) -> Order:
-    """Return an order of random rows with replacement: each position has any row, independently.
+    """Return an order of random rows with replacement; every position is drawn independently.
 
-    An epoch has ``n`` positions, however many rows the store has. Rows may repeat. The order is the
-    same for the same seed and epoch, on every machine and in every version.
+    An epoch has ``n`` rows, independent of the number of rows in the store. Rows may repeat. The
+    order is the same for the same seed and epoch, on every machine and in every version.
 
     Args:
-        n: Rows of an epoch.
+        n: Number of rows of an epoch.
         seed: Seed of the draws; a row is a function of (seed, epoch, position).
 
     Raises:
-        ArgumentError: If ``n`` is not a whole number above 0, or ``seed`` is no whole number.
+        ArgumentError: If ``n`` is not a whole number above 0, or ``seed`` is not a whole number.
+
+    Examples:
+        >>> order = pinfeed.rows.drawn(n=5000, seed=1)
+        >>> feeder = pinfeed.Feeder(np.arange(1000), batch_size=100, rows=order)
+        >>> len(feeder)
+        50
     """
     return Drawn(whole_number(n, "n"), check_seed(seed))
 
 
 @explain_arguments(
     {
-        "block_size": "the rows of a block are block_rows=",
+        "block_size": "the number of rows of a block is block_rows=",
         "buffer_size": "give block_rows= and window_blocks=",
     }
 )
 def block_shuffled(seed: int = 0, *, block_rows: int, window_blocks: int = 16) -> Order:
-    """Return a random order in which neighbouring rows stay close, so that disks seek less.
+    """Return a random order of contiguous blocks, which disks read with few seeks.
 
-    The blocks are in random order, and the rows of ``window_blocks`` consecutive blocks, a window,
-    are mixed. The beginnings of the blocks are drawn anew in every epoch. The rows of one block are
-    less than one window apart.
+    The order visits the blocks in random order, and mixes the rows within each window of
+    ``window_blocks`` blocks. The blocks begin at different rows in every epoch. In the order, the
+    rows of one block are less than one window apart.
 
     Args:
         seed: Seed of the shuffle; the order is a function of (seed, epoch).
-        block_rows: Rows of a block, which are neighbours in the store.
-        window_blocks: Blocks of a window.
+        block_rows: Number of consecutive rows of a block.
+        window_blocks: Number of blocks of a window.
 
     Raises:
-        ArgumentError: If ``seed`` is no whole number, or ``block_rows`` or ``window_blocks`` is not
-            a whole number above 0.
+        ArgumentError: If ``seed`` is not a whole number, or ``block_rows`` or ``window_blocks`` is
+            not a whole number above 0.
+
+    Examples:
+        >>> order = pinfeed.rows.block_shuffled(seed=1, block_rows=256)
+        >>> feeder = pinfeed.Feeder(np.arange(100_000), batch_size=100, rows=order)
     """
     return BlockShuffled(
         check_seed(seed),
@@ -124,26 +144,31 @@ def block_shuffled(seed: int = 0, *, block_rows: int, window_blocks: int = 16) -
 
 
 def per_rank(order: Order, *, rank: int, world_size: int, drop_last: bool = False) -> Order:
-    """Return one rank's share of an order, cut as by ``torch.utils.data.DistributedSampler``.
+    """Return one rank's share of an order, as ``torch.utils.data.DistributedSampler`` does.
 
-    All shares have the same length. Rank r takes positions r, r + world_size, … of ``order``. Of a
-    block-shuffled order it takes one contiguous interval instead, so that one rank reads a block.
-    Use ``Ranks`` for more options.
+    All shares have the same length. Rank r takes positions r, r + world_size, … of ``order``. If
+    the order is block-shuffled, rank r takes one contiguous interval instead, so that only one rank
+    reads a block. Use ``Ranks`` for more options.
 
     Args:
         order: The order to share.
         rank: The rank of this process.
         world_size: Number of ranks.
-        drop_last: Leave out the rows that do not divide evenly; False repeats the first rows of the
-            order at its end instead.
+        drop_last: Whether to leave out the rows that do not divide evenly; by default, the first
+            rows of the order repeat at its end instead.
 
     Raises:
         ArgumentError: If ``rank`` is not a whole number in [0, world_size), or ``order`` is not an
             order.
+
+    Examples:
+        >>> order = pinfeed.rows.per_rank(pinfeed.rows.sequential(), rank=1, world_size=4)
+        >>> order.bind(n_rows=8, epoch=0)(np.arange(2))
+        array([1, 5])
     """
     if not isinstance(order, Order):
         raise ArgumentError(
-            f"order={order!r}: expected an order of pinfeed.rows, as shuffled(seed=1)"
+            f"order={order!r}: expected an order of pinfeed.rows, such as shuffled(seed=1)"
         )
     check_flag(drop_last, "drop_last")
     rank, world_size = check_rank(rank, world_size, f"rank={rank!r}, world_size={world_size!r}")
@@ -191,7 +216,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class BlockShuffled:
-    """Blocks in random order, their rows mixed within a window of blocks."""
+    """Blocks in random order, with rows mixed within a window of blocks."""
 
     seed: int
     block_rows: int
@@ -208,7 +233,7 @@ class BlockShuffled:
             size = min(window_rows, n_rows - number * window_rows)
             return permutation(size, f"{cut.salt}/{number}")
 
-        # The last window is kept, because consecutive batches ask for the same one.
+        # The last window is kept, because consecutive batches need the same window.
         last: tuple[int, At] = (-1, cut.block_at)
 
         def at(positions: Rows) -> Rows:
@@ -258,9 +283,9 @@ class BlockShuffled:
 
 @dataclass(frozen=True)
 class _Cut:
-    """The blocks of an epoch: the rows as a ring, cut into blocks from a random row on.
+    """The blocks of an epoch: a ring of all rows, cut into blocks from a random row on.
 
-    The shorter block at the end has other rows in each epoch.
+    The shorter last block has different rows in each epoch.
     """
 
     salt: str
@@ -290,7 +315,7 @@ class PerRank:
     hand: int | None
     """Consecutive positions that a rank gets in a round; None for one interval."""
     done: Progress = ()
-    """The part of the epoch that was read before; only the rest is shared."""
+    """The part of the epoch that is already read; the ranks share only the rest."""
 
     def length(self, n_rows: int) -> int:
         return sum(piece.n for piece in self.pieces(n_rows))
@@ -310,13 +335,13 @@ class PerRank:
 
 
 def is_distinct(order: object) -> bool:
-    """Return whether it is known that no row occurs twice in an epoch of an order."""
+    """Return whether the order is known to have each row at most once per epoch."""
     # A subclass may repeat rows.
     return type(order) in (Sequential, Shuffled, BlockShuffled)
 
 
 def most_copies(order: object) -> int | None:
-    """Return how often a row occurs at most in an epoch of an order; None if it is unknown."""
+    """Return the most occurrences of a row in an epoch of an order; None if unknown."""
     if is_distinct(order):
         return 1
     if isinstance(order, PerRank) and is_distinct(order.order):

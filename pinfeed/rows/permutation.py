@@ -15,12 +15,12 @@ Numbers = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]
 """Numbers of 32 bits, shape (n,) or ()."""
 
-# Up to this size a permutation is a table, because a network needs some hundred rows to share the
+# Up to this size a permutation is a table, because a network needs a few hundred rows to share the
 # cost of its steps.
 _TABLE_ROWS = 1 << 12
 
-# Constants of the network are arrays without axes. numpy takes twice as long to begin an operation
-# if it has to convert a scalar first.
+# Constants of the network are arrays without axes, because numpy takes twice as long to begin an
+# operation if it first has to convert a scalar.
 _SHIFT_15 = np.array(15, np.uint32)
 _SHIFT_16 = np.array(16, np.uint32)
 _FACTOR = np.array(0x7FEB352D, np.uint32)
@@ -48,7 +48,7 @@ def permutation(n: int, salt: str) -> Callable[[Numbers], Numbers]:
     width = math.isqrt(n - 1) + 1
     height = -(-n // width)
 
-    # Every number is below width * height, which is not much larger than n.
+    # Every number is below width * height, which is slightly larger than n.
     dtype = np.uint32 if n <= 1 << 31 else np.int64
 
     def network(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -138,8 +138,8 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def _mix32(x: Words, key: Words, out: Words, spare: Words) -> None:
     """Write numbers to ``out`` whose high bits depend on every bit of ``x`` and ``key``.
 
-    They are two rounds of multiply and xor-shift in 32 bits, which processors do eight at a time,
-    with the multipliers of lowbias32 (Wellons, "Prospecting for Hash Functions", 2018).
+    The method is two rounds of multiply and xor-shift in 32 bits, which processors execute eight at
+    a time, with the multipliers of lowbias32 (Wellons, "Prospecting for Hash Functions", 2018).
     """
     np.bitwise_xor(x, key, out)
     out ^= np.right_shift(out, _SHIFT_16, spare)

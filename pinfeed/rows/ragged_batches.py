@@ -18,14 +18,14 @@ from pinfeed.rows.windows import Windows, windows
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
 from pinfeed.validation.safe_repr import safe_repr
 
-# An order is asked for this many rows at once.
+# The order computes this many rows at once.
 _RUN_ROWS = 1 << 14
 
 
 @explain_arguments(
     {
-        "max_tokens": "the most elements of a batch are max_elements=",
-        "rows": "the order of the rows is order=",
+        "max_tokens": "the bound on the elements of a batch is max_elements=",
+        "rows": "the row order is order=",
         "shuffle": "give order=pinfeed.rows.shuffled(seed)",
     }
 )
@@ -40,13 +40,7 @@ def element_batches(
 ) -> ElementBatches:
     """Return batches of ragged rows with at most ``max_elements`` elements each, for ``rows=``.
 
-        store = pinfeed.RaggedStore("tokens.npy", "offsets.npy")
-        batches = pinfeed.rows.element_batches(
-            store.lengths, 16384, order=pinfeed.rows.shuffled(seed=1)
-        )
-        feeder = pinfeed.Feeder(store, rows=batches)
-
-    A batch ends before the row that would make it too large. The batches are a function of the
+    A batch ends before the row that would make it too large. The batches depend only on the
     arguments and the epoch, so a feeder resumes them from its state.
 
     Args:
@@ -54,19 +48,25 @@ def element_batches(
             ``store.lengths``. An element is one item of a ``RaggedStore``, of any shape. For
             several ragged stores, give the sum of their lengths, or the maximum.
         max_elements: Most elements of a batch, at least the length of the longest row.
-        batch_size: Most rows of a batch; None is any number.
+        batch_size: Most rows of a batch; None sets no bound.
         order: Order of the rows, from ``pinfeed.rows``; None is the order of the store.
         padded: Count the elements of a padded batch: its number of rows times its longest row.
         drop_last: Whether to leave out the last batch of an epoch if another row of one element
             would fit in it.
 
     Returns:
-        An iterable of arrays of row indices. It has ``set_epoch(epoch)`` and ``epoch``, as a
-        sampler has, which a feeder sets. ``count(epoch)`` returns the number of batches of an
-        epoch.
+        An iterable of arrays of row indices. Like a sampler, it has ``set_epoch(epoch)`` and
+        ``epoch``, which a feeder sets. ``count(epoch)`` returns the number of batches of an epoch.
 
     Raises:
         ArgumentError: If an argument is invalid, or a row has more than ``max_elements`` elements.
+
+    Examples:
+        >>> store = pinfeed.RaggedStore(np.arange(10), np.array([0, 3, 5, 10]))
+        >>> batches = pinfeed.rows.element_batches(store.lengths, max_elements=5)
+        >>> with pinfeed.Feeder(store, rows=batches) as feeder:
+        ...     [values.tolist() for values, offsets in feeder]
+        [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     """
     return ElementBatches(
         lengths,
@@ -81,7 +81,7 @@ def element_batches(
 class ElementBatches:
     """Iterable over the batches of one epoch, as row indices; see ``element_batches``.
 
-    A feeder sets its epoch, as that of a sampler.
+    A feeder sets its epoch, as it does for a sampler.
 
     Attributes:
         epoch: Epoch whose batches the next iteration yields.
@@ -113,8 +113,9 @@ class ElementBatches:
         if table.longest > self.max_elements:
             row = int(self.lengths.argmax())
             raise ArgumentError(
-                f"row {row} has {table.longest:,} elements, and max_elements={self.max_elements:,}"
-                "; expected rows that fit in a batch; raise max_elements, or cut the row"
+                f"row {row} has {table.longest:,} elements, but "
+                f"max_elements={self.max_elements:,}; expected rows that fit in a batch; raise "
+                "max_elements, or cut the row"
             )
         self.epoch = 0
         self.padded = bool(padded)
@@ -145,26 +146,26 @@ class ElementBatches:
         return self._batch_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration yield the batches of an epoch."""
+        """Set the epoch whose batches the next iteration yields."""
         self.epoch = whole_number(epoch, "epoch", least=0)
 
     def count(self, epoch: int | None = None) -> int:
-        """Return the number of batches of an epoch; None is the current one.
+        """Return the number of batches of an epoch; None selects the current epoch.
 
-        It cuts all rows of the epoch, some million per second. There is no ``len``, because the
-        number differs between the epochs of a shuffled order.
+        The call goes through all rows of the epoch, a few million per second. The class has no
+        ``len``, because the number differs between the epochs of a shuffled order.
         """
         return sum(1 for _ in self._batches(self.epoch if epoch is None else epoch))
 
     def most_elements(self, lengths: npt.NDArray[Any], *, padded: bool) -> int | None:
-        """Return ``max_elements`` if it bounds the batches of rows of other lengths, too.
+        """Return ``max_elements`` if it also bounds the batches of rows of other lengths.
 
         Args:
             lengths: Number of elements of each row, shape (n_rows,).
             padded: Whether the batches are padded.
 
         Returns:
-            The bound; None if ``max_elements`` is none.
+            The bound; None if ``max_elements`` does not bound these batches.
         """
         is_bound = len(lengths) == len(self.lengths) and bool((lengths <= self.lengths).all())
         return self.max_elements if is_bound and (self.padded or not padded) else None
@@ -177,18 +178,19 @@ class ElementBatches:
             name: Name of the rows in errors.
 
         Raises:
-            ArgumentError: If there are more or fewer rows, or a row is longer than was said.
+            ArgumentError: If the number of rows differs, or a row is longer than its entry in
+                ``self.lengths``.
         """
         advice = "give element_batches the lengths of this store (store.lengths)"
         if len(lengths) != len(self.lengths):
             raise ArgumentError(
-                f"rows={self!r} has {len(self.lengths):,} lengths, and {name} has {len(lengths):,} "
-                f"rows; expected a length for each row; {advice}"
+                f"rows={self!r} has {len(self.lengths):,} lengths, but {name} has "
+                f"{len(lengths):,} rows; expected a length for each row; {advice}"
             )
         if len(longer := np.flatnonzero(lengths > self.lengths)):
             row = longer.item(0)
             raise ArgumentError(
-                f"rows={self!r} has length {self.lengths[row]:,} for row {row}, which has "
+                f"rows={self!r} has length {self.lengths[row]:,} for row {row}, but the row has "
                 f"{lengths[row]:,} elements in {name}; expected at least as many; {advice}"
             )
 
@@ -227,7 +229,7 @@ class ElementBatches:
 
 
 class _Cut:
-    """Cuts a sequence of rows into batches; a batch is begun where the one before ends.
+    """Cuts a sequence of rows into batches, one after the other.
 
     Args:
         max_elements: Most elements of a batch.
@@ -250,7 +252,7 @@ class _Cut:
     def _ends(self, lengths: Rows) -> list[int]:
         totals = np.cumsum(lengths)
         ends: list[int] = []
-        # Elements of the open batch less those in ``totals`` before it, and its first position.
+        # Elements of the open batch minus those in ``totals`` before it, and its first position.
         before = self._n_elements
         begin = -self._n_rows
         while True:
@@ -286,17 +288,17 @@ class _Cut:
 
     @property
     def has_room(self) -> bool:
-        """Whether a row of one element would fit in the batch that was begun last."""
+        """Whether a row of one element would fit in the last batch."""
         n_rows = self._n_rows + 1
         n_elements = n_rows * max(1, self._longest) if self._padded else self._n_elements + 1
         return n_rows <= self._batch_size and n_elements <= self._max_elements
 
 
 def _checked(lengths: Any) -> Rows:
-    """Return lengths as an array of its own, shape (n_rows,), int64, read-only.
+    """Return a read-only copy of lengths, shape (n_rows,), int64.
 
     Raises:
-        ArgumentError: If they are not integers of 0 or more, or there are none.
+        ArgumentError: If they are not integers of 0 or more, or if the array is empty.
     """
     expected = "expected integers of 0 or more, shape (n_rows,), such as store.lengths"
     try:

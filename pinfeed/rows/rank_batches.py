@@ -1,4 +1,4 @@
-"""RankBatches: the batches of one rank, and how any number of ranks resumes them."""
+"""RankBatches: the batches of one rank, which any number of ranks can resume."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pinfeed.rows.windows import Windows
 class RankBatches(RowBatches):
     """The batches of one rank.
 
-    An epoch that other ranks have begun consists of the rows that they have left. A state of any
-    rank is a state of all of them, and of any other number of ranks.
+    If other ranks have read a part of an epoch, the epoch consists of the remaining rows. All
+    ranks, and jobs with any number of ranks, can load the state of any rank.
 
     Args:
-        shard: Part of the epochs that this rank has.
+        shard: This rank's part of every epoch.
         n_rows: Number of rows in the stores.
     """
 
@@ -29,13 +29,13 @@ class RankBatches(RowBatches):
     def __init__(self, shard: RankShard, n_rows: int) -> None:
         self._shard = shard
         self._n_rows = n_rows
-        # An epoch, and the positions of it that other ranks have done.
+        # An epoch, and its positions that other ranks have done.
         self._begun: tuple[int, Progress] = (0, ())
         self.batch_size = shard.batch_size
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """Plain values that fix the order of the rows; rank and world size are not among them."""
+        """Plain values that determine the row order; rank and world size are not among them."""
         shard = self._shard
         return {
             "order": repr(shard.order),
@@ -67,7 +67,7 @@ class RankBatches(RowBatches):
     def state(self, epoch: int, batch: int) -> dict[str, Any]:
         """Return the position after ``batch`` batches of an epoch, as plain values.
 
-        An epoch that is over has the state of one that no other ranks had begun.
+        The state after the end of an epoch contains no positions of other ranks.
         """
         world_size = self._shard.world_size
         done = self._done(epoch)
@@ -99,7 +99,7 @@ class RankBatches(RowBatches):
             The batch of this rank to begin with, and the positions that were done before.
 
         Raises:
-            ArgumentError: If ``theirs`` is no such entry.
+            ArgumentError: If ``theirs`` is not such an entry.
         """
         world_size, done, n = self._read(batch, theirs)
         if batch == n:
@@ -109,14 +109,14 @@ class RankBatches(RowBatches):
         return 0, (*done, (world_size, batch * self.batch_size))
 
     def is_over(self, batch: int, theirs: Mapping[str, Any]) -> bool:
-        """Tell whether no rank has a batch left of an epoch, given the position of other ranks.
+        """Return whether all batches of an epoch are done, given the position of other ranks.
 
         Args:
             batch: Number of batches that each of the other ranks has done.
             theirs: Entry ``"ranks"`` of their state.
 
         Raises:
-            ArgumentError: If ``theirs`` is no such entry.
+            ArgumentError: If ``theirs`` is not such an entry.
         """
         return 0 < batch == self._read(batch, theirs)[2]
 
@@ -124,16 +124,15 @@ class RankBatches(RowBatches):
         """Read the entry ``"ranks"`` of a state.
 
         Returns:
-            The number of ranks, the positions done before them, and the most batches that one of
-            them has.
+            The number of ranks, the positions done before them, and the most batches of one rank.
         """
         try:
             world_size = int(theirs["world_size"])
             done = tuple((int(a), int(n)) for a, n in theirs["done"])
         except (KeyError, TypeError, ValueError) as error:
             raise ArgumentError(
-                f"not a state of a feeder with ranks= ({error!r}); expected what state_dict() "
-                "returned"
+                f"not a state of a feeder with ranks= ({error!r}); expected the result of "
+                "state_dict()"
             ) from None
         if (
             world_size < 1
@@ -141,14 +140,14 @@ class RankBatches(RowBatches):
             or (self._shard.ranks.split_batches and self._shard.size % world_size)
         ):
             raise ArgumentError(
-                f"not a state of a feeder with ranks=: {dict(theirs)!r}; expected what "
-                "state_dict() returned"
+                f"not a state of a feeder with ranks=: {dict(theirs)!r}; expected the result of "
+                "state_dict()"
             )
         n = self._most(world_size, done)
         if not 0 <= batch <= n:
             raise ArgumentError(
-                f"a state of batch {batch}; {world_size} ranks have {n} batches of what they were "
-                "given in that epoch"
+                f"the state is at batch {batch}; expected 0 to {n}, the number of batches of each "
+                f"of the {world_size} ranks in that epoch"
             )
         return world_size, done, n
 

@@ -1,6 +1,6 @@
 """RankPartition: the positions of an epoch divided among ranks, and divided again later.
 
-A job that resumes with another number of ranks divides the positions that are left. This module is
+A job that resumes with another number of ranks divides the remaining positions. This module is
 arithmetic only.
 """
 
@@ -58,8 +58,8 @@ class StridedSlice(NamedTuple):
 class RankPartition:
     """The rule by which positions are divided among ranks.
 
-    Each round gives one chunk to every rank, in the order of ranks. The positions behind the last
-    whole round are cut into one interval for every rank.
+    Each round gives one chunk to every rank, by ascending rank. The positions after the last whole
+    round are cut into one interval for every rank.
 
     Args:
         world_size: Number of ranks.
@@ -78,7 +78,7 @@ class RankPartition:
         return self._rounds(n) * (self.chunk or 0) + end - begin
 
     def pieces(self, left: Sequence[Interval], whole: int, rank: int) -> tuple[StridedSlice, ...]:
-        """Return a rank's share of the positions that are left, in its order.
+        """Return a rank's share of the remaining positions, in its order.
 
         Args:
             left: The positions to divide, one interval after the other; a single one if ``chunk``
@@ -101,7 +101,7 @@ class RankPartition:
         return (StridedSlice(first, n_rounds * self.chunk, self.chunk, step), *last)
 
     def rest(self, left: Sequence[Interval], n_each: int) -> list[Interval]:
-        """Return what is left of positions when every rank has read its first ``n_each``.
+        """Return the positions that remain after every rank has read its first ``n_each``.
 
         Args:
             left: The positions that were divided.
@@ -119,7 +119,7 @@ class RankPartition:
         return n // (self.chunk * self.world_size) if self.chunk else 0
 
     def _last(self, n: int, rank: int) -> Interval:
-        """Return a rank's share behind the last whole round; it may end behind ``n`` with pad."""
+        """Return a rank's share after the last whole round; with pad, it may end after ``n``."""
         start = self._rounds(n) * self.world_size * (self.chunk or 0)
         size, more = divmod(n - start, self.world_size)
         if self.uneven == "join":
@@ -136,7 +136,7 @@ def positions_of(pieces: Sequence[StridedSlice], i: Positions) -> Positions:
     for piece in pieces:
         in_piece = (i >= first) & (i < first + piece.n)
         if in_piece.all():
-            # Batches ask for consecutive positions, which are in one piece nearly always.
+            # Batches need consecutive positions, which are nearly always in one piece.
             return piece.at(i - first)
         found[in_piece] = piece.at(i[in_piece] - first)
         first += piece.n

@@ -1,4 +1,4 @@
-"""RankShard: the part of every epoch of an order that one rank has."""
+"""RankShard: one rank's part of every epoch of an order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pinfeed.rows.ranks import Ranks, world
 
 @dataclass(frozen=True)
 class RankShard:
-    """The part of every epoch of an order that one rank has.
+    """One rank's part of every epoch of an order.
 
     Args:
         order: Order of all rows.
@@ -48,7 +48,7 @@ class RankShard:
         """Return the order of this rank's rows.
 
         Args:
-            done: Positions of the epoch that ranks have done before.
+            done: Positions of the epoch that are already done.
         """
         in_one = isinstance(self.order, BlockShuffled) and not self.ranks.split_batches
         return PerRank(
@@ -65,7 +65,7 @@ class RankShard:
 
         Args:
             n_rows: Number of rows in the stores.
-            done: Positions of the epoch that ranks have done before.
+            done: Positions of the epoch that are already done.
         """
         return OrderBatches(self.rows(done), n_rows, self.batch_size, self.drop_last)
 
@@ -77,7 +77,7 @@ def shard_of_rank(
     size: int | None,
     size_name: str = "batch_size",
 ) -> RankShard | None:
-    """Return the part of every epoch that this process has; None if it has all rows.
+    """Return this process's part of every epoch; None if it reads all rows.
 
     Args:
         ranks: The user's argument ``ranks``.
@@ -96,8 +96,8 @@ def shard_of_rank(
     shared = _check_ranks(ranks, order, drop_last)
     if size is None:
         raise ArgumentError(
-            "ranks= needs batches of one size on all ranks; give the config a preferred_batch_size "
-            "(or give batch_size)"
+            "ranks= needs batches of the same size on all ranks; set preferred_batch_size in the "
+            "config, or give batch_size"
         )
     if shared.rank is None or shared.world_size is None:
         rank, world_size = world()
@@ -125,19 +125,20 @@ def _check_ranks(ranks: Any, order: Any, drop_last: bool) -> Ranks:
     shared = ranks if isinstance(ranks, Ranks) else Ranks(cast(Uneven, ranks))
     if isinstance(order, PerRank):
         raise ArgumentError(
-            "rows=per_rank(...) is the share of one rank already, and ranks= would share it again; "
-            "give one of them"
+            "rows=per_rank(...) is already the share of one rank, and ranks= would divide it "
+            "again; give one of them"
         )
     if not isinstance(order, Order):
         raise ArgumentError(
-            f"ranks={ranks!r} shares orders of pinfeed.rows, and rows is a {type(order).__name__}, "
-            "which says itself what a process has; leave ranks= out (a DistributedSampler shares "
-            "by itself; of an array, give rows=array[rank::world_size]; of element_batches, give "
+            f"ranks={ranks!r} divides orders of pinfeed.rows, but rows is a "
+            f"{type(order).__name__}, which decides on its own what a process reads; leave ranks= "
+            "out (a DistributedSampler divides the rows; for an array, give "
+            "rows=array[rank::world_size]; for element_batches, give "
             "order=pinfeed.rows.per_rank(order, rank=..., world_size=...))"
         )
     if drop_last and shared.uneven == "join":
         raise ArgumentError(
-            "ranks='join' gives every row once and drop_last=True leaves rows out; give one of "
+            "ranks='join' reads every row once, but drop_last=True leaves rows out; give one of "
             "them, or ranks='drop'"
         )
     return shared
@@ -150,6 +151,7 @@ def _check_divisible(size: int, name: str, world_size: int) -> None:
     below = size // world_size * world_size
     above = -(-size // world_size) * world_size
     raise ArgumentError(
-        f"{name}={size} is to be split among {world_size} ranks; expected a multiple of that: "
+        f"{name}={size} cannot be split among {world_size} ranks; expected a multiple of "
+        f"{world_size}: "
         f"{below or above}" + (f" or {above}" if below else "")
     )

@@ -1,4 +1,4 @@
-"""Warnings about processes that all loop over the same rows."""
+"""Warnings about several processes that loop over the same rows."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def note_workers(ranks: Ranks | str | None, order: Any) -> None:
     Called in the worker process when a loop begins.
 
     Args:
-        ranks: The user's argument. With ``"all"`` every process is to have all rows. Explicit ranks
-            may be those of the worker processes.
-        order: The user's argument ``rows``. What is not an order of all rows may be a worker's own.
+        ranks: The user's argument. ``"all"`` requests all rows in every process. Explicit ranks may
+            be those of the worker processes.
+        order: The user's argument ``rows``. Anything but an order of all rows may be a worker's
+            own.
     """
     # A worker process has imported this module.
     data = sys.modules.get("torch.utils.data")
@@ -43,7 +44,7 @@ def note_processes(order: Any) -> None:
     """
     if not isinstance(order, (Sequential, Shuffled, BlockShuffled, Drawn)):
         return
-    # The user has not asked for ranks, so an invalid environment is no error.
+    # The user has not requested ranks, so an invalid environment is no error.
     with contextlib.suppress(ArgumentError):
         rank, world_size = world()
         if world_size > 1 and rank == 0:
@@ -53,11 +54,11 @@ def note_processes(order: Any) -> None:
 @functools.cache
 def _warn_of_workers(num_workers: int) -> None:
     logger.warning(
-        "each of the %d worker processes of a DataLoader loops over all rows of its feeder: if "
-        "these are the same rows, each comes %d times; give each worker its part, "
-        "ranks=pinfeed.Ranks('join', rank=info.id, world_size=info.num_workers) with "
-        "info = torch.utils.data.get_worker_info(), or loop over the feeder in the main process, "
-        "where it reads ahead in threads; ranks='all' says that it is meant so",
+        "each of the %d worker processes of a DataLoader loops over all rows of its feeder; if "
+        "these are the same rows, each row occurs %d times. Give each worker its part with "
+        "ranks=pinfeed.Ranks('join', rank=info.id, world_size=info.num_workers) and info = "
+        "torch.utils.data.get_worker_info(), or loop over the feeder in the main process, where "
+        "it prefetches with threads. If this is intended, give ranks='all'",
         num_workers,
         num_workers,
     )
@@ -66,7 +67,7 @@ def _warn_of_workers(num_workers: int) -> None:
 @functools.cache
 def _warn_of_processes(world_size: int) -> None:
     logger.warning(
-        "each of the %d processes iterates the same rows; ranks='pad' (or 'drop', 'join') gives "
-        "each its share, ranks='all' says it is meant so",
+        "each of the %d processes iterates the same rows. ranks='pad' (or 'drop', 'join') gives "
+        "each process its share. If this is intended, give ranks='all'",
         world_size,
     )

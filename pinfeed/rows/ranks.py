@@ -1,4 +1,4 @@
-"""Ranks: the way in which the processes of a job share an epoch, and the rank of this process."""
+"""Ranks: how the processes of a job share an epoch, and the rank of this process."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from pinfeed.validation.arguments import check_flag, check_rank
 
 @dataclass(frozen=True)
 class Ranks:
-    """The way in which the processes of a job share an epoch.
+    """Rule by which the processes of a job share an epoch.
 
     ``Feeder(..., ranks="pad")`` is short for ``ranks=Ranks("pad")``.
 
-    The order of an epoch is cut into global batches, and each of them into one batch for every
-    rank, in the order of ranks. Together, the batches of the ranks are those of one process. A
-    block-shuffled order is cut into one interval for every rank instead, so that one rank reads a
-    block, unless ``split_batches`` is True.
+    pinfeed cuts the order of an epoch into global batches, and each global batch into one batch per
+    rank, by ascending rank. Together, these are the batches that a single process would get. A
+    block-shuffled order is cut into one interval per rank instead, unless ``split_batches`` is
+    True; then only one rank reads a block.
 
-    A job with another number of ranks may load a state. It continues with the next global batch if
-    batches are split, and shares the rows that are left otherwise.
+    A job with another number of ranks can load a saved state. If ``split_batches`` is True, it
+    continues with the next global batch. Otherwise, its ranks share the remaining rows.
 
     Args:
         uneven: Treatment of rows that do not divide evenly. ``"pad"`` repeats the first rows of the
-            order, so that all ranks have equally many rows and batches. ``"drop"`` leaves out fewer
-            rows than there are ranks, to the same end. ``"join"`` uses every row exactly once, and
-            some ranks, rank 0 among them, have a row and perhaps a batch more than others (see
+            order, so that all ranks have equal numbers of rows and batches. ``"drop"`` leaves out
+            fewer rows than ranks for the same reason. ``"join"`` uses every row exactly once, so
+            some ranks, including rank 0, have one row and perhaps one batch more than others (see
             ``torch.distributed.algorithms.Join``).
         split_batches: Whether ``batch_size`` (or ``preferred_batch_size``) is the size of a global
-            batch, which has the same rows at any number of ranks that divides it. False makes it
-            the size of each rank's batch.
-        rank: Rank of this process, given together with ``world_size`` for a group that is not the
-            whole job (``group.rank()``, ``group.size()``) or for another launcher. None takes both
-            from torch.distributed, before its initialisation from torchrun's environment, and
-            without either there is one process.
+            batch, which has the same rows for any number of ranks that divides it. By default, it
+            is the size of each rank's batch.
+        rank: Rank of this process. Give it together with ``world_size`` for a group that is not the
+            whole job (``group.rank()``, ``group.size()``) or for another launcher. By default, both
+            are those of torch.distributed, or of torchrun's environment before the initialization
+            of torch.distributed, or 0 and 1 without either.
         world_size: Number of processes that share an epoch.
 
     Raises:
@@ -81,12 +81,13 @@ class Ranks:
 def world() -> tuple[int, int]:
     """Return this process's rank and the number of ranks.
 
-    They are those of torch.distributed, or else of torchrun's environment, or else (0, 1).
+    The source is torch.distributed, or else torchrun's environment; without either, it is (0, 1).
 
     Raises:
-        ArgumentError: If the environment has only one of the two, or no whole numbers.
+        ArgumentError: If the environment has only one of the two, or values that are not whole
+            numbers.
     """
-    # A program that has not imported torch.distributed has not initialised it.
+    # A program that has not imported torch.distributed has not initialized it.
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
@@ -96,8 +97,8 @@ def world() -> tuple[int, int]:
     text = "the environment has " + ", ".join(f"{name}={value}" for name, value in given.items())
     if len(given) == 1:
         raise ArgumentError(
-            f"{text}, and not the other one of RANK and WORLD_SIZE; "
-            "start with torchrun, or give Ranks(rank=, world_size=)"
+            f"{text}; expected both RANK and WORLD_SIZE; start with torchrun, or give "
+            "Ranks(rank=, world_size=)"
         )
     try:
         rank = int(given["RANK"])

@@ -1,4 +1,4 @@
-"""Runs: runs of consecutive rows, and their places in an array."""
+"""Runs: runs of consecutive rows, and their positions in an array."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pinfeed.rows.orders import Rows
 
 
 class Runs(NamedTuple):
-    """Runs of consecutive rows, each with the position in an array that it is copied to.
+    """Runs of consecutive rows, each with its target position in an array.
 
-    All three arrays have shape (n,), int64. The places ascend, and the copies do not overlap.
+    All three arrays have shape (n,), int64. The positions ascend, and the copies do not overlap.
     """
 
     starts: Rows
@@ -29,7 +29,7 @@ class Runs(NamedTuple):
         return int(self.lengths.sum())
 
     def merged(self) -> Runs:
-        """Join runs that follow each other in both store and array, and drop runs without rows."""
+        """Join runs that are contiguous in both store and array, and drop runs without rows."""
         runs = self
         if not runs.lengths.all():
             runs = runs.take(np.flatnonzero(runs.lengths))
@@ -48,7 +48,7 @@ class Runs(NamedTuple):
         return Runs(*(array[positions] for array in self))
 
     def pieces(self, n_rows: int) -> Iterator[Runs]:
-        """Yield the runs in pieces of at most ``n_rows`` rows; a longer run is a piece itself."""
+        """Yield groups of at most ``n_rows`` rows; a longer run is a group of its own."""
         ends = np.cumsum(self.lengths)
         begin = 0
         before = 0
@@ -99,7 +99,7 @@ class Runs(NamedTuple):
 
 
 def _expanded(starts: Rows, lengths: Rows) -> Rows:
-    """Return the numbers of all runs one after the other."""
+    """Return the row indices or positions of all runs, concatenated."""
     numbers = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
     numbers += np.arange(len(numbers))
     return numbers

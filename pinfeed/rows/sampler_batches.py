@@ -17,22 +17,22 @@ from pinfeed.rows.ragged_batches import ElementBatches
 from pinfeed.rows.windows import Windows
 
 _EPOCHS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Epochs that feeders have set samplers to. Several feeders may share one sampler.
+"""The epoch to which a feeder last set each sampler. Several feeders may share one sampler.
 
-If a sampler has another epoch, its owner has set it.
+If a sampler reports another epoch, its owner has set it.
 """
 
 
 class SamplerBatches(RowBatches):
     """Batches of a user's sampler, batch sampler, array or list.
 
-    Elements that are integers are cut into batches of ``batch_size``. Elements that are sequences
-    of integers are the batches. Every batch carries a checksum of all row indices so far, so that a
-    resumed epoch can tell whether the sampler repeats itself.
+    Elements that are integers are grouped into batches of ``batch_size``. Elements that are
+    sequences of integers are the batches. Every batch has a checksum of all row indices so far.
+    With it, a resumed epoch can detect that the sampler returns other rows than before.
 
-    A sampler that tells its epoch is kept at the epoch of the loop, and after the loop at the next
-    one, unless its owner sets another epoch. A sampler that has ``set_epoch`` and does not tell its
-    epoch changes only when the user calls ``set_epoch``, as with a DataLoader.
+    If a sampler reports its epoch, the feeder sets it to the epoch of the loop, and after the loop
+    to the next one, unless its owner sets another epoch. If a sampler has ``set_epoch`` but does
+    not report its epoch, only the user sets it, as with a DataLoader.
 
     Args:
         rows: Iterable of integers or of integer sequences. If it, or its ``sampler``, has
@@ -44,7 +44,7 @@ class SamplerBatches(RowBatches):
 
     Raises:
         RowIndexError: If an array or a list holds an element that is not a row index.
-        ArgumentError: If ``rows`` is empty, or gives single rows and there is no ``batch_size``.
+        ArgumentError: If ``rows`` is empty, or gives single rows without a ``batch_size``.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class SamplerBatches(RowBatches):
     def _checked(self, rows: Any) -> Any:
         """Check an array or a list before any thread starts."""
         if not _is_single(rows) and len(rows) == 0:
-            raise ArgumentError("rows is empty: expected row numbers, or batches of row numbers")
+            raise ArgumentError("rows is empty; expected row indices, or batches of row indices")
         if _is_single(rows) or _is_single(rows[0]):
             checked = check_rows(rows, self._n_rows)
             self._require_batch_size()
@@ -90,22 +90,23 @@ class SamplerBatches(RowBatches):
         """Set the sampler to an epoch.
 
         Raises:
-            ArgumentError: If the sampler's attribute ``epoch`` is another number afterwards, so
-                that its epoch would be unknown.
+            ArgumentError: If the sampler's attribute ``epoch`` differs afterwards, because its
+                epoch would be unknown.
         """
         for sampler in self._samplers:
             sampler.set_epoch(epoch)
             if _epoch_of(sampler) not in (None, epoch):
                 raise ArgumentError(
-                    f"{self._name}: set_epoch({epoch}) leaves epoch={sampler.epoch}; expected a "
-                    "sampler whose epoch is what it was set to, or one without this attribute"
+                    f"{self._name}: after set_epoch({epoch}), its attribute epoch is "
+                    f"{sampler.epoch}; expected a sampler that keeps the epoch, or one without "
+                    "this attribute"
                 )
             self._remember_epoch(sampler)
 
     def follow(self, epoch: int) -> None:
-        """Set the sampler to an epoch if it tells another one.
+        """Set the sampler to an epoch if it reports another one.
 
-        A sampler that does not tell its epoch stays as it is, because its owner may have set it.
+        A sampler that does not report its epoch stays as it is, because its owner may have set it.
         """
         if any(_epoch_of(sampler) not in (None, epoch) for sampler in self._samplers):
             self.set_epoch(epoch)
@@ -114,7 +115,7 @@ class SamplerBatches(RowBatches):
 
     @property
     def chosen_epoch(self) -> int | None:
-        """Epoch that the sampler's owner has set since a feeder set one; None if there is none."""
+        """Epoch that the sampler's owner has set since a feeder set one, or None."""
         for sampler in self._samplers:
             epoch = _epoch_of(sampler)
             if epoch is not None and epoch != _EPOCHS.get(sampler, 0):
@@ -131,9 +132,9 @@ class SamplerBatches(RowBatches):
             n = len(self._rows)  # type: ignore[arg-type]
         except TypeError:
             is_counted = isinstance(self._rows, ElementBatches)
-            hint = "; count(epoch) of element_batches counts those of an epoch" * is_counted
+            hint = "; element_batches has count(epoch) instead" * is_counted
             raise TypeError(
-                f"{self._name} has no len(), so the number of batches is not known{hint}"
+                f"{self._name} has no len(), so the number of batches is unknown{hint}"
             ) from None
         if self.gives_batches:
             return n
@@ -145,12 +146,12 @@ class SamplerBatches(RowBatches):
     ) -> Iterator[RowIndices]:
         """Yield the batches of an epoch from ``start`` on.
 
-        The batches before ``start`` are taken from the sampler and compared with ``checksum``.
+        The method draws the batches before ``start`` from the sampler and compares them with
+        ``checksum``.
 
         Raises:
-            ArgumentError: If they are other rows than those that ``checksum`` was computed from, or
-                if an iterator has no batches left.
-            WorkerError: If the sampler ended before it had given ``len`` batches.
+            ArgumentError: If their rows do not match ``checksum``, or if an iterator is exhausted.
+            WorkerError: If the sampler ended before it gave ``len`` batches.
         """
         group: list[tuple[Rows, int]] = []
         try:
@@ -161,7 +162,7 @@ class SamplerBatches(RowBatches):
                     group = []
         except Exception:
             if group:
-                # The batches before the error are still good.
+                # The batches before the error are still valid.
                 yield _row_indices(group)
             raise
         if group:
@@ -182,20 +183,20 @@ class SamplerBatches(RowBatches):
             raise self._changed(number)
         if count == 0 and isinstance(self._rows, Iterator):
             raise ArgumentError(
-                f"{self._name} is used up, it serves one epoch; give a list, or an object that can "
+                f"{self._name} is exhausted after one epoch; give a list, or an object that can "
                 "be iterated again"
             )
         self._require_promised(count, number)
 
     def _require_promised(self, count: int, number: int) -> None:
-        """Check that an epoch has not ended before it had as many batches as its length."""
+        """Check that an epoch did not end before its promised number of batches."""
         try:
             promised = len(self)
         except TypeError:
             return
         if count < promised:
             raise WorkerError(
-                f"{self._name} promised {promised} batches (its len) and ended after {count} in "
+                f"{self._name} promised {promised} batches (its len), but ended after {count} in "
                 f"epoch {number}"
             )
 
@@ -206,9 +207,9 @@ class SamplerBatches(RowBatches):
 
     def _changed(self, number: int) -> ArgumentError:
         return ArgumentError(
-            f"{self._name} gave other rows for epoch {number} than when the state was saved; a "
-            "sampler that is to be resumed must give the same order for the same epoch (by "
-            "set_epoch, or a fixed seed)"
+            f"{self._name} gave other rows for epoch {number} than when the state was saved; to "
+            "resume, a sampler must give the same order for the same epoch (with set_epoch, or a "
+            "fixed seed)"
         )
 
     def _cut(self) -> Iterator[Rows]:
@@ -216,8 +217,8 @@ class SamplerBatches(RowBatches):
         if isinstance(self._rows, np.ndarray):
             size = self._require_batch_size()
             for i in range(0, min(len(self) * size, len(self._rows)), size):
-                # The array may be the user's own, who may change it while the loop runs. So the
-                # rows are checked again, and copied.
+                # The user may change the array while the loop runs. Therefore, the rows are checked
+                # again, and copied.
                 yield check_rows(self._rows[i : i + size], self._n_rows, copy=True)
             return
         pending: list[Any] = []
@@ -239,21 +240,22 @@ class SamplerBatches(RowBatches):
         if self._batch_size is not None and len(rows) > self._batch_size:
             raise ArgumentError(
                 f"batch {number} of rows has {len(rows)} rows; expected at most "
-                f"{self._batch_size}, the batch size that was planned; give smaller batches or "
-                "raise the limits"
+                f"{self._batch_size}, the planned batch size; give smaller batches or raise the "
+                "limits"
             )
         return rows
 
     def _require_batch_size(self) -> int:
         if self._batch_size is None:
             raise ArgumentError(
-                "rows gives single row numbers: give batch_size= or config= as well"
+                "rows gives single row indices; expected a batch size as well; give batch_size= "
+                "or config="
             )
         return self._batch_size
 
 
 def largest_batch(rows: Iterable[Any]) -> int | None:
-    """Return the size of the largest batch if ``rows`` gives batches and tells it; else None."""
+    """Return the size of the largest batch if ``rows`` gives batches and reports it; else None."""
     if isinstance(rows, (np.ndarray, Sequence)):
         if _is_single(rows) or len(rows) == 0 or _is_single(rows[0]):
             return None
@@ -271,7 +273,7 @@ def _row_indices(group: Sequence[tuple[Rows, int]]) -> RowIndices:
 
 
 def _epoch_of(sampler: Any) -> int | None:
-    """Return the epoch that a sampler tells; None if it tells none, or cannot be a weak key."""
+    """Return the epoch that a sampler reports; None if it reports none, or cannot be a weak key."""
     epoch: Any = getattr(sampler, "epoch", None)
     try:
         hash(weakref.ref(sampler))
@@ -281,5 +283,5 @@ def _epoch_of(sampler: Any) -> int | None:
 
 
 def _is_single(element: Any) -> bool:
-    """Tell whether an element is a row index, not a batch, without a look inside."""
+    """Return whether an element is a row index, not a batch, without reading its contents."""
     return bool(element.ndim == 0) if hasattr(element, "ndim") else not hasattr(element, "__len__")

@@ -1,4 +1,4 @@
-"""Windows: the groups of blocks that a block-shuffled epoch reads one after the other."""
+"""Windows: the groups of blocks that a block-shuffled epoch visits one after the other."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Windows:
         """Divide the positions [start, stop) by window.
 
         Returns:
-            The number of each window and how many of the positions are in it, in their order.
+            The number of each window and the count of its positions, in their order.
         """
         spans: list[tuple[int, int]] = []
         for piece in self.pieces:

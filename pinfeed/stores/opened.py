@@ -30,10 +30,10 @@ def stores_of_columns(source: Any, name: str) -> Mapping[Any, Store] | None:
         name: Name of the source in errors.
 
     Returns:
-        The stores by name of the column, or None if ``source`` has no columns.
+        The stores by column name, or None if ``source`` has no columns.
 
     Raises:
-        StoreError: If a column cannot be served.
+        StoreError: If pinfeed cannot read a column.
     """
     if is_parquet(source):
         return ParquetStore.columns(source)
@@ -50,7 +50,7 @@ def open_store(source: Any, name: str) -> Store:
         name: Name of the source in errors.
 
     Raises:
-        StoreError: If its rows cannot be served.
+        StoreError: If pinfeed cannot read its rows.
     """
     if has_protocol(source):
         return RemoteStore(source)

@@ -14,10 +14,10 @@ from pinfeed.stores.base import Array, Store
 from pinfeed.stores.chunked import ChunkedStore
 from pinfeed.stores.file import MmapStore
 
-# numpy solves an equation to find whether strided arrays overlap. Arrays for which this takes
-# longer count as overlapping.
+# numpy solves an equation to find whether strided arrays overlap. If this takes too long, the
+# arrays count as overlapping.
 _MAX_WORK = 1 << 16
-# Stands for the address of a file's first byte. Strides may be negative.
+# Substitute for the address of a file's first byte. Strides may be negative.
 _FILE_BASE = 1 << 48
 
 # An array stays mapped to the same file while it exists.
@@ -27,7 +27,7 @@ _mappings: weakref.WeakKeyDictionary[Store, list[FileMapping | None]] = weakref.
 def share_rows(one: Store, other: Store) -> bool:
     """Return whether a write to one store can change rows of the other.
 
-    Arrays are compared byte by byte, also if they are memory maps of one file at two addresses. A
+    Arrays are compared byte by byte, even if they are memory maps of one file at two addresses. A
     file that a store reads by its path counts as a whole.
     """
     if one is other:
@@ -58,7 +58,7 @@ def _arrays(store: Store) -> list[Array]:
 
 
 def _files(store: Store) -> set[FileKey | None]:
-    """Return the files that have the rows of a store, those of memory maps included."""
+    """Return the files that contain the rows of a store, including memory-mapped files."""
     if isinstance(store, (MmapStore, ChunkedStore)):
         return set(map(file_key, store.paths)) - {None}
     return {mapping.file for mapping in _mappings_of(store) if mapping is not None}
@@ -75,7 +75,7 @@ def _mappings_of(store: Store) -> list[FileMapping | None]:
 
 
 class _FileArray:
-    """An array whose address is its offset in a file, so that places in files can be compared.
+    """An array whose address is its offset in a file, which makes positions in files comparable.
 
     Its values are never read.
     """

@@ -1,4 +1,4 @@
-"""ParquetStore: rows of one column of Parquet files, by pyarrow."""
+"""ParquetStore: rows of one column of Parquet files, read with pyarrow."""
 
 from __future__ import annotations
 
@@ -33,22 +33,21 @@ from pinfeed.validation.arguments import explain_arguments
 
 _HINTS = {
     "name": "the name of the column is column=",
-    "columns": "a ParquetStore has one column; give a dict of several, {name: "
-    "ParquetStore(path, name), ...}, or ParquetStore.columns(path) for all",
+    "columns": "a ParquetStore has one column; give a dict of several stores, {name: "
+    "ParquetStore(path, name), ...}, or ParquetStore.columns(path) for all columns",
 }
 
-# Rows are decoded in pieces of this size. pyarrow takes up to 11 times the memory of the values
+# Rows are decoded in pieces of this size. pyarrow needs up to 11 times the memory of the values
 # that it decodes, because it adds four bytes for each number in a list, and grows its arrays.
 _PIECE_BYTES = 128 << 10
 
 
 class ParquetStore(ChunkedStore):
-    """Rows of one column of Parquet files, read-only, decoded with pyarrow.
+    """Read-only rows of one column of Parquet files, decoded with pyarrow.
 
-    The column has numbers, booleans, or lists of numbers that all have the same length; the lists
-    may be nested. A chunk of the store is a row group. Several decoded row groups are in memory at
-    a time, so write files whose rows will be shuffled with small ones, such as
-    ``row_group_size=10_000``.
+    The column contains numbers, booleans, or (nested) lists of numbers that all have the same
+    length. A chunk of the store is a row group. Several decoded row groups are in memory at a time.
+    If you shuffle the rows, write files with small row groups, such as ``row_group_size=10_000``.
 
     Args:
         path: A file, a pattern (``"part-*.parquet"``, in sorted order) or a sequence of files.
@@ -58,9 +57,9 @@ class ParquetStore(ChunkedStore):
     Raises:
         MissingDependency: If pyarrow is not installed.
         FileMissing: If a file, or every file of a pattern, is missing.
-        StoreError: If a file is no Parquet file or has no such column, or if the column has no
-            rows, nulls, lists of different lengths, or something else than numbers.
-        ArgumentError: If ``path`` is no path.
+        StoreError: If a file is not a Parquet file or does not contain the column, or if the column
+            has no rows, nulls, lists of different lengths, or anything but numbers.
+        ArgumentError: If ``path`` is not a path.
 
     Examples:
         >>> import pyarrow.parquet
@@ -73,7 +72,7 @@ class ParquetStore(ChunkedStore):
         ...     n_batches = len(list(feeder))
     """
 
-    # The row group as it is in the file, a page of it, and a piece that is being decoded.
+    # The encoded row group, one of its pages, and a piece that is being decoded.
     _decoding_chunks = 3
 
     @explain_arguments(_HINTS)
@@ -90,7 +89,7 @@ class ParquetStore(ChunkedStore):
             path: As for the class.
 
         Returns:
-            A store for each column, by its name.
+            A dict from column names to stores.
 
         Raises:
             MissingDependency: As for the class.
@@ -101,8 +100,8 @@ class ParquetStore(ChunkedStore):
         names: list[str] = files[0].metadata.schema.to_arrow_schema().names
         if len(set(names)) < len(names):
             raise StoreError(
-                f"{files[0].path}: columns of the same name: {', '.join(names)}; write the file "
-                "with names that differ"
+                f"{files[0].path}: several columns have the same name: {', '.join(names)}; write "
+                "the file with different names"
             )
         stores = {}
         for name in names:
@@ -142,7 +141,7 @@ class ParquetStore(ChunkedStore):
                     raise ragged_error(self.label, self.row_shape, rows.shape[1:])
                 out[begin : begin + rows.shape[0]] = rows[0 : rows.shape[0]]
                 begin += rows.shape[0]
-        # Otherwise, each thread that decodes would keep memory, which no limit counts.
+        # Otherwise, each decoding thread would keep memory that no limit counts.
         default_memory_pool().release_unused()
 
 
@@ -150,7 +149,7 @@ class ParquetStore(ChunkedStore):
 class _ParquetFile:
     """A Parquet file, which is opened for each row group that is read.
 
-    An open file of pyarrow belongs to one thread, and opening one again takes some microseconds.
+    An open file of pyarrow belongs to one thread, and opening it again takes a few microseconds.
     """
 
     path: str
@@ -182,7 +181,7 @@ def _files(path: Path | Sequence[Path]) -> list[_ParquetFile]:
 
     Raises:
         MissingDependency: If pyarrow is not installed.
-        StoreError: If a file is no Parquet file, or its columns differ from those of the first.
+        StoreError: If a file is not a Parquet file, or its columns differ from those of the first.
     """
     try:
         import pyarrow.parquet
@@ -216,7 +215,7 @@ def _layout(
     """Return the rows and row groups of a column.
 
     Raises:
-        StoreError: If its rows cannot be served.
+        StoreError: If pinfeed cannot read its rows.
     """
     more = f" and {len(files) - 1} more" if len(files) > 1 else ""
     label = f"{os.path.basename(files[0].path)}{more}[{column!r}]"
@@ -239,7 +238,7 @@ def _layout(
 
 
 def _check_kinds(files: Sequence[_ParquetFile], column: str, label: str) -> None:
-    """Check that every file has one column of the name, and that all are of the same type."""
+    """Check that every file has one column of this name, always of the same type."""
     kinds = []
     for file in files:
         schema = file.metadata.schema.to_arrow_schema()
@@ -259,12 +258,12 @@ def _check_kinds(files: Sequence[_ParquetFile], column: str, label: str) -> None
 
 
 def _leaves_of(file: _ParquetFile, column: str) -> list[int]:
-    """Return the numbers of the columns in the file in which the values of a column are."""
+    """Return the numbers of the columns in the file that contain the values of a column."""
     schema = file.metadata.schema
     names = schema.to_arrow_schema().names
 
     def owner(path: str) -> str:
-        # A name may have a dot, which also separates the levels of a path.
+        # A name may contain a dot, which also separates the levels of a path.
         owners = [name for name in names if path == name or path.startswith(f"{name}.")]
         return max(owners, key=len, default="")
 
@@ -272,7 +271,7 @@ def _leaves_of(file: _ParquetFile, column: str) -> list[int]:
 
 
 def _check_leaf(chunk: Any, n_rows: int, row_shape: tuple[int, ...], label: str) -> None:
-    """Check what the metadata of a row group says, before any of it is decoded.
+    """Check the metadata of a row group before anything is decoded.
 
     Raises:
         StoreError: If the column has nulls, or lists of different lengths.
@@ -281,7 +280,7 @@ def _check_leaf(chunk: Any, n_rows: int, row_shape: tuple[int, ...], label: str)
         mean = chunk.num_values / n_rows
         raise StoreError(
             f"{label}: lists of different lengths, or null lists: the first has "
-            f"{math.prod(row_shape)} values, those of a row group {mean:.4g} on average; "
+            f"{math.prod(row_shape)} values, those of a row group have {mean:.4g} on average; "
             f"{RAGGED_ADVICE}"
         )
     statistics = chunk.statistics

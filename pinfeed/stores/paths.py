@@ -1,4 +1,4 @@
-"""Paths of files on disk, as users give them, and URLs of files elsewhere."""
+"""Paths of files on disk, as users give them, and URLs of remote files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PROTOCOL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(::[A-Za-z][A-Za-z0-9+.-]+)*://"
 def has_protocol(path: object) -> bool:
     """Return whether this is a URL, or a chain of URLs of fsspec (``simplecache::s3://...``).
 
-    The path of a Windows drive (``C:/x.npy``) is none.
+    The path of a Windows drive (``C:/x.npy``) is not a URL.
     """
     return isinstance(path, str) and _PROTOCOL.match(path) is not None
 
@@ -30,7 +30,7 @@ def local_path(path: Path) -> str:
     """
     if has_protocol(path):
         raise ArgumentError(
-            f"{path!r} is a URL; MmapStore opens local files: expected a path, or "
+            f"{path!r} is a URL, but MmapStore opens local files; expected a path; for a URL, use "
             f"RemoteStore({path!r})"
         )
     return os.fspath(path)
@@ -55,8 +55,8 @@ def local_paths(path: Path | Sequence[Path]) -> list[str]:
         names = [local_path(p) for p in path]
     except TypeError:
         raise ArgumentError(
-            f"path={path!r}: expected a path, a pattern or a sequence of paths; give an "
-            "array to the Feeder itself"
+            f"path={path!r}: expected a path, a pattern or a sequence of paths; give an array "
+            "straight to the Feeder"
         ) from None
     if not names:
         raise ArgumentError("an empty list of files; expected at least one .npy file")

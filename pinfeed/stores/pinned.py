@@ -1,4 +1,4 @@
-"""PinnedStore: rows in page-locked memory, which a GPU can read and write itself."""
+"""PinnedStore: rows in page-locked (pinned) memory, which a GPU can read and write directly."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pinfeed.validation.safe_repr import safe_repr
 logger = logging.getLogger("pinfeed")
 
 _BY_SHAPE = (
-    "a store of a dtype and a shape is PinnedStore.zeros(shape, dtype) or "
+    "create a store by shape and dtype with PinnedStore.zeros(shape, dtype) or "
     "PinnedStore.empty(shape, dtype)"
 )
 HINTS = {
@@ -40,31 +40,30 @@ HINTS = {
 
 Pin = Literal["auto"] | bool
 
-# Tables are filled in chunks, so that the peak of memory is the table and one chunk.
+# Tables are filled in chunks, so that the peak memory is the table and one chunk.
 _CHUNK_BYTES = 16 << 20
 
 
 class PinnedStore(ArrayStore):
-    """Rows in page-locked memory, which a GPU can read and write itself.
+    """Rows in page-locked (pinned) memory, which a GPU can read and write directly.
 
-    The memory is page-locked through CuPy. It has exactly the size of the rows, in whole pages.
-    Forked processes do not inherit it. ``copy.copy`` returns a store on the same memory;
-    ``copy.deepcopy`` and pickle copy the rows to other memory.
+    CuPy locks the memory, which has exactly the size of the rows, in whole pages. Forked processes
+    do not inherit it. ``copy.copy`` returns a store on the same memory; ``copy.deepcopy`` and
+    pickle copy the rows to other memory.
 
-    The memory is unlocked after the last array on it is gone. This happens in the next call of
-    pinfeed that takes page-locked memory, asks for a batch, or closes a feeder, or in
-    ``PinnedStore.unlock_freed()``.
+    After the last array on the memory is deleted, the next call that takes pinned memory, requests
+    a batch or closes a feeder unlocks it. ``PinnedStore.unlock_freed()`` unlocks it at once.
 
     Args:
-        source: A numpy array, a CPU tensor, a path of a .npy file or a Store, which is copied in
-            chunks.
+        source: A numpy array, a CPU tensor, a path of a .npy file or a Store; its rows are copied
+            in chunks.
         pin: True for page-locked memory; False for ordinary memory; ``"auto"`` for page-locked
-            memory if CUDA and CuPy are installed and the driver agrees, and ordinary memory
-            otherwise.
+            memory if CUDA and CuPy are available and the driver can lock it, and for ordinary
+            memory otherwise.
 
     Raises:
-        MissingDependency: If ``pin=True`` without CuPy or without a CUDA device.
-        DeviceError: If ``pin=True``, and the system or the driver refuses to lock so much.
+        MissingDependency: If ``pin=True`` and CuPy or a CUDA device is missing.
+        DeviceError: If ``pin=True`` and the system or the driver refuses to lock the memory.
 
     Examples:
         >>> table = pinfeed.PinnedStore.normal((10_000, 64), std=0.01, pin="auto")
@@ -92,7 +91,7 @@ class PinnedStore(ArrayStore):
     def empty(
         cls, shape: tuple[int, ...], dtype: npt.DTypeLike = "float32", *, pin: Pin = True
     ) -> PinnedStore:
-        """Make a store without writing its rows, which are zeros of the system.
+        """Create a store without writing its rows, which the system fills with zeros when needed.
 
         Args:
             shape: Shape (n_rows, *row_shape).
@@ -100,9 +99,9 @@ class PinnedStore(ArrayStore):
             pin: As for the class.
 
         Raises:
-            StoreError: If the shape has no rows, something else than whole numbers, or more bytes
-                than can be addressed; or if there is no such dtype.
-            MemoryError: If the system does not have so much memory.
+            StoreError: If the shape has no rows, items that are not whole numbers, or more bytes
+                than can be addressed; or if the dtype does not exist.
+            MemoryError: If the system does not have enough memory.
             MissingDependency: As for the class.
             DeviceError: As for the class.
         """
@@ -114,7 +113,7 @@ class PinnedStore(ArrayStore):
     def zeros(
         cls, shape: tuple[int, ...], dtype: npt.DTypeLike = "float32", *, pin: Pin = True
     ) -> PinnedStore:
-        """Make a store of zeros; arguments and errors are those of ``empty``."""
+        """Create a store of zeros; arguments and errors are those of ``empty``."""
         # An anonymous mapping is zero-filled.
         return cls.empty(shape, dtype, pin=pin)
 
@@ -129,7 +128,7 @@ class PinnedStore(ArrayStore):
         seed: int = 0,
         pin: Pin = True,
     ) -> PinnedStore:
-        """Make a store of normally distributed numbers.
+        """Create a store of normally distributed numbers.
 
         Args:
             shape: Shape (n_rows, *row_shape).
@@ -140,8 +139,8 @@ class PinnedStore(ArrayStore):
             pin: As for the class.
 
         Raises:
-            ArgumentError: If ``mean`` is no number, ``std`` is no number of at least 0, or ``seed``
-                no whole number of at least 0.
+            ArgumentError: If ``mean`` is not a number, ``std`` is not a number of at least 0, or
+                ``seed`` is not a whole number of at least 0.
             StoreError: As for ``empty``, or if the dtype is not floating point.
         """
         seed = whole_number(seed, "seed", least=0)
@@ -161,7 +160,7 @@ class PinnedStore(ArrayStore):
         seed: int = 0,
         pin: Pin = True,
     ) -> PinnedStore:
-        """Make a store of numbers that are uniformly distributed over [low, high).
+        """Create a store of numbers that are uniformly distributed over [low, high).
 
         Args:
             shape: Shape (n_rows, *row_shape).
@@ -172,8 +171,8 @@ class PinnedStore(ArrayStore):
             pin: As for the class.
 
         Raises:
-            ArgumentError: If ``low`` or ``high`` is no number, ``high`` is below ``low``, or
-                ``seed`` is no whole number of at least 0.
+            ArgumentError: If ``low`` or ``high`` is not a number, ``high`` is below ``low``, or
+                ``seed`` is not a whole number of at least 0.
             StoreError: As for ``empty``, or if the dtype is not floating point.
         """
         seed = whole_number(seed, "seed", least=0)
@@ -194,7 +193,7 @@ class PinnedStore(ArrayStore):
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PinnedStore:
-        """Return a store of equal rows in other memory, which is page-locked if this one's is."""
+        """Return a store of equal rows in new memory, page-locked if this store's memory is."""
         make, arguments = self.__reduce__()
         copied: PinnedStore = make(*arguments)
         return copied
@@ -217,7 +216,7 @@ class PinnedStore(ArrayStore):
 
     @staticmethod
     def unlock_freed() -> None:
-        """Give the memory of dropped stores back to the system now.
+        """Return the memory of deleted stores to the system now.
 
         Do not call it while this thread captures a CUDA graph.
         """
@@ -225,10 +224,10 @@ class PinnedStore(ArrayStore):
 
     def _require_memory(self) -> None:
         if self.page_locked and self._pid != os.getpid():
-            # Touching the memory would end the process.
+            # Access to the memory would end the process.
             raise ClosedError(
                 "a forked process does not inherit page-locked memory; read the rows before the "
-                "fork, or hand over a copy"
+                "fork, or pass a copy"
             )
 
     def _allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any], pin: Pin) -> None:
@@ -241,8 +240,8 @@ class PinnedStore(ArrayStore):
             memory = anonymous(nbytes) if runtime is None else self._locked(nbytes, runtime, pin)
         except MemoryError as error:
             raise MemoryError(
-                f"PinnedStore: shape {shape} of {dtype} takes {nbytes:,} bytes of memory, which "
-                "the system does not have; make fewer or smaller rows, or keep them in a file: "
+                f"PinnedStore: shape {shape} of {dtype} needs {nbytes:,} bytes, more than the "
+                "free memory; use fewer or smaller rows, or keep them in a file: "
                 "MmapStore.create(path, shape, dtype), HostEmbedding(..., store=path)"
             ) from error
         self._array: Array = memory[:nbytes].view(dtype).reshape(shape)
@@ -260,7 +259,8 @@ class PinnedStore(ArrayStore):
                     f"{error}; free memory, raise the limit, or give pin='auto' for ordinary memory"
                 ) from error
             logger.warning(
-                "%s; the rows are in ordinary memory, and are copied through page-locked buffers",
+                "%s; the rows are in ordinary memory, and pinfeed copies them through page-locked "
+                "buffers",
                 error,
             )
         self.page_locked = False
@@ -270,7 +270,7 @@ class PinnedStore(ArrayStore):
         # numpy's kind of bfloat16 is V.
         if self.dtype.kind not in "fV":
             raise StoreError(
-                f"PinnedStore: random rows of {self.dtype}; expected a floating point dtype"
+                f"PinnedStore: random rows have dtype {self.dtype}; expected a floating point dtype"
             )
         for _, chunk in _chunks(self._array):
             chunk[...] = draw(chunk.shape).astype(self.dtype)
@@ -290,7 +290,8 @@ def check_pin(pin: Any) -> None:
 def _open(source: Any) -> Store:
     if isinstance(source, tuple) and source and all(isinstance(n, int) for n in source):
         raise StoreError(
-            f"PinnedStore: got the tuple {source!r}; expected rows, or a path of them; {_BY_SHAPE}"
+            f"PinnedStore: got the tuple {source!r}; expected rows, or the path of a file; "
+            f"{_BY_SHAPE}"
         )
     if isinstance(source, (str, os.PathLike)):
         return MmapStore(source)
@@ -313,8 +314,8 @@ def _cuda_runtime(pin: Pin) -> Any:
         import cupy
     except ImportError:
         problem = (
-            'CuPy is not installed: pip install "pinfeed[cuda12]" or "pinfeed[cuda13]", to match '
-            "the driver"
+            'CuPy is not installed (pip install "pinfeed[cuda12]" or "pinfeed[cuda13]", to match '
+            "the driver)"
         )
     else:
         if cupy.cuda.is_available():
@@ -323,6 +324,6 @@ def _cuda_runtime(pin: Pin) -> Any:
     if pin == "auto":
         return None
     raise MissingDependency(
-        f'PinnedStore needs page-locked memory, and {problem}; give pin="auto" for ordinary memory '
-        "where there is none"
+        f'PinnedStore needs page-locked memory, but {problem}; give pin="auto" to fall back to '
+        "ordinary memory"
     )

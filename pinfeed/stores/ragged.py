@@ -31,7 +31,7 @@ _PIECE_ROWS = 1 << 20
 _INDEX_NBYTES = 8
 
 _HINTS = {
-    "data": "the items come first, without a name",
+    "data": "the items are the first positional argument",
     "pad_value": "the value of padded elements is padding=",
     "padding_value": "the value of padded elements is padding=",
     "max_tokens": "give the Feeder rows=pinfeed.rows.element_batches(store.lengths, max_tokens)",
@@ -47,14 +47,14 @@ class RaggedParts(NamedTuple):
     items: RunRows
     """Items that are still to be gathered."""
     bounds: Rows
-    """Offsets of the rows in the batch, shape (n + 1,); lengths, shape (n,), if it is padded."""
+    """Offsets of the rows in the batch, shape (n + 1,), or lengths, shape (n,), if it is padded."""
 
 
 class RaggedStore:
-    """Rows of unequal length: row i is ``values[offsets[i]:offsets[i + 1]]``. Read-only.
+    """Read-only rows of unequal length: row i is ``values[offsets[i]:offsets[i + 1]]``.
 
-    It is one source of a ``Feeder`` or of a ``RowDataset``, alone or next to stores with equally
-    many rows. The ``layout`` says what a batch of n rows is:
+    A ``Feeder`` or a ``RowDataset`` accepts it as a source, alone or with other stores of as many
+    rows. A batch of n rows depends on the ``layout``:
 
     - ``"offsets"``: ``(values, offsets)``, shapes (total, *item_shape) and (n + 1,).
     - ``"padded"``: ``(values, lengths)``, shapes (n, longest, *item_shape) and (n,).
@@ -64,15 +64,15 @@ class RaggedStore:
 
     Args:
         values: Items of all rows, shape (n_items, *item_shape): a path, a pattern, an array, a CPU
-            tensor or a Store. A file that is opened from a path is closed with this store.
-        offsets: Position of each row in ``values``, and the end of the last row, shape
-            (n_rows + 1,): integers that do not decrease. A path of a .npy file, an array or a CPU
-            tensor. They are copied into memory as int64, 8 bytes per row.
+            tensor or a Store. This store closes a file that it opened from a path.
+        offsets: Position of each row in ``values``, followed by the end of the last row, shape
+            (n_rows + 1,), non-decreasing integers: a path of a .npy file, an array or a CPU tensor.
+            The store copies them into memory as int64, 8 bytes per row.
         layout: Form of the batches.
         padding: Value of the elements after the end of a row in a padded batch.
 
     Raises:
-        StoreError: If a source cannot be read, or offsets decrease or are outside of the values.
+        StoreError: If a source cannot be read, or if offsets decrease or are out of range.
         ArgumentError: If ``layout`` or ``padding`` is invalid.
 
     Examples:
@@ -100,7 +100,7 @@ class RaggedStore:
         if layout not in _LAYOUTS:
             raise ArgumentError(f"layout={layout!r}: expected 'offsets', 'padded' or 'jagged'")
         if isinstance(values, RaggedStore):
-            raise StoreError("values is a RaggedStore already; expected the items of its rows")
+            raise StoreError("values is a RaggedStore; expected the items of its rows")
         self.layout: Layout = layout
         self._offsets = _read_offsets(offsets)
         self._is_owner, self.items = _open_items(values)
@@ -124,8 +124,8 @@ class RaggedStore:
 
             store = RaggedStore.from_arrow(dataset.data.column("input_ids"))
 
-        The rows of a Hugging Face dataset that was shuffled or filtered are those of its table;
-        call ``dataset.flatten_indices()`` first.
+        Call ``dataset.flatten_indices()`` first if a Hugging Face dataset was shuffled or filtered;
+        otherwise, the rows are those of the unfiltered table.
 
         Args:
             column: Column of lists of numbers, without nulls: a pyarrow.ListArray, a
@@ -135,7 +135,8 @@ class RaggedStore:
 
         Raises:
             MissingDependency: If pyarrow is not installed.
-            StoreError: If ``column`` is no column of lists of numbers, has nulls, or has no items.
+            StoreError: If ``column`` is not a column of lists of numbers, has nulls, or has no
+                items.
             ArgumentError: As for the class.
         """
         items, offsets = items_and_offsets(column)
@@ -158,7 +159,7 @@ class RaggedStore:
 
     @property
     def n_items(self) -> int:
-        """Number of items of ``values``; rows need not have all of them."""
+        """Number of items of ``values``, including items that are in no row."""
         return self.items.n_rows
 
     @property
@@ -173,12 +174,12 @@ class RaggedStore:
 
     @property
     def writable(self) -> bool:
-        """Whether rows can be written, which is never so."""
+        """Whether rows can be written; always False."""
         return False
 
     @property
     def offsets(self) -> Rows:
-        """Position of each row in the items, and the end of the last one, shape (n_rows + 1,)."""
+        """Position of each row in the items, then the end of the last row, shape (n_rows + 1,)."""
         return self._offsets
 
     @property
@@ -208,7 +209,7 @@ class RaggedStore:
 
         Args:
             n_rows: Number of rows of the batch.
-            copies: Most times that the batch has a row; None for any number.
+            copies: Most occurrences of one row in the batch; None for any number.
             max_elements: Most elements of the batch, with padding; None for no limit.
         """
         if self.layout == "padded" or copies is None:
@@ -221,7 +222,7 @@ class RaggedStore:
         return elements * row_nbytes(self.items), bounds * _INDEX_NBYTES
 
     def usual_nbytes(self, n_rows: int) -> int:
-        """Return bytes of the items of a batch that few batches of random rows exceed.
+        """Return a number of bytes that the items of few batches of random rows exceed.
 
         Args:
             n_rows: Number of rows of the batch.
@@ -235,7 +236,7 @@ class RaggedStore:
         Args:
             rows: Row indices in range, shape (n,); they may repeat.
             gather: Function that gathers runs of the items.
-            layout: Form of the batch; None is that of the store.
+            layout: Form of the batch; None uses the layout of the store.
         """
         starts = self._offsets[rows]
         lengths = self._offsets[rows + 1] - starts
@@ -272,13 +273,13 @@ class RaggedStore:
         return (batch.values(), batch.offsets()) if self.layout == "jagged" else tuple(batch)
 
     def close(self) -> None:
-        """Close the file of the items if it was opened here. Further calls do nothing."""
+        """Close the file of the items if this store opened it. Further calls do nothing."""
         if self._is_owner:
             self.items.close()
 
 
 def _open_items(values: Any) -> tuple[bool, Store]:
-    """Return whether a store of the items was opened here, and the store."""
+    """Return whether this module opened the store of the items, and the store."""
     if isinstance(values, Store) and not isinstance(values, type):
         return False, values
     if isinstance(values, (list, tuple)):
@@ -291,7 +292,7 @@ def _open_items(values: Any) -> tuple[bool, Store]:
 
 
 def _read_offsets(offsets: Any) -> Rows:
-    """Return offsets as an array of its own, shape (n_rows + 1,), int64, read-only.
+    """Return a read-only copy of offsets, shape (n_rows + 1,), int64.
 
     Raises:
         StoreError: If they are not a 1-d array of at least two integers.
@@ -331,17 +332,17 @@ def _check_offsets(offsets: Rows, n_items: int) -> None:
     if len(decreases):
         i = int(decreases[0]) + 1
         raise StoreError(
-            f"offsets[{i}] is {offsets[i]}, and offsets[{i - 1}] is {offsets[i - 1]}; expected "
-            "offsets that do not decrease; for lengths, give "
-            "np.concatenate(([0], np.cumsum(lengths)))"
+            f"offsets[{i}] is {offsets[i]}, but offsets[{i - 1}] is {offsets[i - 1]}; expected "
+            "offsets that do not decrease; for lengths, give np.concatenate(([0], "
+            "np.cumsum(lengths)))"
         )
     if offsets[0] < 0:
         raise StoreError(f"offsets[0] is {offsets[0]}; expected at least 0")
     if offsets[-1] > n_items:
         i = int(np.searchsorted(offsets, n_items, side="right"))
         raise StoreError(
-            f"offsets[{i}] is {offsets[i]}, and there are {n_items} items; expected offsets of at "
-            "most the number of items; check that values and offsets belong together"
+            f"offsets[{i}] is {offsets[i]}, but values has {n_items} items; expected offsets of "
+            "at most the number of items; check that values and offsets match"
         )
 
 
@@ -349,7 +350,7 @@ def _padding(padding: Any, dtype: np.dtype[Any]) -> Any:
     """Return the padding as a number of a dtype.
 
     Raises:
-        ArgumentError: If the dtype does not have this number.
+        ArgumentError: If the dtype cannot represent this number.
     """
     number = np.zeros((), dtype)
     try:
@@ -358,5 +359,5 @@ def _padding(padding: Any, dtype: np.dtype[Any]) -> Any:
     except (TypeError, ValueError, OverflowError):
         has_it = False
     if not has_it:
-        raise ArgumentError(f"padding={padding!r}: expected a number that {dtype} has")
+        raise ArgumentError(f"padding={padding!r}: expected a number that {dtype} can represent")
     return cast(Any, number[()])

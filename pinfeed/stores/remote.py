@@ -1,4 +1,4 @@
-"""RemoteStore: rows of .npy files in object stores, on web servers and in archives, by fsspec."""
+"""RemoteStore: rows of .npy files that fsspec reads from object stores, web servers or archives."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from pinfeed.validation.arguments import whole_number
 
 # Rows that are sorted into the order of the file at a time.
 _MAX_SORTED_ROWS = 1 << 16
-# Gathers that fetch at the same time, each with many requests: one waits while the other copies.
+# Gathers that run at the same time, each with many requests: one waits while the other copies.
 _MAX_GATHERS = 2
 _HEADERS_AT_ONCE = 16
 # Bytes that a file system may read ahead of the header.
@@ -52,21 +52,21 @@ _HEADER_BYTES = 64 << 10
 
 # No shard is ever open, because each request is independent.
 class RemoteStore(ShardedStore[NoReturn]):
-    """Rows of remote .npy files, read-only. Any thread may gather.
+    """Read-only rows of remote .npy files. Any thread may gather.
 
-    One request fetches neighbouring rows. Many requests are made at the same time if the file
-    system supports that, as those of object stores and web servers do. Raw and safetensors files
+    One request reads rows that are close together in a file. If the file system supports it, as
+    object stores and web servers do, many requests run at the same time. Raw and safetensors files
     must be local; see ``MmapStore``.
 
     Args:
         path: A URL (``"s3://bucket/x.npy"``), a pattern (``"gs://bucket/x-*.npy"``, in sorted
             order) or a sequence of URLs. Several files are shards of one store and may differ in
             their number of rows.
-        dtype: Dtype of the items, of the same size as in the file. It is for ``"bfloat16"``, which
-            a .npy file cannot name. By default, the file says it.
+        dtype: Dtype of the items, of the same size as in the file. By default, it is the dtype in
+            the file. Only ``"bfloat16"`` needs this argument, because a .npy file cannot name it.
         storage_options: Arguments of fsspec's file system, such as credentials and endpoints.
-        attempts: Number of times that a request is made before a temporary error (a lost
-            connection, a busy server) is raised.
+        attempts: Most attempts per request before the store raises a temporary error (a lost
+            connection, a busy server).
 
     Raises:
         ArgumentError: If ``path`` is not a URL, fsspec does not know its file system, or
@@ -74,8 +74,8 @@ class RemoteStore(ShardedStore[NoReturn]):
         MissingDependency: If fsspec, or a package that it needs for the URL, is not installed.
         FileMissing: If a file, or every file of a pattern, is missing.
         ReadError: If a file cannot be read.
-        StoreError: If a file is not a .npy file, is truncated, has no rows, is in Fortran order or
-            of a dtype that torch does not have, or if shards do not match.
+        StoreError: If a file is not a .npy file, is truncated, has no rows, is in Fortran order, or
+            has a dtype that torch does not have; or if shards do not match.
 
     Examples:
         >>> np.save("features.npy", np.zeros((1000, 8), "float32"))
@@ -86,7 +86,7 @@ class RemoteStore(ShardedStore[NoReturn]):
     """
 
     resident_bytes = _MAX_GATHERS * (WINDOW_BYTES + 4 * RANGE_BYTES)
-    """Memory for answers, for the parts from which a client joins them, and for sorting rows."""
+    """Memory for answers, for the parts that a client joins into answers, and for sorting rows."""
     _PROCESS_STATE: ClassVar[tuple[str, ...]] = (*ShardedStore._PROCESS_STATE, "_gather_slots")
 
     def __init__(
@@ -163,7 +163,7 @@ class RemoteStore(ShardedStore[NoReturn]):
         # A file may be given twice, and two threads must not read one file of fsspec.
         distinct = list(dict.fromkeys(self._files))
         read_header = functools.partial(result_or_error, _header, dtype=dtype)
-        # The first file is read alone, because it opens the session that the others share.
+        # The first file is read alone, because it opens the session that the other files share.
         found = dict(
             answers_of(
                 distinct[:1], lambda files: [read_header(file) for file in files], self._attempts
@@ -197,7 +197,7 @@ def _is_pattern(file: RemoteFile) -> bool:
 
 
 def _matches(file: RemoteFile) -> list[RemoteFile]:
-    """Return the files that match a pattern, or the file itself if that is its real name."""
+    """Return the files that match a pattern, or the file that has the pattern as its name."""
     fs = file.fs
     if fs.exists(file.path):
         return [file]
@@ -210,8 +210,8 @@ def _header(file: RemoteFile, dtype: np.dtype[Any] | None) -> RowLayout:
             size = getattr(opened, "size", None) or file.fs.size(file.path)
             if size is None:
                 raise StoreError(
-                    f"{file}: its server does not tell its size and gives no parts of it; copy it "
-                    "to one that does"
+                    f"{file}: the server does not report its size, and does not support range "
+                    "requests; copy the file to a server that does"
                 )
             layout = header_of(file.url, opened, size, dtype)
             if "http" in file.fs.protocol:
@@ -227,7 +227,7 @@ def _header(file: RemoteFile, dtype: np.dtype[Any] | None) -> RowLayout:
             or getattr(cause, "status", None) == 404
         )
         if "http" in file.fs.protocol and not is_missing:
-            # fsspec says "not found" also if a server cannot be reached.
+            # fsspec also says "not found" if it cannot reach the server.
             raise cause from None  # type: ignore[misc]
         raise FileMissing(
             f"{file}: no such file; expected a .npy file, as numpy.save writes it"
@@ -241,8 +241,8 @@ def _header(file: RemoteFile, dtype: np.dtype[Any] | None) -> RowLayout:
 def _file(url: str, options: dict[str, Any]) -> RemoteFile:
     if not has_protocol(url):
         raise ArgumentError(
-            f"{url!r} is not a URL; expected a string such as 's3://bucket/x.npy' (pathlib takes a "
-            "slash away); MmapStore opens local files"
+            f"{url!r} is not a URL; expected a string such as 's3://bucket/x.npy' (pathlib "
+            "removes a slash); for local files, use MmapStore"
         )
     try:
         from fsspec.core import url_to_fs

@@ -1,4 +1,4 @@
-"""Gathers of runs: consecutive rows of a store that are copied to places in an array."""
+"""Gathers of runs: consecutive rows of a store that are copied to positions in an array."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import put_rows
 from pinfeed.stores.base import Array, Gatherable, unchecked_gather
 
-# Bytes that are gathered in one step, and rows of a store without runs.
+# Bytes per step, and rows per step for a store that cannot gather runs.
 _STEP_BYTES = 16 << 20
 _STEP_ROWS = 1 << 13
 
 RunGather = Callable[[Runs, Array], None]
-"""Copies runs of rows into an array of shape (m, *row_shape), whose fit the caller has checked."""
+"""Copies runs of rows into an array of shape (m, *row_shape); the caller checks the arguments."""
 
 
 class RunRows:
@@ -30,7 +30,7 @@ class RunRows:
         shape: Shape of the array; its last axes are ``row_shape``.
         dtype: Dtype of the store.
         n_axes: Number of axes of ``shape`` before ``row_shape``.
-        padding: Value of the elements that no run fills; None if the runs fill all.
+        padding: Value of the elements that no run fills; None if the runs fill all elements.
     """
 
     __slots__ = ("_gather", "_n_axes", "_padding", "_runs", "dtype", "shape")

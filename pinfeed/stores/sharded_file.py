@@ -24,11 +24,11 @@ from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.safe_repr import safe_repr
 
 MAX_OPEN = 64
-"""Shards that hold a file descriptor at the same time."""
+"""Most shards that are open at the same time."""
 
 
 class ShardReader(Protocol):
-    """One open file, as a gather needs it. Any thread may use it."""
+    """One open file, with the methods that a gather needs. Any thread may use it."""
 
     def read_run(self, first: int, out: npt.NDArray[np.uint8]) -> None:
         """Read the rows from ``first`` on into ``out``, shape (n, row_nbytes)."""
@@ -43,17 +43,17 @@ class ShardReader(Protocol):
         """
 
     def read_runs(self, runs: Runs, out: npt.NDArray[np.uint8]) -> None:
-        """Read runs of rows to their places in ``out``, C-contiguous, shape (n, row_nbytes)."""
+        """Read runs of rows to their positions in ``out``, C-contiguous, shape (n, row_nbytes)."""
 
 
 R = TypeVar("R", bound=ShardReader)
 
 
 class ShardedStore(Generic[R]):
-    """Rows of files, each of which is opened when it is needed.
+    """Rows of files; each file is opened when it is needed.
 
-    At most ``MAX_OPEN`` files are open at the same time. A read-only store can be pickled; the
-    files are opened again where it is unpickled.
+    At most ``MAX_OPEN`` files are open at the same time. A read-only store can be pickled, and
+    opens its files again after unpickling.
 
     Args:
         layouts: Layout of the rows of each file; files may differ in their number of rows.
@@ -91,15 +91,16 @@ class ShardedStore(Generic[R]):
     def __getstate__(self) -> dict[str, Any]:
         if self.writable:
             raise CopyError(
-                f"{self!r} is open for writing and cannot be pickled or copied: both would write "
-                "to the same files; hand over the path, and open it where it is written"
+                f"{self!r} is open for writing, and cannot be pickled or copied, because both "
+                "stores would write to the same files; pass the path, and open it in the process "
+                "that writes"
             )
         return {
             name: value for name, value in vars(self).items() if name not in self._PROCESS_STATE
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Pickles of the release before have the layouts under another name.
+        # Pickles of the previous release have the layouts under another name.
         if "_extents" in state:
             state = {**state, "_layouts": state["_extents"]}
             del state["_extents"]
@@ -117,7 +118,7 @@ class ShardedStore(Generic[R]):
 
     @property
     def label(self) -> str:
-        """Short name of the files: the first file's name, and how many more there are."""
+        """Short name of the files: the first file's name, and the number of other files."""
         first = os.path.basename(self.paths[0])
         return first if len(self.paths) == 1 else f"{first} and {len(self.paths) - 1} more"
 
@@ -136,11 +137,11 @@ class ShardedStore(Generic[R]):
 
     @functools.cached_property
     def nbytes(self) -> int:
-        """Bytes of the files from the first row to the last, where each byte counts once."""
+        """Bytes of the files from the first row to the last; each byte counts once."""
         return covered_nbytes(self._layouts)
 
     def nbytes_beside(self, others: Iterable[AnyShardedStore]) -> int:
-        """Return ``nbytes`` without the bytes that are also rows of other stores."""
+        """Return ``nbytes`` without the bytes that are also rows of the given stores."""
         found = [layout for store in others for layout in store._layouts]
         return covered_nbytes([*found, *self._layouts]) - covered_nbytes(found)
 
@@ -189,7 +190,7 @@ class ShardedStore(Generic[R]):
             out[positions] = out[positions].byteswap()
 
     def _gather_runs(self, runs: Runs, out: Array) -> None:
-        """Copy runs of rows to their places in ``out``. The caller has checked all arguments.
+        """Copy runs of rows to their positions in ``out``. The caller has checked all arguments.
 
         A subclass offers this as ``gather_runs`` if its readers have ``read_runs``.
         """
@@ -208,7 +209,7 @@ class ShardedStore(Generic[R]):
 
     @property
     def version(self) -> object:
-        """A value that differs once the rows have changed, if that is known without reading."""
+        """A value that changes when the rows change, if this is known without reading."""
         return 0
 
     def will_gather(self, start: int, stop: int) -> None:
@@ -234,10 +235,10 @@ class ShardedStore(Generic[R]):
         raise NotImplementedError
 
     def _before_evicting(self, number: int, reader: R) -> None:
-        """Prepare to close a shard that makes room for another. The caller holds the lock."""
+        """Prepare to close a shard to make room for another. The caller holds the lock."""
 
     def _by_shard(self, rows: Rows) -> list[tuple[int, Rows, Rows]]:
-        """Return the rows by shard: shard, rows within it, and their positions in ``rows``."""
+        """Return the rows by shard: the shard, rows within the shard, and positions in ``rows``."""
         if len(self._layouts) == 1:
             return [(0, rows, np.arange(len(rows)))]
         shard_of = np.searchsorted(self._ends, rows, side="right")
@@ -306,7 +307,8 @@ def _check_shards(layouts: Sequence[RowLayout]) -> None:
         if (layout.dtype, layout.row_shape) != (first.dtype, first.row_shape):
             raise StoreError(
                 f"shards do not match: {first.path} has rows of shape {first.row_shape}, "
-                f"{first.dtype}; {layout.path} of shape {layout.row_shape}, {layout.dtype}"
+                f"{first.dtype}, but {layout.path} has rows of shape {layout.row_shape}, "
+                f"{layout.dtype}"
             )
     if sum(layout.n_rows for layout in layouts) > sys.maxsize:
         raise StoreError(f"{first.path} and the other shards have more rows than can be counted")

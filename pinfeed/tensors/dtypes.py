@@ -1,4 +1,4 @@
-"""The dtypes of rows: those that both numpy (with ml_dtypes for bfloat16) and torch have."""
+"""Dtypes of rows: the dtypes that both numpy (with ml_dtypes for bfloat16) and torch have."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def dtype_of(value: Any, name: str) -> np.dtype[Any]:
     """Return the dtype that ``value`` names.
 
     Args:
-        value: A dtype of torch, ``"bfloat16"``, or anything but None that numpy takes for a dtype.
-        name: The source that the error names.
+        value: A dtype of torch, ``"bfloat16"``, or anything but None that numpy accepts as a dtype.
+        name: Name of the source in error messages.
 
     Raises:
         StoreError: If numpy or torch has no such dtype.
@@ -56,7 +56,7 @@ def numpy_dtype_of(value: Any, name: str) -> np.dtype[Any]:
     try:
         # numpy takes None for float64.
         if spelled is None:
-            raise TypeError("None is no dtype")
+            raise TypeError("None is not a dtype")
         dtype: np.dtype[Any] = np.dtype(spelled)
     except (TypeError, ValueError, SyntaxError) as error:
         raise StoreError(
@@ -70,22 +70,21 @@ def check_dtype(dtype: np.dtype[Any], name: str) -> np.dtype[Any]:
     """Return ``dtype`` in this machine's byte order.
 
     Raises:
-        StoreError: If torch does not have the dtype; the message names ``name`` and says what to
-            do.
+        StoreError: If torch does not have the dtype; the message says what to do.
     """
     if dtype.names is None and dtype.name in DTYPES:
         return DTYPES[dtype.name]
     if dtype.hasobject:
         todo = (
-            "Python objects are never unpickled; give plain numbers, "
-            "np.stack(list(array)) where each object is a row"
+            "Python objects are never unpickled; give plain numbers, np.stack(list(array)) if "
+            "each object is a row"
         )
     elif dtype.names:
-        todo = "a structured dtype: save each field as an array of its own and give a dict of them"
+        todo = "a structured dtype: save each field as a separate array, and give a dict of them"
     elif dtype.kind in "mM":
         todo = 'dates: convert with .view("int64")'
     elif dtype.kind in "SUT":
-        todo = "text: number it, np.unique(array, return_inverse=True)[1]"
+        todo = "text: convert it, np.unique(array, return_inverse=True)[1]"
     else:
         todo = "convert with .astype()"
     raise StoreError(

@@ -24,7 +24,7 @@ NUMPY: dict[torch.dtype, np.dtype[Any]] = {
 def to_torch(array: npt.NDArray[Any]) -> torch.Tensor:
     """Return a CPU tensor on the array's memory."""
     if array.dtype == BFLOAT16:
-        # torch does not take arrays of this dtype, but it takes their bits.
+        # torch does not accept arrays of this dtype, but it accepts their bits.
         return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
@@ -34,7 +34,7 @@ def to_numpy(value: Any, name: str) -> npt.NDArray[Any]:
 
     Args:
         value: The tensor.
-        name: The source that the error names.
+        name: Name of the source in error messages.
 
     Raises:
         StoreError: If ``value`` is not a dense CPU tensor of a dtype that numpy has.
@@ -46,33 +46,33 @@ def to_numpy(value: Any, name: str) -> npt.NDArray[Any]:
         )
     if value.is_meta:
         raise StoreError(
-            f"{name}: a meta tensor, which has a shape and no data; "
-            "expected one on the CPU (materialise it first)"
+            f"{name}: got a meta tensor, which has no data; expected a tensor on the CPU; "
+            "materialize it first"
         )
     if value.is_nested:
         raise StoreError(
-            f"{name}: a nested tensor, whose rows differ in length; "
-            "give pinfeed.RaggedStore(tensor.values(), tensor.offsets()), or pad them: "
+            f"{name}: got a nested tensor with rows of different lengths; give "
+            "pinfeed.RaggedStore(tensor.values(), tensor.offsets()), or pad the rows with "
             "tensor.to_padded_tensor(0)"
         )
     if value.device.type != "cpu":
         raise StoreError(
-            f"{name}: the tensor is on {value.device} already; "
-            "expected one on the CPU (index it directly, or give .cpu())"
+            f"{name}: the tensor is on {value.device}; expected a tensor on the CPU; index it "
+            "directly, or give .cpu()"
         )
     if value.layout is not torch.strided or value.dtype not in NUMPY:
         todo = ""
         if value.is_quantized:
             todo = "; give tensor.dequantize()"
         elif value.layout is not torch.strided:
-            todo = "; give tensor.to_dense() where that fits into memory"
+            todo = "; give tensor.to_dense() if that fits in memory"
         raise StoreError(
-            f"{name}: got a {value.layout} tensor of {value.dtype}; "
-            f"expected a dense one of {', '.join(sorted(DTYPES))}{todo}"
+            f"{name}: got a {value.layout} tensor of {value.dtype}; expected a dense tensor of "
+            f"{', '.join(sorted(DTYPES))}{todo}"
         )
     if value.is_conj() or value.is_neg():
         raise StoreError(
-            f"{name}: a lazily conjugated or negated tensor; give .resolve_conj().resolve_neg()"
+            f"{name}: got a lazily conjugated or negated tensor; give .resolve_conj().resolve_neg()"
         )
     return memory_of(value.detach())
 
@@ -89,7 +89,7 @@ def memory_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
 def bytes_by_row(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     """Return the bytes of each row of an array, shape (n_rows, bytes of a row).
 
-    They are equal if the rows are equal bit for bit.
+    Rows have equal bytes if they are equal bit for bit.
     """
     if not array.size:
         return np.empty((len(array), 0), np.uint8)
@@ -106,7 +106,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 @functools.cache
 def load_jagged() -> None:
-    """Load what torch needs for nested tensors, about two seconds, before a loop needs it."""
+    """Load torch's modules for nested tensors before a loop needs them; it takes about 2 s."""
     jagged(torch.zeros(1), torch.tensor([0, 1]))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 Rebuild = Callable[[Iterator[Any]], Any]
 
-# Types whose objects have no ``to`` and are made from their contents alone.
+# Types whose objects have no ``to`` and are created from their contents alone.
 _PLAIN = (tuple, list, dict)
 
 
@@ -21,8 +21,7 @@ def flatten(
 ) -> tuple[list[tuple[str, Any]], Rebuild]:
     """Flatten a nested structure into its leaves.
 
-    An object with a ``to`` method of its own is a leaf, because it knows how to move itself to a
-    device.
+    An object with its own ``to`` method is a leaf, because it can move itself to a device.
 
     Args:
         value: The structure.
@@ -53,7 +52,7 @@ def _flatten(
 def _children(value: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[str, Any]] | None:
     kind = type(value)
     if kind not in _PLAIN:
-        # Most values that are not plain are tensors, so this is asked first.
+        # Most values that are not plain are tensors, so this check is first.
         if callable(getattr(value, "to", None)):
             return None
         if dataclasses.is_dataclass(value) and is_leaf(value):
@@ -96,14 +95,14 @@ def _maker(value: Any) -> Callable[[list[Any]], Any]:
 
 
 def _filled(target: Any, items: Iterable[tuple[Any, Any]]) -> Any:
-    """Replace the values of a copy, which keeps what a subclass adds, such as a default factory."""
+    """Replace the values of a copy, which keeps extras of a subclass, such as a default factory."""
     for key, value in items:
         target[key] = value
     return target
 
 
 def _like(value: Any, contents: Any) -> Any:
-    """Return ``contents`` in the type of ``value``, if that can be made of them alone."""
+    """Return ``contents`` in the type of ``value``, if the type can be created from them alone."""
     try:
         return type(value)(contents)
     except (TypeError, ValueError):

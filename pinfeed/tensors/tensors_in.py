@@ -1,4 +1,4 @@
-"""tensors_in() and others: the dense tensors of an object, and the memory that they are in."""
+"""tensors_in() and others: the dense tensors of an object, and their memory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _NEVER_SEARCHED = (
 
 
 def tensors_in(value: Any) -> list[Any]:
-    """Return the dense tensors that an object consists of, those of a simulated device, too.
+    """Return the dense tensors in an object, including tensors of a simulated device.
 
-    They are found in containers and in attributes of objects, at any depth. A sparse or nested
-    tensor consists of several.
+    The search covers containers and attributes of objects, at any depth. A sparse or nested tensor
+    consists of several dense tensors.
     """
     found = []
-    # The objects are kept, because the identity of one that is freed would be given to another.
+    # The objects are kept, because a new object could get the id of a freed one.
     seen: dict[int, Any] = {}
     todo = [value]
     while todo:
@@ -45,19 +45,19 @@ def tensors_in(value: Any) -> list[Any]:
 
 
 def memory_of(value: Any) -> frozenset[int]:
-    """Return a number for each memory that the tensors of an object are in.
+    """Return a number for each memory block that holds tensors of an object.
 
-    No other memory has the number as long as the object exists.
+    The numbers are unique as long as the object exists.
     """
     return frozenset(memory for memory, _ in map(_memory_of, tensors_in(value)))
 
 
 def nbytes_of(value: Any, known: Container[int]) -> tuple[int, int]:
-    """Return the bytes of the tensors of an object, and those of the memory that they are in.
+    """Return the bytes of the tensors of an object, and the bytes of their memory blocks.
 
     Args:
         value: The object.
-        known: Memory that is not counted, as ``memory_of`` numbers it.
+        known: Memory blocks that do not count, as ``memory_of`` numbers them.
     """
     tensors = tensors_in(value)
     memory = dict(map(_memory_of, tensors))
@@ -69,7 +69,7 @@ def _memory_of(tensor: Any) -> tuple[int, int]:
     # Some tensors have no storage.
     with contextlib.suppress(AttributeError, RuntimeError):
         storage = tensor.untyped_storage()
-        # One without data, such as that of a simulated device, has no address.
+        # Memory without data, such as that of a simulated device, has no address.
         return storage.data_ptr() or storage._cdata, storage.nbytes()
     # An array of a simulated device has its memory as an attribute.
     return id(getattr(tensor, "memory", tensor)), _nbytes(tensor)
@@ -84,7 +84,7 @@ def _nbytes(tensor: Any) -> int:
 
 
 def _is_array(value: Any) -> bool:
-    """Return whether an object is an array of a simulated device, of numpy, or of its like."""
+    """Return whether an object is an array of a simulated device, of numpy, or similar."""
     try:
         return hasattr(value, "dtype") and hasattr(value, "shape")
     except Exception:
@@ -119,7 +119,7 @@ def _children(value: Any) -> list[Any]:
     slots = [getattr(kind, "__slots__", ()) for kind in type(value).__mro__]
     names = [name for one in slots for name in ([one] if isinstance(one, str) else one)]
     for name in names:
-        # A slot may be empty, or hidden by a property of the user's that raises an error.
+        # A slot may be empty, or hidden by a user's property that raises an error.
         with contextlib.suppress(Exception):
             children.append(getattr(value, name))
     return children

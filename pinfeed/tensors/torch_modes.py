@@ -1,4 +1,4 @@
-"""Modes and generators of torch for functions on batches, whichever thread calls them."""
+"""Modes and generators of torch for transforms, independent of the thread that calls them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""trial(): runs the user's code on trial, without changing the random numbers of the program."""
+"""trial(): runs the user's code once, without changing the random numbers of the program."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pinfeed.tensors import rng_state
 
 @contextlib.contextmanager
 def trial(device: str) -> Iterator[Callable[[], int]]:
-    """Run code on trial, and restore the global random generators afterwards.
+    """Run code as a trial, and restore the global random generators afterwards.
 
-    On a GPU, torch's peak statistics are reset.
+    On a GPU, this resets torch's peak statistics.
 
     Args:
         device: Name of the device that the code uses.
 
     Yields:
-        A function that returns the most bytes of a GPU that the code has taken so far; 0 for any
-        other device.
+        A function that returns the peak GPU memory of the code so far, in bytes; 0 for other
+        devices.
     """
     with rng_state.replayed(rng_state.capture()):
         if not device.startswith("cuda"):

@@ -1,15 +1,15 @@
-"""SimDevice: an asynchronous device without hardware, with the worst order of work that is allowed.
+"""SimDevice: a simulated asynchronous device that runs work in the worst order allowed.
 
-The device runs work as late, or in as bad an order, as streams and events allow. One adversary
-decides all that may happen at the same time on a real machine: which stream advances, and when a
-worker thread does its next task. Everything runs in the caller's thread, so a run is a function of
-the adversary, and a failing one can be replayed.
+The device needs no hardware. It runs work as late, or in as bad an order, as streams and events
+allow. A function, the adversary, decides which stream advances, and when a worker thread does its
+next task. Everything runs in the caller's thread, so a run is a function of the adversary, and a
+failing run can be replayed.
 
 As on a GPU, work in a stream reads and writes memory when it runs, and holds no reference to it.
-Freed device memory returns to the stream that it was allocated for and is reused at once, even
-before queued work has run and for less than it held, as torch's caching allocator does. A program
-that orders its streams wrongly finds its data overwritten. Host memory that is freed while queued
-work needs it is an error.
+Freed device memory returns to the stream that it was allocated for. As in torch's caching
+allocator, it is reused at once, for as many bytes or fewer, even before queued work has run. A
+program that orders its streams wrongly finds its data overwritten. Host memory that is freed while
+queued work needs it is an error.
 """
 
 from __future__ import annotations
@@ -54,23 +54,24 @@ def favour(*names: str) -> Choose:
 
 
 class SimDevice:
-    """A simulated device whose schedule an adversary chooses.
+    """A simulated asynchronous device; a function chooses the order of its work.
 
     It is one class because it implements the whole protocol of a device.
 
     Args:
-        choose: The adversary, which is asked whenever the host calls the device.
-        direct: Whether the device reads and writes the rows of stores itself, when its streams
+        choose: The adversary. Whenever the host calls the device, the device calls it with the
+            names of the streams and workers that can advance; it returns one name, or None.
+        direct: Whether the device itself reads and writes the rows of stores, when its streams
             reach that work.
-        duplex: Whether reads and writes have a stream each; False puts both into one.
-        deaf_to: A call site of ``wait`` or ``sync`` that is ignored; None ignores none.
-        now: The clock.
+        duplex: Whether reads and writes have separate streams; False puts both into one stream.
+        deaf_to: File and line of a call of ``wait`` or ``sync`` to ignore; None ignores no call.
+        now: Function that returns the time in seconds.
 
     Attributes:
         names: The names under which work was done, in order.
-        sites: Call sites of ``wait`` and ``sync`` so far.
-        allocated_bytes: Device memory that is allocated now.
-        peak_bytes: Most device memory that was allocated at a time.
+        sites: File and line of each call of ``wait`` and ``sync`` so far.
+        allocated_bytes: Allocated device memory.
+        peak_bytes: Peak of the allocated device memory.
 
     Examples:
         >>> from pinfeed.testing.sim import SimDevice
@@ -314,7 +315,7 @@ class SimDevice:
 def _reading(
     part: Any, target: Callable[[], Array], numbers: Callable[[], Array] | None
 ) -> Callable[[], object]:
-    """Return work that reads a part, or rows of its store whose numbers are on the device."""
+    """Return work that reads a part, or rows of its store by row indices on the device."""
     if numbers is None:
         return lambda: [None for _ in part.read(target())]
     return lambda: part.store.gather(_in_range(numbers(), part.store), target())
@@ -327,7 +328,7 @@ def _writing(
 
 
 def _in_range(numbers: Array, store: Any) -> Rows:
-    """Return row indices; those that were overwritten become others, as a GPU would not check."""
+    """Return row indices in range; a GPU would not check indices that were overwritten."""
     found: Rows = numbers.astype(np.int64) % store.n_rows
     return found
 

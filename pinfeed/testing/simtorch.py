@@ -2,8 +2,8 @@
 
 A training loop runs on it unchanged, each operation as late as the adversary decides.
 
-A tensor of the device says that it is on ``meta``, because its values cannot be read at once. Views
-are made at once. Other operations are queued in the current stream, and compute on the tensor's
+A tensor of the device reports the device ``meta``, because its values cannot be read at once. Views
+are created at once. Other operations are queued in the current stream, and compute on the tensor's
 memory when the stream reaches them. An operation waits for the stream first, as on a GPU, if it
 needs a value (``item()``, ``cpu()``, a mask) or if the shape of its result depends on values.
 Numbers on the host (the ``step`` of an optimizer) are read when work with them is queued.
@@ -124,7 +124,7 @@ class SimTorchDevice(SimDevice):
     # ---- for tests -------------------------------------------------------------------------------
     @contextlib.contextmanager
     def factories(self) -> Iterator[None]:
-        """Make tensors that are made on ``meta``, or moved there, tensors of this device."""
+        """Create tensors of this device for tensors that are created on ``meta`` or moved there."""
         with _Factories(self), _Literals():
             yield
 

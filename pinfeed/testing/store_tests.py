@@ -34,7 +34,7 @@ class ReadOnlyStoreTests:
     """
 
     row_shapes: Sequence[tuple[int, ...]] = ROW_SHAPES
-    """Shapes of a row that the store is made with; a subclass may have fewer."""
+    """Row shapes that the suite tests; a subclass may list fewer."""
 
     def make(self, array: Array, tmp_path: Path) -> Store:
         """Return a new store with the rows of ``array``."""
@@ -181,7 +181,7 @@ class StoreTests(ReadOnlyStoreTests):
     """
 
     def contents(self, store: Store) -> Array:
-        """Return all rows; override it to read them without the store if that is possible."""
+        """Return all rows; override it to read the rows without the store, if possible."""
         out = np.empty((store.n_rows, *store.row_shape), store.dtype)
         store.gather(np.arange(store.n_rows), out)
         return out

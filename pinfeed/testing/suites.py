@@ -1,6 +1,6 @@
 """Test suites that every Store and every Device must pass.
 
-Subclass one in a test file, and say how the store or device is made. The suites need pytest.
+Subclass a suite in a test file, and override ``make``. The suites need pytest.
 
     class TestMyStore(StoreTests):
         def make(self, array, tmp_path):

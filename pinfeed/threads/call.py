@@ -1,4 +1,4 @@
-"""Call: a function call that another thread makes, and protocols for what makes such calls."""
+"""Call: a function call that another thread makes; protocols of threads that make such calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Pending(Protocol[R_co]):
 
 
 class Workers(Protocol):
-    """Threads that begin calls in the order in which they were submitted.
+    """Threads that begin calls in the order of submission.
 
     A ``concurrent.futures.Executor`` satisfies the protocol.
     """
@@ -29,10 +29,10 @@ class Workers(Protocol):
 
 
 class Call(Generic[R]):
-    """A function with its arguments, and what it returned or raised once ``run`` was called.
+    """A function with its arguments, and its result or error after ``run`` was called.
 
-    A thread waits for it in one call into C, which an interrupt ends without harm. The condition
-    that a ``Future`` waits with is Python code, and an interrupt within it may leave its lock held.
+    A thread waits for the call in a single C function, which an interrupt ends without harm. A
+    ``Future`` waits in Python code, and an interrupt within it may leave its lock held.
     """
 
     __slots__ = ("__weakref__", "_args", "_done", "_error", "_fn", "_running", "_value")
@@ -58,14 +58,14 @@ class Call(Generic[R]):
             self._value = fn(*args)
         except BaseException as error:
             self.fail(error)
-            # The error's traceback keeps this frame, which must keep neither the error nor the
+            # The error's traceback keeps this frame, which must not keep the error or the
             # arguments.
             del fn, args, self
         else:
             self._end()
 
     def fail(self, error: BaseException) -> None:
-        """End the call with ``error``, as if the function had raised it, without calling it."""
+        """End the call with ``error``, without calling the function."""
         self._fn = None
         self._args = ()
         self._error = error

@@ -1,14 +1,14 @@
 """ExitHook: saves the rows of suspended loops and ends all threads when the program ends.
 
-Python waits at exit for all threads that are no daemons. Those of a pool wait for calls, so the
-exit hook must tell them that no more calls follow. It does so as soon as no thread of the program's
-own can submit one.
+At exit, Python waits for all threads that are no daemons. The threads of a pool wait for calls, so
+the exit hook must end them. It does so as soon as none of the program's own threads can submit a
+call.
 """
 
 from __future__ import annotations
 
-# This module must be loaded before the hook below is registered, because it registers a hook too.
-# It cannot be imported any more once the main thread has ended, and torch imports it late.
+# concurrent.futures.thread registers a hook too, and must do so before the hook below. torch would
+# import it late, and it cannot be imported after the main thread has ended.
 import concurrent.futures.thread  # noqa: F401
 import os
 import threading
@@ -28,7 +28,7 @@ class Pool(Protocol):
     """A pool of threads, as the exit hook sees it."""
 
     owner: threading.Thread
-    """The program's own thread that the pool works for."""
+    """The program's own thread for which the pool works."""
 
     def shutdown(self, wait: bool = True) -> None: ...
 
@@ -40,14 +40,14 @@ class Loop(Protocol):
     """The thread in which the loop runs."""
 
     def save(self) -> None:
-        """Queue writes of all rows that only the device has; no error is raised."""
+        """Queue writes of all rows that only the device has, without raising errors."""
 
 
 class PoolThread(threading.Thread):
     """A thread of a pool.
 
     Args:
-        owner: The program's own thread that the pool works for.
+        owner: The program's own thread for which the pool works.
         target: The function that the thread runs.
         name: The name of the thread.
     """
@@ -58,14 +58,14 @@ class PoolThread(threading.Thread):
 
 
 class ExitHook:
-    """The pools of this process, which end once no thread of the program's own needs them.
+    """The pools of this process, which end when none of the program's own threads needs them.
 
     Attributes:
         pools: The pools that have not ended.
-        loops: The loops that have not ended. One that cannot continue is saved before its pools
+        loops: The loops that have not ended. A loop that cannot continue is saved before its pools
             end, because its stores may be closed when Python frees it.
         n_forks: Number of forks between the first process that imported pinfeed and this one.
-            Asking for it costs less than asking the system for the process's identifier.
+            Reading it costs less than requesting the process identifier from the system.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class ExitHook:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all pools: a forked process does not have their threads."""
+        """Forget all pools, because a forked process does not have their threads."""
         self.n_forks += 1
         self.pools: set[weakref.ref[Any]] = set()
         self.loops: set[weakref.ref[Any]] = set()
@@ -94,10 +94,10 @@ class ExitHook:
             self._watch()
 
     def check_open(self) -> None:
-        """Check that a pool can be made now, and ensure that it will be ended.
+        """Check that a pool can be made now, and ensure that it will end.
 
         Raises:
-            ClosedError: If no thread of the program's own is left.
+            ClosedError: If all of the program's own threads have ended.
         """
         if self._main_has_ended and not self._is_watching:
             self._watch()
@@ -109,8 +109,8 @@ class ExitHook:
         try:
             threading.Thread(target=self._wait_and_end, name="pinfeed-exit").start()
         except RuntimeError:
-            # Python 3.12.0 and 3.12.1 start no thread once the main thread has ended: the loops of
-            # other threads end with a ClosedError.
+            # Python 3.12.0 and 3.12.1 start no thread after the main thread has ended. The loops of
+            # other threads then end with a ClosedError.
             self._is_over = True
             self._end(lambda pool: True)
 
@@ -119,12 +119,12 @@ class ExitHook:
             for thread in others:
                 thread.join()
         self._save()
-        # This is set first, because a daemon thread may make a pool now.
+        # This comes first, because a daemon thread may make a pool now.
         self._is_over = True
         self._end(lambda pool: True)
 
     def _save(self) -> None:
-        """Save the loops of the main thread, which has ended, and of other threads that have."""
+        """Save the loops of threads that have ended, such as the main thread."""
         for reference in self.loops.copy():
             loop = reference()
             if loop is None:

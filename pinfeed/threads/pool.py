@@ -1,8 +1,8 @@
 """ThreadPool: threads that work for a loop until it ends, even after the main thread has ended.
 
-The pools of ``concurrent.futures`` take no more work once the main thread has ended, which would
-cut off a loop that runs in another thread. The threads of a ThreadPool work on until every thread
-of the program's own has ended; then they end by themselves.
+The pools of ``concurrent.futures`` refuse work after the main thread has ended, which would cut off
+a loop that runs in another thread. The threads of a ThreadPool continue until all of the program's
+own threads have ended. Then the exit hook ends them.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _Calls = queue.SimpleQueue["Call[Any] | weakref.ref[ThreadPool] | None"]
-"""The calls that threads are to make; anything else ends the threads."""
+"""Queue of the calls that threads will make; any other entry ends the threads."""
 
 
 class ThreadPool:
-    """Threads that make calls, begun in the order in which they were submitted.
+    """Threads that make calls, begun in the order of submission.
 
     Args:
-        n_threads: Number of threads; all are started at once.
+        n_threads: Number of threads; all start at once.
         name: Prefix of the threads' names.
         prepare: Function that each thread calls first.
-        calls: Calls that the first threads begin while others are still started.
+        calls: Calls that the first threads begin while other threads still start.
     """
 
     def __init__(
@@ -48,15 +48,15 @@ class ThreadPool:
             self._calls.put(call)
         starter = threading.current_thread()
         self.owner: threading.Thread = starter.owner if isinstance(starter, PoolThread) else starter
-        """The program's own thread that the pool works for."""
+        """The program's own thread for which the pool works."""
         self._is_over = False
-        # The threads hold the queue and not the pool. A pool that is dropped, as by an interrupt
-        # within the code that makes it, ends its threads: the weak reference is put into the queue
-        # then, by one call in C, which no interrupt can cut in two.
+        # The threads hold the queue, but not the pool. When a pool is dropped, for example by an
+        # interrupt in the code that makes it, a single C function puts the weak reference into the
+        # queue, which ends the threads. No interrupt can cut this function in two.
         self._reference = weakref.ref(self, self._calls.put)
         exit_hook.pools.add(self._reference)
-        # A call is waited for safely; an interrupt within Thread.join makes Python 3.11 take a
-        # thread for ended that is not.
+        # Waiting for a Call is safe. After an interrupt within Thread.join, Python 3.11 takes a
+        # running thread for ended.
         self._loops = [Call(_make_calls, self._calls, prepare) for _ in range(n_threads)]
         self._threads = [
             PoolThread(self.owner, loop.run, f"{name}_{i}") for i, loop in enumerate(self._loops)
@@ -68,7 +68,7 @@ class ThreadPool:
         except BaseException as error:
             self._calls.put(None)
             exit_hook.pools.discard(self._reference)
-            # Two interrupts within Thread.start, one upon the other, make it fail with an error of
+            # Two interrupts in quick succession within Thread.start make it fail with an error of
             # its lock.
             if isinstance(error.__context__, KeyboardInterrupt):
                 raise error.__context__ from None
@@ -81,10 +81,10 @@ class ThreadPool:
         self.shutdown()
 
     def submit(self, fn: Callable[..., R], /, *args: Any) -> Call[R]:
-        """Let a thread call ``fn(*args)``.
+        """Make a thread call ``fn(*args)``.
 
         Raises:
-            ClosedError: If the pool is shut down: by its owner, or because the program ends.
+            ClosedError: If the pool is shut down, by its owner or because the program is ending.
         """
         if self._is_over:
             raise ClosedError(ENDING)
@@ -99,13 +99,13 @@ class ThreadPool:
             yield calls.popleft().result()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Let the threads end when they have made the calls that were submitted.
+        """End the threads when they have made all submitted calls.
 
         A pool may be shut down more than once.
 
         Args:
-            wait: Whether to return only when the threads have ended.
-            cancel_futures: Whether to leave out the calls that have not begun.
+            wait: Whether to wait until the threads have ended.
+            cancel_futures: Whether to cancel the calls that have not begun.
         """
         while cancel_futures and not self._is_over:
             try:
@@ -124,7 +124,7 @@ class ThreadPool:
 
 
 def _make_calls(calls: _Calls, prepare: Callable[[], object]) -> None:
-    """Make the calls of a queue, in a thread of a pool, until the queue says to end."""
+    """Make the calls of a queue, in a thread of a pool, until another entry ends the thread."""
     failure: BaseException | None = None
     try:
         prepare()

@@ -1,1 +1,1 @@
-"""Shared checks of arguments, and suggestions for sources of a wrong kind."""
+"""Shared checks of arguments, and suggestions for sources of the wrong kind."""

@@ -53,7 +53,7 @@ def real_number(value: Any, name: str, *, least: float = -math.inf, note: str = 
     Raises:
         ArgumentError: If ``value`` is not a number, is True, False or NaN, or is below ``least``.
     """
-    # "not >=" refuses NaN too, for which every comparison is false.
+    # "not >=" also refuses NaN, because every comparison with NaN is false.
     if isinstance(value, bool) or not isinstance(value, Real) or not float(value) >= least:
         range_text = "" if least == -math.inf else f", at least {least:g}"
         raise ArgumentError(f"{name}={value!r}: expected a number{range_text}{note}")
@@ -83,14 +83,14 @@ def check_file_to_make(value: Any, name: str = "path") -> str:
     path = check_path(value, name)
     if os.path.isdir(path):
         raise StoreError(
-            f"{name}={path!r} is a directory; expected the name of a .npy file that is to be made; "
-            "give a name in it"
+            f"{name}={path!r} is a directory; expected the path of a new .npy file; give a file "
+            "name in it"
         )
     directory = os.path.dirname(path)
     if directory and not os.path.isdir(directory):
         raise FileMissing(
             f"{name}={path!r}: the directory {directory!r} does not exist (looked in "
-            f"{os.getcwd()}); expected one that does; make it with os.makedirs({directory!r})"
+            f"{os.getcwd()}); create it with os.makedirs({directory!r})"
         )
     return path
 
@@ -104,7 +104,7 @@ def check_seed(seed: Any) -> int:
     number = _integer(seed)
     if number is None:
         raise ArgumentError(
-            f"seed={seed!r}: expected a whole number; for another order in every run, give "
+            f"seed={seed!r}: expected a whole number; for a different order in every run, give "
             "seed=random.randrange(2**32)"
         )
     return number
@@ -116,7 +116,7 @@ def check_rank(rank: Any, world_size: Any, text: str) -> tuple[int, int]:
     Args:
         rank: The user's rank.
         world_size: The user's number of ranks.
-        text: Beginning of the error, which says where the two numbers were given.
+        text: Beginning of the error, which names the source of the two numbers.
 
     Raises:
         ArgumentError: If one is not an integer, or the rank is not in [0, world_size).
@@ -131,7 +131,7 @@ def check_rank(rank: Any, world_size: Any, text: str) -> tuple[int, int]:
 def check_flag(value: Any, name: str) -> None:
     """Raise ArgumentError unless ``value`` is True or False.
 
-    A truthy value is not enough: the string ``"False"`` is truthy.
+    A truthy value is not enough, because the string ``"False"`` is truthy.
     """
     # Python's bool is "bool", and numpy's is "bool" or "bool_".
     if type(value).__name__ not in ("bool", "bool_"):
@@ -147,15 +147,14 @@ def check_choice(value: Any, name: str, choices: Sequence[str]) -> None:
 def explain_arguments(
     hints: Mapping[str, str], example: str = "", options: Any = None
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorate a function, or an ``__init__``, so that a wrong argument gets helpful advice.
+    """Decorate a function, or an ``__init__``, to give helpful advice on a wrong argument.
 
-    Editors and type checkers still see the function's own signature. A ``seed`` without
-    ``shuffle`` is refused here too, because such a seed would shuffle nothing, unless a function of
-    batches gets a generator. Only here can the arguments that the caller typed be told from
-    defaults.
+    Editors and type checkers still see the function's own signature. The decorator also refuses a
+    ``seed`` without ``shuffle``, because such a seed would have no effect, unless a transform gets
+    a generator. Only a decorator can distinguish the caller's arguments from defaults.
 
     Args:
-        hints: Advice on what to give instead, by the name that other libraries use.
+        hints: Advice on what to give instead, by the argument name in other libraries.
         example: A keyword argument, shown in the error about too many positional arguments; empty
             for the function's first keyword argument.
         options: Group of options (see ``validation.options``) that the function takes as
@@ -163,8 +162,8 @@ def explain_arguments(
             receives all of them, defaults included.
 
     Raises:
-        UnknownArgument: If the function has no argument of a given name, or too many positional
-            arguments are given.
+        UnknownArgument: If the function has no argument of a given name, or gets too many
+            positional arguments.
         ArgumentError: If ``seed`` is given without ``shuffle``.
     """
 
@@ -234,8 +233,8 @@ class _ArgumentCheck:
             by_name = f"{self._known[n_positional]}=..."
         text = f"; give the others by name: {self._title}({expected}, {by_name})" if by_name else ""
         raise UnknownArgument(
-            f"{self._title} got {n_too_many + n_positional} arguments without a name; "
-            f"expected {expected} alone{text}"
+            f"{self._title} got {n_too_many + n_positional} positional arguments; expected only "
+            f"{expected}{text}"
         )
 
     def require_shuffle_with_seed(self, given: Mapping[str, Any]) -> None:
@@ -248,12 +247,12 @@ class _ArgumentCheck:
         order = ""
         if "rows" in self._known:
             order = f" (an order has its own: rows=pinfeed.rows.shuffled({seed}))"
-        expected = "shuffle=True, which alone uses the seed"
+        expected = "shuffle=True, because only shuffling uses the seed"
         if "host_transform" in self._known:
-            expected = "shuffle=True, or a function with a parameter generator, which use the seed"
+            expected = "shuffle=True, or a transform with a parameter named generator"
         raise ArgumentError(
-            f"{seed} was given and shuffle was not; expected {expected}; give shuffle=True, or "
-            f"leave seed out{order}"
+            f"{seed} was given without shuffle; expected {expected}; give shuffle=True, or leave "
+            f"seed out{order}"
         )
 
     def _advice(self, name: str) -> str:

@@ -21,12 +21,12 @@ def check_function(value: Any, name: str) -> Callable[..., Any] | None:
         return function
     raise ArgumentError(
         f"{name}={value!r}: expected a function that takes a batch and returns one; leave it out "
-        "if batches stay as they are"
+        "to keep batches unchanged"
     )
 
 
 def takes_generator(function: Any) -> bool:
-    """Tell whether a function has a parameter named ``generator`` that is not bound yet."""
+    """Return whether a function has an unbound parameter named ``generator``."""
     if isinstance(function, functools.partial) and "generator" in function.keywords:
         return False
     # A torch module is called through its method forward.

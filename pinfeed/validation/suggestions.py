@@ -1,4 +1,4 @@
-"""Suggestions for what to give instead of an object or file that pinfeed cannot read."""
+"""Suggestions to replace an object or file that pinfeed cannot read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COPY = (
     "as shown under 'Other files' in the guide, or write a Store for it"
 )
 _LOADER = "give pinfeed.wrap_loader(DataLoader(dataset, batch_size=...))"
-_FEEDER = "it is a feeder already: iterate it"
+_FEEDER = "it is already a feeder; iterate it"
 
 _BY_TYPE = {
     ("pandas", "Series"): "give series.to_numpy()",
@@ -21,31 +21,31 @@ _BY_TYPE = {
     ("polars", "LazyFrame"): "compute it, and give frame.collect()",
     ("polars", "Series"): "give series.to_arrow()",
     ("zarr", "Group"): "give a dict of its arrays, dict(group.arrays())",
-    ("cupy", "ndarray"): "it is on the GPU already: index it, or give array.get()",
+    ("cupy", "ndarray"): "it is already on the GPU; index it, or give array.get()",
     ("torch", "TensorDataset"): "give dataset.tensors",
     ("torch", "DataLoader"): "give pinfeed.wrap_loader(loader)",
     ("pinfeed", "HostEmbedding"): "give table.store",
     ("torch", "Module"): "give its parameter as a tensor on the CPU, or see pinfeed.HostEmbedding",
     ("datasets", "IterableDataset"): _LOADER,
-    ("pinfeed", "RowDataset"): "give the source that it was made of",
+    ("pinfeed", "RowDataset"): "give the source of the dataset",
     ("pinfeed", "Feeder"): _FEEDER,
     ("pinfeed", "LoaderFeeder"): _FEEDER,
     ("pinfeed", "ReaderFeeder"): _FEEDER,
     ("pinfeed", "Restartable"): _FEEDER,
     ("torch", "Dataset"): _LOADER,
 }
-"""Advice by the package and the name of a type; the first that fits counts."""
+"""Advice by the package and the name of a type; the first match counts."""
 
 _ZIP = "a zip archive"
 _KINDS = {
     b"PK\x03\x04": (
         _ZIP,
         (
-            "of a .npz save each array alone, np.save(name, np.load(path)[name]); "
-            "of torch.save, np.save(name, tensor.numpy())"
+            "for a .npz file, save each array alone, np.save(name, np.load(path)[name]); for a "
+            "file of torch.save, np.save(name, tensor.numpy())"
         ),
     ),
-    b"\x80": ("a pickle", "load it where you trust it, and save plain arrays with np.save"),
+    b"\x80": ("a pickle", "if you trust it, load it, and save plain arrays with np.save"),
     b"\x89HDF": ("an HDF5 file", "give pinfeed.HDF5Store(path, name), with the name of a dataset"),
     b"PAR1": (
         "a Parquet file",
@@ -55,8 +55,8 @@ _KINDS = {
         "an Arrow file",
         "give pyarrow.ipc.open_file(pyarrow.memory_map(path)).read_all(), which stays on the disk",
     ),
-    b"\x1f\x8b": ("a file that gzip compressed", "decompress it"),
-    b"(\xb5/\xfd": ("a file that zstd compressed", "decompress it"),
+    b"\x1f\x8b": ("a gzip-compressed file", "decompress it"),
+    b"(\xb5/\xfd": ("a zstd-compressed file", "decompress it"),
     b"\xff\xd8\xff": (
         "a JPEG image",
         "read it with wrap_readers, or save decoded images with np.save",
@@ -91,53 +91,51 @@ _SUFFIXES = {
     ".hdf5": _KINDS[b"\x89HDF"],
     ".zarr": ("a Zarr array", "give pinfeed.ZarrStore(path), or ZarrStore(path, name) of a group"),
 }
-"""Kinds of files by the end of their names, where that says more than their first bytes."""
+"""Kinds of files by suffix, if the suffix says more than the first bytes."""
 
 
 def is_array_like(value: Any) -> bool:
-    """Return whether a value has rows by index, as arrays of unknown libraries have."""
+    """Return whether a value has rows by index, like arrays of unknown libraries."""
     return all(hasattr(value, name) for name in ("shape", "dtype", "__getitem__"))
 
 
 def of_object(value: Any) -> str:
-    """Return advice on what to give instead of an object that is no source."""
+    """Return advice on what to give instead of an object that is not a source."""
     kinds = [(kind.__module__.split(".")[0], kind.__name__) for kind in type(value).__mro__]
     if isinstance(value, type):
-        return f"{value.__name__} is a class: give an object of it"
+        return f"{value.__name__} is a class; give an instance"
     if found := next((hint for key, hint in _BY_TYPE.items() if key in kinds), None):
         return found
     if any(package == "scipy" for package, _ in kinds):
-        return (
-            "a sparse matrix has no dense rows: give matrix.toarray() where that fits into memory"
-        )
+        return "a sparse matrix has no dense rows; give matrix.toarray() if that fits in memory"
     if isinstance(value, (Number, range)):
-        return "numbers in a list are given as np.asarray(list)"
+        return "for a list of numbers, give np.asarray(list)"
     if isinstance(value, Iterator):
         return (
-            "an iterator gives its rows once: "
-            "give np.stack(list(rows)) of rows, or pinfeed.wrap_loader(list) of batches"
+            "an iterator gives its rows only once; for rows, give np.stack(list(rows)); for "
+            "batches, give pinfeed.wrap_loader(list)"
         )
     if isinstance(value, (bytes, bytearray, memoryview)):
-        return "a path is a str; raw numbers are given as np.frombuffer(data, dtype)"
+        return "expected a path as a str; for raw numbers, give np.frombuffer(data, dtype)"
     if is_array_like(value):
         return _COPY
     if isinstance(value, (list, tuple)):
         return (
-            "rows in a list are given as np.asarray(list), rows that are arrays as np.stack(list)"
+            "for a list of rows, give np.asarray(list); for a list of arrays, give np.stack(list)"
         )
     if isinstance(value, (Set, deque)):
-        return "give np.stack(list(rows)) where these are rows"
+        return "if these are rows, give np.stack(list(rows))"
     if (
         hasattr(value, "__getitem__")
         and hasattr(value, "__len__")
         and not isinstance(value, Mapping)
     ):
-        return f"samples by index are a Dataset: {_LOADER}"
-    return "several of these go into a tuple, a list or a dict"
+        return f"for a Dataset of samples, {_LOADER}"
+    return "for several sources, give a tuple, a list or a dict"
 
 
 def of_file(path: str, start: bytes = b"") -> tuple[str, str] | None:
-    """Return the kind of a file that is no .npy file, with advice; None if it is unknown.
+    """Return the kind of a file that is not a .npy file, with advice; None if it is unknown.
 
     Args:
         path: Path of the file.

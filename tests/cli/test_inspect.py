@@ -96,7 +96,7 @@ DAMAGE: dict[str, tuple[Callable[[str], None], str]] = {
     "text": (raw(lambda b: b"a,b\n1,2\n3,4\n5,6\n"), "is not a .npy file (it starts with b'a,b"),
     "zip": (
         raw(lambda b: b"PK\x03\x04" + b[4:]),
-        "looks like a zip archive: of a .npz save each array alone",
+        "looks like a zip archive: for a .npz file, save each array alone",
     ),
     "pickle": (raw(lambda b: b"\x80\x04" + b[2:]), "looks like a pickle"),
     "hdf5": (raw(lambda b: b"\x89HDF\r\n\x1a\n" + b[8:]), "looks like an HDF5 file"),
@@ -116,7 +116,7 @@ DAMAGE: dict[str, tuple[Callable[[str], None], str]] = {
     "objects": (saved(np.array([{}, Bomb()], dtype=object)), "Python objects are never unpickled"),
     "structured": (
         saved(np.zeros(3, [("a", "f4"), ("b", "i8")])),
-        "save each field as an array of its own",
+        "save each field as a separate array",
     ),
     "dates": (saved(np.zeros(3, "M8[s]")), 'convert with .view("int64")'),
     "bfloat16": (saved(X.astype(ml_dtypes.bfloat16)), 'MmapStore(path, dtype="bfloat16")'),

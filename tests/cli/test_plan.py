@@ -149,7 +149,7 @@ def test_plan_for_cuda_without_a_gpu() -> None:
     result = run("plan", "x.npy", "--device", "cuda", "--cpu-limit", "1GiB")
     assert result.exit_code == 3
     assert "give gpu_memory_limit (--gpu-limit)" in result.stderr
-    with pytest.raises(DeviceError, match="there is no GPU here"):
+    with pytest.raises(DeviceError, match="this machine has no GPU"):
         Feeder(X, batch_size=8, device=PlannedGpu(), route="direct")
 
 

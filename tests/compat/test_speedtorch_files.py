@@ -173,14 +173,14 @@ def test_loading_refuses_files_of_other_tables() -> None:
     )
     for without, problem in [
         ((), "the saved state belongs to Adam; expected Adagrad"),
-        (("optimizer",), "Adagrad has"),
+        (("optimizer",), "Adagrad expects"),
     ]:
         with pytest.raises(errors.StoreError, match=problem):
             other.restore(
                 {key: value for key, value in torch.load("adam.pt").items() if key not in without}
             )
     torch.save(torch.zeros(2), "tensor.pt")
-    with pytest.raises(errors.StoreError, match="expected tables of an optimizer"):
+    with pytest.raises(errors.StoreError, match="expected the tables of an optimizer"):
         other.loadTorch("tensor.pt")
     for load in (weights.loadCupy, weights.loadTorch, states.loadCupy, states.loadTorch):
         with pytest.raises(errors.FileMissing):

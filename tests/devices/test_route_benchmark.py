@@ -38,7 +38,7 @@ def test_the_fewest_blocks_that_are_nearly_the_fastest() -> None:
     route = decide(RATES, None)
     assert (route.n_blocks, route.duplex, route.mover) == (8, True, "kernel")
     assert route.why == (
-        "the GPU reads page-locked rows itself: 33.0 GB/s by 8 blocks of a kernel, 12.0 GB/s "
+        "the GPU reads page-locked rows directly: 33.0 GB/s by 8 blocks of a kernel, 12.0 GB/s "
         "gathered by the CPU and copied (0.51 ms and 1.60 ms together with matrix products of "
         "0.50 ms); rows are gathered and scattered at the same time"
     )
@@ -70,7 +70,9 @@ def test_the_copy_engine_is_chosen_where_it_is_faster(joint_s: float, mover: str
 def test_a_requested_route_is_taken(rates: Rates, wanted: str | None, n_blocks: int) -> None:
     route = decide(rates, wanted)
     assert route.n_blocks == n_blocks
-    assert route.why.startswith("the GPU reads" if n_blocks else "page-locked rows are staged")
+    assert route.why.startswith(
+        "the GPU reads" if n_blocks else "page-locked rows take the staged route"
+    )
 
 
 def test_rows_move_in_turn_where_that_is_faster() -> None:

@@ -209,7 +209,7 @@ def test_write_back_to_rows_that_are_given_twice(x: np.ndarray, tmp_path: Path) 
         for batch in feeder.batches():
             batch.write_back((batch.data[0] + 1, batch.data[1]))
     file.close()
-    with pytest.raises(errors.ArgumentError, match="stands twice"):
+    with pytest.raises(errors.ArgumentError, match="occurs twice"):
         MmapStore([tmp_path / "x.npy"] * 2, mode="r+")
 
 

@@ -210,7 +210,7 @@ def test_a_file_that_is_larger_than_the_file_system_allows(
         file_limit(50_000),
         pytest.raises(
             errors.StoreError,
-            match=r"\.npy: shape \(5000, 4\) of float32 takes 80,000 bytes, which the file",
+            match=r"\.npy: shape \(5000, 4\) of float32 needs 80,000 bytes, but the file",
         ),
     ):
         MmapStore.create(
@@ -307,7 +307,7 @@ def test_rows_of_no_bytes_beyond_number(shape: tuple[int, ...], tmp_path: Path) 
             file, {"descr": "<f4", "fortran_order": False, "shape": shape}
         )
     with pytest.raises(
-        errors.StoreError, match="has no bytes, and more of them than numpy can count"
+        errors.StoreError, match="has rows of 0 bytes, and more rows than numpy can count"
     ):
         MmapStore(tmp_path / "x.npy")
 
@@ -425,8 +425,8 @@ def test_no_memory_on_the_host() -> None:
             assert next(loop).shape == (100, 1 << 10)
             with pytest.raises(
                 MemoryError,
-                match=r"the system has no 4294967296 bytes for rows .* "
-                "ask for smaller batches or free memory",
+                match=r"the system cannot allocate 4294967296 bytes for rows .* "
+                "use smaller batches, or free memory",
             ):
                 next(loop)
         finally:
@@ -449,7 +449,7 @@ def test_a_store_of_files_is_opened_again_where_it_is_unpickled(path: Path, x: n
     with (
         MmapStore(path, mode="r+") as store,
         pytest.raises(
-            errors.CopyError, match="both would write to the same files; hand over the path"
+            errors.CopyError, match="both stores would write to the same files; pass the path"
         ),
     ):
         pickle.dumps(store)

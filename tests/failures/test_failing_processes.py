@@ -339,7 +339,7 @@ def test_fork_in_a_loop(tmp_path: Path) -> None:
             for use in (lambda: next(loop), lambda: iter(feeder), feeder.land):
                 with pytest.raises(
                     errors.ClosedError,
-                    match="process was forked while the loop ran, and does not have its threads",
+                    match="was forked while the loop ran, and does not have the loop's threads",
                 ):
                     use()
             feeder.close()

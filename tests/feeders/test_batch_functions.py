@@ -358,7 +358,7 @@ def test_bad_arguments_are_refused() -> None:
         refused("^device_transform='x': ", make, device_transform="x")
     refused("^verify=True was given with", rows, verify=True, device_transform=abs)
     refused("^route='direct' was given with", rows, route="direct", host_transform=abs)
-    refused("^seed=1 was given and shuffle was not", rows, seed=1, host_transform=abs)
+    refused("^seed=1 was given without shuffle", rows, seed=1, host_transform=abs)
     rows(seed=1, host_transform=on_host).close()
     bound = functools.partial(on_host, generator=torch.Generator())
     for make in (of_loader, of_table):

@@ -172,7 +172,7 @@ def test_the_plan_sizes_the_batch(tmp_path: Path) -> None:
             feeder.plan.batch_size,
             5000 % feeder.plan.batch_size,
         }
-        assert "of 10.0 MiB" in str(feeder.plan)
+        assert "(limit 10.0 MiB)" in str(feeder.plan)
     with (
         Feeder(tmp_path / "x.npy", batch_size=10) as feeder,
         pytest.raises(errors.BudgetError, match=r"cpu_memory_limit is 1\.0 KiB"),
@@ -186,8 +186,8 @@ def test_the_bound_of_a_batch_is_said_and_leaves_whole_batches_alone() -> None:
     with Feeder(x, config=config, device="cpu") as feeder:
         assert feeder.plan.batch_size == 1 << 16
         assert (
-            "65,536 rows a batch, as larger ones move no more rows per second; "
-            "preferred_batch_size takes more" in str(feeder.plan)
+            "batches have 65,536 rows, because larger ones move no more rows per second; "
+            "set preferred_batch_size for larger batches" in str(feeder.plan)
         )
     with Feeder(x, config=config, rows=[np.arange(90_000)], device="cpu") as feeder:
         assert [len(batch) for batch in feeder] == [90_000]

@@ -162,7 +162,7 @@ def test_a_sampler_whose_epoch_is_another_number_is_refused(x: np.ndarray) -> No
 
     with (
         Feeder(x, rows=Iterated(), batch_size=5) as feeder,
-        pytest.raises(errors.ArgumentError, match="leaves epoch=103"),
+        pytest.raises(errors.ArgumentError, match="its attribute epoch is 103"),
     ):
         feeder.set_epoch(3)
 

@@ -213,7 +213,7 @@ def test_memory_that_the_driver_does_not_unlock_stays(
     del memory
     unlock_freed()
     assert (
-        f"{PAGE} bytes of page-locked memory could not be unlocked, and stay as they are "
+        f"{PAGE} bytes of page-locked memory could not be unlocked, and stay mapped "
         "(cudaHostUnregister failed"
     ) in caplog.text
     assert is_mapped(address)

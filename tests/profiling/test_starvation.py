@@ -64,7 +64,7 @@ def run(
             watch.look()
         counters.lend()
         clock.pass_s(works_s)
-        counters.ask()
+        counters.request()
     counters.receive_none()
     watch.end(is_excused=is_excused)
     counters.leave()

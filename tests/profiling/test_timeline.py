@@ -231,7 +231,7 @@ def test_nothing_is_recorded_by_default() -> None:
     for _ in range(1000):
         counters.receive(0, 10, 120, 0.0, idle=True)
         counters.lend()
-        counters.ask()
+        counters.request()
     assert sys.getallocatedblocks() - before < 20
 
 

@@ -252,7 +252,7 @@ def test_a_sampler_that_calls_its_batch_size_so_may_give_single_rows() -> None:
 def test_an_iterator_serves_one_epoch() -> None:
     batches = SamplerBatches(iter(ROWS), 5, 4, False)
     assert rows_of(batches) == [[4, 0, 3, 3], [1, 2, 0]]
-    with pytest.raises(ArgumentError, match="is used up, it serves one epoch"):
+    with pytest.raises(ArgumentError, match="is exhausted after one epoch"):
         rows_of(batches, 1)
 
 

@@ -127,7 +127,7 @@ def test_lengths_are_copied_and_may_be_a_tensor() -> None:
 @pytest.mark.parametrize(
     ("lengths", "options", "message"),
     [
-        ([1, 9, 2], {}, "row 1 has 9 elements, and max_elements=8"),
+        ([1, 9, 2], {}, "row 1 has 9 elements, but max_elements=8"),
         ([1, -2], {}, "row 1 has -2 elements"),
         ([], {}, "lengths: got shape"),
         ([1.5], {}, "of float64"),
@@ -185,7 +185,7 @@ def test_a_feeder_refuses_lengths_of_other_rows() -> None:
         Feeder(np.arange(12), rows=element_batches(LENGTHS, 7), batch_size=3, device="cpu")
     with pytest.raises(ArgumentError, match=r"give element_batches\(\.\.\., drop_last=True\)"):
         Feeder(np.arange(12), rows=element_batches(LENGTHS, 7), drop_last=True, device="cpu")
-    with pytest.raises(ArgumentError, match="ranks='pad' shares orders"):
+    with pytest.raises(ArgumentError, match="ranks='pad' divides orders"):
         Feeder(np.arange(12), rows=element_batches(LENGTHS, 7), ranks="pad", device="cpu")
 
 
@@ -210,9 +210,11 @@ def test_the_bound_holds_for_shorter_rows_only() -> None:
 
 def test_a_feeder_refuses_lengths_below_those_of_its_rows() -> None:
     store = RaggedStore(np.arange(30), [0, 17, 30])
-    with pytest.raises(ArgumentError, match="has length 3 for row 0, which has 17 elements in"):
+    with pytest.raises(
+        ArgumentError, match="has length 3 for row 0, but the row has 17 elements in"
+    ):
         Feeder(store, rows=element_batches([3, 20], 20))
-    with pytest.raises(ArgumentError, match=r"has 3 lengths, and .* has 2 rows"):
+    with pytest.raises(ArgumentError, match=r"has 3 lengths, but .* has 2 rows"):
         Feeder(store, rows=element_batches([17, 20, 1], 20))
     with Feeder(store, rows=element_batches([20, 20], 40)) as feeder:
         assert len(list(feeder)) == 1

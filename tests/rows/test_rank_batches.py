@@ -388,7 +388,7 @@ def test_a_config_must_hold_the_batches_of_all_ranks() -> None:
         feeders(x, 1, config=Config(cpu_memory_limit=MiB(8), preferred_batch_size=800))
     with pytest.raises(
         ArgumentError,
-        match="batches of one size on all ranks; give the config a preferred_batch_size",
+        match="batches of the same size on all ranks; set preferred_batch_size in the config",
     ):
         feeders(x, 1, config=Config(cpu_memory_limit=MiB(8)))
 
@@ -419,24 +419,24 @@ def test_a_share_of_a_sequence_is_read_in_sequence(path: Path) -> None:
         ({"ranks": 3}, "ranks=3: expected 'pad'"),
         (
             {"ranks": "join", "drop_last": True},
-            "ranks='join' gives every row once and drop_last=True leaves rows out",
+            "ranks='join' reads every row once, but drop_last=True leaves rows out",
         ),
         (
             {"ranks": "pad", "rows": rows.per_rank(rows.shuffled(), rank=0, world_size=2)},
-            "would share it again",
+            "would divide it again",
         ),
         (
             {"ranks": "pad", "rows": SequentialSampler(range(10))},
-            "rows is a SequentialSampler, which says itself what a process has",
+            "rows is a SequentialSampler, which decides on its own what a process reads",
         ),
         ({"ranks": "pad", "rows": [[1, 2]], "batch_size": None}, "rows is a list"),
         (
             {"ranks": Ranks(split_batches=True, rank=0, world_size=4), "batch_size": 10},
-            "batch_size=10 is to be split among 4 ranks; expected a multiple of that: 8 or 12",
+            "batch_size=10 cannot be split among 4 ranks; expected a multiple of 4: 8 or 12",
         ),
         (
             {"ranks": Ranks(split_batches=True, rank=0, world_size=4), "batch_size": 3},
-            "expected a multiple of that: 4",
+            "expected a multiple of 4: 4",
         ),
     ],
 )
@@ -470,8 +470,8 @@ def test_invalid_ranks_are_refused() -> None:
             "not a state of a feeder with ranks=: {'world_size': 0, 'done': []}",
         ),
         ({"ranks": {"world_size": 2, "done": [[1, -1]]}}, "not a state of a feeder with ranks="),
-        ({"batch": 7}, "a state of batch 7; 2 ranks have 5 batches"),
-        ({"batch": -1}, "a state of batch -1"),
+        ({"batch": 7}, "the state is at batch 7; expected 0 to 5"),
+        ({"batch": -1}, "the state is at batch -1"),
         ({"source": {}, "batch": 99}, "the state is of another feeder: order was None"),
     ],
 )

@@ -24,8 +24,8 @@ from pinfeed.rows.ranks import world
         ({}, (0, 1)),
         ({"RANK": "3", "WORLD_SIZE": "4"}, (3, 4)),
         ({"RANK": "", "WORLD_SIZE": ""}, (0, 1)),
-        ({"RANK": "1"}, "the environment has RANK=1, and not the other one of RANK and WORLD_SIZE"),
-        ({"WORLD_SIZE": "2"}, "the environment has WORLD_SIZE=2, and not the other one"),
+        ({"RANK": "1"}, "the environment has RANK=1; expected both RANK and WORLD_SIZE"),
+        ({"WORLD_SIZE": "2"}, "the environment has WORLD_SIZE=2; expected both"),
         (
             {"RANK": "1", "WORLD_SIZE": "two"},
             "the environment has RANK=1, WORLD_SIZE=two; expected whole numbers",
@@ -148,4 +148,4 @@ def test_workers_that_each_have_all_rows_are_warned_of_once(
         "each of the 2 worker processes of a DataLoader loops over all rows" in line
         for line in said
     )
-    assert all("each comes 2 times; give each worker its part" in line for line in said)
+    assert all("each row occurs 2 times. Give each worker its part" in line for line in said)

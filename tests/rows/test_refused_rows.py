@@ -24,7 +24,7 @@ from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch
         ([2**63], "row 9223372036854775808 is out of range"),
         (np.array([2**64 - 1], np.uint64), "row 18446744073709551615 is out of range"),
         ([2**64], r"got shape \(1,\) of object"),
-        ([0.0, 1.0], r"got shape \(2,\) of float64; expected a 1-d array of integer row numbers"),
+        ([0.0, 1.0], r"got shape \(2,\) of float64; expected a 1-d array of integer row indices"),
         ([True, False], r"got shape \(2,\) of bool"),
         (["0"], r"got shape \(1,\) of <U1"),
         ([None], r"got shape \(1,\) of object"),
@@ -124,15 +124,16 @@ def test_empty_rows_are_refused(rows: Any) -> None:
 @pytest.mark.parametrize("rows", [[0, 1], np.arange(2), range(2)], ids=repr)
 def test_single_rows_need_a_batch_size(rows: Any) -> None:
     with pytest.raises(
-        ArgumentError, match="rows gives single row numbers: give batch_size= or config= as well"
+        ArgumentError,
+        match="rows gives single row indices; expected a batch size as well",
     ):
         SamplerBatches(rows, 5, None, False)
-    with pytest.raises(ArgumentError, match="rows gives single row numbers"):
+    with pytest.raises(ArgumentError, match="rows gives single row indices"):
         rows_of(SamplerBatches(Sampler(list(rows)), 5, None, False))
 
 
 def test_a_batch_larger_than_planned_is_refused() -> None:
-    message = "batch 1 of rows has 3 rows; expected at most 2, the batch size that was planned"
+    message = "batch 1 of rows has 3 rows; expected at most 2, the planned batch size"
     with pytest.raises(ArgumentError, match=message):
         SamplerBatches([[0], [1, 2, 3]], 5, 2, False)
     with pytest.raises(ArgumentError, match=message):
@@ -149,7 +150,7 @@ def test_a_sampler_that_gives_less_than_it_promised_is_an_error(
     elements: list[Any], length: int, drop_last: bool, promised: int, came: int
 ) -> None:
     message = re.escape(
-        f"rows=Sampler promised {promised} batches (its len) and ended after {came} in epoch 6"
+        f"rows=Sampler promised {promised} batches (its len), but ended after {came} in epoch 6"
     )
     with pytest.raises(WorkerError, match=message):
         rows_of(SamplerBatches(Sampler(elements, length), 5, 2, drop_last), 6)

@@ -260,7 +260,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize(("column", "message"), REFUSED.values(), ids=REFUSED)
 def test_unsupported_columns_are_refused(column: Any, message: str) -> None:
     """The error names the column, and says what to do."""
-    with pytest.raises(errors.StoreError, match=rf"source\['bad'\]: .*{message}"):
+    with pytest.raises(errors.StoreError, match=rf"source\['bad'\].* {message}"):
         Feeder(pa.table({"bad": column}), batch_size=1, device="cpu")
 
 

@@ -111,7 +111,7 @@ def test_a_file_that_is_deleted_before_it_is_read(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.npy", np.arange(10.0))
     with MmapStore(path) as store:
         path.unlink()
-        with pytest.raises(FileNotFoundError, match="not any more"):
+        with pytest.raises(FileNotFoundError, match="no longer exists"):
             gathered(store, [3])
 
 

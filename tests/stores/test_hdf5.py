@@ -257,7 +257,7 @@ def dataset(file: Any, kind: str) -> None:
         "ragged": r"give pinfeed.RaggedStore\(values, offsets\)",
         "references": "references to other objects",
         "arrays": "arrays as items",
-        "compound": "save each field as an array",
+        "compound": "save each field as a separate array",
         "bytes": "text",
         "scalar": "has no rows",
         "null": "has no rows",

@@ -119,7 +119,7 @@ def test_nulls_and_lengths_that_the_metadata_does_not_show(tmp_path: Path) -> No
     table = pa.table({"nulls": [1.0, 2.0, None, 4.0, 5.0], "lists": lists})
     pq.write_table(table, tmp_path / "x.parquet", row_group_size=5, write_statistics=False)
     store = ParquetStore(tmp_path / "x.parquet", "nulls")
-    with pytest.raises(errors.StoreError, match="has nulls, which a tensor cannot have"):
+    with pytest.raises(errors.StoreError, match="has nulls, but tensors have no nulls"):
         gathered(store, [0])
     store = ParquetStore(tmp_path / "x.parquet", "lists")
     with pytest.raises(errors.StoreError, match=r"RaggedStore\(values, offsets\)"):
@@ -160,7 +160,7 @@ def test_files_that_cannot_be_served(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(errors.StoreError, match="shards do not match"):
         ParquetStore([path, other], "x")
     pq.write_table(pa.Table.from_arrays([pa.array([1])] * 2, ["x", "x"]), tmp_path / "c.parquet")
-    with pytest.raises(errors.StoreError, match="columns of the same name"):
+    with pytest.raises(errors.StoreError, match="columns have the same name"):
         ParquetStore.columns(tmp_path / "c.parquet")
     with pytest.raises(errors.FileMissing, match="no such file"):
         Feeder(tmp_path / "d.parquet", batch_size=1)

@@ -160,5 +160,5 @@ def test_pinned_store_refuses() -> None:
 
 
 def test_more_memory_than_an_address_can_tell() -> None:
-    with pytest.raises(MemoryError, match=f"the system has no {2**63} bytes for rows"):
+    with pytest.raises(MemoryError, match=f"the system cannot allocate {2**63} bytes for rows"):
         anonymous(2**63)

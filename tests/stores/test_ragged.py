@@ -200,8 +200,8 @@ def test_offsets_are_copied() -> None:
 
 
 BAD: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
-    "decreasing": (np.arange(3), [0, 2, 1, 0], {}, r"offsets\[2\] is 1, and offsets\[1\] is 2"),
-    "too far": (np.arange(3), [0, 3, 4, 5], {}, r"offsets\[2\] is 4, and there are 3 items"),
+    "decreasing": (np.arange(3), [0, 2, 1, 0], {}, r"offsets\[2\] is 1, but offsets\[1\] is 2"),
+    "too far": (np.arange(3), [0, 3, 4, 5], {}, r"offsets\[2\] is 4, but values has 3 items"),
     "negative": (np.arange(3), [-1, 2], {}, r"offsets\[0\] is -1"),
     "too large": (np.arange(3), np.array([0, 1 << 63], np.uint64), {}, "is too large"),
     "no rows": (np.arange(3), [0], {}, "for at least one row"),
@@ -211,11 +211,16 @@ BAD: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "no items": (np.empty(0), [0, 0], {}, "values: shape .* has no rows"),
     "values of a list": ([1, 2], [0, 1], {}, "values is a list; expected one array"),
     "layout": (np.arange(3), [0, 1], {"layout": "ragged"}, "layout='ragged': expected 'offsets'"),
-    "padding too large": (np.arange(3, dtype="u1"), [0, 1], {"padding": 256}, "that uint8 has"),
+    "padding too large": (
+        np.arange(3, dtype="u1"),
+        [0, 1],
+        {"padding": 256},
+        "that uint8 can represent",
+    ),
     "padding of a fraction": (np.arange(3), [0, 1], {"padding": 0.5}, "padding=0.5: expected"),
     "padding of a word": (np.arange(3.0), [0, 1], {"padding": "x"}, "padding='x': expected"),
     "lengths": (np.arange(3), [0, 1], {"lengths": [1]}, "give offsets: np.concatenate"),
-    "itself": (RaggedStore(np.arange(3), [0, 1]), [0, 1], {}, "values is a RaggedStore already"),
+    "itself": (RaggedStore(np.arange(3), [0, 1]), [0, 1], {}, "values is a RaggedStore; expected"),
     "missing file": ("nowhere.npy", [0, 1], {}, "nowhere.npy: no such file"),
     "missing offsets": (np.arange(3), "nowhere.npy", {}, "nowhere.npy: no such file"),
 }

@@ -173,7 +173,7 @@ def test_a_remote_directory(tmp_path: Path) -> None:
     [
         ("x.npy", "'x.npy' is not a URL"),
         ("C:/data/x.npy", "is not a URL"),
-        (Path("s3://bucket/x.npy"), "is not a URL; .*pathlib takes a slash away"),
+        (Path("s3://bucket/x.npy"), "is not a URL; .*pathlib removes a slash"),
         (["memory://x.npy", "x.npy"], "'x.npy' is not a URL"),
         ([3], "3 is not a URL"),
         (3, "path=3"),
@@ -214,9 +214,9 @@ def test_a_file_system_that_is_not_installed() -> None:
 def test_urls(path: str) -> None:
     assert has_protocol(path)
     for store in (MmapStore, PinnedStore):
-        with pytest.raises(errors.ArgumentError, match=r"is a URL; .* RemoteStore\('"):
+        with pytest.raises(errors.ArgumentError, match=r"is a URL, but .* RemoteStore\('"):
             store(path)
-    with pytest.raises(errors.ArgumentError, match=r"is a URL; .* RemoteStore\('"):
+    with pytest.raises(errors.ArgumentError, match=r"is a URL, but .* RemoteStore\('"):
         MmapStore(["x.npy", path])
 
 

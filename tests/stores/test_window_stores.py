@@ -396,5 +396,5 @@ def test_inputs_and_targets_without_a_common_span(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.arange(20.0))
     inputs = MmapStore.windows(tmp_path / "x.npy", length=4)
     targets = MmapStore.windows(tmp_path / "x.npy", length=2, start=4)
-    with inputs, targets, pytest.raises(StoreError, match="equally many rows from the same span="):
+    with inputs, targets, pytest.raises(StoreError, match="windows of one series the same span="):
         Feeder((inputs, targets), batch_size=4)

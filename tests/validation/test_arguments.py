@@ -149,7 +149,7 @@ def test_headroom_is_a_share(headroom: Any) -> None:
 )
 def test_a_seed_is_a_whole_number(make: Callable[[Any], Any], seed: Any) -> None:
     message = (
-        f"seed={seed!r}: expected a whole number; for another order in every run, give "
+        f"seed={seed!r}: expected a whole number; for a different order in every run, give "
         "seed=random.randrange(2**32)"
     )
     with pytest.raises(ArgumentError, match=re.escape(message)):
@@ -161,7 +161,7 @@ def test_a_seed_is_a_whole_number(make: Callable[[Any], Any], seed: Any) -> None
 def test_a_seed_that_shuffles_nothing_is_refused(
     make: Callable[..., Any], arguments: dict[str, Any]
 ) -> None:
-    message = f"seed={arguments['seed']} was given and shuffle was not; expected shuffle=True, "
+    message = f"seed={arguments['seed']} was given without shuffle; expected shuffle=True, "
     with pytest.raises(ArgumentError, match=re.escape(message)):
         make(**arguments)
     make(shuffle=False, **arguments).close()
@@ -381,7 +381,8 @@ def test_a_file_in_a_directory_that_does_not_exist(
     tmp_path: Path, make: Callable[[Any], Any]
 ) -> None:
     with pytest.raises(
-        errors.FileMissing, match=re.escape(f"make it with os.makedirs({str(tmp_path / 'run')!r})")
+        errors.FileMissing,
+        match=re.escape(f"create it with os.makedirs({str(tmp_path / 'run')!r})"),
     ):
         make(tmp_path / "run" / "x.npy")
     assert not list(tmp_path.iterdir())
@@ -389,7 +390,7 @@ def test_a_file_in_a_directory_that_does_not_exist(
 
 @pytest.mark.parametrize("make", PATH_TAKERS)
 def test_a_directory_is_no_file(tmp_path: Path, make: Callable[[Any], Any]) -> None:
-    with pytest.raises(errors.StoreError, match="is a directory; expected the name of a"):
+    with pytest.raises(errors.StoreError, match="is a directory; expected the path of a"):
         make(tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -416,7 +417,7 @@ def test_rows_in_place_of_a_store(store: Any) -> None:
 @pytest.mark.parametrize("make", [HostEmbedding.from_pretrained, PinnedStore])
 def test_rows_in_a_list_are_an_array_first(make: Callable[[Any], Any], source: Any) -> None:
     with pytest.raises(
-        errors.StoreError, match=re.escape("rows in a list are given as np.asarray(list)")
+        errors.StoreError, match=re.escape("for a list of rows, give np.asarray(list)")
     ):
         make(source)
 
@@ -424,7 +425,9 @@ def test_rows_in_a_list_are_an_array_first(make: Callable[[Any], Any], source: A
 def test_a_shape_in_place_of_rows() -> None:
     with pytest.raises(
         errors.StoreError,
-        match=re.escape("got the tuple (3, 4); expected rows, or a path of them; a store of a"),
+        match=re.escape(
+            "got the tuple (3, 4); expected rows, or the path of a file; create a store"
+        ),
     ):
         PinnedStore((3, 4))
 
@@ -432,7 +435,7 @@ def test_a_shape_in_place_of_rows() -> None:
 def test_a_table_that_is_larger_than_memory() -> None:
     with pytest.raises(
         MemoryError,
-        match=r"takes 35,184,372,088,832 bytes of memory, .* HostEmbedding\(\.\.\., store=path\)",
+        match=r"needs 35,184,372,088,832 bytes, .* HostEmbedding\(\.\.\., store=path\)",
     ):
         HostEmbedding(2**40, 8, pin=False)
 

@@ -98,16 +98,16 @@ def refusal(source: Any) -> str:
             ),
         ),
         ({"x": X, "y": Lazy(X)}, "source['y']: got Lazy; "),
-        (of("cupy", "ndarray"), "it is on the GPU already"),
+        (of("cupy", "ndarray"), "it is already on the GPU"),
         (of("scipy", "csr_matrix"), "give matrix.toarray()"),
         (Samples(), "give pinfeed.wrap_loader(DataLoader(dataset, batch_size=...))"),
         (Endless(), "give pinfeed.wrap_loader(DataLoader(dataset, batch_size=...))"),
-        (Duck(), "samples by index are a Dataset: give pinfeed.wrap_loader(DataLoader"),
+        (Duck(), "for a Dataset of samples, give pinfeed.wrap_loader(DataLoader"),
         (TensorDataset(torch.zeros(4, 3)), "give dataset.tensors"),
         (DataLoader(TensorDataset(torch.zeros(4, 3))), "give pinfeed.wrap_loader(loader)"),
-        (RowDataset(X), "give the source that it was made of"),
-        (Feeder(X, batch_size=1, device="cpu"), "it is a feeder already"),
-        (wrap_loader([], device="cpu"), "it is a feeder already"),
+        (RowDataset(X), "give the source of the dataset"),
+        (Feeder(X, batch_size=1, device="cpu"), "it is already a feeder"),
+        (wrap_loader([], device="cpu"), "it is already a feeder"),
         (HostEmbedding(4, 3), "give table.store"),
         ((row for row in X), "give np.stack(list(rows))"),
         (map(int, [1]), "give np.stack(list(rows))"),
@@ -117,30 +117,30 @@ def refusal(source: Any) -> str:
             [1, 2, 3],
             (
                 "source[0]: got int; expected a path, a numpy array, a CPU tensor, an Arrow table, "
-                "a DataFrame or a Store; numbers in a list"
+                "a DataFrame or a Store; for a list of numbers"
             ),
         ),
         (3.5, "source: got float"),
         (range(5), "np.asarray(list)"),
         (None, "source: got NoneType"),
-        (b"x.npy", "a path is a str"),
-        (ArrayStore, "ArrayStore is a class: give an object of it"),
+        (b"x.npy", "expected a path as a str"),
+        (ArrayStore, "ArrayStore is a class; give an instance"),
         (np.ndarray, "ndarray is a class"),
-        (torch.zeros(4, 3, device="meta"), "a meta tensor, which has a shape and no data"),
+        (torch.zeros(4, 3, device="meta"), "a meta tensor, which has no data"),
         (
             torch.eye(4).to_sparse(),
-            "got a torch.sparse_coo tensor of torch.float32; expected a dense one",
+            "got a torch.sparse_coo tensor of torch.float32; expected a dense tensor",
         ),
         (torch.eye(4).to_sparse(), "give tensor.to_dense()"),
         (
             torch.nested.as_nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged),
-            "pad them: tensor.to_padded_tensor(0)",
+            "pad the rows with tensor.to_padded_tensor(0)",
         ),
-        (np.array([X[0], None], dtype=object), "np.stack(list(array)) where each object is a row"),
-        (np.array(["a", "bb"]), "text: number it, np.unique(array, return_inverse=True)[1]"),
+        (np.array([X[0], None], dtype=object), "np.stack(list(array)) if each object is a row"),
+        (np.array(["a", "bb"]), "text: convert it, np.unique(array, return_inverse=True)[1]"),
         (
             np.zeros(4, [("a", "f4")]),
-            "save each field as an array of its own and give a dict of them",
+            "save each field as a separate array, and give a dict of them",
         ),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
@@ -162,8 +162,8 @@ def test_the_advice_for_a_dataframe_works() -> None:
 def test_a_list_of_rows_is_no_list_of_sources() -> None:
     rows = list(np.zeros((100, 3)))
     message = (
-        "source is a list of 100 arrays of shape (3,), which are 100 sources of 3 rows; expected "
-        "one array; give np.stack(source)"
+        "source is a list of 100 arrays of shape (3,), which means 100 sources of 3 rows; expected "
+        "one array; if each array is a row, give np.stack(source)"
     )
     assert message in refusal(rows)
     with Feeder(tuple(rows), batch_size=3, device="cpu") as feeder:

@@ -56,8 +56,8 @@ def test_every_argument_of_a_dataloader_is_explained(make: Callable[..., Any]) -
             fed,
             {"num_workers": 4},
             (
-                "Feeder has no argument 'num_workers'; pinfeed runs as many reader threads as "
-                "help; leave it out"
+                "Feeder has no argument 'num_workers'; pinfeed chooses the number of reader "
+                "threads; leave it out"
             ),
         ),
         (fed, {"gpu_memory_limit": 1}, "config=pinfeed.Config(gpu_memory_limit=...)"),
@@ -78,21 +78,24 @@ def test_every_argument_of_a_dataloader_is_explained(make: Callable[..., Any]) -
             read,
             {"dataset": 4},
             (
-                "wrap_readers has no argument 'dataset'; the lists of inputs and of outputs come "
-                "first, without names"
+                "wrap_readers has no argument 'dataset'; give the inputs and the outputs as the "
+                "first two arguments, without names"
             ),
         ),
         (
             read,
             {"num_workers": 4},
-            "wrap_readers has no argument 'num_workers'; the threads that read are n_readers=",
+            (
+                "wrap_readers has no argument 'num_workers'; give the number of reader threads as "
+                "n_readers="
+            ),
         ),
         (
             Config,
             {"batch_size": 4},
             (
-                "Config has no argument 'batch_size'; give it to the feeder, or give "
-                "preferred_batch_size="
+                "Config has no argument 'batch_size'; give batch_size= to the feeder; "
+                "preferred_batch_size= is the upper bound"
             ),
         ),
         (
@@ -109,12 +112,12 @@ def test_every_argument_of_a_dataloader_is_explained(make: Callable[..., Any]) -
         (
             BigBatch,
             {"batch_size": 4},
-            "BigBatch has no argument 'batch_size'; the batch is what backward() is given",
+            "BigBatch has no argument 'batch_size'; backward() takes a batch of any size",
         ),
         (
             rows.block_shuffled,
             {"block_size": 4},
-            "block_shuffled has no argument 'block_size'; the rows of a block are block_rows=",
+            "'block_size'; the number of rows of a block is block_rows=",
         ),
         (
             trained,
@@ -158,7 +161,7 @@ def test_arguments_of_torch_and_numpy_are_explained(tmp_path: Path) -> None:
         (
             lambda: HostEmbeddingBag(10, 2, "sum"),  # type: ignore[misc]
             (
-                "embedding_dim alone; give the others by name: HostEmbeddingBag(num_embeddings, "
+                "embedding_dim; give the others by name: HostEmbeddingBag(num_embeddings, "
                 "embedding_dim, mode=...)"
             ),
         ),
@@ -173,7 +176,7 @@ def test_arguments_of_torch_and_numpy_are_explained(tmp_path: Path) -> None:
         ),  # type: ignore[call-arg]
         (
             lambda: RowDataset(path, 4),
-            "RowDataset got 2 arguments without a name; expected source alone",
+            "RowDataset got 2 positional arguments; expected only source",
         ),  # type: ignore[call-arg]
     ]:
         with pytest.raises(errors.UnknownArgument, match=re.escape(message)):
@@ -181,7 +184,7 @@ def test_arguments_of_torch_and_numpy_are_explained(tmp_path: Path) -> None:
     for name in OF_DATA_LOADER:
         with pytest.raises(
             errors.UnknownArgument,
-            match=f"has no argument '{name}'; a RowDataset has rows and no batches",
+            match=f"has no argument '{name}'; a RowDataset has rows, not batches",
         ):
             RowDataset(path, **{name: 4})
 
@@ -197,7 +200,7 @@ def test_all_unknown_arguments_are_explained_at_once() -> None:
 
 def test_a_batch_size_without_its_name() -> None:
     message = (
-        "Feeder got 2 arguments without a name; expected source alone; give the others by name: "
+        "Feeder got 2 positional arguments; expected only source; give the others by name: "
         "Feeder(source, batch_size=...)"
     )
     with pytest.raises(errors.UnknownArgument, match=re.escape(message)):

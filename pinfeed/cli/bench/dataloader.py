@@ -1,4 +1,4 @@
-"""The peer of ``pinfeed bench``: a torch DataLoader over memory maps, as programs use it."""
+"""The comparison of ``pinfeed bench``: a torch DataLoader over memory maps, as programs use it."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def loader_epochs(
 ) -> Iterator[Callable[[int], Iterable[Any]]]:
     """Make a DataLoader; yield a function that returns its batches of an epoch, on the device.
 
-    The workers are kept from epoch to epoch, and end with the context.
+    The workers continue from epoch to epoch, and end with the context.
 
     Args:
         sources: The files of each source.

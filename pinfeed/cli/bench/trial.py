@@ -35,7 +35,7 @@ from pinfeed.stores import MmapStore
 _WARM_S = 10.0
 # Batches that are compared.
 _CHECKED = 4
-# The first epoch may take so many times as long as later ones.
+# The first epoch may take this many times as long as later ones.
 _FIRST = 4
 _COPIED_BYTES = 256 << 20
 # Memory to touch before each contestant, in sizes of the files: for batches, and for a copy of the
@@ -79,8 +79,8 @@ class Trial:
         with contextlib.closing(resolve(device, n_spare=0)) as found:
             self.device = found.name
         self.sources = [store.paths for store in stores]
-        # Largest share of the files that was not in the page cache before a contestant although it
-        # should be, or the other way round; None if the kernel does not report it.
+        # Largest share of the files in the wrong state before a contestant: missing from the page
+        # cache if warm, or cached if cold. None if the kernel does not report it.
         self.misplaced: float | None = 0.0
         self.batches = OrderBatches(order, self.n_rows, self.batch_size, False)
         self.warm = True
@@ -230,7 +230,7 @@ class Trial:
         return True
 
     def _settle(self) -> None:
-        """Bring the page cache and the free memory into the same state for each contestant."""
+        """Set the page cache and the free memory to the same state for each contestant."""
         if not self.warm:
             drop(self.paths)
         elif cached_share(self.paths) != 1:

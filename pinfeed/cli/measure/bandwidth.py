@@ -70,7 +70,7 @@ def sequential_rate(
         path: The file.
         n_threads: Pieces that are read at a time.
         stop: Bytes to read from the beginning; None reads the whole file.
-        behind: Whether to drop from the page cache what was read.
+        behind: Whether to drop data that was read from the page cache.
         seconds: Time after which to stop.
     """
     with opened(path) as descriptor, ThreadPoolExecutor(n_threads) as executor:
@@ -128,7 +128,7 @@ def populated(path: Path) -> np.ndarray:
     if mapping is None:
         raise TypeError(f"{path} is not mapped")
     advise_huge_pages(mapping)
-    # An older kernel does not populate maps. There the first pass over the rows does it.
+    # An older kernel does not populate maps. Then, the first pass over the rows does it.
     with contextlib.suppress(OSError):
         mapping.madvise(POPULATE_READ)
     return array.view(np.ndarray)
@@ -237,7 +237,7 @@ def link_rates(device: Any, nbytes: int) -> dict[str, float]:
                 target.copy_(source, non_blocking=True)
                 torch.cuda.synchronize(device)
 
-            # The first copy takes time for setting up, which is not measured.
+            # The first copy includes setup time, which is not measured.
             copy()
             rates[f"{way}_{kind}"] = nbytes / min(seconds_of(copy) for _ in range(_REPEATS)) / 1e9
     return rates

@@ -42,7 +42,7 @@ def cached_share(paths: Iterable[Path], stop: int | None = None) -> float | None
 
 
 def drop(paths: Iterable[Path], stop: int = 0) -> None:
-    """Drop files from the page cache, as far as the kernel can; files in memory stay.
+    """Drop files from the page cache, if the kernel can; files on tmpfs stay.
 
     Args:
         paths: The files.
@@ -58,7 +58,7 @@ def drop(paths: Iterable[Path], stop: int = 0) -> None:
             with opened(path) as descriptor:
                 os.posix_fadvise(descriptor, 0, stop, os.POSIX_FADV_DONTNEED)
         if cached_share(paths, stop or None) in (0, 1, None):
-            # Everything was dropped, or nothing can be, because the files are in memory.
+            # Everything was dropped, or nothing can be dropped, because the files are on tmpfs.
             return
         # The kernel skips pages that are in use at the moment.
         time.sleep(0.05)

@@ -20,9 +20,9 @@ _KINDS = {"Pss_Anon": "anonymous", "Pss_File": "file", "Pss_Shmem": "shared"}
 def touch_memory(nbytes: int, seconds: float = math.inf) -> None:
     """Write to free memory and free it again, immediately before a measurement.
 
-    Many virtual machines give idle memory back to their host. The first use of such memory takes
-    seconds per GiB, whoever uses it, and would be counted as the time of a loader. At most half of
-    the free memory is touched.
+    Many virtual machines return idle memory to their host. The first use of such memory takes
+    seconds per GiB, and would count as the time of a loader. The function touches at most half of
+    the free memory.
 
     Args:
         nbytes: Bytes that the measurement will need, page cache included.
@@ -30,7 +30,7 @@ def touch_memory(nbytes: int, seconds: float = math.inf) -> None:
     """
     deadline = time.perf_counter() + seconds
     left = min(nbytes, free_host_bytes() // 2)
-    # All pieces are kept until the end, because freed memory would be given out again.
+    # All pieces are kept until the end, because freed memory would be reused.
     pieces = []
     while left > 0 and time.perf_counter() < deadline:
         piece = huge(min(left, _PIECE_BYTES))
@@ -47,7 +47,7 @@ def memory_by_kind() -> dict[str, int]:
     divided among them, so that sums over processes count them once.
 
     Returns:
-        Bytes of each kind; nothing where the kernel does not report them.
+        Bytes of each kind; empty if the kernel does not report them.
     """
     found: dict[str, int] = {}
     children = [child.pid for child in multiprocessing.active_children()]

@@ -12,7 +12,7 @@ _N_TIMED = 40
 
 
 class ComputingStep:
-    """Matrix products that leave the data alone, so that the work is the same for every loader.
+    """Matrix products that do not use the data, so that the work is the same for every loader.
 
     On the CPU, they run on as many threads as torch has.
 
@@ -28,7 +28,7 @@ class ComputingStep:
 
     @classmethod
     def lasting(cls, seconds: float, device: str = "cpu") -> ComputingStep:
-        """Return a step that takes about so many seconds while the machine is idle."""
+        """Return a step that takes about this many seconds on an idle machine."""
         n_products = round(seconds / cls(1, device).alone_s())
         return cls(max(1, n_products), device)
 

@@ -1,7 +1,7 @@
-"""Forward pass in chunks, whose backward pass computes each chunk again.
+"""Forward pass in chunks, with a backward pass that computes each chunk again.
 
-``large_batch.strategies.two_pass`` does the same for a known loss. Here the user computes the loss,
-so the outputs of all chunks are one node of the autograd graph.
+``large_batch.strategies.two_pass`` does the same for a known loss. In this module the user computes
+the loss, so the outputs of all chunks are one node of the autograd graph.
 """
 
 from __future__ import annotations

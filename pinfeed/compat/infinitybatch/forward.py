@@ -56,7 +56,7 @@ class BatchForward:
     ) -> None:
         if strategy not in _STRATEGIES:
             raise ArgumentError(
-                f"strategy={strategy!r}: expected {', '.join(map(repr, _STRATEGIES))}"
+                f"strategy={strategy!r}: expected one of {', '.join(map(repr, _STRATEGIES))}"
             )
         if chunk_size is not None:
             whole_number(chunk_size, "chunk_size")

@@ -73,7 +73,7 @@ class Settings:
 
     @property
     def dataloader(self) -> Any:
-        """The dataloader. Iterating it begins an epoch, whose batches the containers record."""
+        """The dataloader. Iterating it begins an epoch, and the containers record its batches."""
         return None if self._loader is None else RecordedLoader(self._containers, self._loader)
 
     @dataloader.setter

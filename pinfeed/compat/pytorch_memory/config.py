@@ -32,8 +32,6 @@ _INDEPENDENT_OF_BATCH = ("parameters", "buffers", "gradients", "optimizer state"
 class Config:
     """Memory limits, and the largest batch that fits in them.
 
-    It is one class because its attributes are those of the original.
-
     Examples:
         >>> from pinfeed.compat.pytorch_memory import Config, GiB
         >>> config = Config(
@@ -71,6 +69,8 @@ class Config:
         NotEnoughGPURam: If the samples of one identity do not fit on the GPU.
         NotEnoughCPUMemory: If the samples of one identity do not fit in host memory.
     """
+
+    # It is one class because its attributes are those of the original.
 
     cpu_memory_limit: int
     gpu_memory_limit: int
@@ -146,7 +146,7 @@ class Config:
 
     @property
     def allowed_sample_count(self) -> int:
-        """Identities, in whole batches, whose samples fit in ``cpu_memory_limit``.
+        """Number of identities that fit in ``cpu_memory_limit``, rounded down to whole batches.
 
         A loop holds ``depth + 3`` batches at a time, even if more fit.
         """

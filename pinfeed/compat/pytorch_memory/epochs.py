@@ -25,14 +25,13 @@ class Epoch(Iterator[tuple[Any, Any]]):
     Reading begins with the first ``next()`` and ends with the last batch.
 
     Examples:
-        >>> from pinfeed.compat import pytorch_memory
-        >>> config = pytorch_memory.Config(
-        ...     2**28, 2**30, (8,), (1,), torch.nn.Linear(8, 1), 64, preferred_batch_size=16
-        ... )
+        >>> from pinfeed.compat.pytorch_memory import Config, GiB, generate_epoch
+        >>> shapes = {"input_shape": (8,), "output_shape": (1,)}
+        >>> limits = {"cpu_memory_limit": GiB(1), "gpu_memory_limit": GiB(1)}
+        >>> sizes = {"total_sample_count": 64, "preferred_batch_size": 16}
+        >>> config = Config(**limits, **shapes, **sizes, model_class=torch.nn.Linear(8, 1))
         >>> read_input, get_output = lambda i: [np.full(8, i)], lambda i: [[i]]
-        >>> epoch = pytorch_memory.generate_epoch(
-        ...     config, range(64), range(64), read_input, get_output
-        ... )
+        >>> epoch = generate_epoch(config, range(64), range(64), read_input, get_output)
         >>> [x.shape for x, y in epoch]
         [(16, 8), (16, 8), (16, 8), (16, 8)]
 
@@ -61,12 +60,13 @@ class Feeder:
     """Epochs of full batches that the user's functions read.
 
     Examples:
-        >>> from pinfeed.compat import pytorch_memory
-        >>> config = pytorch_memory.Config(
-        ...     2**28, 2**30, (8,), (1,), torch.nn.Linear(8, 1), 64, preferred_batch_size=16
-        ... )
+        >>> from pinfeed.compat.pytorch_memory import Config, Feeder, GiB
+        >>> shapes = {"input_shape": (8,), "output_shape": (1,)}
+        >>> limits = {"cpu_memory_limit": GiB(1), "gpu_memory_limit": GiB(1)}
+        >>> sizes = {"total_sample_count": 64, "preferred_batch_size": 16}
+        >>> config = Config(**limits, **shapes, **sizes, model_class=torch.nn.Linear(8, 1))
         >>> read_input, get_output = lambda i: [np.full(8, i)], lambda i: [[i]]
-        >>> feeder = pytorch_memory.Feeder(config, range(64), range(64), read_input, get_output)
+        >>> feeder = Feeder(config, range(64), range(64), read_input, get_output)
         >>> sum(1 for epoch in feeder.generate_epochs(2) for x, y in epoch)
         8
 

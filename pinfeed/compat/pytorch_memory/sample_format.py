@@ -64,10 +64,10 @@ class ConvertingModelFactory:
 
 @dataclass(frozen=True)
 class SampleFormat:
-    """The way in which samples are given to a network.
+    """Format in which a network accepts samples.
 
     Attributes:
-        model: The network, or a function that makes it, for batches of samples as they are.
+        model: The network with a conversion of its inputs, or a function that makes it.
         sample_shape: Shape of a sample, without the dimension of the batch.
         n_variables: Elements that the layers give for one sample.
     """

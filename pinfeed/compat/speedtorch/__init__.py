@@ -35,7 +35,7 @@ The following behaviour differs, because the original gave wrong results or did 
 - Batches may differ in size: a gradient of another size is dropped. Only the rows of the last
   ``beforeForwardPass`` can be written back.
 - Tables of optimizers can be saved and loaded, with their number of steps. ``saveCupy`` writes
-  them as a .npz file. A saved file is either complete or unchanged.
+  them as a .npz file. If saving fails, an existing file does not change.
 - ``MM`` tables are files (``<diskname><N>.memmap.cpy.npy``). Their rows are read and written in
   place and are not held in memory. The same is true of a ``ModelFactory`` with ``diskname``.
 - A DataGadget loads its file at its first use. ``gadgetInit()`` loads it at once, and loads it

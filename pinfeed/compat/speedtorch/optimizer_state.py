@@ -90,7 +90,8 @@ class StateTables(SlotTables):
     def saveCupy(self, saveFileName: FileName) -> None:
         """Save all tables, and the state of the table as a whole, as a .npz file.
 
-        The file is either complete or unchanged. ``.npz`` is added to the name if it is missing.
+        If saving fails, an existing file does not change. ``.npz`` is added to the name if it is
+        missing.
         """
         arrays = to_arrays(self.snapshot())
         with self._writing(with_suffix(saveFileName, ".npz")) as file:

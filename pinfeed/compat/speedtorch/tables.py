@@ -75,7 +75,7 @@ class Tables:
         """Return the table as a numpy array that shares its memory; this does not use CuPy.
 
         The array of a table in a file is a memory map. The array of a table on a GPU is a read-only
-        copy.
+        copy. For an optimizer, the result is a dict of arrays by state key.
         """
         return self._shown(_as_array)
 
@@ -85,7 +85,10 @@ class Tables:
         return self.getCupyVar()
 
     def getTorchVar(self) -> Any:
-        """Return the table as a torch tensor that shares its memory, on the table's device."""
+        """Return the table as a torch tensor that shares its memory, on the table's device.
+
+        For an optimizer, the result is a dict of tensors by state key.
+        """
         return self._shown(lambda table: table.tensor())
 
     def close(self) -> None:
@@ -127,7 +130,7 @@ class SingleTable(Tables):
     datatype: np.dtype[Any]
 
     def saveCupy(self, saveFileName: FileName) -> None:
-        """Save the table as a .npy file, which is either complete or unchanged.
+        """Save the table as a .npy file; if saving fails, an existing file does not change.
 
         ``.npy`` is added to the name if it is missing. Saving a table into its own file does
         nothing, because the file has the rows.
@@ -150,7 +153,7 @@ class SingleTable(Tables):
             self._load(store)
 
     def saveTorch(self, saveFileName: FileName) -> None:
-        """Save the table with ``torch.save``; the file is either complete or unchanged.
+        """Save the table with ``torch.save``; if saving fails, an existing file does not change.
 
         Raises:
             ArgumentError: If the table has its rows in this file.

@@ -104,11 +104,11 @@ class WeightTable(SlotTables, SingleTable):
     def variableTransformer(
         self, batchSize: int, posPerBatch: int, negPerBatch: int | None = None
     ) -> Any:
-        """Return the slot indices to call the model with; they are the same for every batch.
+        """Return the slot indices for calls of the model; they are the same for every batch.
 
         Returns:
-            int64 array of shape (batchSize, posPerBatch). With ``negPerBatch`` also a second one of
-            shape (batchSize, negPerBatch), whose indices continue those of the first.
+            int64 array of shape (batchSize, posPerBatch). With ``negPerBatch``, a pair of this
+            array and one of shape (batchSize, negPerBatch) with the following slot indices.
         """
         n_pos = batchSize * posPerBatch
         positive = np.arange(n_pos, dtype=np.int64).reshape(batchSize, posPerBatch)
@@ -171,8 +171,8 @@ def check_slots_equal(values: torch.Tensor, slots: Slots) -> None:
         values.index_select(0, torch.from_numpy(which).to(values.device))
         for which in (repeated, first[repeated])
     )
-    # Rounding may differ, because one slot may be computed by a vector instruction and another one
-    # not. The comparison is false for NaN, so that NaN is accepted.
+    # Rounding may differ, because a vector instruction may compute one slot and not another. The
+    # comparison is false for NaN, so NaN is accepted.
     tolerance = 32 * torch.finfo(values.dtype).eps * expected.abs().max()
     if bool(((found - expected).abs() > tolerance).any()):
         raise WriteBackError(

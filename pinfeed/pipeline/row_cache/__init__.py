@@ -1,1 +1,1 @@
-"""Rows that stay on the device from batch to batch, and the decisions which rows these are."""
+"""Cache of rows that stay on the device from batch to batch, and its policy."""

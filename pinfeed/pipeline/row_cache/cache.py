@@ -4,11 +4,11 @@ A row in the cache has one slot, in the memory of every store of its group: weig
 state of a table enter and leave together. While a row is in the cache, its slot has the value of
 the synchronous loop, and the stores may have an older one.
 
-Reader threads decide, in the order of batches, which rows of a batch are in the cache, which of the
-others enter it after the batch, and which rows leave it for them (``decisions.py``). The training
-thread carries that out in its own stream: ``lend`` copies cached rows into the batch, and ``put``
-copies new values into the cache and collects the rows that are to be written to the stores. So a
-cached row is up to date without any wait, however far ahead the batch was gathered.
+Reader threads decide about each batch, in order: which rows are in the cache, which other rows
+enter it after the batch, and which rows leave it to make room (``decisions.py``). The training
+thread carries out these decisions in its own stream. ``lend`` copies cached rows into the batch.
+``put`` copies new values into the cache, and collects the rows to write to the stores. So a cached
+row is up to date without any wait, however early the batch was gathered.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Store, row_nbytes
 
 Values = Sequence[Tensor | None]
-"""A tensor for each store; None for a store that stays unchanged."""
+"""A tensor for each store; None for an unchanged store."""
 
 
 class RowCache:
@@ -38,13 +38,13 @@ class RowCache:
 
     Attributes:
         row_nbytes: Bytes of a row in all stores.
-        decisions: Decisions which rows are in the cache.
+        decisions: Decisions about the rows in the cache.
         tensors: Device memory for each store, shape (capacity, *row_shape); empty between loops.
         stream: Stream in which the device works on the cache; None before its first use.
-        leaving: The batch that rows have left the cache for last, or are leaving it for; None if
-            there is none.
+        leaving: The last batch that moved rows out of the cache, or is moving them; None if there
+            is none.
         moving: Lock that is held while rows are copied, because another thread, or a signal
-            handler in the same one, may close the feeder.
+            handler in this thread, may close the feeder.
     """
 
     def __init__(self, name: str, stores: Sequence[Store], capacity: int, device: Device) -> None:
@@ -74,7 +74,7 @@ class RowCache:
         return any(self._is_changed) and not self._is_flushed
 
     def begin(self) -> None:
-        """Empty the cache, because a loop begins and the stores may have changed since the last.
+        """Empty the cache for a new loop, because the stores may have changed.
 
         No reader thread runs when this is called.
         """
@@ -94,8 +94,7 @@ class RowCache:
             gathered: Values of the rows that were gathered, for each store.
 
         Raises:
-            BudgetError: If the device has no memory for the cache, which is made for the first
-                batch.
+            BudgetError: If the device has no memory for the cache, which the first batch allocates.
         """
         if not self.tensors:
             self.tensors = self._allocated()
@@ -124,8 +123,8 @@ class RowCache:
         ]
         self._is_flushed = False
         self.leaving = cached
-        # The cache changes last. Before that, an error or an interrupt leaves it as it was, and
-        # after that, the rows that leave it are in ``evicted_values``.
+        # The cache changes last. Before that, an error or an interrupt leaves it unchanged. After
+        # that, the rows that leave it are in ``evicted_values``.
         if not cached.may_have_moved:
             evicted = self._empty(cached.n_evicted)
             self._copy(cached, self.tensors, evicted, cached.evicted_slots)
@@ -161,7 +160,7 @@ class RowCache:
         self._is_flushed = True
 
     def seal(self) -> None:
-        """Refuse further batches, because the loop ends and its rows are written to the stores."""
+        """Refuse further batches, because the loop is ending and writes its rows to the stores."""
         with self.moving:
             self._is_sealed = True
 
@@ -224,8 +223,8 @@ class RowCache:
             cached: The batch that has the positions.
             sources: Tensors with one row for each position, or more.
             targets: Tensors of the same rows.
-            taken: Part of the positions that are rows of the sources; None for all rows in order.
-            into: Part of the positions that are rows of the targets; likewise.
+            taken: Range of the positions that selects rows of the sources; None for all in order.
+            into: Range of the positions that selects rows of the targets; None for all in order.
         """
         pairs = [
             (source, target)
@@ -261,7 +260,7 @@ class RowCache:
         """Return the memory of the cache.
 
         Raises:
-            BudgetError: If the device has not enough memory.
+            BudgetError: If the device does not have enough memory.
         """
         try:
             return self._empty(self.capacity)

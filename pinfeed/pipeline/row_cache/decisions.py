@@ -1,8 +1,8 @@
 """CachedRows and CacheDecisions: the rows of a batch that enter, use and leave a cache.
 
-Reader threads decide, in the order of batches, and are ahead of the training thread. So the rows
-that the device has now are kept apart from those of the policy. A batch changes them when it is
-carried out, which is one assignment, so that an error or an interrupt comes before or after it.
+Reader threads decide, in the order of batches, ahead of the training thread. So the rows that the
+device has now are stored separately from those of the policy. They change when the decision about a
+batch is carried out. This is one assignment, so an error or an interrupt is before or after it.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class CachedRows:
     gathered_values: list[Tensor] = field(default_factory=list)
     """Values of the gathered rows for each store, as they were lent."""
     evicted_values: list[Tensor] = field(default_factory=list)
-    """Values of the evicted rows for each store, once they have been copied from the cache."""
+    """Values of the evicted rows for each store, after they were copied from the cache."""
     written_values: list[Tensor] = field(default_factory=list)
-    """Values of the rows that the batch has written last, for each store."""
+    """Values of the rows in the last write of the batch, for each store."""
     stream: Stream | None = None
-    """Stream in which these values were used last."""
+    """Stream that used these values last."""
     may_have_moved: bool = False
     """Whether slots of rows that enter and leave the cache may have been overwritten."""
     has_moved: bool = False
@@ -164,8 +164,8 @@ class _Slots(NamedTuple):
     def move(self, cached: CachedRows) -> None:
         """Carry out the decision about a batch.
 
-        While it is being carried out, the rows that enter the cache have their old values in the
-        stores, and those that leave it are in ``evicted_values``.
+        During this, rows that enter the cache have their old values in the stores, and rows that
+        leave it are in ``evicted_values``.
         """
         moves = cached.moves
         self.rows[moves.evicted_slots] = -1
@@ -175,7 +175,7 @@ class _Slots(NamedTuple):
 
 
 class CacheDecisions:
-    """Decisions about the rows of batches, and how many of them are carried out.
+    """Decisions about the rows of batches, and the number of decisions that are carried out.
 
     Args:
         n_rows: Number of rows of the stores.
@@ -189,12 +189,12 @@ class CacheDecisions:
         # Decided batches: some may have been carried out, and the later ones have not.
         self._kept: deque[CachedRows] = deque()
         self._n_decided = 0
-        # Batches that are carried out since the loop began, and those of them at the last flush
-        # without the last one, whose rows may have changed since.
+        # Number of decisions carried out since the loop began, and the same number at the last
+        # flush without the last batch, because its rows may have changed after the flush.
         self._n_done = 0
         self._n_flushed = 0
-        # Held while a decision is made, and while the rows in the cache are listed. A handler of a
-        # signal may close the feeder then.
+        # Held while a decision is made, and while the rows in the cache are listed, because a
+        # signal handler may close the feeder then.
         self._deciding = threading.RLock()
 
     @property
@@ -203,7 +203,7 @@ class CacheDecisions:
         return self._policy.nbytes + self._slots.rows.nbytes + self._slots.used.nbytes
 
     def begin(self) -> None:
-        """Empty the cache for a loop that begins; no reader thread runs then."""
+        """Empty the cache for a new loop; no reader thread runs then."""
         self._policy.begin()
         self._slots.rows[...] = -1
         self._kept.clear()
@@ -216,7 +216,7 @@ class CacheDecisions:
         self._kept.clear()
 
     def announce(self, rows: Rows) -> None:
-        """Note the distinct rows of a batch that was drawn (reader; in the order of batches)."""
+        """Note the distinct rows of a drawn batch (reader; in the order of batches)."""
         self._policy.announce(rows)
 
     def decide(self, cache: RowCache, rows: Rows) -> CachedRows:
@@ -231,7 +231,7 @@ class CacheDecisions:
         return cached
 
     def contains(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Tell which rows are in the cache for the next batch that is decided (reader)."""
+        """Return whether each row is in the cache for the next batch to decide (reader)."""
         return self._policy.contains(rows)
 
     def note_done(self, cached: CachedRows) -> None:
@@ -242,7 +242,7 @@ class CacheDecisions:
     def changed_rows(self) -> tuple[Rows, Positions]:
         """Return the rows that may have changed since the last flush, ascending, and their slots.
 
-        These are rows that the device has now. The readers may go on.
+        These are rows that the device has now. Reader threads may continue to decide.
         """
         with self._deciding:
             now = _Slots(self._slots.rows.copy(), self._slots.used.copy())

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from pinfeed.rows.orders import Rows
 
 NEVER = np.iinfo(np.int32).max
-"""Number instead of that of a batch, for a row that no announced batch uses."""
+"""Value in place of a batch number, for a row that no announced batch uses."""
 
 _MAX_PLACE = np.iinfo(np.int32).max
 
@@ -19,7 +19,7 @@ class NextUses:
     """Numbers of the batches that use the rows of each announced batch next.
 
     Every announced use of a row has a place, in order. A row knows the place of its last announced
-    use, so that a later batch that uses the row writes its number there.
+    use, where the next batch that uses the row writes its number.
 
     Args:
         n_rows: Rows of the table.
@@ -28,7 +28,7 @@ class NextUses:
     def __init__(self, n_rows: int) -> None:
         self._places = np.full(n_rows, -1, np.int32)
         self._sizes: deque[int] = deque()
-        # Places of the batches that are not popped: from _begin to _end.
+        # Range of the places of batches that were not popped.
         self._begin = 0
         self._end = 0
         # Place of the first number.
@@ -37,7 +37,7 @@ class NextUses:
 
     @property
     def n_reserved(self) -> int:
-        """Rows of announced batches for which there is memory."""
+        """Number of rows of announced batches that fit the allocated memory."""
         return len(self._numbers)
 
     def clear(self) -> None:
@@ -77,7 +77,7 @@ class NextUses:
         return self._numbers[begin : begin + size]
 
     def _reserve(self, n_rows: int) -> None:
-        """Make room for the numbers of so many rows."""
+        """Make room for the numbers of ``n_rows`` rows."""
         if self._end + n_rows > _MAX_PLACE:
             np.maximum(self._places - np.int32(self._begin), -1, out=self._places)
             self._origin -= self._begin
@@ -88,7 +88,7 @@ class NextUses:
         kept = self._numbers[self._begin - self._origin : self._end - self._origin].copy()
         n_needed = len(kept) + n_rows
         if 2 * n_needed > len(self._numbers):
-            # Numbers are moved seldom where as many again have room.
+            # With room for twice as many numbers, they are moved rarely.
             self._numbers = np.empty(2 * n_needed, np.int32)
         self._numbers[: len(kept)] = kept
         self._origin = self._begin

@@ -1,8 +1,8 @@
-"""CachePolicy: which rows of a table the device keeps between batches.
+"""CachePolicy: chooses the rows of a table that the device keeps between batches.
 
-Rows that announced batches need are kept first, those that are needed soonest before the others, as
-in Belady's optimum. The other rows are ordered by the number of batches that used them. A later
-batch counts more, so that old counts age without a pass over them (LFU with exponential ageing).
+Rows that announced batches need have priority, in the order of their next use, as in Belady's
+optimum. The other rows are ordered by the number of batches that used them. A later batch counts
+more, so old counts age without a pass over all counts (LFU with exponential ageing).
 
 The rows that a batch misses are compared with the rows in some of the slots, the *window*, which
 moves over all slots from batch to batch. The best of both are in the cache afterwards.
@@ -24,18 +24,18 @@ Indices = npt.NDArray[np.intp]
 Floats = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
 
-# Counts halve while batches use this many times as many rows as the cache holds. That is enough to
-# tell the least frequent rows that belong in the cache from slightly less frequent ones.
+# Counts halve while batches use this many times as many rows as the cache holds. This separates the
+# least frequent rows that belong in the cache from slightly less frequent ones.
 _HALF_LIFE = 64
-# Counts are scaled down when a use counts more than this.
+# If a use counts more than this, all counts are scaled down.
 _MAX_USE = 2.0**60
 # The keys of announced rows are above all counts, and fall by a step from batch to batch. From this
 # number of batches on, announced rows are ordered by their counts alone.
 _KEY_STEP = np.float32(2.0**94)
 _MAX_BATCHES = np.int32(1 << 24)
-# The window has one slot for each missed row that is announced, and one for every so many missed
-# rows, but at least the former number of slots. A larger window lowers the misses by less than 1 %,
-# and moves more rows in and out.
+# The window has one slot for each missed row that is announced, and one for every
+# _MISSES_PER_SLOT missed rows, but at least _MIN_WINDOW slots. A larger window lowers the misses by
+# less than 1%, and moves more rows in and out.
 _MIN_WINDOW = 1 << 13
 _MISSES_PER_SLOT = 4
 
@@ -93,7 +93,7 @@ class CachePolicy:
         self._is_whole = capacity == n_rows
         n_counted, n_compared = (0, 0) if self._is_whole else (n_rows, capacity)
         self._next_uses = NextUses(n_counted)
-        # Counts of the rows that are in no slot; those of the others are out of date here.
+        # Counts of the rows that are in no slot; the counts of other rows are out of date.
         self._counts = np.zeros(n_counted, np.float32)
         # The count of one use.
         self._use = 1.0
@@ -120,7 +120,7 @@ class CachePolicy:
         Args:
             n_rows: Rows of the table.
             capacity: Rows that the cache holds.
-            n_announced: Rows of announced batches for which there is room.
+            n_announced: Number of rows of announced batches that fit the allocated memory.
         """
         if capacity == n_rows:
             return 16 * n_rows
@@ -147,7 +147,7 @@ class CachePolicy:
             rows: Distinct row indices, ascending, shape (n,).
         """
         if not self._is_whole:
-            # An earlier batch uses the other rows before, and gives them their next use.
+            # Earlier announced batches use the other rows first, and set their next use.
             slots = self._slots.take(self._next_uses.add(rows, self._n_announced))
             self._held_uses[slots.compress(slots >= 0)] = self._n_announced
         self._n_announced += 1
@@ -200,7 +200,7 @@ class CachePolicy:
         return self._slots.take(rows) >= 0
 
     def _take_free(self, n: int) -> Indices:
-        """Take so many free slots, or all if they are fewer, for rows of the batch."""
+        """Take ``n`` free slots, or all if they are fewer, for rows of the batch."""
         begin = self._n_used_slots
         self._n_used_slots = min(begin + n, self.capacity)
         self.last_used[begin : self._n_used_slots] = self._n_decided
@@ -251,15 +251,15 @@ class CachePolicy:
         threshold = np.partition(np.concatenate([held, keys]), n_left_out)[n_left_out]
         is_evicted = held < threshold
         is_admitted = keys > threshold
-        # The evicted rows and the free slots make room for the admitted rows. Where one side has
-        # more, rows at the threshold fill up the other.
+        # The evicted rows and the free slots make room for the admitted rows. If one side has more,
+        # rows at the threshold fill up the other.
         n_more = n_free + np.count_nonzero(is_evicted) - np.count_nonzero(is_admitted)
         is_admitted[np.flatnonzero(keys == threshold)[: max(n_more, 0)]] = True
         is_evicted[np.flatnonzero(held == threshold)[: max(-n_more, 0)]] = True
         return is_admitted, np.flatnonzero(is_evicted) + begin
 
     def _age(self, n_rows: int) -> None:
-        """Let later uses count more, after a batch of so many rows; twice as much at most."""
+        """Make later uses count more, at most twice as much, after a batch of ``n_rows`` rows."""
         self._use *= 2.0 ** min(1.0, n_rows / (_HALF_LIFE * self.capacity))
         if self._use > _MAX_USE:
             self._counts /= self._use
@@ -269,7 +269,7 @@ class CachePolicy:
 
 def _keys(counts: Floats, next_uses: npt.NDArray[np.int32]) -> Floats:
     """Return numbers that are higher for rows that are worth more to the cache."""
-    # A row that is not announced gets a negative number here.
+    # A row that is not announced gets a negative number in this step.
     announced = (_MAX_BATCHES - next_uses).astype(np.float32)
     announced *= _KEY_STEP
     return np.maximum(counts, announced, out=announced)

@@ -1,4 +1,4 @@
-"""Source: the protocol of what gives batches on the host, and HostBatch, the form they have."""
+"""Source: the protocol of sources of batches; HostBatch: a batch of a source on the host."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class RowGroup(NamedTuple):
     """The same rows of one or several stores, which are written back together."""
 
     rows: Rows
-    """Indices of the rows that are gathered, shape (n,)."""
+    """Indices of the rows to gather, shape (n,)."""
     first: int
-    """Position of the first of the batch's parts that are these rows; one part per store."""
+    """Index of the first part of the batch with these rows; each store has one part."""
     stores: Sequence[Store]
     repeated: int | None = None
     """A row index that occurs twice, if the loop writes rows back; None if every row is distinct.
-    Such rows cannot be written, because chance would decide which value of the row wins."""
+    Such rows cannot be written, because the value that remains would be random."""
     indices: Tensor | None = None
     """The row indices on the device, if it reads or writes some of the stores itself."""
     cached: CachedRows | None = None
@@ -47,11 +47,11 @@ class RowGroup(NamedTuple):
         return self.rows if self.cached is None else self.cached.written
 
     def cut(self, begin: int, end: int) -> RowGroup:
-        """Return rows [begin, end) of the group, which are not on the device."""
+        """Return rows [begin, end) of the group, without indices on the device."""
         return self._replace(rows=self.rows[begin:end], indices=None)
 
     def as_written(self) -> RowGroup:
-        """Return the group of the rows that are written."""
+        """Return the group of the rows to write."""
         if self.cached is None:
             return self
         return RowGroup(self.written, self.first, self.stores)
@@ -73,43 +73,43 @@ class ArrayPart:
 
 @dataclass(slots=True)
 class HostBatch:
-    """A batch that is to be read, or several small ones after each other.
+    """A batch to read, or several small batches in sequence.
 
     No part has been read yet. A reader thread reads the parts into a slot.
     """
 
     parts: Sequence[HostArray]
     rebuild: Rebuild
-    """Makes a batch, in the structure that the user knows, from the tensors of the parts."""
+    """Makes a batch in the user's structure from the tensors of the parts."""
     batches: Sequence[tuple[int, int]]
     """For each batch the number of samples, and a checksum of the epoch's row indices so far.
 
-    The checksum is 0 where a resumed epoch needs none.
+    The checksum is 0 if a resumed epoch needs none.
     """
     groups: list[RowGroup] = field(default_factory=list)
     """Groups of the parts that are rows of stores."""
     shared: SharedRows | None = None
-    """Rows that the batch has in common with earlier ones; None if no written row can recur."""
+    """Rows that the batch shares with earlier batches; None if no written row can recur."""
     n_data: int | None = None
-    """Number of the first parts, which ``rebuild`` takes; None if it takes all of them."""
+    """Number of first parts that ``rebuild`` takes; None if it takes all parts."""
     complete: Callable[[Any, list[Tensor]], Any] | None = None
-    """Makes what the loop is lent from what ``rebuild`` returned and the tensors of all parts.
+    """Makes the loop's batch from the result of ``rebuild`` and the tensors of all parts.
 
-    None if the loop is lent what ``rebuild`` returned.
+    None if the loop receives the result of ``rebuild``.
     """
     state: Any = None
-    """State of the loader after the batch, where the loader has a state."""
+    """State of the loader after the batch, if the loader has a state."""
     keeps_errors: bool = False
     """Whether the loop continues with the next batch if this one fails."""
 
     def all_parts(self) -> Sequence[HostArray]:
-        """Return the parts, and the positions of shared rows if there are any."""
+        """Return the parts, and the positions of shared rows, if any."""
         if self.shared is None or not len(self.shared.positions):
             return self.parts
         return [*self.parts, ArrayPart(self.shared.positions)]
 
     def data(self, tensors: list[Tensor]) -> Any:
-        """Return the batch in the structure that the user knows, which functions take.
+        """Return the batch in the user's structure, which transforms take.
 
         Args:
             tensors: Tensors of the parts.
@@ -135,7 +135,7 @@ class HostBatch:
 
 
 def failed_batch(error: Exception) -> HostBatch:
-    """Return a batch without parts, in place of one that failed; ``rebuild`` raises the error."""
+    """Return a batch without parts, in place of a failed one; ``rebuild`` raises the error."""
     return HostBatch([], functools.partial(_raise, [error]), [(0, 0)], keeps_errors=True)
 
 
@@ -147,8 +147,8 @@ def _raise(errors: list[Exception], tensors: Iterator[Tensor]) -> NoReturn:
 BatchThunk = Callable[[], HostBatch]
 """Makes a batch when it is called, in any reader thread.
 
-A source makes thunks one at a time. Work that may run in parallel, such as computing row indices,
-is left to the call.
+A source makes thunks one at a time. The thunk does the work that may run in parallel, such as
+computing row indices.
 """
 
 
@@ -157,7 +157,7 @@ class Source(Protocol):
 
     @property
     def fingerprint(self) -> Mapping[str, Any]:
-        """Plain values that must be equal for a saved position to mean the same batch."""
+        """Plain values that must be equal, or a saved position would mean another batch."""
         ...
 
     @property
@@ -169,7 +169,7 @@ class Source(Protocol):
         """Return the number of batches in an epoch.
 
         Raises:
-            TypeError: If the number is not known.
+            TypeError: If the number is unknown.
         """
         ...
 
@@ -178,12 +178,12 @@ class Source(Protocol):
     ) -> Generator[BatchThunk, None, None]:
         """Yield the batches of an epoch in order, each as a thunk.
 
-        Reader threads iterate the generator, one at a time.
+        Reader threads iterate over the generator, one at a time.
 
         Args:
             number: Number of the epoch.
             start: Number of the first batch to yield.
-            checksum: Checksum that a state has for the batches before ``start``.
+            checksum: Checksum, from a state, of the batches before ``start``.
             batches_per_slot: Maximum number of batches per thunk.
         """
         ...
@@ -193,12 +193,12 @@ class Source(Protocol):
 
         Args:
             source_share: Share of the reading time that the source takes to make batches. The rest
-                is the time that reading their parts takes.
+                is the time to read their parts.
         """
         ...
 
     def transfer_hint(self) -> str:
-        """Return whole sentences that say how fewer bytes would be moved; empty if it is unknown.
+        """Return whole sentences that say how to copy fewer bytes; empty if it is unknown.
 
         They follow the fixed hint if a loop stalls on copying or writing.
         """

@@ -1,4 +1,4 @@
-"""BatchFunction: a function on batches, ``host_transform`` or ``device_transform``."""
+"""BatchFunction: a transform, ``host_transform`` or ``device_transform``."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ class FunctionCall(NamedTuple):
 
 
 class Seed(NamedTuple):
-    """Numbers that seed the generators of a function, given the epoch and number of a batch."""
+    """Numbers that seed the generators of a transform, given the epoch and number of a batch."""
 
     number: int
     """The user's seed."""
     which: int
-    """0 for the function on the host, and 1 for that on the device."""
+    """0 for ``host_transform``, and 1 for ``device_transform``."""
     rank: int | None
-    """Number of this process, if several share an epoch."""
+    """Rank of this process, if several processes share an epoch."""
 
     def entropy(self, epoch: int, batch: int) -> tuple[int, ...]:
-        """Return what the seed of a batch's generator is made of; ``LoopOptions`` states it."""
+        """Return the numbers that seed a batch's generator, as ``LoopOptions`` documents them."""
         numbers = (self.number % 2**64, epoch, batch, self.which)
         return numbers if self.rank is None else (*numbers, self.rank)
 
 
 class BatchFunction:
-    """A function on batches, which takes a batch and returns one.
+    """Transform of a user, which takes a batch and returns one.
 
-    It is called for one batch at a time, in their order. If it has a parameter ``generator``, each
-    call gets a new generator, whose seed is a function of the batch's number. So the result does
-    not depend on what was called before, nor in which thread.
+    It is called for one batch at a time, in order. If it has a parameter ``generator``, each call
+    receives a new generator, whose seed is a function of the batch number. So the result does not
+    depend on earlier calls or on the thread.
 
     Args:
-        name: Name of the argument by which the user gave the function.
-        function: The function.
+        name: Name of the user's argument.
+        function: The user's function.
         seed: Numbers that seed the generators.
         device: Name of the device that the generators draw on.
     """
@@ -59,22 +59,22 @@ class BatchFunction:
         self._device = device
         self._calls: list[FunctionCall] = []
         self.returned_nbytes = 0
-        """Most bytes of the tensors that a call has returned so far."""
+        """Largest number of bytes of tensors that a call has returned so far."""
         self.new_nbytes = 0
-        """Most bytes of memory that these are in, without the memory of what the call was given."""
+        """Largest number of bytes of their memory, without the memory of the call's batch."""
         self.now = time.perf_counter
         """Clock of the calls, in seconds."""
 
     def __call__(
         self, batch: Any, epoch: int, number: int, given: Container[int] = frozenset()
     ) -> Any:
-        """Return what the function makes of a batch.
+        """Return the function's result for a batch.
 
         Args:
             batch: The batch.
             epoch: Number of the epoch.
             number: Number of the batch in its epoch.
-            given: Memory of the batch that is known to the loop, as ``memory_of`` numbers it.
+            given: Memory of the batch that the loop knows, as ``memory_of`` numbers it.
 
         Raises:
             Exception: If the function raised it; a note names the batch.
@@ -110,9 +110,9 @@ class BatchFunction:
         return made
 
     def take_calls(self) -> list[FunctionCall]:
-        """Return all calls since this was asked last.
+        """Return all calls since the last call of this method.
 
-        The thread that makes the calls asks.
+        The thread that makes the calls uses it.
         """
         calls = self._calls
         self._calls = []

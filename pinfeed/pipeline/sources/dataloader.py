@@ -26,7 +26,7 @@ from pinfeed.validation.suggestions import is_array_like
 class HostLeaf:
     """A leaf of a loader's batch: a tensor on the host, or an object with a method ``to``.
 
-    An object that is not a tensor has neither shape nor dtype; the device moves it by ``to``.
+    An object that is not a tensor has neither shape nor dtype; the device moves it with ``to``.
     """
 
     __slots__ = ("host_value",)
@@ -55,13 +55,13 @@ class HostLeaf:
 
 
 def check_loader(loader: Any) -> None:
-    """Refuse an object whose iteration does not give batches.
+    """Refuse an object that does not yield batches.
 
     Raises:
-        ArgumentError: If ``loader`` cannot be iterated, or gives single samples or names.
+        ArgumentError: If ``loader`` cannot be iterated over, or yields single samples or names.
     """
-    # Iterating a table of pandas or Arrow, which has columns and no dtype, gives its columns or
-    # their names.
+    # Iterating over a table of pandas or Arrow, which has columns and no dtype, yields its columns
+    # or their names.
     is_table = all(hasattr(loader, name) for name in ("shape", "columns", "__getitem__"))
     if isinstance(loader, Mapping) or is_array_like(loader) or is_table:
         has_keys = isinstance(loader, Mapping) or is_table
@@ -88,7 +88,7 @@ def check_loader(loader: Any) -> None:
 
 
 def _is_map_style(loader: Any) -> bool:
-    """Tell whether an object is a torch Dataset that gives samples by index only."""
+    """Return whether an object is a torch Dataset that returns samples by index only."""
     from torch.utils.data import Dataset
 
     return isinstance(loader, Dataset) and not isinstance(loader, Iterable)
@@ -101,18 +101,18 @@ class LoaderSource:
     ``draw``.
 
     Args:
-        loader: Loader that is iterated once per epoch.
+        loader: Loader that each epoch iterates over.
 
     Attributes:
         fetch: Rows that are added to each batch; None for the loader's batches alone. It is set
             before the first epoch.
-        host_transform: Function that every batch is given to before its ids are asked for; None if
+        host_transform: Function that is called on every batch before its ids are read; None if
             there is none. It is set before the first epoch.
-        keeps_errors: Whether the error of a batch takes its place, so that the loop continues. It
-            is set before the first epoch.
+        keeps_errors: Whether an error takes the place of its batch, and the loop continues. It is
+            set before the first epoch.
 
     Raises:
-        ArgumentError: If ``loader`` cannot be iterated, or gives single samples or names.
+        ArgumentError: If ``loader`` cannot be iterated over, or yields single samples or names.
     """
 
     fingerprint: Mapping[str, Any] = {"order": "a DataLoader's own"}
@@ -122,7 +122,7 @@ class LoaderSource:
         self.loader = loader
         self.fetch: RowFetch | None = None
         self.host_transform: BatchFunction | None = None
-        # Epoch and number of the batch that is drawn next.
+        # Epoch and number of the next batch.
         self._epoch = 0
         self._number = 0
         self.keeps_errors = False
@@ -139,10 +139,10 @@ class LoaderSource:
         return len(self.loader)
 
     def begin(self) -> None:
-        """Start the loader's next epoch, as a loop over the loader itself would now.
+        """Start the loader's next epoch, as a loop over the loader itself would.
 
-        The loader draws its seeds and forks its worker processes here: before a reader thread
-        exists, and in a thread in which torch can watch the worker processes.
+        In this call, the loader draws its seeds and forks its worker processes: before a reader
+        thread exists, and in a thread in which torch can watch the worker processes.
 
         Raises:
             ArgumentError: If the loader is an iterator that has served an epoch.
@@ -175,7 +175,7 @@ class LoaderSource:
                 ) from None
 
     def finish(self) -> None:
-        """Drop the remaining batches, so that the loader draws what it draws after an epoch."""
+        """Drop the remaining batches, so that the loader ends its epoch as usual."""
         begun = self._begun
         self._begun = None
         assert begun is not None
@@ -183,7 +183,7 @@ class LoaderSource:
             pass
 
     def end(self) -> None:
-        """Release an epoch that was begun and never asked for a batch."""
+        """Release an epoch that was begun without a request for a batch."""
         self._begun = None
 
     def epoch(
@@ -219,19 +219,19 @@ class LoaderSource:
         )
 
     def transfer_hint(self) -> str:
-        """Return nothing, because every byte of the batches has to be moved."""
+        """Return an empty text, because every byte of the batches must be copied."""
         return ""
 
     def draw(self, batch: Any) -> BatchThunk:
         """Make the thunk of a batch. Reader threads call this in the order of batches."""
         if self.fetch is None:
             return functools.partial(load_of, batch)
-        # The user's functions run here, one batch at a time. Any reader thread that is free gathers
+        # The user's functions run in this call, one batch at a time. Any free reader thread gathers
         # the rows.
         return functools.partial(_load_with_rows, self.fetch, batch, self.fetch.ids(batch))
 
     def next_batch(self, batches: Iterator[Any]) -> Any:
-        """Return the next batch, as ``host_transform`` makes it; ``END`` after the last one.
+        """Return the next batch, after ``host_transform``; ``END`` after the last batch.
 
         Reader threads call this, one at a time.
         """
@@ -268,7 +268,7 @@ class LoaderSource:
 
 
 class _OwnPosition(EpochHooks):
-    """Position of a loader that is resumed by its own state, and so may have an empty rest."""
+    """Position of a loader that resumes by its own state, and may then have no batches left."""
 
     goes_on = False
 
@@ -287,7 +287,7 @@ class StatefulSource(LoaderSource):
     def state(self) -> Any:
         """Return the loader's state, or the error of its ``state_dict``.
 
-        The error is raised only if the user asks for the state, because a loop need not be resumed.
+        The error is raised only if the user requests the state, because not every loop is resumed.
         """
         try:
             state = self.loader.state_dict()
@@ -309,7 +309,7 @@ class StatefulSource(LoaderSource):
 
 
 END = object()
-"""Stands for the batch after the last one."""
+"""Marker for the end of an epoch, in place of a batch."""
 
 
 def next_batch(batches: Iterator[Any]) -> Any:
@@ -324,11 +324,11 @@ def next_batch(batches: Iterator[Any]) -> Any:
 
 
 def is_end(stop: StopIteration) -> bool:
-    """Tell whether a StopIteration is the end of a loader.
+    """Return whether a StopIteration is the end of a loader.
 
-    Otherwise the user's own code raised it, here or in a worker process, and DataLoader passed it
-    on. A number of batches below the loader's length proves nothing, because the length of some
-    samplers is an upper bound.
+    Otherwise the user's own code raised it, in this or a worker process, and DataLoader passed it
+    on. Fewer batches than the loader's length prove nothing, because the length of some samplers is
+    an upper bound.
     """
     from torch._utils import ExceptionWrapper
     from torch.utils.data._utils.fetch import _MapDatasetFetcher
@@ -338,7 +338,7 @@ def is_end(stop: StopIteration) -> bool:
 
 
 def load_of(batch: Any) -> HostBatch:
-    """Make a HostBatch of a loader's batch, whose leaves are on the host."""
+    """Make a HostBatch from a loader's batch."""
     leaves, rebuild = flatten(batch)
     parts = [HostLeaf(leaf) for _, leaf in leaves if callable(getattr(leaf, "to", None))]
     if len(parts) < len(leaves):
@@ -347,7 +347,7 @@ def load_of(batch: Any) -> HostBatch:
 
 
 def _load_or_error(thunk: BatchThunk) -> HostBatch:
-    """Make a HostBatch, or one of the error. The loop raises the errors, and continues."""
+    """Make a HostBatch, or a failed batch with the error, so that the loop can continue."""
     try:
         batch: HostBatch = guarded(thunk)
     except Exception as error:
@@ -357,7 +357,7 @@ def _load_or_error(thunk: BatchThunk) -> HostBatch:
 
 
 def _load_with_rows(fetch: RowFetch, batch: Any, ids: Sequence[Any]) -> HostBatch:
-    """Make a HostBatch of a loader's batch and of the rows that it names by ids."""
+    """Make a HostBatch from a loader's batch and from the rows of its ids."""
     return fetch.add(load_of(batch), ids)
 
 
@@ -376,6 +376,6 @@ def _n_samples(leaves: list[tuple[str, Any]]) -> int:
         try:
             return int(leaf.shape[0])
         except (AttributeError, TypeError, IndexError, RuntimeError):
-            # A nested tensor of torch raises a RuntimeError when it is asked for its shape.
+            # Reading the shape of a nested tensor of torch raises a RuntimeError.
             continue
     return 1

@@ -1,4 +1,4 @@
-"""RowFetch: the rows of stores that the batches of a loader name by their ids."""
+"""RowFetch: the rows of stores whose ids are in the batches of a loader."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pinfeed.tensors.pytree import Rebuild
 _PIECE_BYTES = 256 << 10
 
 Serve = Callable[[Rows], HostRows]
-"""Returns rows of one store that are still to be gathered."""
+"""Returns rows of one store, which are gathered later."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class FetchSpec:
     """One entry of ``fetch=``: stores with equally many rows, and the ids of a batch."""
 
     key: Hashable
-    """Key of the rows in what the loop yields."""
+    """Key of the rows in the loop's dict of rows."""
     ids_of: IdsOf
     stores: Sequence[Store]
     strategies: Sequence[ReadStrategy]
-    """For each store, how its rows are read."""
+    """Strategy to read the rows of each store."""
     rebuild: Rebuild
-    """Makes the structure that the user gave from one tensor per store."""
+    """Makes the user's structure from one tensor per store."""
 
     @property
     def name(self) -> str:
@@ -52,8 +52,8 @@ class RepeatedRows:
 
     Args:
         distinct: The distinct rows, m of them, in the order in which they first occur.
-        positions: For each row of the batch its position among the distinct ones, shape (n,); no
-            position is greater than that of the row itself.
+        positions: For each row of the batch, its position among the distinct rows, shape (n,). No
+            position is greater than the position of the row itself.
     """
 
     def __init__(self, distinct: HostRows, positions: Rows) -> None:
@@ -67,10 +67,10 @@ class RepeatedRows:
         yield from self._distinct.read(out[: self._distinct.shape[0]])
         positions = self._positions
         n = len(positions)
-        # The rows before the first one that repeats are in their places.
+        # The rows before the first repeated one are already in place.
         first = int(np.argmax(positions != np.arange(n)))
         step = max(1, _PIECE_BYTES * n // max(1, out.nbytes))
-        # A row comes from its own position or from one before it. From the end backwards, no row is
+        # Each row is copied from its own or a lower position. In descending order, no row is
         # overwritten before it was copied.
         for end in range(n, first, -step):
             begin = max(first, end - step)
@@ -79,17 +79,17 @@ class RepeatedRows:
 
 
 class _Fetched(NamedTuple):
-    """Rows that a batch asked for."""
+    """Rows of one entry for a batch."""
 
     spec: FetchSpec
     shape: tuple[int, ...]
     """Shape of the ids."""
     positions: Rows | None
-    """Positions to which the device copies each distinct row; None if the rows are in place."""
+    """Index of the distinct row for each position of the batch; None if the rows are in place."""
 
 
 class RowFetch:
-    """Adds to the batches of a loader the rows that they name by their ids.
+    """Adds rows to the batches of a loader, by the ids in the batches.
 
     Args:
         specs: Entries of ``fetch=``.
@@ -107,7 +107,7 @@ class RowFetch:
         with contextlib.ExitStack() as stack:
             self._serving = [
                 [
-                    # Ids come in any order and number, so the position in an epoch has no meaning.
+                    # Ids have any order and number, so the position in an epoch has no meaning.
                     stack.enter_context(strategy.open_epoch(None, 0, 0))(0, 0)
                     for strategy in spec.strategies
                 ]
@@ -116,20 +116,20 @@ class RowFetch:
             yield
 
     def ids(self, batch: Any) -> list[Array]:
-        """Return the ids that a batch on the host names, for each entry.
+        """Return the ids in a batch on the host, for each entry.
 
-        The user's functions run here. Called for one batch at a time, in order. The ids are copied,
-        because a function may fill one array again for each batch.
+        This calls the user's functions, for one batch at a time, in order. The ids are copied,
+        because a function may reuse the same array for each batch.
 
         Raises:
-            RowIndexError: If they are not integers.
+            RowIndexError: If the ids are not integers.
         """
         return [ids_array(spec.ids_of(batch), spec.name).copy() for spec in self._specs]
 
     def add(self, load: HostBatch, ids: Sequence[Array]) -> HostBatch:
-        """Return a batch whose parts are those of ``load``, and then those of each entry.
+        """Return a batch with the parts of ``load``, the rows of all entries, and positions.
 
-        These are the rows of all entries, and then the positions for those that need them.
+        Only entries with repeated ids need positions.
 
         Raises:
             RowIndexError: If ids are out of range.
@@ -211,9 +211,9 @@ class RowFetch:
     def _spread(
         self, distinct: Tensor, positions: Tensor, shape: tuple[int, ...], dtype: np.dtype[Any]
     ) -> Tensor:
-        """Copy each distinct row to its positions, on a device that has memory of its own.
+        """Copy each distinct row to its positions, on a device that has its own memory.
 
-        The batch is lent, so the current stream has waited for its copies.
+        The batch is lent already, so the current stream has waited for its copies.
         """
         compute = self._device.current_stream()
         memory = self._device.empty(math.prod(shape) * dtype.itemsize, compute)

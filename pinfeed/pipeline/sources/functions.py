@@ -26,8 +26,8 @@ class ReaderSource:
         readers: One reader for each part of a batch.
         batches: Indices of the identities, batch by batch.
         worker: Makes a pool of threads, given their name and number.
-        n_threads: Number of identities that are read at the same time. With 1, the reader thread
-            of the loop reads them.
+        n_threads: Number of identities that are read at the same time. With 1, the loop's reader
+            thread reads them.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ReaderSource:
         # The threads are joined when the generator is closed.
         with contextlib.ExitStack() as opened, self._threads() as each:
             for indices in self._batches.epoch(number, start, checksum):
-                # This closes what was opened for the batch before.
+                # This closes the generators of the previous batch.
                 opened.close()
                 yield functools.partial(self._read, indices.rows(), each, opened)
 
@@ -81,7 +81,7 @@ class ReaderSource:
         )
 
     def transfer_hint(self) -> str:
-        """Return nothing, because every byte of the batches has to be moved."""
+        """Return an empty text, because every byte of the batches must be copied."""
         return ""
 
     def _read(self, identities: Rows, each: OrderedMap, opened: contextlib.ExitStack) -> HostBatch:

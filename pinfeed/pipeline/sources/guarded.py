@@ -1,4 +1,4 @@
-"""guarded: calls the user's code so that it cannot end a loop, or the program, without an error."""
+"""guarded: calls the user's code, which then cannot end the loop or program without an error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pinfeed.errors import WorkerError
 
 
 def guarded(fn: Callable[..., Any], *args: Any) -> Any:
-    """Call ``fn(*args)``, and turn what would end the loop or the program silently into an error.
+    """Call ``fn(*args)``, and convert exceptions that would silently end the loop or program.
 
     Raises:
         WorkerError: If ``fn`` raised StopIteration, StopAsyncIteration, SystemExit or

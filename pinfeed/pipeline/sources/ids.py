@@ -1,4 +1,4 @@
-"""The ids that a loader's batch names: the user's function or key, and arrays of the ids."""
+"""The ids in a loader's batch: the user's function or key, and arrays of the ids."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pinfeed.errors import ArgumentError, RowIndexError, StoreError, described
 from pinfeed.stores.base import Array
 
 IdsOf = Callable[[Any], Any]
-"""Given a batch on the host, returns the ids whose rows the batch needs."""
+"""Returns the ids of the rows that a batch on the host needs."""
 
 
 def ids_function(ids: Any, name: str) -> IdsOf:
-    """Return the function that gives the ids of a batch, from the user's function or key.
+    """Return a function of a batch that returns its ids, from the user's function or key.
 
     Args:
-        ids: A function of the batch, or the key of the batch under which its ids are.
+        ids: A function of the batch, or the key of the ids in the batch.
         name: Name of the ids in errors.
     """
     if callable(ids):
@@ -43,17 +43,17 @@ def ids_function(ids: Any, name: str) -> IdsOf:
 
 
 def ids_array(ids: Any, name: str) -> Array:
-    """Return ids as an array of integers, in the shape that they have.
+    """Return ids as an array of integers of the same shape.
 
     Args:
         ids: Tensor, array, or sequence of integers.
         name: Name of the ids in errors.
 
     Raises:
-        RowIndexError: If they are not integers.
+        RowIndexError: If the ids are not integers.
     """
-    # numpy takes some objects that are not arrays, such as the empty storage that a HeteroData of
-    # PyG makes for a key that it does not have, for arrays without elements.
+    # numpy takes some objects for arrays without elements, such as the empty storage that a
+    # HeteroData of PyG makes for a missing key.
     if isinstance(ids, Mapping) or not (
         hasattr(ids, "__array__") or isinstance(ids, (Sequence, Number))
     ):
@@ -64,7 +64,7 @@ def ids_array(ids: Any, name: str) -> Array:
     torch = sys.modules.get("torch")
     try:
         if torch is not None and isinstance(ids, torch.Tensor):
-            # Imported here, because the pipeline is loaded without torch.
+            # The import is local, because the pipeline is loaded without torch.
             from pinfeed.tensors.numpy_torch import to_numpy
 
             array = to_numpy(ids, name)

@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 class OrderedMap(Protocol):
-    """A function like ``map``, with results in order, which threads may compute ahead."""
+    """A function like ``map``, with results in order, which threads may compute early."""
 
     def __call__(self, fn: Callable[[T], R], items: Iterable[T], /) -> Iterator[R]: ...
 
@@ -24,7 +24,7 @@ class ThreadedMap:
     """``OrderedMap`` in ``n_threads`` threads.
 
     At most ``n_threads`` items are begun and not yet taken. This bounds the memory, and the time
-    for which a loop that ends waits for them.
+    that a loop waits for these items when it ends.
     """
 
     pool: Workers

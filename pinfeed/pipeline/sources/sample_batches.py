@@ -1,4 +1,4 @@
-"""batch_of_samples: a HostBatch of what the user's functions have read."""
+"""batch_of_samples: a HostBatch from the results of the user's functions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pinfeed.tensors.pytree import Rebuild, flatten
 
 
 class CopiedArray:
-    """An array that a user's function has made, as a part of a batch.
+    """An array from a user's function, as a part of a batch.
 
     It is copied, because the function may keep the array and fill it again.
     """
@@ -32,17 +32,17 @@ class CopiedArray:
         """Copy the array into ``out``, once."""
         assert self._array is not None
         np.copyto(out, self._array)
-        # It is not kept while the batch waits to be lent.
+        # The array is not needed while the batch waits to be lent.
         self._array = None
         yield
 
 
 def batch_of_samples(batches: Sequence[tuple[str, Any]], n_samples: int) -> HostBatch:
-    """Join batches of several functions to one HostBatch, which rebuilds to a tuple of them.
+    """Join the batches of several functions in one HostBatch, which rebuilds to a tuple.
 
     Args:
         batches: For each function its name, for error messages, and its batch on the host.
-        n_samples: Number of samples in each of the batches.
+        n_samples: Number of samples in each batch.
     """
     leaves: list[tuple[str, Any]] = []
     rebuilds: list[Rebuild] = []
@@ -65,7 +65,7 @@ def batch_of_samples(batches: Sequence[tuple[str, Any]], n_samples: int) -> Host
 
 
 def _part(leaf: Any, name: str) -> HostArray | None:
-    """Make the part that moves a leaf to the device; None for a leaf that stays as it is."""
+    """Make the part that moves a leaf to the device; None for a leaf that stays on the host."""
     import torch
 
     from pinfeed.tensors.numpy_torch import NUMPY, memory_of

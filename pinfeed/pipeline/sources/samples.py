@@ -20,7 +20,7 @@ from pinfeed.tensors.dtypes import check_dtype
 
 Array = npt.NDArray[Any]
 Apply = Callable[[Iterator[Any]], Any]
-"""Makes a batch of its samples."""
+"""Makes a batch from its samples."""
 
 _END = object()
 # Error messages show paths in full.
@@ -31,15 +31,15 @@ _SHORT.maxother = 200
 
 @dataclass(frozen=True)
 class SampleReader:
-    """A function of the user, and the values that it is called with.
+    """A user's function, and the arguments of its calls.
 
     Args:
         kind: ``"input"`` or ``"output"``.
-        function: Gives the samples of an identity, called with one of ``values``.
+        function: Returns the samples of an identity, given one of ``values``.
         values: One value for each identity.
         n_samples: Number of samples of each identity.
-        apply: Makes a batch of its samples; None to stack them.
-        dtype: Dtype of stacked samples; None for the dtype that they have.
+        apply: Makes a batch from its samples; None to stack them.
+        dtype: Dtype of stacked samples; None for their own dtype.
     """
 
     kind: str
@@ -51,12 +51,12 @@ class SampleReader:
 
     @property
     def function_name(self) -> str:
-        """Name of the argument that ``function`` is."""
+        """Name of the user's argument for ``function``."""
         return "read_input" if self.kind == "input" else "get_output"
 
     @property
     def apply_name(self) -> str:
-        """Name of the argument that ``apply`` is."""
+        """Name of the user's argument for ``apply``."""
         return f"apply_on_{self.kind}_batch"
 
     def call(self, identity: int) -> str:
@@ -64,7 +64,7 @@ class SampleReader:
         try:
             value = _SHORT.repr(self.values[identity])
         except Exception as error:
-            # The values are the user's own. The message is about another error.
+            # The repr of a user's value failed, but the message is about another error.
             value = f"unknown ({type(error).__name__})"
         return f"{self.function_name}({self.kind}s[{identity}]), {self.kind}s[{identity}] = {value}"
 
@@ -72,7 +72,7 @@ class SampleReader:
         """Yield the samples of an identity.
 
         Raises:
-            ArgumentError: If their number is wrong, or the function's result is not iterable.
+            ArgumentError: If the number of samples is wrong, or the result is not iterable.
             Exception: If the function raised it; a note names the identity.
         """
         wanted = self.n_samples
@@ -101,17 +101,17 @@ class SampleReader:
                 )
         finally:
             if isinstance(samples, Generator):
-                # The generator may hold files, so it is closed now and not when an error's
-                # traceback is freed.
+                # The generator may hold files, so it is closed now, not when an error's traceback
+                # is freed.
                 samples.close()
 
     def batch(self, identities: Rows, each: OrderedMap, opened: contextlib.ExitStack) -> Any:
-        """Return a batch as ``apply`` makes it, or a StackedSamples that reads it later.
+        """Return the result of ``apply``, or a StackedSamples that reads the batch later.
 
         Args:
             identities: Indices of the identities.
-            each: Map with which identities are read.
-            opened: Stack that closes what the batch has opened, whether it is read or not.
+            each: Map that reads the identities.
+            opened: Stack that closes the batch's generators, whether they are read or not.
         """
         if self.apply is None:
             first = self.samples(int(identities[0]))
@@ -120,7 +120,7 @@ class SampleReader:
         return self._apply(self.apply, identities, each)
 
     def _apply(self, apply: Apply, identities: Rows, each: OrderedMap) -> Any:
-        """Return the batch that ``apply`` makes, and check that it takes all samples."""
+        """Return the result of ``apply``, and check that it consumes all samples."""
         wanted = len(identities) * self.n_samples
         taken = 0
 
@@ -163,7 +163,7 @@ class SampleReader:
             raise StoreError(f"{self.call(identity)}: {error}") from None
 
     def dtype_of(self, array: Array, identity: int) -> np.dtype[Any]:
-        """Return the dtype with which a sample is stacked."""
+        """Return the dtype of a sample in the stacked batch."""
         if self.dtype is not None:
             return self.dtype
         try:
@@ -173,7 +173,7 @@ class SampleReader:
             raise StoreError(f"{self.call(identity)}: {error}; {advice}") from None
 
     def ask(self, identity: int, fn: Callable[..., Any], *args: Any) -> Any:
-        """Call code of the user; a note of its error names the identity."""
+        """Call the user's code; a note of its error names the identity."""
         try:
             return guarded(fn, *args)
         except Exception as error:
@@ -182,15 +182,15 @@ class SampleReader:
 
 
 class StackedSamples:
-    """The samples of a batch as one part; each is read and written to its place.
+    """The samples of a batch as one part; each sample is read and written to its place.
 
-    The first sample is read when the part is made. It gives the shape and the dtype.
+    The first sample is read when the part is made, and determines the shape and the dtype.
 
     Args:
         reader: Reader of the samples.
         identities: Indices of the batch's identities.
-        first: Samples of the first identity. The caller closes them.
-        each: Map with which identities are read.
+        first: Samples of the first identity. The caller closes this generator.
+        each: Map that reads the identities.
     """
 
     def __init__(

@@ -20,15 +20,15 @@ from pinfeed.tensors.pytree import Rebuild
 
 @dataclass(frozen=True)
 class RowSource:
-    """Batches of the same rows of several stores; the parts of ragged rows are the last ones.
+    """Batches of the same rows of several stores; the last parts are those of ragged rows.
 
     Args:
         stores: Stores with equally many rows.
-        strategies: For each store, how its rows are read.
-        rebuild: Makes a batch, in the structure that the user knows, from one tensor per store, and
-            two per ragged store.
+        strategies: Strategy to read the rows of each store.
+        rebuild: Makes a batch, in the user's structure, from one tensor per store and two per
+            ragged store.
         batches: Row indices of the batches.
-        ragged: Way in which the rows of each ragged store are read.
+        ragged: Strategy to read the rows of each ragged store.
     """
 
     stores: Sequence[Store]
@@ -51,7 +51,7 @@ class RowSource:
     def epoch(
         self, number: int, start: int, checksum: int, batches_per_slot: int
     ) -> Generator[BatchThunk, None, None]:
-        """Yield the batches of an epoch; the row indices are computed when a thunk is called."""
+        """Yield the batches of an epoch; each thunk computes its row indices."""
         windows, position, stop = self.batches.windows(number, start)
         with contextlib.ExitStack() as stack:
             serving = [
@@ -63,7 +63,7 @@ class RowSource:
                 for reads in self.ragged
             ]
             for indices in self.batches.epoch(number, start, checksum, batches_per_slot):
-                # Only the thunk keeps the parts: they may hold memory that is read ahead.
+                # Only the thunk keeps the parts, because they may hold memory that is read ahead.
                 yield functools.partial(
                     self._host_batch,
                     indices,
@@ -81,7 +81,7 @@ class RowSource:
         return max(found)[1]
 
     def transfer_hint(self) -> str:
-        """Return nothing, because every byte of the batches has to be moved."""
+        """Return an empty text, because every byte of the batches must be copied."""
         return ""
 
     def _host_batch(

@@ -22,13 +22,13 @@ from pinfeed.stores.formats.row_layout import RowLayout
 Bytes = npt.NDArray[np.uint8]
 
 # Rows for scattered positions of the output are gathered in pieces of this size, which stay in the
-# processor's cache until they are copied to their positions.
+# CPU cache until they are copied to their positions.
 _PIECE_BYTES = 256 << 10
-# Windows of at least so many bytes are copied one by one. Windows of 16 KiB then take 0.8 us each,
-# not 0.9 us, and windows of 120 KiB 3.4 us, not 8.7 us. Shorter windows would take longer, because
-# numpy needs 0.3 us for each copy.
+# Windows of at least this many bytes are copied one by one. Then, windows of 16 KiB take 0.8 us
+# each instead of 0.9 us, and windows of 120 KiB take 3.4 us instead of 8.7 us. Shorter windows
+# would take longer, because numpy needs 0.3 us for each copy.
 _LONG_ROW_BYTES = 16 << 10
-# One page in so many bytes is checked, and stands for all of them.
+# One page is checked per this many bytes, as a sample of all pages.
 _SAMPLED_BYTES = 4 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -37,12 +37,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class FileMap:
     """Rows of one file in a shared memory map; a ``ShardReader``.
 
-    The map has no memory of its own: it shows the page cache, which all processes share, and in
-    which writes are visible at once. The kernel ends a process that touches a page behind the end
-    of the file (SIGBUS). So each gather checks the size of the file first. A file that shrinks
-    during the copy, which takes some hundred microseconds for a batch of some MiB, is not noticed.
-    SIGBUS is also sent if the disk fails to read again a page that the kernel has dropped. For cold
-    rows, ``populate`` reports such a failure as an error.
+    The map needs no memory of its own: it shows the page cache, which all processes share, and in
+    which writes are visible at once. The kernel ends a process that touches a page after the end of
+    the file (SIGBUS). Therefore, each gather checks the size of the file first. The check cannot
+    detect a file that shrinks during the copy, which takes a few hundred microseconds for a batch
+    of a few MiB. The kernel also sends SIGBUS if the disk fails to reload a page that the kernel
+    has dropped. For cold rows, ``populate`` reports such a failure as an error.
 
     Args:
         fd: Descriptor of the file, used only to map it.
@@ -56,8 +56,8 @@ class FileMap:
         self._can_tell = can_tell(fd)
         check_size()
         mapping = mmap.mmap(fd, layout.end, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        # The kernel then reads cold parts of the file in large units and maps each as one, so that
-        # random gathers seldom wait for the page tables.
+        # The kernel then reads cold parts of the file in large units and maps each as one. Random
+        # gathers then seldom wait for the page tables.
         advise_huge_pages(mapping)
         # The map is unmapped with the last array on it.
         self._bytes = np.frombuffer(mapping, np.uint8)
@@ -65,7 +65,7 @@ class FileMap:
         n, nbytes = layout.n_rows, layout.row_nbytes
         begin, strides = layout.offset, (layout.stride, 1)
         self._rows: Bytes = np.ndarray((n, nbytes), np.uint8, self._bytes, begin, strides)
-        # Rows with a distance, each as one item, because take would copy the whole file first.
+        # Each row is one item of a strided array, because take would copy the whole file first.
         self._items: npt.NDArray[np.void] | None = None
         if layout.gap:
             item = np.dtype((np.void, nbytes))
@@ -91,7 +91,7 @@ class FileMap:
             return
         self._check_size()
         if self._items is None:
-            # With mode="raise", numpy would gather into a buffer of its own and copy that.
+            # With mode="raise", numpy would gather into a temporary buffer first.
             self._rows.take(rows, axis=0, out=out, mode="clip")
             return
         if self._copies_single_rows:
@@ -122,7 +122,7 @@ class FileMap:
             put_rows(out, positions[piece], self._take(rows[piece]))
 
     def read_runs(self, runs: Runs, out: Bytes) -> None:
-        """Copy runs of rows to their places in ``out``, shape (n, row_nbytes).
+        """Copy runs of rows to their positions in ``out``, shape (n, row_nbytes).
 
         Raises:
             ReadError: If the file has shrunk.
@@ -143,12 +143,12 @@ class FileMap:
         number = ctypes.get_errno()
         if number != errno.EINVAL:
             raise OSError(number, os.strerror(number), self._layout.path)
-        # The kernel does not know the advice. Reading a byte of each page has the same effect.
+        # An older kernel refuses the advice. Reading a byte of each page has the same effect.
         self._check_size()
         self._bytes[begin - self._address :][:nbytes:PAGE].max()
 
     def is_cached(self, first: int, n_rows: int) -> bool | None:
-        """Return whether the page cache holds rows; None if the kernel does not tell.
+        """Return whether the page cache holds rows; None if the kernel does not report it.
 
         Only one page in 4 MiB is checked, because a check of all pages takes a quarter of the time
         of gathering them.
@@ -165,7 +165,7 @@ class FileMap:
 
     @property
     def _copies_single_rows(self) -> bool:
-        """Whether each row is copied to its position by itself, and not in pieces."""
+        """Whether rows are copied to their positions one by one, not in pieces."""
         return self._items is not None and self._layout.row_nbytes >= _LONG_ROW_BYTES
 
     def _copy_rows(self, rows: Rows, out: Bytes, positions: Iterable[int]) -> None:
@@ -174,7 +174,7 @@ class FileMap:
             out[position] = self._rows[row]
 
     def _pieces(self, n_rows: int) -> Iterator[slice]:
-        """Yield slices of ``n_rows`` rows, each of which stays in the processor's cache."""
+        """Yield slices of ``n_rows`` rows; each slice fits in the CPU cache."""
         step = max(1, _PIECE_BYTES // self._layout.row_nbytes)
         for i in range(0, n_rows, step):
             yield slice(i, i + step)

@@ -37,7 +37,7 @@ def inode_of(status: os.stat_result) -> tuple[int, int]:
 
 
 class FileReader:
-    """One open file, which is closed when the last reference to this object is gone.
+    """One open file, which is closed when the last reference to this object is deleted.
 
     Any thread may use it.
 
@@ -45,8 +45,8 @@ class FileReader:
         layout: Layout of the rows of the file.
         contexts: Contexts for many reads by one system call.
         inode: Identity of the file whose header was read.
-        writable: Open the file for ``write_rows``, too.
-        keep_cache: Leave in the page cache what was read.
+        writable: Whether to open the file for ``write_rows``, too.
+        keep_cache: Whether data that was read stays in the page cache.
 
     Raises:
         FileMissing: If the file was removed since its header was read.
@@ -68,7 +68,7 @@ class FileReader:
             self._fd = os.open(layout.path, os.O_RDWR if writable else os.O_RDONLY)
         except FileNotFoundError:
             raise FileMissing(
-                f"{layout.path} was there when it was opened and is not any more"
+                f"{layout.path} no longer exists; it was removed since its header was read"
             ) from None
         weakref.finalize(self, os.close, self._fd)
         if inode_of(os.fstat(self._fd)) != inode:
@@ -78,7 +78,7 @@ class FileReader:
             )
         self._check_size()
         self._cache = PageCache(self._fd, layout.end, keep=keep_cache)
-        # The last finalizer is called first, so that this one runs before the descriptor is closed.
+        # Finalizers run in reverse order, so this one runs before the descriptor is closed.
         weakref.finalize(self, self._cache.drop_all)
 
     def read_run(self, first: int, out: Bytes) -> None:
@@ -137,10 +137,10 @@ class FileReader:
         self._read_each(Runs(rows, np.ones_like(rows), positions), out)
 
     def read_runs(self, runs: Runs, out: Bytes) -> None:
-        """Read runs of rows to their places in ``out``, with one request for each run.
+        """Read runs of rows to their positions in ``out``, with one request for each run.
 
         Args:
-            runs: Runs in range, whose rows follow each other in the file without gaps.
+            runs: Runs in range; their rows are contiguous in the file.
             out: C-contiguous, shape (n, row_nbytes).
 
         Raises:
@@ -157,9 +157,9 @@ class FileReader:
 
         Raises:
             ReadError: If the file has shrunk.
-            OSError: If the file system refuses; the error has the name of the file.
+            OSError: If the file system refuses; the error names the file.
         """
-        # Otherwise a write beyond the end would make the file longer, with holes.
+        # Without this check, a write beyond the end would extend the file, with holes.
         self._check_size()
         nbytes = self._layout.row_nbytes
         if not nbytes:
@@ -192,24 +192,24 @@ class FileReader:
         )
 
     def flush(self) -> None:
-        """Return when everything that was written is on the disk."""
+        """Wait until all written rows are on the disk."""
         try:
             os.fsync(self._fd)
         except OSError as error:
             raise OSError(error.errno, error.strerror, self._layout.path) from error
 
     def _read_each(self, runs: Runs, out: Bytes) -> None:
-        """Read runs in any order, first those that are in the page cache."""
+        """Read runs in any order, first the runs that are in the page cache."""
         if not self._layout.row_nbytes or not len(runs.lengths):
             return
         self._cache.expect_random_reads()
         missing = self._read_some(runs, out, linux_aio.NOWAIT)
         if not len(missing):
             return
-        # Sorted, so that one thread reads neighbours one after the other, and the kernel merges
-        # their reads. The places in ``out`` do not matter here.
+        # Sorted, so that one thread reads adjacent runs one after the other, and the kernel merges
+        # the reads. The order of positions in ``out`` does not matter.
         unread = runs.take(missing[np.argsort(runs.starts[missing])])
-        # A run may begin within a page, so that a read loads up to a page more.
+        # A run may begin within a page, so a read may load up to one more page.
         self._cache.add_read(
             self._layout.offset,
             unread.n_rows * self._layout.row_nbytes + len(missing) * mmap.PAGESIZE,
@@ -227,7 +227,7 @@ class FileReader:
                 call.result()
 
     def _read_some(self, runs: Runs, out: Bytes, flags: int = 0) -> Rows:
-        """Read runs by one system call for many runs, and return those that were not read.
+        """Read many runs per system call, and return the runs that were not read.
 
         Returns:
             Positions in ``runs`` of the runs that were not read, shape (k,).
@@ -271,10 +271,10 @@ class FileReader:
         return ReadError(number, f"{os.strerror(number)}, while rows were read", self._layout.path)
 
     def _check_size(self) -> None:
-        # Nothing reads at the position of the descriptor, and fstat takes several times as long.
+        # No read uses the position of the descriptor, and fstat takes several times as long.
         size = os.lseek(self._fd, 0, os.SEEK_END)
         if size < self._layout.end:
             raise ReadError(
                 f"{self._layout.path} has shrunk to {size} bytes; its {self._layout.n_rows} rows "
-                f"need {self._layout.end}; was it written again while it was streamed?"
+                f"need {self._layout.end}; do not rewrite a file while it is streamed"
             )

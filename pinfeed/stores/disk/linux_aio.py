@@ -2,8 +2,8 @@
 
 A read per row from Python takes the interpreter's lock a thousand times per batch. While a training
 loop was busy in Python, a batch of 1,024 rows took 787 ms that way, and 5 ms by native AIO. A
-gather from a memory map (``FileMap``) is faster still. But a map is no way to read a file that is
-larger than memory, or one that may shrink: the kernel then ends the process (SIGBUS).
+gather from a memory map (``FileMap``) is even faster. However, a map is not suitable for a file
+that is larger than memory, or that may shrink, because the kernel then ends the process (SIGBUS).
 
 Every Linux kernel has the system call, but a sandbox may forbid it, and a system-wide limit
 (fs.aio-max-nr) may be exhausted. ``AioContext.create`` then returns None, and the caller reads row
@@ -93,7 +93,7 @@ class AioContext:
 
     @property
     def inherited(self) -> bool:
-        """Whether this is a copy in a forked process, in which the kernel does not know it."""
+        """Whether this is a copy in a forked process, where the kernel has no such context."""
         return self._pid != os.getpid()
 
     def close(self) -> None:
@@ -124,8 +124,8 @@ class AioContext:
 
         Returns:
             Bytes moved by each request, or its negative error number, shape (n,). It is 0 for
-            requests that the kernel did not accept, because it does not support every kind of
-            file. The caller makes those one by one.
+            requests that the kernel did not accept, because it does not support every kind of file.
+            The caller repeats those requests one by one.
         """
         results = np.zeros(len(offsets), np.int64)
         sizes = np.broadcast_to(nbytes, len(offsets))
@@ -169,7 +169,7 @@ class AioContext:
 
 
 class AioContextPool:
-    """Contexts for any thread that needs one; a new one is made if none is idle.
+    """Contexts for any thread that needs one; a new one is created if none is idle.
 
     There are at most as many contexts as threads that use the pool at the same time.
     """
@@ -180,7 +180,7 @@ class AioContextPool:
 
     @contextlib.contextmanager
     def take(self) -> Iterator[AioContext | None]:
-        """Lend a context to the caller; None if the system does not allow one."""
+        """Take a context for the caller; None if the system does not allow one."""
         try:
             context: AioContext | None = self._idle.pop()
         except IndexError:
@@ -191,15 +191,15 @@ class AioContextPool:
             yield context
         except BaseException:
             if context is not None:
-                # The context may hold events that were not fetched, which its next user would
-                # take for the events of its own requests.
+                # The context may hold events that were not collected. Its next user would mistake
+                # them for the events of its own requests.
                 context.close()
             raise
         if context is not None:
             self._idle.append(context)
 
     def close(self) -> None:
-        """Destroy the idle contexts, all at once, because the kernel takes some 30 ms for each."""
+        """Destroy the idle contexts, all at once, because the kernel takes about 30 ms for each."""
         idle = [self._idle.pop() for _ in range(len(self._idle))]
         threads = [threading.Thread(target=context.close, name="pinfeed-close") for context in idle]
         for thread in threads:

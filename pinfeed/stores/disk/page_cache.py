@@ -20,21 +20,21 @@ _MAP_BYTES = 1 << 30
 _SWEEP_BYTES = 32 << 20
 # Largest unit of the page cache (a folio), and its alignment, in bytes.
 _FOLIO_BYTES = 2 << 20
-# Bytes around the last read that a sweep leaves, because other threads are reading there.
+# Bytes around the last read that a sweep keeps, because other threads are reading there.
 _MARGIN_BYTES = 16 << 20
 
 
 class PageCache:
-    """Page cache of one open file, which can be left as it was found.
+    """Page cache of one open file, which can be restored to its earlier state.
 
-    Pages that were cached before the file was opened stay. Pages that streaming has added are
-    dropped in sweeps. A sweep ends at the border of a folio, because the kernel cannot drop a part
-    of a folio, and waits for all processors before it gives up.
+    Pages that were cached before the file was opened stay. Sweeps drop pages that streaming has
+    added. A sweep ends at the border of a folio, because the kernel cannot drop a part of a folio,
+    and waits for all processors before it gives up.
 
     Args:
         fd: Descriptor of the file, which belongs to the caller.
         size: Size of the file, in bytes.
-        keep: Leave in the page cache what was read; nothing is dropped.
+        keep: Whether data that was read stays in the page cache; if so, nothing is dropped.
     """
 
     def __init__(self, fd: int, size: int, *, keep: bool) -> None:
@@ -45,14 +45,15 @@ class PageCache:
         self._random = False
         self._uncached = [] if keep else _uncached_ranges(fd, size)
         if not keep:
-            # Otherwise the kernel takes neighbours in the cache for a sequence, and reads ahead.
+            # Otherwise, the kernel mistakes adjacent cached pages for a sequential read, and reads
+            # ahead.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     def expect_random_reads(self) -> None:
         """Advise the kernel that rows are read in random order.
 
-        Otherwise the kernel would take rows that are already cached for a sequence, and read far
-        ahead.
+        Otherwise, the kernel would mistake rows that are already cached for a sequential read, and
+        read far ahead.
         """
         if not self._keep and not self._random:
             self._random = True
@@ -90,14 +91,13 @@ class PageCache:
 def cached_pages(fd: int, begin: int, end: int) -> Mask:
     """Return which pages of the bytes [begin, end) of a file are in the page cache.
 
-    A read with RWF_NOWAIT would answer this, too, but it loads the page that it asks for. The
-    kernel answers only users who own the file or may write it; for others, no page counts as
-    cached.
+    A read with RWF_NOWAIT would also show this, but it loads the page that it requests. The kernel
+    answers only users who own the file or may write it; for other users, no page counts as cached.
 
     Args:
         fd: Descriptor of the file.
         begin: First byte, a multiple of ``mmap.ALLOCATIONGRANULARITY``.
-        end: Byte behind the last one.
+        end: Position after the last byte.
     """
     pages = np.zeros(-(-(end - begin) // mmap.PAGESIZE), np.uint8)
     if len(pages) and can_tell(fd):
@@ -114,7 +114,7 @@ def cached_pages(fd: int, begin: int, end: int) -> Mask:
 
 
 def can_tell(fd: int) -> bool:
-    """Return whether the kernel tells this process which pages of the file are cached."""
+    """Return whether the kernel reports to this process which pages of the file are cached."""
     return os.geteuid() in (0, os.fstat(fd).st_uid) or os.access(f"/proc/self/fd/{fd}", os.W_OK)
 
 

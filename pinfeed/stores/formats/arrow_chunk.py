@@ -15,7 +15,7 @@ Array = npt.NDArray[Any]
 
 # Lengths of lists that are compared at a time.
 _N_LENGTHS = 1 << 20
-# Bits that are unpacked at a time; each takes 18 bytes while it is unpacked.
+# Bits that are unpacked at a time; each needs 18 bytes while it is unpacked.
 N_BITS = 1 << 16
 BYTES_PER_BIT = 18
 
@@ -39,7 +39,7 @@ _LEAVE_OUT = (
 
 
 class PackedBooleans:
-    """Booleans that Arrow has packed as bits, with the part of an array's interface needed here.
+    """Booleans that Arrow has packed as bits, with the needed part of an array's interface.
 
     Args:
         packed: The bytes; the first bit is the lowest one.
@@ -79,7 +79,7 @@ def rows_of_chunk(array: Any, name: str) -> Array | PackedBooleans:
         kind = array.type
         if array.null_count:
             raise nulls_error(name)
-        # Only of types with a shape is it known that their storage has the numbers of the rows.
+        # Only for types with a shape does the storage certainly contain the numbers of the rows.
         if isinstance(kind, pyarrow.BaseExtensionType) and hasattr(kind, "shape"):
             if isinstance(kind, pyarrow.FixedShapeTensorType):
                 tail = _tensor_shape(kind, name)
@@ -99,8 +99,8 @@ def _tensor_shape(kind: Any, name: str) -> tuple[int, ...]:
     axes = kind.permutation
     if axes is not None and axes != sorted(axes):
         raise StoreError(
-            f"{name}: tensors of permuted axes ({axes}), in which a row is scattered; write them "
-            "in the order of their axes"
+            f"{name}: tensors have permuted axes ({axes}), which scatters the items of a row; "
+            "write them with axes in order"
         )
     return tuple(kind.shape)
 
@@ -118,8 +118,8 @@ def _length(offsets: npt.NDArray[Any], name: str) -> int:
 def nulls_error(name: str) -> StoreError:
     """Return the error about a column with nulls."""
     return StoreError(
-        f"{name}: has nulls, which a tensor cannot have; fill them (pyarrow.compute.fill_null, "
-        f"dataset.map, fillna or fill_null of a frame), drop their rows (dropna, drop_nulls), "
+        f"{name} has nulls, but tensors have no nulls; fill them (pyarrow.compute.fill_null, "
+        "dataset.map, fillna or fill_null of a frame), drop their rows (dropna, drop_nulls), "
         f"{_LEAVE_OUT}"
     )
 
@@ -144,7 +144,7 @@ def _numbers(array: Any, shape: tuple[int, ...], name: str) -> Array | PackedBoo
         return values
     advice = next(
         (advice for test, advice in _REFUSED.items() if getattr(pyarrow.types, test)(kind)),
-        "make numbers of it",
+        "convert it to numbers",
     )
     raise StoreError(
         f"{name}: a column of {kind}; expected numbers or booleans, or lists of them; {advice}, "

@@ -19,12 +19,11 @@ _FILTERS = ((), (_DEFLATE,), (_SHUFFLE, _DEFLATE))
 class RawChunks:
     """Chunks as they are in the file, of a dataset with no filters but gzip and shuffle.
 
-    The HDF5 library makes one call at a time, and a call that reads rows decompresses them. Here,
-    only the read of the compressed bytes is a call.
+    The HDF5 library makes one call at a time, and a call that reads rows also decompresses them.
+    This class calls the library only to read the compressed bytes.
 
     Args:
-        dataset: A dataset for which ``can_read`` is true, and whose type in the file is that of its
-            items in memory.
+        dataset: A dataset that ``can_read`` accepts, with the same type in the file and in memory.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -36,7 +35,7 @@ class RawChunks:
 
     @staticmethod
     def can_read(dataset: Any) -> bool:
-        """Return whether the dataset has chunks, and no other filters than known ones."""
+        """Return whether the dataset has chunks, and only known filters."""
         return dataset.chunks is not None and _filters_of(dataset) in _FILTERS
 
     def offsets(self, start: int) -> list[tuple[int, ...]]:
@@ -54,7 +53,7 @@ class RawChunks:
             out: Rows from ``offset[0]`` on, shape (n, *row_shape).
 
         Returns:
-            Whether it was possible; False if the chunk is damaged.
+            True, or False if the chunk is damaged.
         """
         decoded: Any = raw
         if _DEFLATE in self._filters:
@@ -66,7 +65,8 @@ class RawChunks:
             return False
         values = np.frombuffer(decoded, np.uint8)
         if _SHUFFLE in self._filters:
-            # The first bytes of all items come first, then the second ones, and so on.
+            # The chunk begins with the first bytes of all items, followed by the second bytes, and
+            # so on.
             values = np.ascontiguousarray(values.reshape(self._dtype.itemsize, -1).T).reshape(-1)
         block = values.view(self._dtype).reshape(self._chunks)
         # A chunk at the end of an axis extends beyond it.

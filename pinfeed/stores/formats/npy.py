@@ -30,7 +30,7 @@ MAGIC = b"\x93NUMPY"
 # parse at the same time, as when shards are opened, one of them may fail with a SystemError.
 _MAX_TRIES = 10
 _MAX_AXES = 64
-# Longest header of version 1. A longer one lists the fields of a structured dtype, or is no header.
+# Longest header of version 1. A longer one lists the fields of a structured dtype, or is damaged.
 _MAX_HEADER = 1 << 16
 
 
@@ -51,10 +51,10 @@ def read_header(path: str, dtype: np.dtype[Any] | None = None) -> RowLayout:
 
     Args:
         path: The file.
-        dtype: Dtype of the items, of the same size, if the header cannot say it.
+        dtype: Dtype of the items, of the same size, if the header cannot name it.
 
     Raises:
-        FileMissing: If there is no such file.
+        FileMissing: If the file does not exist.
         StoreError: If the file is a directory, is not a .npy file, is truncated, is in Fortran
             order, has no axis of rows, or has a dtype that torch does not have.
     """
@@ -76,7 +76,7 @@ def read_header(path: str, dtype: np.dtype[Any] | None = None) -> RowLayout:
 
 
 def create(path: str, shape: tuple[int, ...], dtype: np.dtype[Any], *, overwrite: bool) -> None:
-    """Create a .npy file of zeros, which takes no room on the disk until it is written.
+    """Create a .npy file of zeros, which occupies no disk space until rows are written.
 
     If a file is overwritten, it is replaced once the new file is complete.
 
@@ -90,12 +90,12 @@ def create(path: str, shape: tuple[int, ...], dtype: np.dtype[Any], *, overwrite
     nbytes = math.prod(shape) * dtype.itemsize
     made = f"{target}.{os.getpid()}.writing" if overwrite else path
     try:
-        # The file is closed below, before it is renamed or removed. A temporary file that a killed
-        # process has left behind is overwritten.
+        # The file is closed below, before it is renamed or removed. The temporary file of a killed
+        # process is overwritten.
         file = open(made, "wb" if overwrite else "xb")  # noqa: SIM115
     except FileExistsError:
         raise StoreError(
-            f"{made} is there already; open it (MmapStore, from_pretrained), remove it, or give "
+            f"{made} exists; open it (MmapStore, from_pretrained), remove it, or give "
             "overwrite=True"
         ) from None
     try:
@@ -112,8 +112,8 @@ def create(path: str, shape: tuple[int, ...], dtype: np.dtype[Any], *, overwrite
             os.remove(made)
         if isinstance(error, OSError) and error.errno in (errno.EFBIG, errno.EINVAL):
             raise StoreError(
-                f"{path}: shape {shape} of {dtype} takes {nbytes:,} bytes, which the file system "
-                f"refuses for one file ({error.strerror}); expected fewer or smaller rows, or a "
+                f"{path}: shape {shape} of {dtype} needs {nbytes:,} bytes, but the file system "
+                f"refuses a file of this size ({error.strerror}); use fewer or smaller rows, or a "
                 "file system for larger files"
             ) from error
         raise
@@ -132,7 +132,7 @@ def holds(path: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
 
 
 def strange(path: str, start: bytes) -> str:
-    """Return an error message about a file that is no .npy file.
+    """Return an error message about a file that is not a .npy file.
 
     Args:
         path: The file.
@@ -140,14 +140,14 @@ def strange(path: str, start: bytes) -> str:
     """
     if not start:
         return (
-            f"{path} is empty (0 bytes): what wrote it was stopped, or the disk was full; write it "
-            "again"
+            f"{path} is empty (0 bytes), because its writer was stopped or the disk was full; "
+            "write it again"
         )
     if found := of_file(path, start):
         return f"{path} is not a .npy file; it looks like {found[0]}: {found[1]}"
     return (
-        f"{path} is not a .npy file (it starts with {start[:6]!r}); expected one that numpy.save "
-        "wrote, or see MmapStore.raw and MmapStore.windows"
+        f"{path} is not a .npy file (it starts with {start[:6]!r}); expected a file of "
+        "numpy.save; for other files, see MmapStore.raw and MmapStore.windows"
     )
 
 
@@ -167,8 +167,8 @@ def header_of(
         raise StoreError(f"{path} holds a single number (shape ()); expected (n_rows, ...)")
     if header.fortran and len(header.shape) > 1:
         raise StoreError(
-            f"{path} is in Fortran order, in which a row is scattered over the file; save "
-            "np.ascontiguousarray(array)"
+            f"{path} is in Fortran order, in which the items of a row are scattered over the "
+            "file; expected C order; save np.ascontiguousarray(array)"
         )
     items = _item_dtype(path, header.dtype, dtype)
     n_rows, *row_shape = header.shape
@@ -211,7 +211,7 @@ def _parse(
 ) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
     try:
         if len(text) < length:
-            raise ValueError(f"{len(text)} of {length} bytes are there")
+            raise ValueError(f"it has {len(text)} of {length} bytes")
         shape, fortran, dtype = _evaluate(version, text)
         if (
             not isinstance(shape, tuple)
@@ -243,19 +243,19 @@ def _evaluate(version: int, text: bytes) -> tuple[Any, bool, np.dtype[Any]]:
 def _fields(found: Any) -> tuple[Any, bool, np.dtype[Any]]:
     """Return shape, order and dtype, read like numpy from the dict of a header."""
     if not isinstance(found, dict) or set(found) != {"descr", "fortran_order", "shape"}:
-        raise ValueError(f"{found!r:.100} is no dict of descr, fortran_order and shape alone")
+        raise ValueError(f"{found!r:.100} is not a dict of descr, fortran_order and shape")
     if not isinstance(found["fortran_order"], bool):
         raise TypeError(f"fortran_order {found['fortran_order']!r}")
     return found["shape"], found["fortran_order"], np.lib.format.descr_to_dtype(found["descr"])
 
 
 def _item_dtype(path: str, saved: np.dtype[Any], wanted: np.dtype[Any] | None) -> np.dtype[Any]:
-    """Return the dtype of the items: the saved one, unless the caller wants another one."""
+    """Return the dtype of the items: the saved dtype, unless the caller gives another one."""
     if wanted is None:
         if saved.kind == "V" and saved.names is None and saved.subdtype is None:
             raise StoreError(
-                f"{path}: dtype {saved} says nothing of its items; if they are bfloat16, say so: "
-                'MmapStore(path, dtype="bfloat16")'
+                f"{path}: dtype {saved} does not say what the items are; if they are bfloat16, "
+                'give MmapStore(path, dtype="bfloat16")'
             )
         check_dtype(saved, path)
         return saved
@@ -264,7 +264,7 @@ def _item_dtype(path: str, saved: np.dtype[Any], wanted: np.dtype[Any] | None) -
         return saved
     if saved.itemsize != wanted.itemsize or saved.hasobject or not saved.isnative:
         raise StoreError(
-            f"{path} has items of dtype {saved}; expected {wanted.itemsize} plain bytes each, in "
-            f"this machine's byte order, to be taken for {wanted}"
+            f"{path} has items of dtype {saved}, which cannot be read as {wanted}; expected plain "
+            f"items of {wanted.itemsize} bytes, in this machine's byte order"
         )
     return wanted

@@ -55,15 +55,15 @@ class RowLayout:
         """Return the layout itself, if a file of ``size`` bytes holds it.
 
         Raises:
-            StoreError: If the file is truncated, or if there are more rows of no bytes than can be
-                counted.
+            StoreError: If the file is truncated, or if rows of 0 bytes are too many to count.
         """
         shape = (self.n_rows, *self.row_shape)
         # numpy refuses axes whose product is too large even if another axis is zero.
         nbytes_without_zeros = math.prod(filter(None, shape)) * self.dtype.itemsize
         if nbytes_without_zeros > sys.maxsize >= self.end:
             raise StoreError(
-                f"{self.path}: shape {shape} has no bytes, and more of them than numpy can count"
+                f"{self.path}: shape {shape} has rows of 0 bytes, and more rows than numpy can "
+                "count"
             )
         if self.end > size:
             raise StoreError(
@@ -92,7 +92,7 @@ def covered_nbytes(layouts: Iterable[RowLayout]) -> int:
 
 
 def require_regular(path: str) -> None:
-    """Check that a path is no pipe, socket or device, on which a read may wait forever.
+    """Check that a path is not a pipe, socket or device, because reading one may wait forever.
 
     Raises:
         StoreError: If it is one of these.

@@ -33,7 +33,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {"BF16": BFLOAT16} | {
         "C64": "<c8",
     }.items()
 }
-# Tensor names that an error lists at most; a model may have thousands.
+# Most tensor names that an error lists; a model may have thousands.
 _MAX_NAMES = 20
 
 
@@ -68,8 +68,7 @@ def tensor_layout(path: str, name: str) -> RowLayout:
             raise ValueError(f"{name!r} ends at byte {end}, expected {layout.end}")
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise StoreError(
-            f"{path} was written again while its header was read; open it again "
-            f"({described(error)})"
+            f"{path} was rewritten while its header was read; open it again ({described(error)})"
         ) from None
     return layout.check(os.path.getsize(path))
 

@@ -93,7 +93,7 @@ class BigBatch:
         model: The model, on its device, in the mode in which it is trained.
         loss: Function of outputs and targets, called with None for a batch without targets.
         config: Memory limits; BigBatch uses the largest chunks that fit.
-        chunk_size: Samples per chunk, instead of ``config``.
+        chunk_size: Samples per chunk; None for the largest chunk that fits ``config``.
         strategy: One of the strategies above.
         reduction: ``"mean"`` or ``"sum"`` of terms, for a loss that torch does not define.
         count: Function that returns the number of terms of the mean for given targets. None
@@ -178,10 +178,10 @@ class BigBatch:
 
         Args:
             inputs: Tensors or numpy arrays, on the host or on the device, in any structure that the
-                model takes: a tuple is positional arguments, a dict keyword arguments. Or a
-                source of (inputs, targets): a Feeder, a DataLoader or an iterator, whose batches
-                together are one batch. Only ``"accumulate"`` works with a source. Batches that are
-                larger than a chunk are cut.
+                model takes: a tuple is positional arguments, a dict keyword arguments. Or a source
+                of pairs of inputs and targets: a Feeder, a DataLoader or an iterator. All batches
+                of a source together are one batch. Only ``"accumulate"`` works with a source, and
+                cuts batches that are larger than a chunk.
             targets: Targets of the same samples, in the same forms; None without targets.
 
         Returns:
@@ -276,7 +276,7 @@ class BigBatch:
         for inputs, targets in batches:
             self._selector.check_part_of_source(inputs, targets)
             for start in range(0, n_samples(inputs), size):
-                # Tensors are on the device already; numpy arrays are copied here.
+                # Tensors are already on the device, but numpy arrays are not.
                 x = self._to_device(slice_samples(inputs, start, start + size))
                 y = self._to_device(slice_samples(targets, start, start + size))
                 yield Chunk(x, y, self._spec.count_terms(x, y))

@@ -62,7 +62,7 @@ def check_step(model: Any, loss: Any, options: StrategyOptions, scaler: Any) -> 
         whole_number(options.chunk_size, "chunk_size")
     if strategy != "auto" and strategy not in STRATEGIES:
         raise ArgumentError(
-            f"strategy={strategy!r}: expected 'auto', {', '.join(map(repr, STRATEGIES))}"
+            f"strategy={strategy!r}: expected one of 'auto', {', '.join(map(repr, STRATEGIES))}"
         )
     check_autocast(options.autocast)
     is_class = isinstance(scaler, type)

@@ -94,7 +94,7 @@ class StrategyRunner:
     def _accumulate_batch(self, size: int, inputs: Any, targets: Any) -> torch.Tensor:
         total = self._spec.count_terms(inputs, targets)
         if self._spec.reduction == "mean" and not total:
-            # The mean of no terms is whatever the plain step makes of it.
+            # The batch has no terms, so the plain step decides what its mean is.
             return self._backward_whole(
                 slice_samples(inputs, 0, size), slice_samples(targets, 0, size)
             )
@@ -126,8 +126,8 @@ class StrategyRunner:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error) or not self._can_be_cut(chosen):
                 raise
-        # This is outside the except block, because the traceback keeps the tensors of the frames
-        # that failed until the block ends.
+        # This is after the except block, because within the block the traceback keeps the
+        # tensors of the failed frames alive.
         release_cached_memory()
         rng_state.restore(state)
         self.n_halved += 1

@@ -50,9 +50,8 @@ class Config(limits.MemoryLimits):
 
     Examples:
         >>> model = torch.nn.Linear(1000, 10)
-        >>> config = pinfeed.Config(
-        ...     gpu_memory_limit=pinfeed.GiB(8), model=model, input_shape=(1000,)
-        ... )
+        >>> limits = {"cpu_memory_limit": pinfeed.GiB(4), "gpu_memory_limit": pinfeed.GiB(8)}
+        >>> config = pinfeed.Config(**limits, model=model, input_shape=(1000,))
         >>> config.batch_size
         65536
         >>> print(config.budget)
@@ -89,8 +88,8 @@ class Config(limits.MemoryLimits):
         device: Device of training: ``"cuda"``, ``"cpu"`` or ``"auto"``. ``"auto"`` is a GPU if the
             machine has one or ``gpu_memory_limit`` is given.
         device_cache: Device memory for the caches of tables in ``train_rows``, in bytes, which
-            ``gpu_memory_limit`` includes. Tables with ``device_cache="auto"`` share what tables
-            with caches of a given size leave.
+            ``gpu_memory_limit`` includes. Tables with ``device_cache="auto"`` share the part that
+            tables with caches of a given size leave.
         seen: Measured memory of a step, relative to the estimate; ``probe`` sets it.
 
     Raises:
@@ -308,7 +307,7 @@ class Config(limits.MemoryLimits):
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
-# Only now has the decorator ``dataclass`` made ``__init__``. Its signature stays the same.
+# The decorator ``dataclass`` has made ``__init__`` just before. Its signature stays the same.
 Config.__init__ = explain_arguments(_HINTS)(Config.__init__)  # type: ignore[method-assign]
 
 

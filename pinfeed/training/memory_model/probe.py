@@ -22,8 +22,7 @@ from pinfeed.training.memory_model.out_of_memory import is_out_of_memory
 from pinfeed.training.memory_model.tensor_specs import SampleSpec, to_device
 
 _N_STEPS = 3
-"""Number of steps to run. In the first step, libraries try algorithms and the optimizer gets state.
-"""
+"""Number of steps to run; in the first, libraries try algorithms and the optimizer gets state."""
 
 
 def measure_steps(
@@ -55,8 +54,8 @@ def measure_steps(
             raise
     finally:
         rng_state.restore(state)
-    # This is outside the except block, because the traceback keeps the tensors of the frames that
-    # failed until the block ends.
+    # This is after the except block, because within the block the traceback keeps the
+    # tensors of the failed frames alive.
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

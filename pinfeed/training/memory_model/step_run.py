@@ -1,4 +1,4 @@
-"""StepRun: a training step on tensors without data, whose memory is tracked."""
+"""StepRun: a training step on tensors without data, with a tracker of its memory."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class StepRun:
         model: The model, on fake tensors.
         loss: Function of outputs and targets.
         samples: Shapes and dtypes of inputs and targets; None for no targets.
-        autocast: Makes the context in which forward passes and losses run.
-        tracker: Tracks the memory of the step.
+        autocast: Function that makes the context for forward passes and losses.
+        tracker: Tracker of the memory of the step.
 
     Attributes:
         model: The model.
@@ -87,7 +87,7 @@ def plain_step(run: StepRun, batch_size: int) -> Any:
     outputs = run.outputs(inputs)
     run.held = run.held[1:]
     loss = run.loss(outputs, targets)
-    # The variables of a loop keep their values until they are assigned again, in the next step.
+    # The variables of a loop keep their values until the next step assigns them again.
     run.held = (outputs, loss) if run.tracker.is_cpu else ()
     run.backward(loss)
     return inputs, targets, outputs, loss

@@ -56,8 +56,7 @@ from pinfeed.training.offload.pinned_pool import PinnedBlock, PinnedPool
 
 _BYTES = np.dtype(np.uint8)
 _MOST_POSITIONS = 1024
-"""Most positions that one search for a piece to prefetch examines; many may belong to dead pieces.
-"""
+"""Most positions that one search for a piece examines; many may belong to dead pieces."""
 
 
 class StoragePiece:

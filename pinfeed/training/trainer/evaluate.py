@@ -35,7 +35,7 @@ class Evaluator:
         loss: Function of outputs and targets.
         device: Device of the model.
         size: Samples that are computed at a time; None for whole batches.
-        context: Makes the context in which forward passes and losses run.
+        context: Function that makes the context for forward passes and losses.
     """
 
     model: nn.Module
@@ -95,8 +95,8 @@ class Evaluator:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error) or n == 1:
                 raise
-        # This is outside the except block, because the traceback keeps the tensors of the frames
-        # that failed until the block ends.
+        # This is after the except block, because within the block the traceback keeps the
+        # tensors of the failed frames alive.
         release_cached_memory()
         halves = ((0, n // 2), (n // 2, n))
         return concatenate([self._outputs(slice_samples(inputs, *half)) for half in halves])

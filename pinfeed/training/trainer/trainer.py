@@ -88,12 +88,10 @@ class Trainer:
 
     A BigBatch computes the gradients of whole batches. Without ``config`` and ``chunk_size``, it
     runs the plain step, and batches are prefetched to the device. With one of them, batches stay
-    where the loader has them, and their chunks are prefetched.
+    in the memory in which the loader yields them, and their chunks are prefetched.
 
     ``history`` has the measurements of an epoch when the epoch has ended; taking them never makes
     a batch wait for the device. The model stays in its training or eval mode.
-
-    This is one class because its methods are the steps of one loop, which all three forms share.
 
     Args:
         model: The model.
@@ -102,7 +100,8 @@ class Trainer:
         loader: A DataLoader, a Feeder, or another iterable of batches: pairs of inputs and targets,
             or inputs alone, in any structure.
         config: Memory limits, as for BigBatch.
-        chunk_size: Samples per chunk, instead of ``config``.
+        chunk_size: Samples per chunk; None for the largest chunk that fits ``config``, or for
+            whole batches without ``config``.
         strategy: Strategy, as for BigBatch.
         prove: Whether to compare strategies with the plain step before using them, as for BigBatch.
         device: Device to which the Trainer moves the model; None for the model's current device.
@@ -124,6 +123,8 @@ class Trainer:
         ArgumentError: If an argument is invalid, or two arguments conflict.
         DeviceError: If the device does not exist.
     """
+
+    # It is one class because its methods are the steps of one loop, which all three forms share.
 
     @explain_arguments(_HINTS, options=StepOptions)
     def __init__(

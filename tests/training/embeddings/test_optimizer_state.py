@@ -210,7 +210,7 @@ def test_the_state_of_a_table_in_a_file_is_next_to_it(tmp_path: Path) -> None:
     np.save(tmp_path / "users.exp_avg_sq.npy", np.ones(3))
     with pytest.raises(
         errors.StoreError,
-        match=r"users\.exp_avg_sq\.npy is there already, and is no \.npy file of shape",
+        match=r"users\.exp_avg_sq\.npy exists, but is not a \.npy file of shape",
     ):
         RowOptimizer(Adam, [other, table])
     assert np.load(tmp_path / "users.exp_avg_sq.npy").tolist() == [1, 1, 1]

@@ -68,7 +68,7 @@ def test_bad_sizes_and_initialisers(tmp_path: Path) -> None:
     for store in (None, tmp_path / "t.npy"):
         with pytest.raises(
             errors.StoreError,
-            match=r"big: shape \(4611686018427387904, 8\) of float32 takes "
+            match=r"big: shape \(4611686018427387904, 8\) of float32 needs "
             "147,573,952,589,676,412,928 bytes",
         ):
             HostEmbedding(2**62, 8, store=store, name="big")
@@ -101,7 +101,7 @@ def test_a_table_in_a_file(tmp_path: Path) -> None:
     ):
         with pytest.raises(
             errors.StoreError,
-            match=r"users\.npy is there already, and is no \.npy file of shape .*; "
+            match=r"users\.npy exists, but is not a \.npy file of shape .*; "
             "expected another path",
         ):
             other(N, 3 if other is HostEmbedding else DIM, store=path)

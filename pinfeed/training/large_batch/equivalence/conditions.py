@@ -53,7 +53,7 @@ class Conditions:
         spec: The model and the loss.
         samples: The samples.
         random: State of the random generators at the beginning of each computation.
-        context: Makes the context in which forward passes and losses run.
+        context: Function that makes the context for forward passes and losses.
         rounding: Differences that count as rounding.
     """
 

@@ -18,7 +18,7 @@ from pinfeed.training.large_batch.strategies.step_spec import StepSpec
 
 @contextlib.contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Compute in float32 without TF32, whose rounding depends on the size of a batch."""
+    """Compute in float32 without TF32, because TF32's rounding depends on the batch size."""
     if device.type != "cuda":
         yield
         return

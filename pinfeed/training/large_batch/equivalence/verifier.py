@@ -150,8 +150,8 @@ def problem_of(
                     f"strategy={strategy!r} cannot be compared with the plain step; free memory, "
                     "or give prove=False"
                 ) from error
-        # This is outside the except block, because the traceback keeps the tensors of the frames
-        # that failed until the block ends.
+        # This is after the except block, because within the block the traceback keeps the
+        # tensors of the failed frames alive.
         release_cached_memory()
     return ""
 

@@ -63,7 +63,7 @@ def select_samples(batch: Any, rows: torch.Tensor) -> Any:
 
 
 def check_output_rows(outputs: Any, n: int) -> None:
-    """Check that every tensor among the outputs of ``n`` samples has one row for each of them.
+    """Check that every output tensor of ``n`` samples has one row for each sample.
 
     Raises:
         ArgumentError: If a tensor has another number of rows.

@@ -25,7 +25,7 @@ class StepSpec:
         modules: Every module whose parameters receive gradients, the model first.
         reduction: Whether the loss is the mean or the sum of its terms.
         count: Function that returns the number of terms for a batch of targets.
-        context: Makes the context in which forward passes and losses run, such as autocast.
+        context: Function that makes the context for forward passes and losses, such as autocast.
         scale: Function applied to the loss before the backward pass, such as a loss scaler.
     """
 

@@ -19,13 +19,13 @@ _ROW_BYTES = 512
 _N_ROWS = 65_536
 
 
-def beside_products(run: Run) -> list[Cell]:
+def products_during_transfers(run: Run) -> list[Cell]:
     """Return cells of the slowdown of large products while rows are copied."""
-    shared = functools.cache(lambda: Beside(Bench(run.device)))
+    shared = functools.cache(lambda: Slowdown(Bench(run.device)))
     cells = []
     for n_blocks in (8, None, *(n for n in BLOCKS if n != 8)):
         key = {
-            "what": "products beside a transfer",
+            "what": "products during a transfer",
             "by": "copy engine" if n_blocks is None else "row kernel",
             "n_blocks": n_blocks,
         }
@@ -33,7 +33,7 @@ def beside_products(run: Run) -> list[Cell]:
     return cells
 
 
-class Beside:
+class Slowdown:
     """Large products, and transfers at the same time."""
 
     def __init__(self, bench: Bench) -> None:
@@ -92,7 +92,7 @@ class Beside:
         return {
             "alone_ms": round(self._alone_s * 1e3, 3),
             "transfer_gb_per_s": round(nbytes / move_s / 1e9, 2),
-            "beside_to_alone": round(statistics.median(ratios), 4),
+            "during_to_alone": round(statistics.median(ratios), 4),
         }
 
     def _products_s(self) -> float:
