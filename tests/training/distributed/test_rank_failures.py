@@ -112,7 +112,7 @@ SCENES: dict[
         "row 8 is out of range",
         "rank 0: failed at batch 3 .RowIndexError",
     ),
-    "a body that raises": (
+    "a step that raises": (
         Raises,
         {},
         everywhere,
@@ -120,7 +120,7 @@ SCENES: dict[
         "number three",
         "rank 0: left its loop at batch 3 .break, or an error in its training step",
     ),
-    "a body that breaks": (
+    "a step that breaks the loop": (
         Breaks,
         {},
         everywhere,
