@@ -94,7 +94,7 @@ def test_ranks_share_an_epoch(
         assert len(lengths[0]) == max(map(len, lengths)) <= min(map(len, lengths)) + 1
     else:
         assert all(other == lengths[0] for other in lengths), (
-            "as many rows in every step on every rank"
+            "the same number of rows in every step on every rank"
         )
     global_size = all_shares[0].batch_size * world_size
     count = Counter(row for mine in batches for batch in mine for row in batch)

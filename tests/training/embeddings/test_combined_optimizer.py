@@ -172,7 +172,7 @@ def test_mistakes_are_refused() -> None:
     for wrong in ({}, dense.state_dict(), CombinedOptimizer(dense).state_dict()):
         with pytest.raises(errors.ArgumentError, match=r"a state of . optimizers; expected"):
             combined.load_state_dict(wrong)
-    # An optimizer that was loaded before another one refuses its state is as it was.
+    # If one optimizer refuses its state, those that were loaded before are unchanged.
     loaded_first = SGD([nn.Parameter(torch.ones(3))], lr=7.0).state_dict()
     with pytest.raises(errors.ArgumentError, match="not a state of a RowOptimizer"):
         CombinedOptimizer(dense, rows).load_state_dict({"optimizers": [loaded_first, {}]})
