@@ -277,5 +277,5 @@ def test_sources_know_what_to_change(tmp_path: Path) -> None:
     loop = pinfeed.train_rows(
         [], {pinfeed.HostEmbedding(5, 2, name="users"): "ids"}, device=HostDevice()
     )
-    assert "gathering rows of users" in loop._loop.source.hint(0.2)
+    assert "Gathering rows of users" in loop._loop.source.hint(0.2)
     assert "loader (list)" in loop._loop.source.hint(0.8)
