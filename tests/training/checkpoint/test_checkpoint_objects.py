@@ -81,7 +81,7 @@ def test_an_object_without_a_name(tmp_path: pathlib.Path) -> None:
     for function in (checkpoint.save, checkpoint.resume):
         with pytest.raises(
             ArgumentError,
-            match=r"expected path alone; .* by name: \w+\(path, model=model, optimizer=optimizer\)",
+            match=r"expected only path; .* by name: \w+\(path, model=model, optimizer=optimizer\)",
         ):
             function(tmp_path / "c", nn.Linear(1, 1))  # type: ignore[operator]
     assert not (tmp_path / "c").exists()
