@@ -40,7 +40,7 @@ PARTS = (
     Part("profile", "training", 60, "benchmarks.gpu.profiling:profile"),
     Part("loops", "training", 60, "benchmarks.gpu.loops:loops"),
     Part("fetch", "training", 40, "benchmarks.gpu.fetch:fetches"),
-    Part("functions", "training", 20, "benchmarks.gpu.functions:functions"),
+    Part("transforms", "training", 20, "benchmarks.gpu.transforms:transforms"),
     Part("doctor", "training", 30, "benchmarks.gpu.loops:doctor"),
     Part("estimate", "training", 90, "benchmarks.gpu.loops:estimate"),
 )

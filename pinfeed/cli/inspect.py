@@ -42,7 +42,8 @@ class Found:
         kind: ``npy``, ``safetensors``, ``checkpoint``, or ``unknown``.
         nbytes: Size in bytes.
         details: Facts that the header states.
-        damage: Sentences that say what is damaged, and what to do.
+        damage: Sentences that say what is wrong, and what to do.
+        problem: What is wrong, in one or two words; it counts only if ``damage`` is not empty.
     """
 
     path: str
@@ -50,6 +51,7 @@ class Found:
     nbytes: int = 0
     details: dict[str, Any] = field(default_factory=dict)
     damage: list[str] = field(default_factory=list)
+    problem: str = "not supported"
 
     @property
     def values(self) -> dict[str, Any]:
@@ -74,7 +76,7 @@ def inspect(files: Sequence[str]) -> Report:
 
 
 def look(path: str) -> Found:
-    """Find out the kind of a file, and whether it is damaged."""
+    """Find out the kind of a file, and what is wrong with it."""
     found = Found(path)
     try:
         if has_protocol(path):
@@ -87,10 +89,12 @@ def look(path: str) -> Found:
         else:
             _look_at_file(found)
     except FileNotFoundError:
+        found.problem = "missing"
         found.damage.append(f"{path}: no such file (looked in {os.getcwd()})")
     except PinfeedError as error:
         found.damage.append(str(error))
     except OSError as error:
+        found.problem = "unreadable"
         found.damage.append(f"{path} cannot be read: {error.strerror or described(error)}")
     return found
 
@@ -109,14 +113,18 @@ def _look_at_file(found: Found) -> None:
     elif start.startswith(b"\x93NUMPY"):
         _look_at_npy(found)
     else:
+        found.problem = "not supported" if start else "damaged"
         found.damage.append(strange(found.path, start))
 
 
 def _look_at_npy(found: Found) -> None:
     found.kind = "npy"
+    found.problem = "damaged"
     with open(found.path, "rb") as file:
         header = parse_header(found.path, file)
     found.details = _header_values(header)
+    if found.details["expected_bytes"] in (found.nbytes, None):
+        found.problem = "not supported"
     # This raises an error if pinfeed cannot serve the rows.
     layout = read_header(found.path)
     found.details["row_alignment"] = math.gcd(layout.offset, layout.row_nbytes) or 1
@@ -167,6 +175,7 @@ def _look_at_safetensors(found: Found) -> None:
     from pinfeed.stores.formats.safetensors import list_tensors
 
     found.kind = "safetensors"
+    found.problem = "damaged"
     tensors = list_tensors(found.path)
     found.details = {
         "tensors": [
@@ -190,6 +199,7 @@ def _look_at_directory(found: Found) -> None:
     from pinfeed.training import checkpoint
 
     found.kind = "checkpoint"
+    found.problem = "damaged"
     with saying(f"reading {found.path}"):
         found.details = checkpoint.check(found.path)
     found.nbytes = found.details.pop("bytes")
@@ -199,7 +209,7 @@ def _together(shards: Sequence[Found]) -> tuple[dict[str, Any] | None, list[str]
     """Describe all files as one source, for scripts; or say why they cannot be one.
 
     Returns:
-        The values, or None without files or if one is damaged; and findings.
+        The values, or None without files or if one has a problem; and findings.
     """
     if not shards or any(shard.damage for shard in shards):
         return None, []
@@ -285,10 +295,10 @@ def _compared(nbytes: int, expected: int | None) -> str:
 def _many(found: Sequence[Found], source: dict[str, Any] | None) -> str:
     """Describe several files, in a line each."""
     rows = [
-        (one.path, *_columns(one), human(one.nbytes), "damaged" if one.damage else "")
+        (one.path, *_columns(one), human(one.nbytes), one.problem if one.damage else "")
         for one in found
     ]
-    shown = table(rows, ("file", "rows", "row shape", "dtype", "size", ""), "lrllr")
+    shown = table(rows, ("file", "rows", "row shape", "dtype", "size", "problem"), "lrllr")
     if source is None:
         return shown
     size = f"{source['rows']:,} rows, {human(source['bytes'])}"

@@ -33,8 +33,8 @@ def main() -> None:
     x.zarr and x.parquet:column. Inputs and their labels are two sources:
     plan images.npy --with labels.npy. Sizes are written 2GiB, 512MiB, 1.5e9.
 
-    Exit status: 0 success; 1 a problem was found (a damaged file, a plan that does not fit); 2
-    wrong usage; 3 failure; 130 interrupted.
+    Exit status: 0 success; 1 a problem was found (a damaged or unsupported file, a plan
+    that does not fit); 2 wrong usage; 3 failure; 130 interrupted.
     """
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base import BaseFeeder, T_co
-from pinfeed.feeders.batch_functions import batch_function
 from pinfeed.feeders.fetch import FetchStores
 from pinfeed.feeders.options import LoaderOptions, TableLoopOptions
+from pinfeed.feeders.transforms import batch_transform
 from pinfeed.memory.plan import Plan
 from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.lent_batch import LentBatch
-from pinfeed.pipeline.loop_functions import LoopFunctions
+from pinfeed.pipeline.loop_transforms import LoopTransforms
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.dataloader import LoaderSource, StatefulSource
 from pinfeed.validation.safe_repr import safe_repr
@@ -67,10 +67,10 @@ class LoaderFeeder(BaseFeeder[T_co]):
         if fetch is not None:
             source.fetch = fetch.on(self._device)
         seed = options["seed"]
-        source.host_transform = batch_function("host_transform", options, seed, "cpu")
-        self._functions = LoopFunctions(
+        source.host_transform = batch_transform("host_transform", options, seed, "cpu")
+        self._transforms = LoopTransforms(
             source.host_transform,
-            batch_function("device_transform", options, seed, self.device),
+            batch_transform("device_transform", options, seed, self.device),
         )
         self._loop = EpochRunner(
             source,
@@ -80,7 +80,7 @@ class LoaderFeeder(BaseFeeder[T_co]):
             progress=options["progress"],
             timeline=options["timeline"],
             again=options["again"],
-            functions=self._functions,
+            transforms=self._transforms,
         )
 
     @safe_repr
@@ -99,7 +99,7 @@ class LoaderFeeder(BaseFeeder[T_co]):
         plan = Plan(0, self._depth, "staged", ())
         if self._fetch is not None:
             plan = self._fetch.plan(self._depth, self._device)
-        return self._functions.with_measured(plan, unified=self._device.unified)
+        return self._transforms.with_measured(plan, unified=self._device.unified)
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch, as the loader reports it.
@@ -225,7 +225,7 @@ class StatefulLoaderFeeder(LoaderFeeder[T_co]):
         state = self._source.state() if self._loop.is_at_rest else self._state
         if isinstance(state, Exception):
             raise state
-        if not self._functions.take_generators:
+        if not self._transforms.take_generators:
             return state
         return {"loader": state, "pinfeed": self._loop.state()}
 
@@ -242,13 +242,13 @@ class StatefulLoaderFeeder(LoaderFeeder[T_co]):
             ClosedError: If a loop runs and cannot be ended, or the feeder is closed.
         """
         is_own = isinstance(state, Mapping) and set(state) == {"loader", "pinfeed"}
-        if not is_own and self._functions.take_generators:
+        if not is_own and self._transforms.take_generators:
             raise ArgumentError(
                 "load_state_dict() got a state of the loader itself, which does not contain the "
                 "batch number; expected the return value of this feeder's state_dict(), because "
                 "that number seeds the generator of host_transform or device_transform"
             )
-        if is_own and self._functions.take_generators:
+        if is_own and self._transforms.take_generators:
             self._loop.load_state(state["pinfeed"])
         else:
             # Only the loader knows the batch. An epoch that the loop has left is not continued.

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base import ResumableFeeder, T_co
 from pinfeed.feeders.batch import Batch
-from pinfeed.feeders.batch_functions import batch_function, has_functions
-from pinfeed.feeders.function_trial import measure_functions
 from pinfeed.feeders.hints import FEEDER_HINTS
 from pinfeed.feeders.options import FeederOptions, check_options
 from pinfeed.feeders.row_selection import RowArguments, RowSelection
+from pinfeed.feeders.transform_trial import measure_transforms
+from pinfeed.feeders.transforms import batch_transform, has_transforms
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth, n_held
-from pinfeed.memory.function_memory import FunctionMemory
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan, check_route
+from pinfeed.memory.transform_memory import TransformMemory
 from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.host_gather import HostGather
 from pinfeed.pipeline.lent_batch import LentBatch
-from pinfeed.pipeline.loop_functions import LoopFunctions
+from pinfeed.pipeline.loop_transforms import LoopTransforms
 from pinfeed.pipeline.planner import PlanRequest, make_plan, part_capacity
 from pinfeed.pipeline.rank_plan import plan_of_rank
 from pinfeed.pipeline.schedule import PrefetchSchedule, choose_schedule
@@ -237,11 +237,12 @@ class Feeder(ResumableFeeder[T_co]):
         self._stores = StoreTree(source)
         try:
             schedule = choose_schedule(self._stores, selection.batch_size, selection.config, depth)
-            schedule = _schedule_of_single_batches(schedule) if has_functions(options) else schedule
+            if has_transforms(options):
+                schedule = _schedule_of_single_batches(schedule)
             self._open_device(device, self._n_buffers(schedule))
             schedule = schedule.on(self._device, may_measure=self._may_measure)
-            functions = self._functions_of(options, selection, seed)
-            batches = self._plan_batches(selection, schedule, route, functions)
+            transforms = self._transforms_of(options, selection, seed)
+            batches = self._plan_batches(selection, schedule, route, transforms)
             self._plan = arguments.with_notes(self._plan, self._device)
             self._write_schedule = dataclasses.replace(
                 _schedule_with_writes(schedule), repeats=not batches.is_distinct
@@ -288,10 +289,10 @@ class Feeder(ResumableFeeder[T_co]):
         take = self._take
         stores = self._stores
         device = self._device
-        has_functions = bool(self._functions)
-        may_write = not has_functions and any(store.writable for store in stores.stores)
+        has_transforms = bool(self._transforms)
+        may_write = not has_transforms and any(store.writable for store in stores.stores)
         return self._loop.run(
-            lambda lent: Batch(lent, take(lent), stores, device, is_source=not has_functions),
+            lambda lent: Batch(lent, take(lent), stores, device, is_source=not has_transforms),
             self._write_schedule if may_write else None,
             self._begin,
         )
@@ -310,7 +311,7 @@ class Feeder(ResumableFeeder[T_co]):
         """
         if self._is_limited:
             return self._plan
-        return self._functions.with_measured(self._plan, unified=self._device.unified)
+        return self._transforms.with_measured(self._plan, unified=self._device.unified)
 
     def flush_writes(self) -> None:
         """Wait until all write-backs so far are in their stores.
@@ -336,7 +337,7 @@ class Feeder(ResumableFeeder[T_co]):
         selection: RowSelection,
         schedule: PrefetchSchedule,
         route: str | None,
-        functions: LoopFunctions,
+        transforms: LoopTransforms,
     ) -> RowBatches:
         """Plan the memory and the reads of each store, and return the resulting batches."""
         stores = self._stores.stores
@@ -345,9 +346,9 @@ class Feeder(ResumableFeeder[T_co]):
             for ragged in self._stores.ragged:
                 selection.order.require_bound(ragged.lengths, repr(ragged))
         self._is_limited = selection.config is not None
-        memory = FunctionMemory(has_host=functions.host is not None) if functions else None
-        if functions and self._is_limited:
-            memory = measure_functions(self._stores, self._device, functions)
+        memory = TransformMemory(has_host=transforms.host is not None) if transforms else None
+        if transforms and self._is_limited:
+            memory = measure_transforms(self._stores, self._device, transforms)
         request = PlanRequest(
             stores,
             selection.order,
@@ -357,15 +358,15 @@ class Feeder(ResumableFeeder[T_co]):
             memory,
         )
         # The CPU gathers the rows for host_transform.
-        route = route if functions.host is None else "staged"
+        route = route if transforms.host is None else "staged"
         plan, self._read_plan = make_plan(request, schedule, self._device, route)
         batches = selection.batches(n_rows, plan)
         self._plan = plan
         self._capacity = part_capacity(request, plan.batch_size)
-        self._functions = functions
-        if functions.host is not None:
+        self._transforms = transforms
+        if transforms.host is not None:
             gather = HostGather(self._capacity, schedule.n_slots + 1)
-            self._functions = dataclasses.replace(functions, gather=gather)
+            self._transforms = dataclasses.replace(transforms, gather=gather)
         if selection.shard is not None:
             self._plan = plan_of_rank(selection.shard, plan, n_rows)
         return batches
@@ -381,27 +382,27 @@ class Feeder(ResumableFeeder[T_co]):
             source,
             self._device,
             # The results of host_transform take other memory than rows.
-            capacity=() if self._functions.host is not None else self._capacity,
+            capacity=() if self._transforms.host is not None else self._capacity,
             schedule=schedule,
             progress=options["progress"],
             timeline=options["timeline"],
             again=options["again"],
-            functions=self._functions,
+            transforms=self._transforms,
         )
 
-    def _functions_of(
+    def _transforms_of(
         self, options: FeederOptions, selection: RowSelection, seed: int
-    ) -> LoopFunctions:
+    ) -> LoopTransforms:
         """Return the transforms, without the ``gather`` that reads rows for them."""
         rank = None if selection.shard is None else selection.shard.rank
-        return LoopFunctions(
-            batch_function("host_transform", options, seed, "cpu", rank),
-            batch_function("device_transform", options, seed, self.device, rank),
+        return LoopTransforms(
+            batch_transform("host_transform", options, seed, "cpu", rank),
+            batch_transform("device_transform", options, seed, self.device, rank),
         )
 
     def _close_sources(self, stack: contextlib.ExitStack) -> None:
-        if self._functions.gather is not None:
-            stack.callback(self._functions.gather.close)
+        if self._transforms.gather is not None:
+            stack.callback(self._transforms.gather.close)
         stack.callback(self._stores.close)
         for close in self._read_plan.closes:
             stack.callback(close)
@@ -428,10 +429,10 @@ class Feeder(ResumableFeeder[T_co]):
 
 def _check_conflicts(options: FeederOptions, route: str | None) -> None:
     """Raise ArgumentError if an option excludes transforms."""
-    if options["verify"] and has_functions(options):
+    if options["verify"] and has_transforms(options):
         raise ArgumentError(
             "verify=True was given with host_transform or device_transform; verify compares each "
-            "batch with its rows, which these functions change; leave out verify or the functions"
+            "batch with its rows, which the transforms change; leave out verify or the transforms"
         )
     if route == "direct" and options["host_transform"] is not None:
         raise ArgumentError(

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, overload
 
 from pinfeed.errors import ArgumentError
-from pinfeed.feeders.batch_functions import check_seed_of_functions
 from pinfeed.feeders.dataloader import STATE_METHODS, LoaderFeeder, StatefulLoaderFeeder
 from pinfeed.feeders.fetch import FetchStores
 from pinfeed.feeders.hints import LOADER_HINTS
 from pinfeed.feeders.options import LoaderOptions, check_options
+from pinfeed.feeders.transforms import check_seed_of_transforms
 from pinfeed.memory.depth import check_optional_depth
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.pipeline.schedule import PrefetchSchedule, measured_schedule
@@ -182,7 +182,7 @@ def wrap_loader(
     """
     check_options(options)
     check_choice(options["on_error"], "on_error", ("raise", "next"))
-    check_seed_of_functions(options)
+    check_seed_of_transforms(options)
     depth = check_optional_depth(depth)
     if config is not None and fetch is None:
         raise ArgumentError(

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pinfeed.memory.depth import DEFAULT_DEPTH, n_batches, n_held
-from pinfeed.memory.function_memory import FunctionMemory
 from pinfeed.memory.plan import Allocation, Place, Route
+from pinfeed.memory.transform_memory import TransformMemory
 
 # Host memory is taken in whole pages.
 _PAGE = 4096
@@ -57,7 +57,7 @@ class Demand:
     Its rows are staged, and read-only.
     """
 
-    functions: FunctionMemory | None = None
+    transforms: TransformMemory | None = None
     """Memory of transforms; None if there are no transforms."""
 
     def part_nbytes(self, batch_size: int) -> list[int]:
@@ -108,9 +108,9 @@ def plan_allocations(demand: Demand, batch_size: int, depth: int) -> tuple[Alloc
         *_row_index_buffers(demand, batch_size, depth, n_written),
         Allocation("the order of the rows", "host", 1, _ORDER_BYTES),
     ]
-    if demand.functions is not None:
+    if demand.transforms is not None:
         rows_nbytes = sum(demand.part_nbytes(batch_size))
-        allocations += demand.functions.allocations(rows_nbytes, depth, unified=demand.unified)
+        allocations += demand.transforms.allocations(rows_nbytes, depth, unified=demand.unified)
     if demand.resident_bytes:
         allocations.append(resident_allocation(demand.resident_bytes))
     n_batch_rows = n_batches(depth, demand.batches_per_slot) * batch_size
@@ -146,7 +146,7 @@ def _batch_buffers(demand: Demand, batch_size: int, depth: int, n_written: int) 
         )
 
     every_part = [True] * len(nbytes_of)
-    if demand.functions is not None and demand.functions.has_host:
+    if demand.transforms is not None and demand.transforms.has_host:
         rows_nbytes = batch_nbytes(every_part, _PAGE)
         return [Allocation("rows for host_transform", "host", n_batches(depth), rows_nbytes)]
     everything = batch_nbytes(every_part, block)

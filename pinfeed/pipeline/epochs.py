@@ -17,7 +17,7 @@ from pinfeed.pipeline.depth_choice import DepthChoice
 from pinfeed.pipeline.host_transfer import HostTransfer
 from pinfeed.pipeline.kept_errors import ContinuingIterator, KeptError
 from pinfeed.pipeline.lent_batch import LentBatch
-from pinfeed.pipeline.loop_functions import NO_FUNCTIONS, LoopFunctions
+from pinfeed.pipeline.loop_transforms import NO_TRANSFORMS, LoopTransforms
 from pinfeed.pipeline.position import EpochPosition
 from pinfeed.pipeline.prefetcher import Prefetcher
 from pinfeed.pipeline.schedule import PrefetchSchedule
@@ -63,7 +63,7 @@ class EpochRunner:
         progress: Whether to show a progress bar.
         timeline: Whether to record a timeline.
         again: ``"end"`` if a new run ends the running one, ``"refuse"`` if it raises an error.
-        functions: The transforms.
+        transforms: The transforms.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class EpochRunner:
         progress: bool,
         timeline: bool,
         again: Again,
-        functions: LoopFunctions = NO_FUNCTIONS,
+        transforms: LoopTransforms = NO_TRANSFORMS,
     ) -> None:
         self.source = source
         self._again = again
@@ -85,12 +85,12 @@ class EpochRunner:
         self._choice = DepthChoice(schedule)
         self._choices = {schedule: self._choice}
         self._progress = progress
-        self._position = EpochPosition(source, functions.fingerprint)
+        self._position = EpochPosition(source, transforms.fingerprint)
         self._counters = Counters(timeline=Timeline() if timeline else None)
         self._starvation = StarvationMonitor(self._counters, source.hint, source.transfer_hint)
         transfer = HostTransfer if device.unified else Transfer
-        self._functions = functions
-        self._transfer = transfer(device, schedule.n_slots, capacity, self._counters, functions)
+        self._transforms = transforms
+        self._transfer = transfer(device, schedule.n_slots, capacity, self._counters, transforms)
         self._active = ActiveRun()
         # If two threads request a run at the same time, only one of the threads begins it.
         self._beginning = threading.Lock()
@@ -316,8 +316,8 @@ class EpochRunner:
     def _lend(self, choice: DepthChoice) -> Iterator[LentBatch]:
         """Start the threads of a run; return its batches."""
         position = self._position
-        functions = dataclasses.replace(self._functions, epoch=position.epoch)
-        self._prefetcher = Prefetcher(self._transfer, position.batch, choice, functions)
+        transforms = dataclasses.replace(self._transforms, epoch=position.epoch)
+        self._prefetcher = Prefetcher(self._transfer, position.batch, choice, transforms)
         thunks = self.source.epoch(
             position.epoch,
             position.batch,

@@ -62,15 +62,15 @@ class LoopThreads:
         self._scatterer: Workers | None = None
         self._scatter_helpers: Workers | None = None
 
-    def start_readers(self, *, calls_functions: bool) -> None:
+    def start_readers(self, *, calls_transforms: bool) -> None:
         """Start the reader threads.
 
         Args:
-            calls_functions: Whether to start the transform thread, too.
+            calls_transforms: Whether to start the transform thread, too.
         """
         if self._schedule.depth and self._reader is None:
             self._reader = self._device.worker("pinfeed-read", self._schedule.n_readers)
-            if calls_functions:
+            if calls_transforms:
                 self._transform_thread = self._device.worker("pinfeed-transform")
 
     def submit_read(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:

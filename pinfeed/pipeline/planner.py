@@ -16,10 +16,10 @@ from pinfeed.memory.demand import (
     resident_allocation,
     window_allocation,
 )
-from pinfeed.memory.function_memory import FunctionMemory
 from pinfeed.memory.host import free_host_bytes, free_page_cache_bytes
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
+from pinfeed.memory.transform_memory import TransformMemory
 from pinfeed.memory.units import human
 from pinfeed.pipeline.ragged_sizes import RaggedSizes
 from pinfeed.pipeline.schedule import PrefetchSchedule
@@ -41,7 +41,7 @@ class PlanRequest:
     batch_size: int | None
     config: MemoryLimits | None
     ragged: Sequence[RaggedStore] = ()
-    functions: FunctionMemory | None = None
+    transforms: TransformMemory | None = None
     """Memory of the transforms; None without transforms."""
 
     @property
@@ -183,7 +183,7 @@ def _demand(
     return Demand(
         row_nbytes=tuple(row_nbytes(store) for store in stores),
         # The results of transforms are not written back.
-        writable=tuple(store.writable and request.functions is None for store in stores),
+        writable=tuple(store.writable and request.transforms is None for store in stores),
         resident_bytes=sum(store.resident_bytes for store in stores)
         + sum(store.resident_bytes for store in request.ragged),
         n_rows=most,
@@ -192,7 +192,7 @@ def _demand(
         batches_per_slot=schedule.batches_per_slot,
         repeats=not is_distinct(request.rows),
         ragged=tuple(request.sizes(store).most for store in request.ragged),
-        functions=request.functions,
+        transforms=request.transforms,
     )
 
 

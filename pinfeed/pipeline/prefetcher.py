@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pinfeed.errors import ClosedError
 from pinfeed.pipeline.depth_choice import DepthChoice
 from pinfeed.pipeline.lent_batch import LentBatch
-from pinfeed.pipeline.loop_functions import LoopFunctions
 from pinfeed.pipeline.loop_threads import LoopThreads
+from pinfeed.pipeline.loop_transforms import LoopTransforms
 from pinfeed.pipeline.slot import Cancelled, Slot
 from pinfeed.pipeline.slot_filler import SlotFiller
 from pinfeed.pipeline.sources.base import BatchThunk
@@ -53,11 +53,11 @@ class Prefetcher:
         first: Number of the first batch.
         choice: Number of batches to prefetch, and of reader threads. The choice may change between
             prefetching and the synchronous loop while the loop runs.
-        functions: The transforms.
+        transforms: The transforms.
     """
 
     def __init__(
-        self, transfer: Transfer, first: int, choice: DepthChoice, functions: LoopFunctions
+        self, transfer: Transfer, first: int, choice: DepthChoice, transforms: LoopTransforms
     ) -> None:
         schedule = choice.schedule
         device = transfer.device
@@ -66,9 +66,9 @@ class Prefetcher:
         self._first = first
         self._choice = choice
         self._schedule = schedule
-        self._functions = functions
-        self._has_functions = bool(functions)
-        self._calls_functions = functions.are_called_in_loop
+        self._transforms = transforms
+        self._has_transforms = bool(transforms)
+        self._calls_transforms = transforms.are_called_in_loop
         self._filler: SlotFiller | None = None
         self._turns = itertools.count()
         self.consumer: int | None = None
@@ -81,7 +81,7 @@ class Prefetcher:
         self._threads = LoopThreads(device, schedule, is_named=is_named)
         self.write_queue = WriteQueue(transfer, self._threads, schedule.max_pending_writes)
         # This is the last step. An interrupt after it would leave threads to the garbage collector.
-        self._threads.start_readers(calls_functions=self._calls_functions)
+        self._threads.start_readers(calls_transforms=self._calls_transforms)
 
     def lend(self, thunks: Generator[BatchThunk, None, None]) -> Iterator[LentBatch]:
         """Lend the batches in order.
@@ -211,7 +211,7 @@ class Prefetcher:
         """Begin the loop in this thread; return its slots."""
         schedule = self._schedule
         self.consumer = threading.get_ident()
-        self._filler = SlotFiller(self._transfer, thunks, self._first, schedule, self._functions)
+        self._filler = SlotFiller(self._transfer, thunks, self._first, schedule, self._transforms)
         exit_hook.loops.add(self._reference)
         slots = self._transfer.begin(schedule.n_slots, schedule.batches_per_slot)
         self._choice.begin()
@@ -253,7 +253,7 @@ class Prefetcher:
         filler, turn = self._reserve(slot)
         number = filler.number(turn)
         filled = self._threads.submit_read(number, filler.fill, slot, turn)
-        if not self._calls_functions:
+        if not self._calls_transforms:
             return filled
         return self._threads.submit_transform(number, filler.transform, filled, turn)
 
@@ -276,7 +276,7 @@ class Prefetcher:
         else:
             slot = slots.free.popleft()
             filler, turn = self._reserve(slot)
-            fill = filler.fill_now if self._has_functions else filler.fill
+            fill = filler.fill_now if self._has_transforms else filler.fill
             filled = guarded(self._threads.call, "read", number, fill, slot, turn)
         found: Slot | None = filled
         if found is not None and found.batch is None:

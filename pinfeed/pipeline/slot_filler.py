@@ -6,12 +6,12 @@ import inspect
 import threading
 from collections.abc import Generator, Sequence
 
-from pinfeed.pipeline.loop_functions import LoopFunctions
+from pinfeed.pipeline.loop_transforms import LoopTransforms
 from pinfeed.pipeline.recent_rows import RecentRows
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Cancelled, Slot
 from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, failed_batch
-from pinfeed.pipeline.sources.batch_functions import FunctionCall
+from pinfeed.pipeline.sources.transforms import TransformCall
 from pinfeed.pipeline.transfer import Transfer
 from pinfeed.profiling.spans import Lane
 from pinfeed.threads.call import Pending
@@ -28,7 +28,7 @@ class SlotFiller:
         thunks: Batches of the epoch; closed by ``close``.
         first: Number of the first batch.
         schedule: Number of batches in a slot, and whether the loop may write rows back.
-        functions: The transforms.
+        transforms: The transforms.
     """
 
     def __init__(
@@ -37,17 +37,17 @@ class SlotFiller:
         thunks: Generator[BatchThunk, None, None],
         first: int,
         schedule: PrefetchSchedule,
-        functions: LoopFunctions,
+        transforms: LoopTransforms,
     ) -> None:
         self._transfer = transfer
         self._counters = transfer.counters
         self._timeline = transfer.counters.timeline
         self._thunks: Generator[BatchThunk, None, None] | None = thunks
         self._first = first
-        self._functions = functions
-        self._host_gather = functions.gather
+        self._transforms = transforms
+        self._host_gather = transforms.gather
         # The source calls ``host_transform``, unless the loop reads the rows for it.
-        self._source_calls_function = functions.host is not None and functions.gather is None
+        self._source_calls_transform = transforms.host is not None and transforms.gather is None
         self._batches_per_slot = schedule.batches_per_slot
         has_many_readers = schedule.n_readers > 1
         self._drawing = _Turns(is_shared=has_many_readers)
@@ -91,7 +91,7 @@ class SlotFiller:
                 self._transfer.check_stop()
                 thunk = next(self._thunks, None) if self._thunks is not None else None
             finally:
-                if self._source_calls_function:
+                if self._source_calls_transform:
                     host_s = self._count_host_calls()
                 self._drawing.end()
             if thunk is not None:
@@ -143,9 +143,9 @@ class SlotFiller:
 
     def fill_now(self, slot: Slot, turn: int) -> Slot | None:
         """Call ``fill`` and ``transform`` in this thread, as the threads of a loop do."""
-        with self._functions.modes():
+        with self._transforms.modes():
             filled = self.fill(slot, turn)
-            if filled is not None and self._functions.are_called_in_loop:
+            if filled is not None and self._transforms.are_called_in_loop:
                 self._transform(filled, self.number(turn))
         return filled
 
@@ -173,22 +173,22 @@ class SlotFiller:
 
     def _transform(self, slot: Slot, number: int) -> None:
         """Call the transforms on the batch of a slot."""
-        functions = self._functions
-        if functions.gather is not None:
+        transforms = self._transforms
+        if transforms.gather is not None:
             rows = slot.rows
             batch = slot.batch
             assert batch is not None
-            assert functions.host is not None
+            assert transforms.host is not None
             slot.rows = None
             self._transfer.check_stop()
-            made = functions.on_rows(rows, batch, number)
+            made = transforms.on_rows(rows, batch, number)
             # Only the function may keep the memory of these rows.
             del rows, batch
             slot.host_transform_s = self._count_host_calls()
             slot.made_s = self._counters.now()
             self._transfer.fill(slot, made, number)
-        if functions.device is not None:
-            call = functions.on_device(slot.tensors, number)
+        if transforms.device is not None:
+            call = transforms.on_device(slot.tensors, number)
             batch = slot.batch
             assert batch is not None
             try:
@@ -199,7 +199,9 @@ class SlotFiller:
                 if not batch.keeps_errors:
                     raise
                 self._fail(slot, batch, error, number)
-            slot.device_transform_s = self._count("device_transform", functions.device.take_calls())
+            slot.device_transform_s = self._count(
+                "device_transform", transforms.device.take_calls()
+            )
 
     def _add_read(self, slot: Slot, turn: int, start_s: float, end_s: float) -> None:
         """Record that a reader has read the rows of a slot."""
@@ -209,10 +211,10 @@ class SlotFiller:
 
     def _count_host_calls(self) -> float:
         """Record the calls of ``host_transform`` so far, and return their seconds."""
-        assert self._functions.host is not None
-        return self._count("host_transform", self._functions.host.take_calls())
+        assert self._transforms.host is not None
+        return self._count("host_transform", self._transforms.host.take_calls())
 
-    def _count(self, lane: Lane, calls: Sequence[FunctionCall]) -> float:
+    def _count(self, lane: Lane, calls: Sequence[TransformCall]) -> float:
         """Record calls of a transform, and return their seconds."""
         timeline = self._timeline
         # On an asynchronous device, the Transfer records the work that the transform queues.

@@ -120,7 +120,7 @@ from pinfeed.errors import WriteBackError
 from pinfeed.memory.page_locked import unlock_freed
 from pinfeed.pipeline.cache_transfer import CacheTransfer
 from pinfeed.pipeline.forwarding import Write, WriteLog, forwards
-from pinfeed.pipeline.loop_functions import LoopFunctions
+from pinfeed.pipeline.loop_transforms import LoopTransforms
 from pinfeed.pipeline.part_memory import PartMemory, Staging
 from pinfeed.pipeline.pending_write import HeldValues, PendingWrite, StagedRows
 from pinfeed.pipeline.slot import Cancelled, Slot
@@ -153,7 +153,7 @@ class Transfer:
         capacity: Bytes of each part of a full batch; empty if they are not known in advance. The
             capacity grows with the batches that are moved.
         counters: Counters of the time that moving takes.
-        functions: The transforms.
+        transforms: The transforms.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Transfer:
         n_slots: int,
         capacity: Sequence[int],
         counters: Counters,
-        functions: LoopFunctions,
+        transforms: LoopTransforms,
     ) -> None:
         self.device = device
         self.counters = counters
@@ -172,7 +172,7 @@ class Transfer:
         self._read = device.stream("read")
         self._write = device.stream("write")
         self._index = device.stream("index")
-        self._transform = device.stream("transform") if functions.device is not None else None
+        self._transform = device.stream("transform") if transforms.device is not None else None
         self._parts = PartMemory(device, capacity, shares=True)
         self._indices = PartMemory(device, shares=False)
         self._gather = SlotGather(device, self._parts, self._indices, self.check_stop)
@@ -534,7 +534,7 @@ class Transfer:
         """
         self._read.record().sync()  # copies may still write memory that was not lent
         if self._transform is not None:
-            self._transform.record().sync()  # functions may still use memory that is freed next
+            self._transform.record().sync()  # transforms may still use memory that is freed next
         for pending in self._begun.values():
             if pending.arrived is not None:
                 pending.arrived.sync()  # as above, if an error kept a write from being finished

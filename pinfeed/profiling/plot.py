@@ -24,6 +24,7 @@ from pinfeed.profiling.plot_bars import (
 from pinfeed.profiling.plot_style import BAND, COLOURS, FAINT, INK, LANE_NAMES, QUIET, SIGNAL
 from pinfeed.profiling.spans import THREADS, Lane, Span, clipped, extent, starved
 from pinfeed.profiling.stats import Totals
+from pinfeed.validation.requirements import install_line
 
 _WIDTH_IN = 13.0
 _DPI = 100
@@ -108,9 +109,7 @@ def _make_figure(height: float, *, with_run: bool) -> tuple[Any, Any, Any]:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise MissingDependency(
-            'a picture needs matplotlib; run pip install "pinfeed[plot]"'
-        ) from None
+        raise MissingDependency(f"a picture needs matplotlib; {install_line('plot')}") from None
     heights = [height, 0.5] if with_run else [height]
     size = (_WIDTH_IN, sum(heights) + 1.1 + 0.7 * len(heights))
     figure = Figure(figsize=size, dpi=_DPI, layout="constrained")

@@ -12,6 +12,7 @@ from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.arrow import ArrowStore
 from pinfeed.stores.base import Array
 from pinfeed.tensors.dtypes import DTYPES
+from pinfeed.validation.requirements import install_line
 
 _LEAVE_OUT = "or leave the column out (df.drop)"
 _EXPECTED = "expected numbers or booleans"
@@ -121,7 +122,7 @@ def _polars_store(series: Any, name: str) -> FrameStore:
         column = series.to_arrow()
     except ImportError:
         raise MissingDependency(
-            f'{name}: pyarrow is needed for a column of {kind}; pip install "pinfeed[parquet]"'
+            f"{name}: pyarrow is needed for a column of {kind}; {install_line('parquet')}"
         ) from None
     return ArrowStore(column, name=name)
 

@@ -24,6 +24,7 @@ from pinfeed.stores.formats.hdf5_chunks import RawChunks
 from pinfeed.stores.paths import Path, local_path
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.arguments import explain_arguments
+from pinfeed.validation.requirements import install_line
 
 # Rows that are read at a time from a dataset without chunks.
 _PIECE_BYTES = 256 << 10
@@ -197,7 +198,7 @@ def _import_h5py() -> Any:
     try:
         import h5py
     except ImportError:
-        raise MissingDependency('HDF5Store: h5py is needed; pip install "pinfeed[hdf5]"') from None
+        raise MissingDependency(f"HDF5Store: h5py is needed; {install_line('hdf5')}") from None
     return h5py
 
 

@@ -30,6 +30,7 @@ from pinfeed.stores.formats.arrow_chunk import (
 from pinfeed.stores.formats.row_layout import require_regular
 from pinfeed.stores.paths import Path, local_paths
 from pinfeed.validation.arguments import explain_arguments
+from pinfeed.validation.requirements import install_line
 
 _HINTS = {
     "name": "the name of the column is column=",
@@ -187,7 +188,7 @@ def _files(path: Path | Sequence[Path]) -> list[_ParquetFile]:
         import pyarrow.parquet
     except ImportError:
         raise MissingDependency(
-            'ParquetStore: pyarrow is needed; pip install "pinfeed[parquet]"'
+            f"ParquetStore: pyarrow is needed; {install_line('parquet')}"
         ) from None
     files: list[_ParquetFile] = []
     for name in map(os.path.abspath, local_paths(path)):

@@ -22,6 +22,7 @@ from pinfeed.stores.base import Array, Store, in_words, shape_to_make
 from pinfeed.stores.file import MmapStore
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.validation.arguments import explain_arguments, real_number, whole_number
+from pinfeed.validation.requirements import install_line
 from pinfeed.validation.safe_repr import safe_repr
 
 logger = logging.getLogger("pinfeed")
@@ -314,8 +315,8 @@ def _cuda_runtime(pin: Pin) -> Any:
         import cupy
     except ImportError:
         problem = (
-            'CuPy is not installed (pip install "pinfeed[cuda12]" or "pinfeed[cuda13]", to match '
-            "the driver)"
+            f"CuPy is not installed; {install_line('cuda12')}, or {install_line('cuda13')}, to "
+            "match the driver"
         )
     else:
         if cupy.cuda.is_available():

@@ -40,6 +40,7 @@ from pinfeed.stores.sharded_file import ShardedStore, as_bytes
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.threads.pool import ThreadPool
 from pinfeed.validation.arguments import whole_number
+from pinfeed.validation.requirements import install_line
 
 # Rows that are sorted into the order of the file at a time.
 _MAX_SORTED_ROWS = 1 << 16
@@ -247,9 +248,7 @@ def _file(url: str, options: dict[str, Any]) -> RemoteFile:
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:
-        raise MissingDependency(
-            f'{url}: fsspec is needed; pip install "pinfeed[remote]"'
-        ) from error
+        raise MissingDependency(f"{url}: fsspec is needed; {install_line('remote')}") from error
     try:
         return RemoteFile(url, *url_to_fs(url, **options))
     except ImportError as error:

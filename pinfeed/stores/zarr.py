@@ -19,6 +19,7 @@ from pinfeed.stores.base import Array
 from pinfeed.stores.chunked import ChunkedStore, ChunkLayout, even_bounds
 from pinfeed.stores.paths import has_protocol
 from pinfeed.tensors.dtypes import check_dtype
+from pinfeed.validation.requirements import install_line
 
 _N_SHOWN = 8
 
@@ -130,7 +131,7 @@ def _import_zarr() -> Any:
         import zarr.buffer
     except ImportError:
         raise MissingDependency(
-            'ZarrStore: zarr 3.1 or later is needed; pip install "pinfeed[zarr]"'
+            f"ZarrStore: zarr 3.1 or later is needed; {install_line('zarr')}"
         ) from None
     return zarr
 

@@ -14,9 +14,10 @@ from pinfeed import GiB, MiB
 from pinfeed.cli.doctor import disk
 from pinfeed.cli.doctor.advice import Ceilings, Data, advise, spelled
 from pinfeed.cli.doctor.cache import advise_on_cache
-from pinfeed.cli.doctor.machine import Gpu, Host, Package, gpu_problem, install_line, packages
+from pinfeed.cli.doctor.machine import Gpu, Host, Package, gpu_problem, packages
 from pinfeed.errors import RowIndexError
 from pinfeed.memory.host import free_host_bytes, host_limits, lock_limit
+from pinfeed.validation.requirements import REQUIREMENTS, install_line
 
 
 def test_the_disk_is_measured_on_a_scratch_file(
@@ -150,8 +151,9 @@ def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not found["fsspec"].here
     assert found["matplotlib"].here
     assert "CuPy" not in found, "not needed without a GPU"
-    assert (
-        install_line([found["matplotlib"], found["fsspec"]]) == 'pip install "pinfeed[plot,remote]"'
+    assert {"h5py", "zarr", "pyarrow", "safetensors"} <= found.keys()
+    assert install_line(found["matplotlib"].extra, found["fsspec"].extra) == (
+        'pip install "matplotlib>=3.9" "fsspec>=2024.2"'
     )
 
 
@@ -165,9 +167,14 @@ def test_cupy_matches_torch(built: str, extra: str) -> None:
 
 def test_extras_are_those_of_the_project() -> None:
     text = (ROOT / "pyproject.toml").read_text()
+    section = text.partition("[project.optional-dependencies]\n")[2].partition("\n[")[0]
+    extras = {
+        name: requirement.partition(";")[0]
+        for name, requirement in re.findall(r'^(\w+) = \["(.*)"\]$', section, re.MULTILINE)
+    }
+    assert extras == REQUIREMENTS
     for package in packages(Gpu("", 0, 0, 0, "2.9", None, None, "")):
-        assert f'\n{package.extra} = ["{package.name}' in text
-    assert all(f"\ncuda{version} = [" in text for version in (12, 13))
+        assert REQUIREMENTS[package.extra].startswith(package.name)
 
 
 @pytest.mark.parametrize(

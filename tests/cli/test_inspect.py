@@ -145,6 +145,28 @@ def test_inspect_says_what_is_wrong(kind: str) -> None:
     assert not Path("unpickled").exists()
 
 
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("missing", "missing"),
+        ("empty", "damaged"),
+        ("bad header", "damaged"),
+        ("truncated", "damaged"),
+        ("extra bytes", "damaged"),
+        ("zip", "not supported"),
+        ("fortran", "not supported"),
+        ("objects", "not supported"),
+        ("a folder", "not supported"),
+    ],
+)
+def test_only_broken_files_are_called_damaged(kind: str, problem: str) -> None:
+    DAMAGE[kind][0]("d.npy")
+    (line,) = [
+        line for line in run("inspect", "x.npy", "d.npy").stdout.splitlines() if "d.npy  " in line
+    ]
+    assert line.endswith(f"  {problem}")
+
+
 def test_inspect_of_a_folder_with_files_names_them(folder: Path) -> None:
     (damage,) = look(str(folder)).damage
     assert damage.endswith(f"give its files: {folder}/*.npy")

@@ -348,8 +348,8 @@ recorder.history.draw(sys.argv[1])
         str(tmp_path / "history.svg"),
     )
     assert (tmp_path / "history.svg").exists()
-    assert "when /proc/self/clear_refs is written" in said
-    assert "take the estimate as it is (config.budget)" in said
+    assert "/proc/self/clear_refs cannot be written" in said
+    assert "or use the estimate (config.budget)" in said
     assert said.endswith("None\n")
 
 

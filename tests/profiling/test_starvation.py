@@ -179,7 +179,7 @@ def test_durations_as_people_read_them(seconds: float, text: str) -> None:
 
 
 @pytest.mark.parametrize(("is_excused", "n_warnings"), [(False, 1), (True, 0)])
-def test_a_loop_that_measures_depth_0_is_not_told_to_prefetch(
+def test_a_loop_that_measures_depth_0_gets_no_hint_to_prefetch(
     caplog: pytest.LogCaptureFixture, is_excused: bool, n_warnings: int
 ) -> None:
     clock = Clock()
@@ -277,5 +277,5 @@ def test_sources_know_what_to_change(tmp_path: Path) -> None:
     loop = pinfeed.train_rows(
         [], {pinfeed.HostEmbedding(5, 2, name="users"): "ids"}, device=HostDevice()
     )
-    assert "gathering rows of users" in loop._loop.source.hint(0.2)
+    assert "Gathering rows of users" in loop._loop.source.hint(0.2)
     assert "loader (list)" in loop._loop.source.hint(0.8)

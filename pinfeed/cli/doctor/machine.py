@@ -7,7 +7,6 @@ import ctypes
 import importlib.util
 import os
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,8 +152,11 @@ def packages(gpu: Gpu) -> list[Package]:
     """
     found = [
         Package("matplotlib", "plot", "timeline plots", _is_here("matplotlib")),
-        Package("fsspec", "remote", "remote files: s3://, gs://, https://", _is_here("fsspec")),
+        Package("h5py", "hdf5", "rows of HDF5 files", _is_here("h5py")),
+        Package("zarr", "zarr", "rows of Zarr arrays", _is_here("zarr")),
+        Package("pyarrow", "parquet", "columns of Parquet files", _is_here("pyarrow")),
         Package("safetensors", "safetensors", "rows of safetensors files", _is_here("safetensors")),
+        Package("fsspec", "remote", "remote files: s3://, gs://, https://", _is_here("fsspec")),
     ]
     if gpu.name:
         problem = _pinning_problem()
@@ -162,11 +164,6 @@ def packages(gpu: Gpu) -> list[Package]:
         purpose = "tables in page-locked (pinned) memory that the GPU reads directly"
         found.insert(0, Package("CuPy", extra, purpose, not problem, problem))
     return found
-
-
-def install_line(missing: Sequence[Package]) -> str:
-    """Return the command that installs packages."""
-    return f'pip install "pinfeed[{",".join(package.extra for package in missing)}]"'
 
 
 def _pinning_problem() -> str:

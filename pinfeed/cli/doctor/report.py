@@ -9,9 +9,10 @@ from typing import Any
 from pinfeed.cli.doctor.advice import Advice, Ceilings, Data, spelled
 from pinfeed.cli.doctor.cache import CacheAdvice
 from pinfeed.cli.doctor.disk import Disk
-from pinfeed.cli.doctor.machine import Gpu, Host, Package, install_line, limit_values
+from pinfeed.cli.doctor.machine import Gpu, Host, Package, limit_values
 from pinfeed.cli.terminal.output import facts, sections, table, wrapped
 from pinfeed.memory.units import human, human_rate
+from pinfeed.validation.requirements import install_line
 
 _WAYS = {
     "to_device_pinned": "to the GPU, page-locked",
@@ -72,7 +73,8 @@ class Diagnosis:
                 "link": dict(self.link) or None,
             },
             "packages": [
-                {**asdict(package), "install": install_line([package])} for package in self.packages
+                {**asdict(package), "install": install_line(package.extra)}
+                for package in self.packages
             ],
             "data": self.subject and self._data_values(self.subject.data),
             "route": self.route,
@@ -145,7 +147,9 @@ class Diagnosis:
         problems = [
             wrapped(f"{package.name}: {package.problem}") for package in missing if package.problem
         ]
-        install = [f"\n  {install_line(missing)}"] if missing else []
+        install = (
+            [f"\n  {install_line(*(package.extra for package in missing))}"] if missing else []
+        )
         return "\n".join([table(rows, ("package", "", "for")), *problems, *install])
 
     def _advice(self) -> str:

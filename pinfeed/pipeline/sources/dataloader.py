@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, WorkerError
 from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, failed_batch
-from pinfeed.pipeline.sources.batch_functions import BatchFunction
 from pinfeed.pipeline.sources.fetch import RowFetch
 from pinfeed.pipeline.sources.guarded import guarded
+from pinfeed.pipeline.sources.transforms import BatchTransform
 from pinfeed.rows.epoch_hooks import EpochHooks
 from pinfeed.tensors.pytree import Rebuild, flatten
 from pinfeed.validation.suggestions import is_array_like
@@ -121,7 +121,7 @@ class LoaderSource:
         check_loader(loader)
         self.loader = loader
         self.fetch: RowFetch | None = None
-        self.host_transform: BatchFunction | None = None
+        self.host_transform: BatchTransform | None = None
         # Epoch and number of the next batch.
         self._epoch = 0
         self._number = 0

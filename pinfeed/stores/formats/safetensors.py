@@ -13,6 +13,7 @@ import numpy as np
 from pinfeed.errors import FileMissing, MissingDependency, StoreError, described
 from pinfeed.stores.formats.row_layout import RowLayout, require_regular
 from pinfeed.tensors.dtypes import BFLOAT16
+from pinfeed.validation.requirements import install_line
 
 _DTYPES: dict[str, np.dtype[Any]] = {"BF16": BFLOAT16} | {
     # The format is little-endian.
@@ -92,7 +93,7 @@ def _opened(path: str) -> Iterator[Any]:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise MissingDependency(
-            f'{path}: the safetensors package is needed; pip install "pinfeed[safetensors]"'
+            f"{path}: the safetensors package is needed; {install_line('safetensors')}"
         ) from error
     if os.path.isdir(path):
         raise StoreError(f"{path} is a directory; expected a safetensors file")

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 from pinfeed.devices.base import Device
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base import T_co
-from pinfeed.feeders.batch_functions import check_seed_of_functions
 from pinfeed.feeders.dataloader import LoaderFeeder
 from pinfeed.feeders.options import TableLoopOptions, check_options
+from pinfeed.feeders.transforms import check_seed_of_transforms
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan, check_route
@@ -54,7 +54,7 @@ def check_loop_options(
     if look_ahead is not None:
         look_ahead = whole_number(look_ahead, "look_ahead", least=0)
     check_options(options)
-    check_seed_of_functions(options)
+    check_seed_of_transforms(options)
     return depth, look_ahead
 
 
@@ -172,7 +172,7 @@ class RowLoop(LoaderFeeder[T_co]):
             notes=(*[self._route] * bool(self._route), *notes),
             measures_depth=self._schedule.measures_depth,
         )
-        return self._functions.with_measured(plan, unified=self._device.unified)
+        return self._transforms.with_measured(plan, unified=self._device.unified)
 
     @property
     def exchanged(self) -> Exchanged:

@@ -8,6 +8,7 @@ from typing import Any
 
 from pinfeed.errors import ArgumentError, MissingDependency
 from pinfeed.training.trainer.record import Record
+from pinfeed.validation.requirements import install_line
 
 _COLOURS = {"batch": "#4878a8", "epoch": "#cc4125", "evaluation": "#6aa84f"}
 _LABELS = {"batch": "batch", "epoch": "epoch, mean", "evaluation": "evaluation"}
@@ -33,9 +34,7 @@ def draw_history(records: Sequence[Record], path: str | os.PathLike[str]) -> Non
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise MissingDependency(
-            'draw() needs matplotlib; install it: pip install "pinfeed[plot]"'
-        ) from None
+        raise MissingDependency(f"draw() needs matplotlib; {install_line('plot')}") from None
     figure = Figure(figsize=(10, 7), layout="constrained")
     _check_path(path, FigureCanvasAgg(figure).get_supported_filetypes())
     losses, memory = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))

@@ -254,7 +254,7 @@ def autocast(_: Any) -> Body:
 
 
 def twice(_: Any) -> Body:
-    """Two backward passes and two steps in a batch."""
+    """Take two backward passes and two steps in a batch."""
 
     def body(optimizer: Any, module: nn.Module, ids: torch.Tensor) -> None:
         loss_of(module, ids[:5]).backward()

@@ -1,4 +1,4 @@
-"""measure_functions(): calls transforms on trial batches, to predict the memory that they take."""
+"""measure_transforms(): calls transforms on trial batches, to predict the memory that they take."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 
 from pinfeed.devices.base import Device
 from pinfeed.errors import add_note
-from pinfeed.memory.function_memory import FunctionMemory, Nbytes, linear
+from pinfeed.memory.transform_memory import Nbytes, TransformMemory, linear
 from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.host_gather import HostGather
 from pinfeed.pipeline.lent_batch import LentBatch
-from pinfeed.pipeline.loop_functions import LoopFunctions
+from pinfeed.pipeline.loop_transforms import LoopTransforms
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.store_rows import RowSource
 from pinfeed.pipeline.store_tree import StoreTree
@@ -38,35 +38,37 @@ class _Trial(NamedTuple):
     device_working: int
 
 
-def measure_functions(tree: StoreTree, device: Device, functions: LoopFunctions) -> FunctionMemory:
+def measure_transforms(
+    tree: StoreTree, device: Device, transforms: LoopTransforms
+) -> TransformMemory:
     """Predict the memory of transforms from two batches of the first rows.
 
     Args:
         tree: Stores of the rows.
         device: Device of the batches.
-        functions: The transforms, without their ``gather``.
+        transforms: The transforms, without their ``gather``.
 
     Raises:
         Exception: If a transform raised it; a note says that this was a trial.
     """
     n_rows = min(max(2, _TRIAL_BYTES // max(1, tree.row_nbytes)), max(1, tree.n_rows // 2))
     with contextlib.ExitStack() as stack:
-        if functions.host is not None:
+        if transforms.host is not None:
             gather = stack.enter_context(contextlib.closing(HostGather((), 1)))
-            functions = dataclasses.replace(functions, gather=gather)
-        small = _run(tree, device, functions, n_rows)
-        large = _run(tree, device, functions, min(2 * n_rows, tree.n_rows))
+            transforms = dataclasses.replace(transforms, gather=gather)
+        small = _run(tree, device, transforms, n_rows)
+        large = _run(tree, device, transforms, min(2 * n_rows, tree.n_rows))
 
     def predicted(name: str) -> Nbytes:
         return linear((small.rows, getattr(small, name)), (large.rows, getattr(large, name)))
 
-    return FunctionMemory(
-        has_host=functions.host is not None,
+    return TransformMemory(
+        has_host=transforms.host is not None,
         **{name: predicted(name) for name in _Trial._fields if name != "rows"},
     )
 
 
-def _run(tree: StoreTree, device: Device, functions: LoopFunctions, n_rows: int) -> _Trial:
+def _run(tree: StoreTree, device: Device, transforms: LoopTransforms, n_rows: int) -> _Trial:
     """Run the synchronous loop over one batch of the first rows."""
     from pinfeed.tensors.trial import trial
 
@@ -82,7 +84,7 @@ def _run(tree: StoreTree, device: Device, functions: LoopFunctions, n_rows: int)
         progress=False,
         timeline=False,
         again="refuse",
-        functions=functions,
+        transforms=transforms,
     )
     with contextlib.closing(runner), trial(device.name) as peak:
         try:
@@ -95,7 +97,7 @@ def _run(tree: StoreTree, device: Device, functions: LoopFunctions, n_rows: int)
     # The bounds of ragged rows do not count: their share is larger in small rows than in large
     # ones.
     rows_nbytes += sum(one.read(np.arange(n_rows))[0].nbytes for one in tree.ragged)
-    host_returned, host_new, device_new = functions.measured_nbytes
-    moved = host_returned if functions.host is not None else rows_nbytes
+    host_returned, host_new, device_new = transforms.measured_nbytes
+    moved = host_returned if transforms.host is not None else rows_nbytes
     working = max(0, peak_nbytes - moved - device_new)
     return _Trial(rows_nbytes, host_returned, host_new, device_new, working)

@@ -1,4 +1,4 @@
-"""BatchFunction: a transform, ``host_transform`` or ``device_transform``."""
+"""BatchTransform: a transform, ``host_transform`` or ``device_transform``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.validation.functions import takes_generator
 
 
-class FunctionCall(NamedTuple):
+class TransformCall(NamedTuple):
     """Time of a call, on the clock of the loop's counters."""
 
     number: int
@@ -37,7 +37,7 @@ class Seed(NamedTuple):
         return numbers if self.rank is None else (*numbers, self.rank)
 
 
-class BatchFunction:
+class BatchTransform:
     """Transform of a user, which takes a batch and returns one.
 
     It is called for one batch at a time, in order. If it has a parameter ``generator``, each call
@@ -57,7 +57,7 @@ class BatchFunction:
         self._name = name
         self._function = function
         self._device = device
-        self._calls: list[FunctionCall] = []
+        self._calls: list[TransformCall] = []
         self.returned_nbytes = 0
         """Largest number of bytes of tensors that a call has returned so far."""
         self.new_nbytes = 0
@@ -98,7 +98,7 @@ class BatchFunction:
         finally:
             # An error's traceback keeps this frame, which must not keep the batch.
             del batch
-            self._calls.append(FunctionCall(number, start_s, self.now()))
+            self._calls.append(TransformCall(number, start_s, self.now()))
         if made is None:
             raise ArgumentError(
                 f"{which} returned None; expected a batch; return the batch at the end of the "
@@ -109,7 +109,7 @@ class BatchFunction:
         self.new_nbytes = max(self.new_nbytes, new_nbytes)
         return made
 
-    def take_calls(self) -> list[FunctionCall]:
+    def take_calls(self) -> list[TransformCall]:
         """Return all calls since the last call of this method.
 
         The thread that makes the calls uses it.

@@ -7,17 +7,17 @@ from typing import Any
 
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.options import FUNCTIONS
-from pinfeed.pipeline.sources.batch_functions import BatchFunction, Seed
+from pinfeed.pipeline.sources.transforms import BatchTransform, Seed
 from pinfeed.validation.arguments import check_seed
 from pinfeed.validation.functions import takes_generator
 
 
-def has_functions(options: Mapping[str, Any]) -> bool:
+def has_transforms(options: Mapping[str, Any]) -> bool:
     """Return whether a loop has transforms."""
     return any(options[name] is not None for name in FUNCTIONS)
 
 
-def check_seed_of_functions(options: Mapping[str, Any]) -> None:
+def check_seed_of_transforms(options: Mapping[str, Any]) -> None:
     """Check the seed of a loop over a loader, which draws the order itself.
 
     Raises:
@@ -35,9 +35,9 @@ def check_seed_of_functions(options: Mapping[str, Any]) -> None:
         )
 
 
-def batch_function(
+def batch_transform(
     name: str, options: Mapping[str, Any], seed: int | None, device: str, rank: int | None = None
-) -> BatchFunction | None:
+) -> BatchTransform | None:
     """Return a transform; None if the user gave none.
 
     Args:
@@ -51,4 +51,4 @@ def batch_function(
     if function is None:
         return None
     number = 0 if seed is None else check_seed(seed)
-    return BatchFunction(name, function, Seed(number, FUNCTIONS.index(name), rank), device)
+    return BatchTransform(name, function, Seed(number, FUNCTIONS.index(name), rank), device)

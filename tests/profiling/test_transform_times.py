@@ -19,7 +19,7 @@ from pinfeed.testing import SimDevice, favour, lazy
 def timed(feeder: Any, clock: Clock) -> Any:
     """Return a feeder whose counters and functions have a simulated clock."""
     feeder._loop._counters.now = clock
-    for function in (feeder._functions.host, feeder._functions.device):
+    for function in (feeder._transforms.host, feeder._transforms.device):
         if function is not None:
             function.now = clock
     return feeder

@@ -1,4 +1,4 @@
-"""FunctionMemory: the memory that transforms need, as a part of a plan."""
+"""TransformMemory: the memory that transforms need, as a part of a plan."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NOTHING = constant(0)
 
 
 @dataclass(frozen=True)
-class FunctionMemory:
+class TransformMemory:
     """Memory that the transforms of a loop need."""
 
     has_host: bool

@@ -10,7 +10,7 @@ import torch
 
 import pinfeed
 from pinfeed import Config, Feeder, MiB, Plan, RaggedStore, wrap_loader
-from pinfeed.memory.function_memory import linear
+from pinfeed.memory.transform_memory import linear
 from pinfeed.testing import lazy
 from pinfeed.testing.simtorch import SimTorchDevice
 

@@ -1,4 +1,4 @@
-"""LoopFunctions: the transforms of a loop."""
+"""LoopTransforms: the transforms of a loop."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from pinfeed.devices.base import Tensor
-from pinfeed.memory.function_memory import FunctionMemory, constant
 from pinfeed.memory.plan import Plan
+from pinfeed.memory.transform_memory import TransformMemory, constant
 from pinfeed.pipeline.host_gather import HostGather
 from pinfeed.pipeline.sources.base import HostBatch, RowGroup
-from pinfeed.pipeline.sources.batch_functions import BatchFunction
 from pinfeed.pipeline.sources.dataloader import load_of
+from pinfeed.pipeline.sources.transforms import BatchTransform
 
 
 @dataclass(frozen=True)
-class LoopFunctions:
+class LoopTransforms:
     """The transforms of a loop."""
 
-    host: BatchFunction | None = None
+    host: BatchTransform | None = None
     """``host_transform``; None if the user gave none."""
-    device: BatchFunction | None = None
+    device: BatchTransform | None = None
     """``device_transform``; None if the user gave none."""
     gather: HostGather | None = None
     """Reads the rows for ``host``; None if the source calls ``host``, and not the loop."""
@@ -74,7 +74,7 @@ class LoopFunctions:
         if not self:
             return plan
         host_returned, host_new, device_new = self.measured_nbytes
-        memory = FunctionMemory(
+        memory = TransformMemory(
             has_host=self.gather is not None,
             # A loader's plan excludes its batches, and therefore those that ``host`` returns.
             host_returned=constant(host_returned if self.gather is not None else 0),
@@ -118,5 +118,5 @@ class LoopFunctions:
         return load
 
 
-NO_FUNCTIONS = LoopFunctions()
+NO_TRANSFORMS = LoopTransforms()
 """Value for a loop without transforms."""
