@@ -60,8 +60,8 @@ class Feeder(ResumableFeeder[T_co]):
 
     The synchronous loop (``depth=0``) gathers, computes and writes in turn. At every other depth,
     the batches, and the contents of the stores after the loop, equal those of the synchronous loop
-    bit for bit. The condition is that rows change only by ``write_back`` while a loop runs, because
-    a prefetched batch does not see other changes of its array or file. The caller owns each batch,
+    bit for bit. The condition is that rows change only by ``write_back`` while a loop runs. A
+    prefetched batch does not see other changes of its array or file. The caller owns each batch,
     which stays valid and unchanged for as long as it is kept.
 
     A feeder replaces a DataLoader; do not put one around it. ``next(iter(feeder))`` returns one
@@ -244,9 +244,8 @@ class Feeder(ResumableFeeder[T_co]):
             transforms = self._transforms_of(options, selection, seed)
             batches = self._plan_batches(selection, schedule, route, transforms)
             self._plan = arguments.with_notes(self._plan, self._device)
-            self._write_schedule = dataclasses.replace(
-                _schedule_with_writes(schedule), repeats=not batches.is_distinct
-            )
+            writes = _schedule_with_writes(schedule)
+            self._write_schedule = dataclasses.replace(writes, repeats=not batches.is_distinct)
             self._start_runner(batches, schedule, options)
         except BaseException:
             self._stores.close()
