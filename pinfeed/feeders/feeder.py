@@ -228,9 +228,7 @@ class Feeder(ResumableFeeder[T_co]):
         depth = check_optional_depth(depth)
         arguments = RowArguments(batch_size, config, rows, shuffle, seed, drop_last)
         arguments.check()
-        check_route(route)
-        check_options(options)
-        _check_conflicts(options, route)
+        _check_options(options, route)
         self._verify = options["verify"]
         selection = RowSelection.of(arguments, ranks)
         self._begin = functools.partial(note_workers, ranks, arguments.order)
@@ -426,8 +424,10 @@ class Feeder(ResumableFeeder[T_co]):
         return data
 
 
-def _check_conflicts(options: FeederOptions, route: str | None) -> None:
-    """Raise ArgumentError if an option excludes transforms."""
+def _check_options(options: FeederOptions, route: str | None) -> None:
+    """Raise ArgumentError if an option is invalid, or excludes transforms."""
+    check_route(route)
+    check_options(options)
     if options["verify"] and has_transforms(options):
         raise ArgumentError(
             "verify=True was given with host_transform or device_transform; verify compares each "
