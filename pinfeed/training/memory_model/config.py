@@ -68,9 +68,10 @@ class Config(limits.MemoryLimits):
         preferred_batch_size: Upper bound of the batch size, in samples, at least
             ``one_read_count``. None is 65,536 samples; without a model, 65,536 rows or 64 MiB of
             rows, whichever is less.
-        depth: Number of prefetched batches; 0 is the synchronous loop. With a model, None is 2.
-            Without one, pinfeed chooses 2, or more if batches are small. On the CPU, a loop over
-            rows in memory then measures whether 0 is faster, and keeps the faster depth.
+        depth: Number of prefetched batches; 0 is the synchronous loop. With None and a model,
+            ``budget`` and a feeder use 2. Without a model, a feeder chooses 2, or more if batches
+            are small. On the CPU, a loop over rows in memory then measures whether 0 is faster, and
+            keeps the faster depth.
         headroom: Share of the free memory that stays unused if a limit is None.
         total_sample_count: Number of reads per epoch, an upper bound of the reads per batch. An
             epoch has ``total_sample_count * one_read_count`` samples. ``batch_count`` needs it.
@@ -87,8 +88,8 @@ class Config(limits.MemoryLimits):
         optimizer: A torch optimizer of the model's parameters; or its class, or a function of
             parameters. None for AdamW.
         autocast: Dtype of autocast; None for no autocast.
-        device: Device of the training step that ``budget`` predicts and ``probe`` measures:
-            ``"cuda"``, ``"cpu"`` or ``"auto"``. ``"auto"`` is a GPU if the machine has one or
+        device: Device of the training step, for ``budget``, ``probe`` and ``enforce``: ``"cuda"``,
+            ``"cpu"`` or ``"auto"``. ``"auto"`` is a GPU if the machine has one or
             ``gpu_memory_limit`` is given. It does not choose the device of a feeder or a loop,
             which have an argument ``device`` of their own.
         device_cache: Device memory for the caches of tables in ``train_rows``, in bytes, which
