@@ -56,15 +56,15 @@ def favour(*names: str) -> Choose:
 class SimDevice:
     """A simulated asynchronous device; a function chooses the order of its work.
 
-    It is one class because it implements the whole protocol of a device.
-
     Args:
-        choose: The adversary. Whenever the host calls the device, the device calls it with the
-            names of the streams and workers that can advance; it returns one name, or None.
+        choose: Function that chooses what happens next. Whenever the host calls the device, the
+            device calls it with the names of the streams and workers that can advance. It returns
+            the one that advances, or None for none. ``lazy`` and ``favour(*names)`` are ready-made.
         direct: Whether the device itself reads and writes the rows of stores, when its streams
             reach that work.
         duplex: Whether reads and writes have separate streams; False puts both into one stream.
-        deaf_to: File and line of a call of ``wait`` or ``sync`` to ignore; None ignores no call.
+        deaf_to: File and line of a call of ``wait`` or ``sync`` to ignore, which proves
+            that a test notices a missing wait. None ignores no call.
         now: Function that returns the time in seconds.
 
     Attributes:
@@ -84,6 +84,8 @@ class SimDevice:
         >>> totals
         [1, 5, 9]
     """
+
+    # It is one class because it implements the whole protocol of a device.
 
     name = "sim"
     unified = False

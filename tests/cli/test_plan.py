@@ -119,6 +119,13 @@ def test_plan_of_other_formats() -> None:
     result = run("plan", "x.parquet")
     assert result.exit_code == 3
     assert "expected one of them: x.parquet:x, x.parquet:y" in " ".join(result.stderr.split())
+    with h5py.File("y.h5", "w") as file:
+        file["a"] = file["b"] = X
+    pq.write_table(pa.table({"x": [1, 2], "word": ["a", "b"]}), "y.parquet")
+    for name in ("y.h5", "y.parquet"):
+        said = " ".join(run("plan", name).stderr.split())
+        assert f"after a colon: {name}:NAME" in said
+        assert "Store" not in said
     result = run("bench", "x.h5:a/x")
     assert "is not a .npy file" in " ".join(result.stderr.split())
 
