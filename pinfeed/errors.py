@@ -21,7 +21,7 @@ The built-in class is in brackets, so that existing ``except`` clauses catch the
     ├── CopyError           (TypeError)          an object that cannot leave its process
     ├── VerificationError   (AssertionError)     a loop that differs from the synchronous one
     ├── CheckpointError     (ValueError)         a checkpoint that is damaged or does not match
-    └── WorkerError         (RuntimeError)       user code that would have ended the loop silently
+    └── WorkerError         (RuntimeError)       StopIteration or SystemExit in user code
 """
 
 from __future__ import annotations
@@ -129,4 +129,7 @@ class CheckpointError(PinfeedError, ValueError):
 
 
 class WorkerError(PinfeedError, RuntimeError):
-    """An exception of user code that would have ended the loop, or the program, silently."""
+    """The error that replaces ``StopIteration``, ``SystemExit`` and the like from user code.
+
+    These would end the loop or the program without an error.
+    """

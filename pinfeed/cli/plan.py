@@ -21,6 +21,8 @@ from pinfeed.feeders.feeder import Feeder
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
 from pinfeed.memory.units import human
+from pinfeed.readahead.base import usual_block_rows
+from pinfeed.readahead.select import BLOCKS_ALLOW
 
 _PLACES = {
     "host": "host",
@@ -68,7 +70,9 @@ def plan(
                 name = feeder.device
         except BudgetError as error:
             return Report(values, head, (f"the plan does not fit: {error}",))
-    remarks += _remarks(made, name, arguments, is_default=batch_size is None, gpu_limit=gpu_limit)
+        row_nbytes = min(store.row_nbytes for store in stores)
+    is_default = batch_size is None and "batch_size" in arguments
+    remarks += _remarks(made, name, row_nbytes, is_default=is_default, gpu_limit=gpu_limit)
     values |= {"device": name, "plan": plan_values(made)}
     parts = {
         head: _text(made, order_name, name),
@@ -82,14 +86,19 @@ def _limits(cpu: int | None, gpu: int | None, batch_size: int | None) -> MemoryL
 
 
 def _remarks(
-    made: Plan, device: str, arguments: dict[str, Any], *, is_default: bool, gpu_limit: int | None
+    made: Plan, device: str, row_nbytes: int, *, is_default: bool, gpu_limit: int | None
 ) -> list[str]:
-    """Say which batch size is the default, and whether a limit has no effect."""
+    """Say which batch size is the default, whether the order is slow, or a limit has no effect."""
     remarks = []
-    if is_default and "batch_size" in arguments:
+    if is_default:
         remarks.append(
-            "Without --batch-size or a limit, the plan uses batches of "
-            f"{arguments['batch_size']:,} rows."
+            f"Without --batch-size or a limit, the plan uses batches of {made.batch_size:,} rows."
+        )
+    if any(note.endswith(BLOCKS_ALLOW) for note in made.notes):
+        block_rows = usual_block_rows(row_nbytes)
+        remarks.append(
+            "Random rows of a file that is not in memory are read slowly. With --block-rows "
+            f"{block_rows}, the order visits contiguous blocks, which are read in long runs."
         )
     if gpu_limit is not None and not made.device_bytes:
         remarks.append(

@@ -107,7 +107,7 @@ class MemoryLimits:
         # Memory grows with the batch, so a bisection finds the first size that does not fit.
         fitting = bisect.bisect_left(range(1, largest + 1), True, key=exceeds)
         if fitting == 0:
-            self._refuse(plan_of(1), cpu, gpu)
+            self._refuse(demand, plan_of(1), cpu, gpu)
         plan = plan_of(fitting)
         if self.preferred_batch_size is None and fitting == usual < demand.n_rows:
             note = (
@@ -132,7 +132,7 @@ class MemoryLimits:
     def _limit(self, limit: int | None, free: int) -> int:
         return int(free * (1 - self.headroom)) if limit is None else limit
 
-    def _refuse(self, plan: Plan, cpu: int, gpu: int | None) -> NoReturn:
+    def _refuse(self, demand: Demand, plan: Plan, cpu: int, gpu: int | None) -> NoReturn:
         """Raise the error for a plan with batches of one row that does not fit."""
         error: type[BudgetError]
         if gpu is not None and plan.device_bytes > gpu:
@@ -153,7 +153,9 @@ class MemoryLimits:
             if (item.place == "device") == (kind == "device")
         )
         origin = ", the free memory minus the headroom" if getattr(self, name) is None else ""
-        lower_depth = f"lower depth (now {plan.depth}) or " if plan.depth else ""
+        synchronous = Plan(1, 0, demand.route, plan_allocations(demand, 1, 0))
+        least = synchronous.device_bytes if kind == "device" else synchronous.host_bytes
+        lower_depth = f"lower depth (now {plan.depth}) or " if plan.depth and least <= limit else ""
         raise error(
             f"batches of one row need {human(need)} ({need} bytes) of {kind} memory: {uses}; "
             f"{name} is {human(limit)} ({limit} bytes){origin}; {lower_depth}raise {name}"

@@ -108,7 +108,9 @@ def make_plan(
         plan = _limited_plan(config, demand, free, windows, device)
         _require_room(plan, largest)
     n_ahead = schedule.depth + 1 + schedule.batches_per_slot
-    left = FreeMemory(limits.memory - plan.host_bytes, limits.page_cache - plan.host_bytes)
+    left = limits._replace(
+        memory=limits.memory - plan.host_bytes, page_cache=limits.page_cache - plan.host_bytes
+    )
     choice = _choose_reads(request, n_ahead * plan.batch_size, left)
     notes = (*[why] * bool(why), *choice.notes, *plan.notes)
     items = plan.items + choice.items
@@ -132,7 +134,7 @@ def plan_reads_by_id(stores: Sequence[Store], config: MemoryLimits | None) -> Re
     """
     limits = _file_limits(config, _free_host_bytes(stores, config))
     if config is not None:
-        limits = FreeMemory(limits.memory // 2, limits.page_cache // 2)
+        limits = limits._replace(memory=limits.memory // 2, page_cache=limits.page_cache // 2)
     # Two entries may have the same store.
     distinct = {id(store): store for store in stores}
     nbytes = sum(store.resident_bytes for store in distinct.values())
@@ -233,8 +235,9 @@ def _file_limits(config: MemoryLimits | None, free: int) -> FreeMemory:
     if config is None:
         return FreeMemory(free // 2, free_page_cache_bytes() if free else 0)
     limit = config.host_limit(free)
-    is_limited = config.cpu_memory_limit is not None
-    return FreeMemory(limit, limit if is_limited else free_page_cache_bytes())
+    if config.cpu_memory_limit is not None:
+        return FreeMemory(limit, limit, "cpu_memory_limit")
+    return FreeMemory(limit, free_page_cache_bytes())
 
 
 def _limited_plan(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -70,6 +71,24 @@ IN_MEMORY_HINT = (
 
 DISK_SPEED = "at the speed of the disk. A smaller dtype leaves less to read."
 """End of a sentence of advice about a file that is read at the speed of its disk."""
+
+
+# A disk reads blocks of this size, at random places, almost as fast as a sequence.
+_BLOCK_BYTES = 256 << 10
+
+
+def usual_block_rows(row_nbytes: float) -> int:
+    """Return the recommended ``block_rows`` of a block-shuffled order."""
+    return max(1, math.ceil(_BLOCK_BYTES / max(1.0, row_nbytes)))
+
+
+def block_hint(row_nbytes: float) -> str:
+    """Return advice to use a block-shuffled order, for rows of this (mean) size."""
+    return (
+        "rows=pinfeed.rows.block_shuffled(seed, "
+        f"block_rows={usual_block_rows(row_nbytes)}) visits contiguous blocks in random order, "
+        "which are read in long runs."
+    )
 
 
 def whole_file_hint(store: FileStore) -> str:

@@ -26,12 +26,17 @@ class PageCacheReadahead:
     In a block-shuffled epoch, the kernel fills the page cache window by window. In any other order,
     it reads the whole file once, in sequence. A disk reads many times faster in sequence than in
     random order, so random reads soon find their rows in the page cache.
+
+    Args:
+        store: The rows.
+        advice: Advice on a better order, for a loop that waits for the rows.
     """
 
     items: tuple[Allocation, ...] = ()
 
-    def __init__(self, store: AnyShardedStore) -> None:
+    def __init__(self, store: AnyShardedStore, advice: str = "") -> None:
         self._store = store
+        self._advice = advice
         self._n_advised = 0
         self._stopping = False
         self._chunk_rows = rows_in(store, _CHUNK_BYTES)
@@ -60,10 +65,11 @@ class PageCacheReadahead:
 
     @property
     def hint(self) -> str:
-        return (
+        how = (
             f"Rows of {self._store.label} are read from the OS page cache if it holds them, and "
-            f"from the disk otherwise. {whole_file_hint(self._store)}"
+            "from the disk otherwise."
         )
+        return " ".join(filter(None, (how, self._advice, whole_file_hint(self._store))))
 
     def close(self) -> None:
         """Do nothing: the page cache belongs to the kernel."""

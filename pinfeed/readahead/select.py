@@ -14,7 +14,13 @@ from typing import Any, NamedTuple
 from pinfeed.memory.demand import window_allocation
 from pinfeed.memory.plan import Allocation
 from pinfeed.memory.units import human
-from pinfeed.readahead.base import DISK_SPEED, DirectReads, ReadStrategy, whole_file_hint
+from pinfeed.readahead.base import (
+    DISK_SPEED,
+    DirectReads,
+    ReadStrategy,
+    block_hint,
+    whole_file_hint,
+)
 from pinfeed.readahead.chunk_reads import ChunkReads
 from pinfeed.readahead.in_memory import InMemoryCopy, copy_allocation
 from pinfeed.readahead.mapped_file import MappedFile
@@ -34,6 +40,9 @@ SEEK_BYTES = 64 << 10
 
 Measured disks gave 20,000 to 60,000 random reads per second, and 1.2 to 2.5 GB/s in sequence.
 """
+
+BLOCKS_ALLOW = "a block_shuffled order allows long contiguous reads"
+"""End of the reason for a strategy that another row order would make faster."""
 
 # Chunks per block in the recommended block-shuffled order. A block may begin within a chunk, so it
 # decodes up to one more chunk. A window of 16 blocks should not be too large.
@@ -78,11 +87,13 @@ class FreeMemory(NamedTuple):
     """Memory of the process."""
     page_cache: int
     """Page cache, which belongs to the kernel, and which all processes of a machine share."""
+    origin: str = "the free memory"
+    """Name of the page cache's bound, for the plan."""
 
     def without(self, item: Allocation) -> FreeMemory:
         """Return the memory that remains after an allocation."""
-        page_cache = self.page_cache - item.total
-        return FreeMemory(self.memory - item.total * (item.place == "host"), page_cache)
+        memory = self.memory - item.total * (item.place == "host")
+        return self._replace(memory=memory, page_cache=self.page_cache - item.total)
 
 
 def choose(stores: Sequence[Store], order: Any, n_batch_rows: int, free: FreeMemory) -> ReadPlan:
@@ -147,12 +158,15 @@ def _choose_for_file(
 ) -> Choice:
     """Choose a strategy for one store, given those whose files are mapped already."""
     share = _share(store, order)
+    why = ""
+    if isinstance(store, MmapStore) and store.nbytes_beside(mapped) > free.page_cache:
+        why = f" (the file does not fit in {free.origin})"
     found_map = _map(store, order, share, free.page_cache, mapped)
     if found_map is not None:
         return found_map, "read through the OS page cache, by a memory map (the file fits)"
     if is_in_sequence(order):
         hint = f"{store.label} is read in sequence, {DISK_SPEED} {whole_file_hint(store)}"
-        return DirectReads(store, hint), "read in sequence"
+        return DirectReads(store, hint), f"read in sequence{why}"
     if _may_copy(store) and share > 0.5 and copy_allocation(store).total <= free.memory:
         # The system may refuse memory that it reports as free.
         with contextlib.suppress(MemoryError):
@@ -161,14 +175,13 @@ def _choose_for_file(
             )
     found = _windows(store, order)
     if found is not None:
-        return _read_windows(store, found, n_batch_rows, free.memory)
-    if isinstance(store, MmapStore) and store.keep_cache and _is_read_whole(store, share):
-        reason = "read through the OS page cache, prefetched sequentially in the background"
-        return PageCacheReadahead(store), reason
-    return _read_one_by_one(store)
+        return _read_windows(store, found, n_batch_rows, free.memory, why)
+    return _read_in_any_order(store, share, why)
 
 
-def _read_windows(store: AnyShardedStore, windows: Windows, n_batch_rows: int, free: int) -> Choice:
+def _read_windows(
+    store: AnyShardedStore, windows: Windows, n_batch_rows: int, free: int, why: str
+) -> Choice:
     """Read windows ahead, into memory if that is possible, else into the page cache."""
     item = window_allocation(windows.window_rows, store.row_nbytes, n_batch_rows)
     if store.writable:
@@ -179,7 +192,7 @@ def _read_windows(store: AnyShardedStore, windows: Windows, n_batch_rows: int, f
         problem = f"windows in RAM need {human(item.total)}, but {human(max(0, free))} are free"
     else:
         strategy = WindowReadahead(store, windows.window_rows, n_batch_rows)
-        return strategy, "read ahead window by window, in long contiguous reads"
+        return strategy, f"read ahead window by window, in long contiguous reads{why}"
     reason = f"read through the OS page cache, prefetched one window ahead ({problem})"
     return PageCacheReadahead(store), reason
 
@@ -260,18 +273,17 @@ def _is_read_whole(store: AnyShardedStore, share: float) -> bool:
     return share * SEEK_BYTES >= store.row_nbytes
 
 
-def _read_one_by_one(store: AnyShardedStore) -> Choice:
-    block_rows = -(-SEEK_BYTES * store.n_rows // store.nbytes)
-    hint = (
-        f"Rows of {store.label} are read one by one. rows=pinfeed.rows.block_shuffled(seed, "
-        f"block_rows={block_rows}) visits contiguous blocks in random order, which are read in "
-        f"long runs. {whole_file_hint(store)}"
-    )
-    reason = (
-        "read row by row, with many reads at a time; a block_shuffled order allows long "
-        "contiguous reads"
-    )
-    return DirectReads(store, hint), reason
+def _read_in_any_order(store: AnyShardedStore, share: float, why: str) -> Choice:
+    """Read rows that are neither in memory nor in windows."""
+    advice = block_hint(store.nbytes / store.n_rows)
+    if isinstance(store, MmapStore) and store.keep_cache and _is_read_whole(store, share):
+        how = "read through the OS page cache, prefetched sequentially in the background"
+        strategy: ReadStrategy = PageCacheReadahead(store, advice)
+    else:
+        how = "read row by row, with many reads at a time"
+        hint = f"Rows of {store.label} are read one by one. {advice} {whole_file_hint(store)}"
+        strategy = DirectReads(store, hint)
+    return strategy, f"{how}{why}; {BLOCKS_ALLOW}"
 
 
 def is_in_sequence(order: Any) -> bool:

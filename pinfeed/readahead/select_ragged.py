@@ -6,11 +6,17 @@ import contextlib
 from typing import Any
 
 from pinfeed.memory.units import human
-from pinfeed.readahead.base import DISK_SPEED, DirectReads, ReadStrategy, whole_file_hint
+from pinfeed.readahead.base import (
+    DISK_SPEED,
+    DirectReads,
+    ReadStrategy,
+    block_hint,
+    whole_file_hint,
+)
 from pinfeed.readahead.mapped_file import MappedFile
 from pinfeed.readahead.page_cache import PageCacheReadahead
 from pinfeed.readahead.ragged import RaggedReads
-from pinfeed.readahead.select import SEEK_BYTES, is_in_sequence
+from pinfeed.readahead.select import is_in_sequence
 from pinfeed.rows.orders import Order
 from pinfeed.rows.ragged_batches import ElementBatches
 from pinfeed.rows.windows import windows
@@ -55,11 +61,10 @@ def _unmapped(
         return PageCacheReadahead(items), reason
     if items.keep_cache:
         reason = "ragged rows, read through the OS page cache, prefetched sequentially"
-        return PageCacheReadahead(items), f"{reason} in the background"
-    n = max(1, round(SEEK_BYTES / max(1.0, store.mean_row_nbytes)))
+        advice = block_hint(store.mean_row_nbytes)
+        return PageCacheReadahead(items, advice), f"{reason} in the background"
     hint = (
-        f"Ragged rows of {items.label} are read one by one. pinfeed.rows.block_shuffled(seed, "
-        f"block_rows={n}) visits contiguous blocks in random order, which are read in long runs. "
+        f"Ragged rows of {items.label} are read one by one. {block_hint(store.mean_row_nbytes)} "
         f"{whole_file_hint(items)}"
     )
     return DirectReads(items, hint), "ragged rows, read row by row, with many reads at a time"

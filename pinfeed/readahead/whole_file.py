@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,9 @@ _MAX_WAIT_S = 2.0
 # before. Otherwise, it would depend on the time of the first chunk alone.
 _ASSUMED_BYTES = 64 << 20
 _ASSUMED_S = 0.05
+# A warning of a data stall covers at least this time, in seconds. The load explains the stall if it
+# ended less than this time ago.
+_RECENT_S = 5.0
 
 
 class LoadedRows(Protocol):
@@ -73,6 +77,7 @@ class WholeFile:
         n_chunks = len(self._starts) - 1
         self._is_loaded = np.zeros(n_chunks, np.bool_)
         self._complete = False
+        self._loaded_s = -math.inf
         # Guards the chunks that are to be loaded, and the end of loading.
         self._changed = threading.Condition()
         self._is_begun = np.zeros(n_chunks, np.bool_)
@@ -122,8 +127,13 @@ class WholeFile:
 
     @property
     def hint(self) -> str:
-        if self._complete:
+        if self._complete and time.monotonic() - self._loaded_s > _RECENT_S:
             return IN_MEMORY_HINT
+        if self._complete:
+            return (
+                f"{self._store.label} was still being loaded into memory in this time, "
+                f"{DISK_SPEED} Later epochs run at the speed of memory."
+            )
         return (
             f"{self._store.label} is still being loaded into memory, {DISK_SPEED} Later epochs "
             "run at the speed of memory."
@@ -199,6 +209,7 @@ class WholeFile:
             self._is_loaded[chunk] = True
             self._n_loaded += 1
             self._complete = bool(self._is_loaded.all())
+            self._loaded_s = time.monotonic()
             self._changed.notify_all()
         return True
 

@@ -40,16 +40,16 @@ def check_rows(rows: Any, n_rows: int, name: str = "rows", *, copy: bool = False
         array = np.asarray(rows)
     except (TypeError, ValueError) as error:
         raise RowIndexError(
-            f"{name}: {described(error)}; expected a 1-d array of integer row indices (for a "
-            "mask, use np.flatnonzero)"
+            f"{name}: {described(error)}; expected a 1-d array of integer row indices"
         ) from None
     if array.shape == (0,):
         # numpy gives an empty list the dtype float64.
         return np.empty(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
+        wanted = "integer row indices" if array.ndim == 1 else "a 1-d array of integer row indices"
+        hint = "; for a mask, give np.flatnonzero(mask)" if array.dtype.kind == "b" else ""
         raise RowIndexError(
-            f"{name}: got shape {array.shape} of {array.dtype}; expected a 1-d array of integer "
-            "row indices (for a mask, use np.flatnonzero)"
+            f"{name}: got shape {array.shape} of {array.dtype}; expected {wanted}{hint}"
         )
     if copy:
         array = array.copy()

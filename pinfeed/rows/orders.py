@@ -125,8 +125,10 @@ def block_shuffled(seed: int = 0, *, block_rows: int, window_blocks: int = 16) -
 
     Args:
         seed: Seed of the shuffle; the order is a function of (seed, epoch).
-        block_rows: Number of consecutive rows of a block.
-        window_blocks: Number of blocks of a window.
+        block_rows: Number of consecutive rows of a block. A block should have at least 256 KiB, so
+            that disks read it as fast as a sequence; for rows of 4 KiB, give 64 or more.
+        window_blocks: Number of blocks of a window. Larger windows mix more rows, and need more
+            memory to read ahead.
 
     Raises:
         ArgumentError: If ``seed`` is not a whole number, or ``block_rows`` or ``window_blocks`` is

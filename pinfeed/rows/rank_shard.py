@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.batches import OrderBatches
@@ -117,11 +117,11 @@ def shard_of_rank(
 
 def _check_ranks(ranks: Any, order: Any, drop_last: bool) -> Ranks:
     """Check that the arguments agree; return ``ranks`` as ``Ranks``."""
-    if not isinstance(ranks, (str, Ranks)):
+    is_name = isinstance(ranks, str) and ranks in get_args(Uneven)
+    if not is_name and not isinstance(ranks, Ranks):
         raise ArgumentError(
             f"ranks={ranks!r}: expected 'pad', 'drop', 'join', 'all', a pinfeed.Ranks or None"
         )
-    # Ranks checks the string.
     shared = ranks if isinstance(ranks, Ranks) else Ranks(cast(Uneven, ranks))
     if isinstance(order, PerRank):
         raise ArgumentError(

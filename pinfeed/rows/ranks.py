@@ -23,22 +23,22 @@ class Ranks:
     block-shuffled order is cut into one interval per rank instead, unless ``split_batches`` is
     True; then only one rank reads a block.
 
-    A job with another number of ranks can load a saved state. If ``split_batches`` is True, it
-    continues with the next global batch. Otherwise, its ranks share the remaining rows.
+    A job with another number of ranks can load a saved state. With ``split_batches``, it continues
+    with the next global batch. Without, its ranks share the remaining rows.
 
     Args:
         uneven: Treatment of rows that do not divide evenly. ``"pad"`` repeats the first rows of the
             order, so that all ranks have equal numbers of rows and batches. ``"drop"`` leaves out
-            fewer rows than ranks for the same reason. ``"join"`` uses every row exactly once, so
-            some ranks, including rank 0, have one row and perhaps one batch more than others (see
-            ``torch.distributed.algorithms.Join``).
+            up to ``world_size - 1`` rows for the same reason. ``"join"`` uses every row exactly
+            once, so some ranks, including rank 0, have one row and perhaps one batch more than
+            others (see ``torch.distributed.algorithms.Join``).
         split_batches: Whether ``batch_size`` (or ``preferred_batch_size``) is the size of a global
             batch, which has the same rows for any number of ranks that divides it. By default, it
             is the size of each rank's batch.
         rank: Rank of this process. Give it together with ``world_size`` for a group that is not the
             whole job (``group.rank()``, ``group.size()``) or for another launcher. By default, both
-            are those of torch.distributed, or of torchrun's environment before the initialization
-            of torch.distributed, or 0 and 1 without either.
+            are those of torch.distributed if it is initialized; otherwise those of torchrun's
+            environment variables; without these, there is one process.
         world_size: Number of processes that share an epoch.
 
     Raises:
@@ -61,8 +61,8 @@ class Ranks:
     def __post_init__(self) -> None:
         if self.uneven not in get_args(Uneven):
             raise ArgumentError(
-                f"ranks={self.uneven!r}: expected 'pad', 'drop', 'join', 'all', "
-                "a pinfeed.Ranks or None"
+                f"Ranks({self.uneven!r}): expected 'pad', 'drop' or 'join'; for all rows on every "
+                "rank, give ranks='all' to the Feeder"
             )
         check_flag(self.split_batches, "split_batches")
         if (self.rank is None) != (self.world_size is None):

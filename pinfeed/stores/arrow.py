@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pinfeed.errors import MissingDependency, StoreError
+from pinfeed.errors import MissingDependency, StoreError, WriteBackError
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
@@ -141,9 +141,9 @@ class ArrowStore:
         """Refuse to write: Arrow columns do not change.
 
         Raises:
-            StoreError: Always.
+            WriteBackError: Always.
         """
-        raise StoreError(f"{self._name}: an Arrow column is read-only")
+        raise WriteBackError(f"{self._name}: an Arrow column is read-only")
 
     def flush(self) -> None:
         """Do nothing, because nothing was written."""

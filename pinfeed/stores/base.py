@@ -95,7 +95,8 @@ class Store(Protocol):
         Raises:
             RowIndexError: If a row is out of range or negative, or if the rows are not a 1-d array
                 of integers.
-            WriteBackError: If ``values`` is not a numpy array of this shape and dtype.
+            WriteBackError: If the store is read-only, or if ``values`` is not a numpy array of this
+                shape and dtype.
         """
 
     def flush(self) -> None:

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from pinfeed.errors import ClosedError, CopyError, PinfeedError, ReadError, StoreError, described
+from pinfeed.errors import (
+    ClosedError,
+    CopyError,
+    PinfeedError,
+    ReadError,
+    StoreError,
+    WriteBackError,
+    described,
+)
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Array, checked_gather
 from pinfeed.stores.chunk_pieces import chunk_pieces
@@ -243,9 +251,9 @@ class ChunkedStore:
         """Refuse to write: the store is read-only.
 
         Raises:
-            StoreError: Always.
+            WriteBackError: Always.
         """
-        raise StoreError(f"{self!r} is read-only")
+        raise WriteBackError(f"{self!r} is read-only")
 
     def flush(self) -> None:
         """Do nothing, because nothing was written."""

@@ -92,7 +92,7 @@ class PinnedStore(ArrayStore):
     def empty(
         cls, shape: tuple[int, ...], dtype: npt.DTypeLike = "float32", *, pin: Pin = True
     ) -> PinnedStore:
-        """Create a store without writing its rows, which the system fills with zeros when needed.
+        """Create a store of zeros; the system provides its memory when it is first used.
 
         Args:
             shape: Shape (n_rows, *row_shape).
@@ -114,8 +114,7 @@ class PinnedStore(ArrayStore):
     def zeros(
         cls, shape: tuple[int, ...], dtype: npt.DTypeLike = "float32", *, pin: Pin = True
     ) -> PinnedStore:
-        """Create a store of zeros; arguments and errors are those of ``empty``."""
-        # An anonymous mapping is zero-filled.
+        """Create a store of zeros; the same as ``empty``."""
         return cls.empty(shape, dtype, pin=pin)
 
     @classmethod

@@ -67,7 +67,9 @@ class RaggedStore:
             tensor or a Store. This store closes a file that it opened from a path.
         offsets: Position of each row in ``values``, followed by the end of the last row, shape
             (n_rows + 1,), non-decreasing integers: a path of a .npy file, an array or a CPU tensor.
-            The store copies them into memory as int64, 8 bytes per row.
+            Items before the first and after the last offset are in no row. For lengths, give
+            ``np.concatenate(([0], np.cumsum(lengths)))``. The store copies the offsets into memory
+            as int64, 8 bytes per row.
         layout: Form of the batches.
         padding: Value of the elements after the end of a row in a padded batch.
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.errors import ClosedError, CopyError, StoreError
+from pinfeed.errors import ClosedError, CopyError, StoreError, WriteBackError
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.base import Array, checked_gather, run_of
@@ -219,9 +219,9 @@ class ShardedStore(Generic[R]):
         """Refuse to write: the files are read-only.
 
         Raises:
-            StoreError: Always.
+            WriteBackError: Always.
         """
-        raise StoreError(f"{self!r} is read-only")
+        raise WriteBackError(f"{self!r} is read-only")
 
     def flush(self) -> None:
         """Do nothing, because nothing was written."""

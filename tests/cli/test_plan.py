@@ -100,6 +100,16 @@ def test_plan_of_parallel_sources() -> None:
     assert max(map(len, shown.splitlines())) <= 80
 
 
+def test_plan_remarks_that_a_random_order_is_slow() -> None:
+    np.save("large.npy", np.zeros((40_000, 64), np.float32))
+    said = values("plan", "large.npy", "--shuffle", "--cpu-limit", "6MiB")["remarks"]
+    assert any("With --block-rows 1024," in remark for remark in said)
+    for options in (["--block-rows", "1024"], ["--shuffle", "--cpu-limit", "1GiB"]):
+        limit = [] if "--cpu-limit" in options else ["--cpu-limit", "6MiB"]
+        said = values("plan", "large.npy", *options, *limit)["remarks"]
+        assert not any("--block-rows" in remark for remark in said)
+
+
 def test_plan_of_other_formats() -> None:
     table = pa.table(
         {"x": pa.FixedSizeListArray.from_arrays(pa.array(X.reshape(-1)), 24), "y": X[:, 0, 0]}
@@ -119,6 +129,13 @@ def test_plan_of_other_formats() -> None:
     result = run("plan", "x.parquet")
     assert result.exit_code == 3
     assert "expected one of them: x.parquet:x, x.parquet:y" in " ".join(result.stderr.split())
+    with h5py.File("y.h5", "w") as file:
+        file["a"] = file["b"] = X
+    pq.write_table(pa.table({"x": [1, 2], "word": ["a", "b"]}), "y.parquet")
+    for name in ("y.h5", "y.parquet"):
+        said = " ".join(run("plan", name).stderr.split())
+        assert f"after a colon: {name}:NAME" in said
+        assert "Store" not in said
     result = run("bench", "x.h5:a/x")
     assert "is not a .npy file" in " ".join(result.stderr.split())
 

@@ -316,7 +316,10 @@ def test_a_refusal_names_the_need_and_the_limit(
     assert need > limit
     assert f"batches of one row need {human(need)} ({need} bytes) of {kind} memory" in message
     assert f"{name}_memory_limit is {human(limit)} ({limit} bytes)" in message
-    advice = f"lower depth (now {depth}) or raise" if depth else "raise"
+    synchronous = Plan(1, 0, load.route, plan_allocations(load, 1, 0))
+    least_need = synchronous.device_bytes if on_device else synchronous.host_bytes
+    helps = depth and least_need <= limit
+    advice = f"lower depth (now {depth}) or raise" if helps else "raise"
     assert f"; {advice} {name}_memory_limit" in message
     assert all(
         (f"for {item.what}" in message) == ((item.place == "device") == on_device)
@@ -343,14 +346,14 @@ def test_a_refusal_for_lack_of_free_memory_says_so() -> None:
     with pytest.raises(
         BudgetError,
         match=re.escape(
-            "cpu_memory_limit is 90 B (90 bytes), the free memory minus the headroom; lower depth"
+            "cpu_memory_limit is 90 B (90 bytes), the free memory minus the headroom; raise"
         ),
     ):
         Config().plan(load_of(), free_host_bytes=100, free_device_bytes=FREE)
     with pytest.raises(
         BudgetError,
         match=re.escape(
-            "gpu_memory_limit is 0 B (0 bytes), the free memory minus the headroom; lower depth"
+            "gpu_memory_limit is 0 B (0 bytes), the free memory minus the headroom; raise"
         ),
     ):
         Config().plan(load_of(), free_host_bytes=FREE, free_device_bytes=0)

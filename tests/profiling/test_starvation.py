@@ -253,7 +253,7 @@ def test_sources_know_what_to_change(tmp_path: Path) -> None:
         pinfeed.rows.block_shuffled(0, block_rows=256, window_blocks=1),
     )
     assert "x.npy is still being loaded into memory" in hint(shuffled, 1 << 30)
-    assert "block_shuffled(seed, block_rows=256)" in hint(shuffled, 0)
+    assert "block_shuffled(seed, block_rows=1024)" in hint(shuffled, 0)
     assert "With 250.0 KiB of memory for the whole file" in hint(shuffled, 0)
     assert "read in sequence" in hint(pinfeed.rows.sequential(), 1 << 30)
     assert "page cache" in hint(blocks, 0)
@@ -265,6 +265,9 @@ def test_sources_know_what_to_change(tmp_path: Path) -> None:
         in choose([ArrayStore(np.zeros(3))], shuffled, 100, FreeMemory(0, 0)).strategies[0].hint
     )
     store.close()
+    with MmapStore(tmp_path / "x.npy", memory_map=False) as store:
+        assert "block_shuffled(seed, block_rows=1024)" in hint(shuffled, 0)
+        assert "block_shuffled" not in hint(blocks, 0)
     loader = DataLoader(torch.zeros(10), num_workers=1)
     assert "num_workers=1" in LoaderSource(loader).hint(0.9)
     assert "smaller dtype" in LoaderSource(loader).hint(0.1)

@@ -403,6 +403,18 @@ def test_processes_on_one_machine_share_free_memory(
     assert "memory map" in notes(memory_map=True)
 
 
+def test_the_plan_says_why_a_file_is_not_mapped(path: Path) -> None:
+    def note(order: Any, nbytes: int) -> str:
+        limit = Config(cpu_memory_limit=nbytes, preferred_batch_size=100)
+        with Feeder(path, rows=order, config=limit, device="cpu") as feeder:
+            return feeder.plan.notes[-1]
+
+    why = " (the file does not fit in cpu_memory_limit)"
+    assert note(rows.sequential(), MiB(4)).endswith(f"read in sequence{why}")
+    assert f"in the background{why}; a block_shuffled order" in note(rows.shuffled(), MiB(4))
+    assert note(rows.shuffled(), MiB(60)).endswith("(the file fits)")
+
+
 def test_the_plan_counts_windows(path: Path) -> None:
     """A config without a batch size takes the largest batch that fits with the windows."""
     order = rows.block_shuffled(0, block_rows=BLOCK, window_blocks=1)

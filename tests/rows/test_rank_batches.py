@@ -496,3 +496,8 @@ def test_invalid_states_are_refused(change: dict[str, Any], message: str) -> Non
         message = "not a state of a feeder with ranks= (KeyError('ranks'))"
         with sharing, pytest.raises(ArgumentError, match=re.escape(message)):
             sharing.load_state_dict(alone.state_dict())
+
+
+def test_all_is_no_rule_of_ranks() -> None:
+    with pytest.raises(ArgumentError, match=r"Ranks\('all'\): .*give ranks='all' to the Feeder"):
+        Ranks("all")  # type: ignore[arg-type]

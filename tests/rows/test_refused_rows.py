@@ -24,7 +24,7 @@ from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch
         ([2**63], "row 9223372036854775808 is out of range"),
         (np.array([2**64 - 1], np.uint64), "row 18446744073709551615 is out of range"),
         ([2**64], r"got shape \(1,\) of object"),
-        ([0.0, 1.0], r"got shape \(2,\) of float64; expected a 1-d array of integer row indices"),
+        ([0.0, 1.0], r"got shape \(2,\) of float64; expected integer row indices"),
         ([True, False], r"got shape \(2,\) of bool"),
         (["0"], r"got shape \(1,\) of <U1"),
         ([None], r"got shape \(1,\) of object"),

@@ -285,7 +285,7 @@ def test_nothing_is_written() -> None:
         for batch in feeder.batches():
             with pytest.raises(errors.WriteBackError, match=r"source\['x'\], which is read-only"):
                 batch.write_back(batch.data)
-    with pytest.raises(errors.StoreError, match="read-only"):
+    with pytest.raises(errors.WriteBackError, match="read-only"):
         ArrowStore(pa.array([1])).scatter(np.array([0]), np.array([2]))
 
 

@@ -208,7 +208,7 @@ def test_an_object_of_this_process_is_not_pickled() -> None:
 
 
 def test_a_chunked_store_is_read_only() -> None:
-    with pytest.raises(errors.StoreError, match="read-only"):
+    with pytest.raises(errors.WriteBackError, match="read-only"):
         small().scatter(np.array([0]), np.zeros((1, 2), np.float32))
 
 

@@ -205,6 +205,14 @@ def test_a_missing_file(tmp_path: Path) -> None:
         read_header(str(tmp_path / "x.npy"))
 
 
+def test_missing_files_of_other_formats(tmp_path: Path) -> None:
+    with pytest.raises(FileMissing, match=r"x\.csv: no such file \(looked in [^;]*\)$"):
+        read_header(str(tmp_path / "x.csv"))
+    (tmp_path / "a.h5").touch()
+    with pytest.raises(FileMissing, match=r"give pinfeed\.HDF5Store\('.*/a\.h5', '/images'\)"):
+        read_header(str(tmp_path / "a.h5:/images"))
+
+
 def test_a_directory(tmp_path: Path) -> None:
     with pytest.raises(
         StoreError, match=r"is a directory; expected a \.npy file, or a pattern such as .*/\*\.npy"

@@ -241,7 +241,7 @@ def test_local_paths(path: Any) -> None:
 def test_a_remote_store_is_read_only_and_can_be_closed_twice() -> None:
     store = RemoteStore(put(np.arange(3)), storage_options={})
     assert "memory://x.npy" in repr(store)
-    with pytest.raises(errors.StoreError, match="read-only"):
+    with pytest.raises(errors.WriteBackError, match="read-only"):
         store.scatter(np.array([0]), np.array([1]))
     store.flush()
     store.close()

@@ -52,7 +52,10 @@ def open_rows(files: Sequence[str]) -> OpenedFile:
     from pinfeed.stores.paths import has_protocol
 
     if len(files) == 1 and (found := _FORMAT.fullmatch(files[0])) is not None:
-        return _open_format(found["path"], found["format"].lower(), found["name"])
+        try:
+            return _open_format(found["path"], found["format"].lower(), found["name"])
+        except StoreError as error:
+            raise type(error)(_in_shell(str(error), found["path"])) from None
     names = expanded(files)
     kind = RemoteStore if has_protocol(names[0]) else MmapStore
     try:
@@ -65,6 +68,17 @@ def open_rows(files: Sequence[str]) -> OpenedFile:
             f"{error}; several files are shards of one source; give another source, such as "
             "labels, with --with FILE"
         ) from None
+
+
+def _in_shell(message: str, path: str) -> str:
+    """Replace advice for Python programs by that for the command line."""
+    from pinfeed.stores.formats.arrow_chunk import LEAVE_OUT
+
+    name_it = f"name one after a colon: {path}:NAME"
+    for kind in ("HDF5Store", "ZarrStore"):
+        message = message.replace(f"give {kind}(path, name)", name_it)
+        message = message.replace(f"{kind}(path, name)", name_it)
+    return message.replace(LEAVE_OUT, f"or name another column after a colon: {path}:NAME")
 
 
 def _open_format(path: str, kind: str, name: str | None) -> ChunkedStore:

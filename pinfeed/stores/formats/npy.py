@@ -63,16 +63,30 @@ def read_header(path: str, dtype: np.dtype[Any] | None = None) -> RowLayout:
         with open(path, "rb") as file:
             return header_of(path, file, os.fstat(file.fileno()).st_size, dtype)
     except FileNotFoundError:
-        raise FileMissing(
-            f"{path}: no such file (looked in {os.getcwd()}); expected a .npy file, as numpy.save "
-            "writes it"
-        ) from None
+        raise FileMissing(_missing(path)) from None
     except IsADirectoryError:
         found = of_file(os.path.normpath(path))
         kind = f" (it looks like {found[0]}: {found[1]})" if found else ""
         raise StoreError(
             f"{path} is a directory{kind}; expected a .npy file, or a pattern such as {path}/*.npy"
         ) from None
+
+
+def _missing(path: str) -> str:
+    """Return an error message about a file that does not exist."""
+    file, colon, name = path.rpartition(":")
+    suffix = os.path.splitext(file)[1].lower()
+    kind = {".h5": "HDF5Store", ".hdf5": "HDF5Store", ".zarr": "ZarrStore"}.get(suffix)
+    kind = "ParquetStore" if suffix == ".parquet" else kind
+    if colon and kind is not None and os.path.exists(file):
+        return (
+            f"{path}: no such file; only the command line accepts this spelling; give "
+            f"pinfeed.{kind}({file!r}, {name!r})"
+        )
+    text = f"{path}: no such file (looked in {os.getcwd()})"
+    if os.path.splitext(path)[1].lower() in ("", ".npy"):
+        text += "; expected a .npy file, as numpy.save writes it"
+    return text
 
 
 def create(path: str, shape: tuple[int, ...], dtype: np.dtype[Any], *, overwrite: bool) -> None:
@@ -265,6 +279,7 @@ def _item_dtype(path: str, saved: np.dtype[Any], wanted: np.dtype[Any] | None) -
     if saved.itemsize != wanted.itemsize or saved.hasobject or not saved.isnative:
         raise StoreError(
             f"{path} has items of dtype {saved}, which cannot be read as {wanted}; expected plain "
-            f"items of {wanted.itemsize} bytes, in this machine's byte order"
+            f"items of {wanted.itemsize} bytes, in this machine's byte order; dtype= converts "
+            f"nothing; to convert batches, give device_transform=lambda batch: batch.to(...)"
         )
     return wanted
