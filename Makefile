@@ -1,5 +1,5 @@
 # Every target sets up and uses .venv; only Python 3.10+ and make need to be installed. The README
-# has the same as plain pip commands.
+# lists the same steps as plain pip commands.
 
 PYTHON ?= python3
 BIN = .venv/bin
@@ -40,7 +40,7 @@ package: .venv/packager
 word2vec: .venv/installed
 	$(BIN)/python examples/word2vec.py $(if $(QUICK),--quick)
 
-# Compare batches of a .npy with other loaders, in under three minutes. The whole benchmark:
+# Compare streaming of a .npy file with other loaders, in under three minutes. The whole benchmark:
 # python -m benchmarks.streaming
 bench: .venv/peers
 	$(BIN)/python -m benchmarks.streaming --quick
@@ -50,7 +50,7 @@ bench: .venv/peers
 rows: .venv/peers
 	$(BIN)/python -m benchmarks.rows --quick
 
-# Compare programs of others with their pinfeed versions: results, time and memory.
+# Compare programs of other projects with their pinfeed versions: results, time and memory.
 programs: .venv/installed
 	$(BIN)/python -m benchmarks.programs --quick
 

@@ -2,8 +2,8 @@
 
 There is one environment for each supported Python that is installed, with the versions of
 constraints.txt. In each, newcomer.py runs with the wheel and with the sdist, mypy --strict
-accepts it, and the extras can be resolved. If torch would be a CUDA build of gigabytes, everything
-but torch is installed, and pinfeed is imported.
+accepts it, and pip resolves the extras. If pip would install a CUDA build of torch of several GB,
+the check installs everything but torch, and imports pinfeed.
 """
 
 import json
@@ -60,7 +60,7 @@ def build() -> tuple[Path, Path]:
 def check_contents(wheel: Path, sdist: Path) -> None:
     """Check that the wheel has the package and its licence, and the sdist the tracked files.
 
-    Results of measurements are left out of both.
+    Neither has the results of benchmarks.
     """
     tracked = {
         path.relative_to(ROOT).as_posix()

@@ -1,7 +1,7 @@
 """Checks after every test that no thread and no file descriptor remains.
 
-Route measurements of the tests are separate from those of the user. torch is imported where it is
-needed, because the process that only distributes the tests loads this file, too.
+Route measurements of the tests are separate from those of the user. The functions import torch
+themselves, because the process that only distributes the tests loads this file, too.
 """
 
 import contextlib
@@ -87,7 +87,8 @@ _frozen = {"modules": 0}
 def freeze_modules() -> None:
     """Freeze modules and test cases, which the collector would examine again in each test.
 
-    That took a fifth of the time. Some tests load large libraries, such as the compiler of torch.
+    The collector took a fifth of the time, because some tests load large libraries, such as the
+    compiler of torch.
     """
     if len(sys.modules) > _frozen["modules"] + 100:
         gc.collect()

@@ -1,4 +1,4 @@
-"""Old module paths that documentation named still work, and warn with the new path."""
+"""Old module paths still work, and warn with the new path; public paths import their module."""
 
 import importlib
 import pickle
@@ -175,3 +175,15 @@ def test_the_old_paths_load_nothing_before_they_are_used() -> None:
         [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=60
     )
     assert done.stdout == "False False 1\n"
+
+
+def test_the_checkpoint_module_is_imported_by_its_public_path() -> None:
+    code = (
+        "from pinfeed.checkpoint import save\n"
+        "import pinfeed, pinfeed.checkpoint as public, pinfeed.training.checkpoint as private\n"
+        "assert public is private is pinfeed.checkpoint and save is public.save"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -25,7 +25,7 @@ class CountedTable(forwarding.VirtualTable):
 
     @property
     def n_writes(self) -> int:
-        """Number of batches of ``N_ROWS`` that were written."""
+        """Return the number of batches of ``N_ROWS`` that were written."""
         assert self._n_rows % N_ROWS == 0
         return self._n_rows // N_ROWS
 

@@ -43,8 +43,7 @@ class Found:
         nbytes: Size in bytes.
         details: Facts that the header states.
         damage: Sentences that say what is wrong, and what to do.
-        problem: Kind of the damage in one or two words; it counts only if ``damage`` is not
-            empty.
+        problem: Kind of the problem, in one or two words, if ``damage`` is not empty.
     """
 
     path: str

@@ -1,8 +1,9 @@
-"""Old module paths in documentation and pickles, and the new modules of their contents.
+"""Module paths without a file: old paths in programs and pickles, and the public checkpoint path.
 
 ``import pinfeed`` installs a finder for these paths, behind Python's own finders. The finder looks
 up a name of an old path in the new module, and a ``DeprecationWarning`` says the new path. Imports
-and pickles that name an old path therefore work until pinfeed 0.2.0.
+and pickles that name an old path therefore work until pinfeed 0.2.0. The finder also makes
+``import pinfeed.checkpoint`` work, whose module is in ``pinfeed.training``.
 """
 
 from __future__ import annotations
@@ -60,6 +61,9 @@ RENAMED = {
 }
 """Old name -> new name, for names that changed as well or that are not in the new module."""
 
+ALIASES = {"pinfeed.checkpoint": "pinfeed.training.checkpoint"}
+"""Public path -> the module that it imports, without a warning."""
+
 _OLD_PACKAGES = {
     "pinfeed.seeing",
     "pinfeed.training.big",
@@ -70,16 +74,23 @@ _OLD_PACKAGES = {
 
 
 class MovedModules(MetaPathFinder, Loader):
-    """Finder and loader of the old paths; Python asks it last, so existing modules win."""
+    """Finder and loader of these paths; Python asks it last, so existing modules win."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if fullname in ALIASES:
+            return spec_from_loader(fullname, self)
         if is_old(fullname):
             return spec_from_loader(fullname, self, is_package=fullname in _OLD_PACKAGES)
         return None
 
     def exec_module(self, module: ModuleType) -> None:
+        if module.__name__ in ALIASES:
+            # Python takes the module from here after this call.
+            sys.modules[module.__name__] = importlib.import_module(ALIASES[module.__name__])
+            return
+
         def look_up(name: str) -> Any:
             return _look_up(module.__name__, name)
 

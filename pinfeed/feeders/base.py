@@ -85,7 +85,7 @@ class BaseFeeder(Generic[T_co]):
         """Depth of the loop and the measured times behind it; empty if the depth is not measured.
 
         Without a ``depth``, a ``Feeder`` over rows in memory and ``wrap_loader`` measure on the CPU
-        whether short batches are faster in the synchronous loop. They keep the faster way while
+        whether short batches are faster in the synchronous loop. They keep the faster depth while
         batches stay short. ``train_rows`` without a ``depth`` measures on every device, once.
         """
         return self._loop.depth_reason
@@ -146,7 +146,7 @@ class ResumableFeeder(BaseFeeder[T_co]):
         return self._loop.epoch
 
     def set_epoch(self, number: int) -> None:
-        """Make the next loop epoch ``number``.
+        """Set the number of the next loop's epoch.
 
         Without a call, every loop is the epoch after the previous one. If a position in epoch
         ``number`` was loaded, the loop still continues there. A program may therefore call this

@@ -84,8 +84,9 @@ class Batch(Generic[T_co]):
         if not self._is_source:
             raise WriteBackError(
                 "write_back() of a batch that host_transform or device_transform has made; "
-                "expected a loop without these functions, because they run before forwarding "
-                "copies newer rows into a prefetched batch; change the batch in the training step"
+                "expected a loop without these functions, because a prefetched batch is "
+                "transformed before later changes of its rows are known; change the batch in the "
+                "training step instead"
             )
         self._lent.require_writable()
         checked = self._stores.check(values, len(self.rows), self._device)

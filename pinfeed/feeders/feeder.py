@@ -58,11 +58,11 @@ logger = logging.getLogger("pinfeed")
 class Feeder(ResumableFeeder[T_co]):
     """Batches of rows from host memory or files, prefetched to a device.
 
-    The batches, and the contents of the stores after the loop, equal those of the synchronous loop
-    (``depth=0``) bit for bit. The synchronous loop gathers, computes and writes in turn. This
-    holds if rows change only by ``write_back`` while a loop runs: a prefetched batch does not see
-    other changes of its array or file. The caller owns each batch, which stays valid and unchanged
-    for as long as it is kept.
+    The synchronous loop (``depth=0``) gathers, computes and writes in turn. At every other depth,
+    the batches, and the contents of the stores after the loop, equal those of the synchronous loop
+    bit for bit. The condition is that rows change only by ``write_back`` while a loop runs. A
+    prefetched batch does not see other changes of its array or file. The caller owns each batch,
+    which stays valid and unchanged for as long as it is kept.
 
     A feeder replaces a DataLoader; do not put one around it. ``next(iter(feeder))`` returns one
     batch. ``RowDataset`` returns single rows by index.
@@ -86,8 +86,9 @@ class Feeder(ResumableFeeder[T_co]):
             dicts of their columns. An open ``h5py.Dataset`` or ``zarr.Array`` is one source.
         batch_size: Rows per batch. Give either this or ``config``; give neither if ``rows`` yields
             whole batches.
-        config: Memory limits, from which pinfeed computes the batch size. The constructor then
-            calls the transforms on some of the first rows, to predict their memory.
+        config: A ``pinfeed.Config`` with memory limits, from which pinfeed computes the batch size.
+            The constructor then calls the transforms on some of the first rows, to predict their
+            memory.
         rows: Sampling order: an order of ``pinfeed.rows``, a torch Sampler or BatchSampler, or an
             iterable of row indices or of whole batches of row indices. None is the order of the
             source. The feeder sets a sampler that has an ``epoch`` attribute, such as
@@ -105,10 +106,10 @@ class Feeder(ResumableFeeder[T_co]):
             the remainder, and ``"join"`` gives some ranks one row more. Use ``Ranks`` for more
             options. With ``"all"`` or None, every process iterates over all rows.
         depth: Number of batches to prefetch, at most 1,024, because each takes memory; 0 is the
-            synchronous loop. It replaces ``config.depth``. None is 2, or more for small batches. On
-            the CPU, a loop over rows in memory then also measures whether short batches are faster
-            without prefetching. It keeps the faster way, which ``depth_reason`` names. It does not
-            measure with ``verify``.
+            synchronous loop. It replaces ``config.depth``. With None, pinfeed chooses 2, or more
+            for small batches. On the CPU, a loop over rows in memory then measures whether 0 is
+            faster for short batches, unless ``verify`` is set. It keeps the faster depth, which
+            ``depth_reason`` names.
         device: ``"auto"`` (CUDA if available), ``"cpu"``, ``"cuda"``, ``"cuda:1"``, a
             ``torch.device`` or a Device.
         route: Route of rows from page-locked (pinned) stores to a GPU. On the ``"direct"`` route,
@@ -142,6 +143,8 @@ class Feeder(ResumableFeeder[T_co]):
         BudgetError: If the limits of ``config`` cannot hold one row per buffer.
         DeviceError: If the device does not exist.
     """
+
+    _plan: Plan
 
     @overload
     def __init__(
@@ -225,9 +228,7 @@ class Feeder(ResumableFeeder[T_co]):
         depth = check_optional_depth(depth)
         arguments = RowArguments(batch_size, config, rows, shuffle, seed, drop_last)
         arguments.check()
-        check_route(route)
-        check_options(options)
-        _check_conflicts(options, route)
+        _check_options(options, route)
         self._verify = options["verify"]
         selection = RowSelection.of(arguments, ranks)
         self._begin = functools.partial(note_workers, ranks, arguments.order)
@@ -240,9 +241,9 @@ class Feeder(ResumableFeeder[T_co]):
             schedule = schedule.on(self._device, may_measure=self._may_measure)
             transforms = self._transforms_of(options, selection, seed)
             batches = self._plan_batches(selection, schedule, route, transforms)
-            self._write_schedule = dataclasses.replace(
-                _schedule_with_writes(schedule), repeats=not batches.is_distinct
-            )
+            self._plan = arguments.with_notes(self._plan, self._device)
+            writes = _schedule_with_writes(schedule)
+            self._write_schedule = dataclasses.replace(writes, repeats=not batches.is_distinct)
             self._start_runner(batches, schedule, options)
         except BaseException:
             self._stores.close()
@@ -423,8 +424,10 @@ class Feeder(ResumableFeeder[T_co]):
         return data
 
 
-def _check_conflicts(options: FeederOptions, route: str | None) -> None:
-    """Raise ArgumentError if an option excludes transforms."""
+def _check_options(options: FeederOptions, route: str | None) -> None:
+    """Raise ArgumentError if an option is invalid, or excludes transforms."""
+    check_route(route)
+    check_options(options)
     if options["verify"] and has_transforms(options):
         raise ArgumentError(
             "verify=True was given with host_transform or device_transform; verify compares each "

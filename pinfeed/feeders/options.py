@@ -38,74 +38,81 @@ class LoopOptions(TypedDict, total=False):
         >>> feeder = pinfeed.Feeder(np.zeros((100, 8)), batch_size=10, **options)
         >>> next(iter(feeder)).dtype
         torch.float16
+
+    Attributes:
+        again: Rule for a loop that begins before an older loop over the same feeder has ended.
+            ``"end"``, the default, ends the older loop. ``"refuse"`` raises ClosedError in the new
+            one.
+        progress: Whether to show a progress bar; False by default.
+        timeline: Whether to record how long each stage of each batch takes; False by default.
+        host_transform: Function that takes a batch on the host and returns one; None by default. It
+            runs before the loop reads the ids of a batch.
+        device_transform: Function that takes a batch on the device and returns one; None by
+            default. Its work on a GPU runs in a side stream.
     """
 
     again: Annotated[Again, Default("end")]
-    """Rule for a loop that begins before an older loop over the same feeder has ended.
-
-    ``"end"``, the default, ends the older loop. ``"refuse"`` raises ClosedError in the new one.
-    """
     progress: Annotated[bool, Default(False)]
-    """Whether to show a progress bar; False by default."""
     timeline: Annotated[bool, Default(False)]
-    """Whether to record how long each stage of each batch takes; False by default."""
     host_transform: Annotated[Callable[..., Any] | None, Default(None)]
-    """Function that takes a batch on the host and returns one; None by default.
-
-    It runs before the loop reads the ids of a batch.
-    """
     device_transform: Annotated[Callable[..., Any] | None, Default(None)]
-    """Function that takes a batch on the device and returns one; None by default.
-
-    Its work on a GPU runs in a side stream.
-    """
 
 
 class FeederOptions(LoopOptions, total=False):
     """Options of a loop over rows; the last arguments of ``Feeder``.
 
+    They include ``LoopOptions``.
+
     Examples:
         >>> rows = np.zeros((100, 8))
         >>> for batch in pinfeed.Feeder(rows, batch_size=10, verify=True, progress=False):
         ...     loss = batch.mean()
+
+    Attributes:
+        verify: Whether to compare each batch with its rows in the stores; False by default.
     """
 
     verify: Annotated[bool, Default(False)]
-    """Whether to compare each batch with its rows in the stores; False by default."""
 
 
 class LoaderOptions(LoopOptions, total=False):
     """Options of a loop over a loader; the last arguments of ``wrap_loader``.
 
+    They include ``LoopOptions``.
+
     Examples:
         >>> loader = torch.utils.data.DataLoader(torch.zeros(100, 8), batch_size=10)
         >>> for batch in pinfeed.wrap_loader(loader, on_error="next", timeline=True):
         ...     loss = batch.mean()
+
+    Attributes:
+        on_error: Effect of the error of a batch: ``"raise"``, the default, ends the loop. With
+            ``"next"``, the loop's iterator can continue with the next batch.
+        seed: Seed of the generators of the transforms; None is 0.
     """
 
     on_error: Annotated[Literal["raise", "next"], Default("raise")]
-    """Effect of the error of a batch: ``"raise"``, the default, ends the loop.
-
-    With ``"next"``, the loop's iterator can continue with the next batch.
-    """
     seed: Annotated[int | None, Default(None)]
-    """Seed of the generators of the transforms; None is 0."""
 
 
 class TableLoopOptions(LoopOptions, total=False):
     """Options of a loop over tables; the last arguments of ``train_rows`` and ``read_rows``.
+
+    They include ``LoopOptions``.
 
     Examples:
         >>> table = pinfeed.HostEmbedding(1000, 8)
         >>> ids = [torch.tensor([1, 2]), torch.tensor([2, 3])]
         >>> for batch in pinfeed.read_rows(ids, {table: lambda batch: batch}, verify=True):
         ...     vectors = table(batch)
+
+    Attributes:
+        verify: Whether to compare the rows with those of the synchronous loop; False by default.
+        seed: Seed of the generators of the transforms; None is 0.
     """
 
     verify: Annotated[bool, Default(False)]
-    """Whether to compare the rows with those of the synchronous loop; False by default."""
     seed: Annotated[int | None, Default(None)]
-    """Seed of the generators of the transforms; None is 0."""
 
 
 class ReaderOptions(TypedDict, total=False):
@@ -124,36 +131,36 @@ class ReaderOptions(TypedDict, total=False):
         >>> x, y = next(iter(feeder))
         >>> x.dtype
         torch.float32
+
+    Attributes:
+        apply_on_input_batch: Function that makes a batch of its input samples; None stacks them.
+        apply_on_output_batch: Function that makes a batch of its output samples; None stacks them.
+        input_dtype: Dtype to which stacked input samples are converted; None keeps their dtype.
+        output_dtype: Dtype to which stacked output samples are converted; None keeps their dtype.
+        shuffle: Whether every epoch has a new order; False by default.
+        seed: Seed of the shuffle; the order is a function of (seed, epoch). The default, 0, repeats
+            the same orders in every run of the program.
+        drop_last: Whether to leave out a last batch that is not full; False by default.
+        ranks: Rule by which the processes of a job share an epoch; None gives each process all
+            rows.
+        again: Rule for a loop that begins before an older loop over the same feeder has ended.
+            ``"end"``, the default, ends the older loop. ``"refuse"`` raises ClosedError in the new
+            one.
+        progress: Whether to show a progress bar; False by default.
+        timeline: Whether to record how long each stage of each batch takes; False by default.
     """
 
     apply_on_input_batch: Annotated[Apply | None, Default(None)]
-    """Function that makes a batch of its input samples; None stacks them."""
     apply_on_output_batch: Annotated[Apply | None, Default(None)]
-    """Function that makes a batch of its output samples; None stacks them."""
     input_dtype: Annotated[Any, Default(None)]
-    """Dtype to which stacked input samples are converted; None keeps their dtype."""
     output_dtype: Annotated[Any, Default(None)]
-    """Dtype to which stacked output samples are converted; None keeps their dtype."""
     shuffle: Annotated[bool, Default(False)]
-    """Whether every epoch has a new order; False by default."""
     seed: Annotated[int, Default(0)]
-    """Seed of the shuffle; the order is a function of (seed, epoch).
-
-    The default, 0, repeats the same orders in every run of the program.
-    """
     drop_last: Annotated[bool, Default(False)]
-    """Whether to leave out a last batch that is not full; False by default."""
     ranks: Annotated[Ranks | Literal["pad", "drop", "join", "all"] | None, Default(None)]
-    """Rule by which the processes of a job share an epoch; None gives each process all rows."""
     again: Annotated[Again, Default("end")]
-    """Rule for a loop that begins before an older loop over the same feeder has ended.
-
-    ``"end"``, the default, ends the older loop. ``"refuse"`` raises ClosedError in the new one.
-    """
     progress: Annotated[bool, Default(False)]
-    """Whether to show a progress bar; False by default."""
     timeline: Annotated[bool, Default(False)]
-    """Whether to record how long each stage of each batch takes; False by default."""
 
 
 def check_options(options: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from pinfeed.devices.base import Device
 from pinfeed.errors import ArgumentError, RowIndexError
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
@@ -75,6 +77,24 @@ class RowArguments:
             raise ArgumentError(
                 "batch_size was given, but rows yields whole batches; leave out batch_size"
             )
+
+    def with_notes(self, plan: Plan, device: Device) -> Plan:
+        """Return a plan with a note if a GPU setting of ``config`` does not affect the feeder."""
+        # The limits of the command line have no device. The command prints a remark of its own.
+        chosen = getattr(self.config, "device", None)
+        if chosen is None or self.config is None or not device.unified:
+            return plan
+        if self.config.gpu_memory_limit is not None:
+            setting = "gpu_memory_limit"
+        elif str(chosen).startswith("cuda"):
+            setting = f"device={str(chosen)!r}"
+        else:
+            return plan
+        note = (
+            f"{setting} of config has no effect on the feeder, because its batches are on the CPU; "
+            "for batches on a GPU, give device='cuda' to the feeder"
+        )
+        return dataclasses.replace(plan, notes=(*plan.notes, note))
 
     @property
     def order(self) -> Order | Iterable[Any]:

@@ -92,8 +92,8 @@ def wrap_loader(
 
     A loop calls ``iter(loader)`` in the training thread. A reader thread then requests the batches.
     On the CPU, a loop without a ``depth`` measures whether short batches are faster without the
-    reader thread. While it measures, and afterwards if they are faster, the training thread
-    requests batches. Give a ``depth`` if one thread must request all batches of an epoch, for
+    reader thread. The training thread requests batches during the measurement, and also afterwards
+    if this is faster. Give a ``depth`` if one thread must request all batches of an epoch, for
     example because of sqlite connections or thread-local values.
 
     The tensors of a batch are copied through page-locked (pinned) memory on a side stream, whether
@@ -143,17 +143,19 @@ def wrap_loader(
             or a dict of them is refused, because iterating over it yields single samples or names.
         device: Target device, as for ``Feeder``.
         depth: Number of batches to prefetch, at most 1,024. With 0, the training thread requests
-            each batch from the loader and copies it to the device. None is 2. On the CPU, the loop
-            then measures whether 0 is faster for short batches, and ``depth_reason`` says what it
-            chose. It does not measure with ``fetch`` from files. The batches are the same.
+            each batch from the loader and copies it to the device. With None, pinfeed chooses 2. On
+            the CPU, the loop then measures whether 0 is faster for short batches, unless ``fetch``
+            reads files. It keeps the faster depth, which ``depth_reason`` names. The batches are
+            the same.
         fetch: For each key, a pair (source, ids). The source is one that ``Feeder`` takes: a path,
             array, tensor or store, of any dtype and row shape, or a structure of several with
             equally many rows. The ids are a function of the batch on the host, or a key of the
             batch: a tensor, array or list of integers of any shape, empty or not. A reader thread
             calls the function for one batch at a time, in order. A ``HeteroData`` of PyG needs a
             function: ``lambda batch: batch["item"].n_id``.
-        config: Memory limits for the files behind ``fetch``; half of a limit is reserved for the
-            batches. None is the free memory. Its ``depth`` is used if ``depth`` is None.
+        config: A ``pinfeed.Config`` with memory limits for the files behind ``fetch``; half of a
+            limit is reserved for the batches. None is the free memory. Its ``depth`` is used if
+            ``depth`` is None.
         again: Rule for a loop that begins before an older loop has ended, as for ``Feeder``.
         on_error: Effect of an error of a batch in the loader, a function, ``fetch`` or the copy to
             the device. With ``"raise"``, the loop ends with the error. With ``"next"``, ``next()``

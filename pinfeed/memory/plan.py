@@ -41,6 +41,13 @@ class Allocation:
     Examples:
         >>> with pinfeed.Feeder(np.zeros((1000, 8), "float32"), batch_size=100) as feeder:
         ...     bytes_by_use = {item.what: item.total for item in feeder.plan.items}
+
+    Attributes:
+        what: Use of the memory, such as ``"batches"``.
+        place: ``"host"``, ``"pinned"`` (page-locked host memory), ``"page cache"`` (file rows in
+            the OS page cache) or ``"device"`` (GPU memory).
+        count: Number of buffers.
+        nbytes: Bytes of each buffer.
     """
 
     what: str
@@ -64,20 +71,31 @@ class Plan:
         batches of ...
         >>> feeder.plan.host_bytes > 0
         True
+
+    Attributes:
+        batch_size: Rows per batch; 0 if the batches differ and their sizes are not known in
+            advance.
+        depth: Number of batches that are prefetched, and that the plan has memory for.
+        route: ``"direct"`` if GPU kernels read rows straight from pinned host memory, or if the CPU
+            copies rows straight into each batch; ``"staged"`` if rows pass through other buffers.
+        items: Every use of memory.
+        cpu_memory_limit: Limit of host memory, in bytes; None if the plan has no limit.
+        gpu_memory_limit: Limit of GPU memory, in bytes; None without a limit, and for batches on
+            the CPU.
+        notes: Sentences that say how the rows of each file are read, and why; and settings that
+            have no effect.
+        measures_depth: Whether a loop measures if the synchronous loop is faster; if it is,
+            ``depth`` becomes 0.
     """
 
     batch_size: int
-    """Rows per batch; 0 if the batches differ and their sizes are not known in advance."""
     depth: int
-    """Number of batches that are prefetched, and that the plan has memory for."""
     route: Route
     items: tuple[Allocation, ...]
     cpu_memory_limit: int | None = None
     gpu_memory_limit: int | None = None
     notes: tuple[str, ...] = ()
-    """Sentences that say how the rows of each file are read, and why."""
     measures_depth: bool = False
-    """Whether a loop measures if the synchronous loop is faster; if it is, ``depth`` becomes 0."""
 
     @property
     def depth_in_words(self) -> str:

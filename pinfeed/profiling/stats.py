@@ -27,24 +27,23 @@ class ProcessMemory:
         >>> memory = feeder.stats.memory
         >>> memory.pinned >= 0
         True
+
+    Attributes:
+        anonymous: Bytes that are neither mapped from a file, nor shared, nor page-locked by
+            pinfeed.
+        file: Bytes mapped from files: libraries, and touched pages of memory maps, including
+            pinfeed's. The kernel may drop such pages at any time.
+        shared: Bytes of shared memory, mostly batches from the worker processes of a DataLoader.
+            The kernel also counts memory that CUDA allocates page-locked (torch's ``pin_memory``).
+        pinned: Bytes that pinfeed page-locked (pinned).
+        peak: Largest sum of all kinds since the process began, in bytes.
     """
 
     anonymous: int | None
-    """Bytes that are neither mapped from a file, nor shared, nor page-locked by pinfeed."""
     file: int | None
-    """Bytes mapped from files: libraries, and touched pages of memory maps, including pinfeed's.
-
-    The kernel may drop such pages at any time.
-    """
     shared: int | None
-    """Bytes of shared memory, mostly batches from the worker processes of a DataLoader.
-
-    The kernel also counts memory that CUDA allocates page-locked (torch's ``pin_memory``).
-    """
     pinned: int
-    """Bytes that pinfeed page-locked (pinned)."""
     peak: int | None
-    """Largest sum of all kinds since the process began, in bytes."""
 
     @classmethod
     def now(cls) -> ProcessMemory:
@@ -67,7 +66,9 @@ class ProcessMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Counts of a part of a feeder's loops; ``later - earlier`` counts the time between the two.
+    """Counts and times of a feeder's loops; ``later - earlier`` counts the time between the two.
+
+    ``FeederStats`` describes the fields.
 
     Examples:
         >>> feeder = pinfeed.Feeder(np.zeros((1000, 8)), batch_size=100)
@@ -80,85 +81,32 @@ class Totals:
     """
 
     batches: int = 0
-    """Batches that the loop has received."""
     rows: int = 0
-    """Rows of these batches."""
     bytes: int = 0
-    """Bytes of these batches, without rows that were in a cache on the device.
-
-    An object that is no dense tensor counts 0, because its size is unknown. With
-    ``device_transform``, these are the bytes that the function takes.
-    """
     seconds: float = 0.0
-    """Time within loops, in seconds, like all times in this class."""
     wait_s: float = 0.0
-    """Time in which loops waited for data: from the request for a batch until it was ready."""
     overhead_s: float = 0.0
-    """Time in which loops waited for pinfeed's own work in the training thread.
-
-    It is the time from the request for a batch until the loop receives it, without ``wait_s``:
-    pinfeed reserves memory for later batches, hands the batch over, and frees earlier ones.
-    Starting and joining the threads of a loop is included.
-    """
     write_wait_s: float = 0.0
-    """Time in which ``write_back``, or the end of a loop, waited for earlier writes.
-
-    It counts only while the device was idle.
-    """
     starved_s: float = 0.0
-    """Time in which the loop waited, for any reason, and the device was idle.
-
-    It is the sum of ``write_wait_s`` and parts of ``wait_s`` and ``overhead_s``. On the CPU, it is
-    the sum of all three, because the CPU as a device is idle while the loop waits.
-    """
     first_batch_s: float = 0.0
-    """Part of ``starved_s`` for the first batch of each loop."""
     read_s: float = 0.0
-    """Time in which reader threads read, summed over the threads."""
     source_s: float = 0.0
-    """Part of ``read_s`` that the source takes to decide what to read next.
-
-    For a DataLoader, it is the time that the loader took for its batch.
-    """
     host_transform_s: float = 0.0
-    """Time in which ``host_transform`` ran."""
     device_transform_s: float = 0.0
-    """Time in which ``device_transform`` ran.
-
-    On a GPU, the function only queues its work. A timeline shows the time of that work.
-    """
     copy_wait_s: float = 0.0
-    """Time in which reader threads waited for copies of earlier batches, summed over threads.
-
-    The work of ``device_transform`` on these batches is included.
-    """
     write_s: float = 0.0
-    """Time in which the writer threads wrote rows back."""
     late: int = 0
-    """Batches that were not ready when the loop requested them."""
     cache_lookups: int = 0
-    """Distinct rows per batch of tables with a cache on the device, summed over the batches."""
     cache_hits: int = 0
-    """Looked-up rows that were in a cache; the others were read from their stores."""
     cache_evictions: int = 0
-    """Rows that left a cache to make room for others."""
     cache_rows_written: int = 0
-    """Rows of tables with a cache that were written to their stores."""
     cache_bytes_read: int = 0
-    """Bytes of rows of tables with a cache that were read from their stores."""
     cache_bytes_written: int = 0
-    """Bytes of rows of tables with a cache that were written to their stores."""
     depth: int = 0
-    """Number of batches that are prefetched."""
     n_readers: int = 1
-    """Number of reader threads."""
     asynchronous: bool = False
-    """Whether the loop only queues work for a device; ``compute_s`` excludes that work's time."""
     is_measured: bool = False
-    """Whether ``depth`` was chosen by measurement."""
-
     watched: Literal["loop", "device"] = "loop"
-    """``"device"`` if a timeline has recorded the device's work, whose gaps count as waits."""
 
     @property
     def compute_s(self) -> float:
@@ -309,10 +257,54 @@ class FeederStats(Totals):
         10
         >>> print(feeder.stats)
         10 batches, 1000 rows in ...
+
+    Attributes:
+        batches: Batches that the loop has received.
+        rows: Rows of these batches.
+        bytes: Bytes of these batches, without rows that were in a cache on the device. An object
+            that is no dense tensor counts 0, because its size is unknown. With
+            ``device_transform``, these are the bytes that the function takes.
+        seconds: Time within loops, in seconds, like all times in this class.
+        wait_s: Time in which loops waited for data: from the request for a batch until it was
+            ready.
+        overhead_s: Time in which loops waited for pinfeed's own work in the training thread. It
+            begins with the request for a batch and ends when the loop receives it, without
+            ``wait_s``. pinfeed reserves memory for later batches, hands the batch over, and frees
+            earlier ones. Starting and joining the threads of a loop is included.
+        write_wait_s: Time in which ``write_back``, or the end of a loop, waited for earlier writes
+            while the device was idle.
+        starved_s: Time in which the loop waited, for any reason, and the device was idle. It is the
+            sum of ``write_wait_s`` and parts of ``wait_s`` and ``overhead_s``. On the CPU, it is
+            the sum of all three, because the CPU as a device is idle while the loop waits.
+        first_batch_s: Part of ``starved_s`` for the first batch of each loop.
+        read_s: Time in which reader threads read, summed over the threads.
+        source_s: Part of ``read_s`` that the source takes to decide what to read next. For a
+            DataLoader, it is the time that the loader took for its batch.
+        host_transform_s: Time in which ``host_transform`` ran.
+        device_transform_s: Time in which ``device_transform`` ran. On a GPU, the function only
+            queues its work. A timeline shows the time of that work.
+        copy_wait_s: Time in which reader threads waited for copies of earlier batches and for the
+            work of ``device_transform`` on them, summed over the threads.
+        write_s: Time in which the writer threads wrote rows back.
+        late: Batches that were not ready when the loop requested them.
+        cache_lookups: Distinct rows per batch of tables with a cache on the device, summed over the
+            batches.
+        cache_hits: Looked-up rows that were in a cache; the others were read from their stores.
+        cache_evictions: Rows that left a cache to make room for others.
+        cache_rows_written: Rows of tables with a cache that were written to their stores.
+        cache_bytes_read: Bytes of rows of tables with a cache that were read from their stores.
+        cache_bytes_written: Bytes of rows of tables with a cache that were written to their stores.
+        depth: Number of batches that are prefetched.
+        n_readers: Number of reader threads.
+        asynchronous: Whether the loop only queues work for a device; ``compute_s`` excludes the
+            time of that work.
+        is_measured: Whether ``depth`` was chosen by measurement.
+        watched: ``"device"`` if a timeline has recorded the device's work, whose gaps count as
+            waits; ``"loop"`` otherwise.
+        memory: Memory of the process when ``feeder.stats`` was read.
     """
 
     memory: ProcessMemory
-    """Memory of the process when ``feeder.stats`` was read."""
 
     def as_dict(self) -> dict[str, float]:
         """Return numbers for a logger, with the units in their names.

@@ -258,8 +258,7 @@ class MmapStore(LocalFileStore):
 
         Raises:
             StoreError: If the file exists and ``overwrite`` is False, if ``path`` is a directory,
-                if the shape has no rows, rows of 0 bytes, items that are not whole numbers, or more
-                bytes than a file can have, or if the dtype does not exist.
+                if ``shape`` or ``dtype`` is invalid, or if the file would be too large.
             FileMissing: If the directory of the file does not exist.
             ArgumentError: If ``path`` is not a path, or ``overwrite`` is not True or False.
         """

@@ -20,8 +20,7 @@ from pinfeed.testing.sample_rows import Array, sample
 class DeviceTests:
     """Test suite that every device must pass: the behaviour that the transfer of batches needs.
 
-    Override ``delay`` to make a stream late, so that a missing wait fails a test. The suite is one
-    class because a subclass inherits all tests.
+    Override ``delay`` to make a stream late, so that a missing wait fails a test.
 
     Examples:
         >>> from pinfeed.testing.sim import SimDevice
@@ -30,6 +29,8 @@ class DeviceTests:
         ...     def make(self):
         ...         return SimDevice()
     """
+
+    # It is one class because a subclass inherits all tests.
 
     def make(self) -> Device:
         """Return a new device."""

@@ -57,14 +57,13 @@ class SimDevice:
     """A simulated asynchronous device; a function chooses the order of its work.
 
     Args:
-        choose: Function that chooses what happens next. Whenever the host calls the device, the
-            device calls it with the names of the streams and workers that can advance. It returns
-            the one that advances, or None for none. ``lazy`` and ``favour(*names)`` are ready-made.
+        choose: The adversary. Whenever the host calls the device, the device calls it with the
+            names of the streams and workers that can advance; it returns one name, or None.
         direct: Whether the device itself reads and writes the rows of stores, when its streams
             reach that work.
         duplex: Whether reads and writes have separate streams; False puts both into one stream.
-        deaf_to: File and line of a call of ``wait`` or ``sync`` to ignore, which proves
-            that a test notices a missing wait. None ignores no call.
+        deaf_to: File and line of a call of ``wait`` or ``sync`` to ignore, to prove that a test
+            notices a missing wait. None ignores no call.
         now: Function that returns the time in seconds.
 
     Attributes:

@@ -227,13 +227,17 @@ class _ArgumentCheck:
         if n_too_many <= 0:
             return
         n_positional = len(self._positional)
-        expected = ", ".join(self._positional)
         by_name = self._example
         if not by_name and len(self._known) > n_positional:
             by_name = f"{self._known[n_positional]}=..."
-        text = f"; give the others by name: {self._title}({expected}, {by_name})" if by_name else ""
+        call = ", ".join(filter(None, [*self._positional, by_name]))
+        text = f"; give the others by name: {self._title}({call})" if by_name else ""
+        expected = f"only {', '.join(self._positional)}" if n_positional else "none"
+        if not n_positional:
+            text = f"; give them by name: {self._title}({call})"
+        n_given = n_too_many + n_positional
         raise UnknownArgument(
-            f"{self._title} got {n_too_many + n_positional} positional arguments; expected only "
+            f"{self._title} got {n_given} positional argument{'s' * (n_given > 1)}; expected "
             f"{expected}{text}"
         )
 

@@ -529,7 +529,7 @@ def test_a_timeline_of_the_gpu(route: str, tmp_path: Path) -> None:
     assert all(lent[i].start_s <= device[i].start_s + 1e-3 for i in range(20))
 
 
-def test_a_loop_that_runs_ahead_of_the_gpu_is_not_starved() -> None:
+def test_a_loop_that_runs_ahead_of_the_gpu_has_no_data_stalls() -> None:
     """The loop waits for slots that the GPU still needs, and the GPU never waits."""
     store = PinnedStore.zeros((4096, 64), pin="auto")
     with Feeder(store, rows=[np.arange(512)] * 30, device="cuda") as feeder:

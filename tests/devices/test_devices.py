@@ -126,7 +126,7 @@ def test_values_that_begin_anywhere_in_a_tensor_are_copied_as_words() -> None:
 
 
 class DriftingGpu:
-    """A GPU whose clock is fast by ``drift``, and takes events at the host's time ``now_s``."""
+    """A GPU with a clock that is fast by ``drift``; events happen at the host's time ``now_s``."""
 
     def __init__(self, drift: float) -> None:
         self.now_s = 100.0

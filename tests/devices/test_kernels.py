@@ -273,7 +273,7 @@ def test_spilled_registers_are_noticed() -> None:
 
 
 def test_launches_in_a_stream_of_torchs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The arguments of a launch are as many, and as wide, as those of the kernels in C."""
+    """The arguments of a launch have the number and widths of those of the kernels in C."""
     current: list[Any] = []
 
     class Device:

@@ -112,7 +112,7 @@ def go_on_after_interrupts(store: Any, ready: int) -> None:
     assert (rows_of(store) == before + 1).all()
     feeder.close()
     for thread in threads_left():
-        # A thread whose start was interrupted is in no pool, has no work, and ends by itself.
+        # A thread whose start was interrupted is in no pool, has no work, and ends on its own.
         thread.join(5)
     assert not threads_left()
 

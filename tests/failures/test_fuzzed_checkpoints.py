@@ -230,7 +230,7 @@ FORGED: dict[str, bytes] = {
     "nothing": b"",
     "no .npy file": b"PK\x03\x04",
     "a damaged header": npy_file("{'descr': '<f4', 'fortran_order': 1, 'shape': (20, 3)}", 1, 240),
-    "fewer rows than told": npy_file(
+    "fewer rows than declared": npy_file(
         "{'descr': '<f4', 'fortran_order': False, 'shape': (2000, 3)}", 1, 0
     ),
     "another shape": npy_file("{'descr': '<f4', 'fortran_order': False, 'shape': (20, 4)}", 1, 240),

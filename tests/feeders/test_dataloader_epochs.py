@@ -43,7 +43,7 @@ def noisy(x: float) -> torch.Tensor:
 
 
 def seeded(x: float) -> torch.Tensor:
-    """Draws from generators that only a worker process has for itself."""
+    """Return draws from generators that only worker processes have for themselves."""
     return torch.tensor([x, torch.rand(()), random.random()])
 
 
@@ -169,7 +169,7 @@ def test_workers_end_with_a_loop_that_is_left() -> None:
     iterator = iter(loader)
     assert len(multiprocessing.active_children()) == 2
     del iterator
-    # An iterator of the loader that was never asked for a batch is ended, too.
+    # An iterator of the loader without a requested batch is ended, too.
     loader.close()
     assert not multiprocessing.active_children()
 

@@ -38,7 +38,7 @@ def labels(batches: Any) -> list[list[int]]:
 def synchronous(
     n: int, count: int, n_identities: int, order: Any, epoch: int, drop_last: bool
 ) -> list[list[int]]:
-    """The samples of each batch, as a plain loop would read them."""
+    """Return the samples of each batch, as a plain loop would read them."""
     identities = order.bind(n, epoch)(np.arange(n)).tolist()
     cut = [identities[i : i + n_identities] for i in range(0, n, n_identities)]
     if drop_last and cut and len(cut[-1]) < n_identities:

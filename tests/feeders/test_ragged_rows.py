@@ -41,7 +41,7 @@ ORDERS = [None, rows.shuffled(3), rows.block_shuffled(1, block_rows=4, window_bl
 
 
 def source_of(kind: str, folder: Path) -> Any:
-    """Items in memory, in a file that is mapped, or in one that may not be mapped."""
+    """Return items in memory, in a mapped file, or in a file that may not be mapped."""
     if kind == "memory":
         return PLAIN.values
     path = saved(folder / "values.npy", PLAIN.values)

@@ -349,7 +349,7 @@ recorder.history.draw(sys.argv[1])
     )
     assert (tmp_path / "history.svg").exists()
     assert "/proc/self/clear_refs cannot be written" in said
-    assert "use the estimate (config.budget)" in said
+    assert "or use the estimate (config.budget)" in said
     assert said.endswith("None\n")
 
 

@@ -134,7 +134,7 @@ def test_a_cache_that_has_no_memory(refused: int, depth: int) -> None:
 
 
 class Failing(ArrayStore):
-    """Rows of which one write fails."""
+    """Rows in memory that fail in one write."""
 
     n_left = 3
 

@@ -147,7 +147,7 @@ def check(
 @pytest.mark.parametrize("stop_after", [None, 3])
 @pytest.mark.parametrize("corner", CORNERS)
 def test_corner_schedules(corner: str, stop_after: int | None, direct: bool, duplex: bool) -> None:
-    # A loop that is left early is the same for all depths above 0 that it does not fill.
+    # A loop that is left early is the same for all depths except 0 and those that it fills.
     for depth in (1, 2, 4) if stop_after is None else (0, 2):
         device = SimDevice(CORNERS[corner](), direct=direct, duplex=duplex)
         check(device, depth, stop_after=stop_after)

@@ -109,7 +109,7 @@ def test_staging_memory_is_not_used_again_before_its_rows_are_scattered(
 
 
 class Failing(ArrayStore):
-    """Rows of which one write fails."""
+    """Rows in memory that fail in one write."""
 
     n_left = 2
 

@@ -179,7 +179,7 @@ def test_durations_as_people_read_them(seconds: float, text: str) -> None:
 
 
 @pytest.mark.parametrize(("is_excused", "n_warnings"), [(False, 1), (True, 0)])
-def test_a_loop_that_measures_depth_0_is_not_told_to_prefetch(
+def test_a_loop_that_measures_depth_0_gets_no_hint_to_prefetch(
     caplog: pytest.LogCaptureFixture, is_excused: bool, n_warnings: int
 ) -> None:
     clock = Clock()

@@ -230,7 +230,7 @@ def test_each_bottleneck_is_explained(cause: str) -> None:
     assert "batch of 256 rows (1.0 MiB)" in text
 
 
-def test_a_loop_that_has_measured_its_depth_is_not_told_to_change_it() -> None:
+def test_a_loop_with_a_measured_depth_gets_no_hint_to_change_it() -> None:
     counted = {**BASE, **CAUSES["overhead"][0]}
     hints = [explanation(Totals(**counted, is_measured=one), str) for one in (False, True)]
     assert ["depth=0 needs no threads" in hint for hint in hints] == [True, False]

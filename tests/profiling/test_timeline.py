@@ -117,7 +117,7 @@ def test_a_loop_that_is_left() -> None:
 
 
 def test_times_of_the_device_are_its_own() -> None:
-    """Neither the copy's nor the computation's is the time at which the host queued it."""
+    """Copies and computations have the times at which they run, not those of their queueing."""
     feeder, clock, device = simulated(lazy, timeline=True, n=4)
     loop = iter(feeder)
     batch = next(loop)

@@ -76,7 +76,7 @@ class SlowPool(BufferPool):
 
 
 class SteppedDevice(HostDevice):
-    """A CPU whose worker threads work when they are told to, and whose memory takes time."""
+    """A CPU with worker threads that work when the test says so, and with slow allocation."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ def test_overhead_counts_only_where_the_device_has_nothing_to_do(
         clock.pass_s(STEP_S)
     stats = feeder.stats
     assert stats.overhead_s >= 7 * ALLOCATE_S
-    # The device has nothing to do before the first batch, either way.
+    # In both cases, the device has no work before the first batch.
     assert (stats.starved_s > stats.first_batch_s > 0) == is_idle
     assert stats.compute_s == 8 * STEP_S
     feeder.close()

@@ -73,8 +73,8 @@ def test_a_permutation_looks_random(n: int) -> None:
     numbers = permutation(n, "random")(np.arange(n))
     assert abs(np.corrcoef(np.arange(n), numbers)[0, 1]) < 4 / n**0.5
     assert abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 4 / n**0.5
-    neighbours = int((np.abs(np.diff(numbers)) == 1).sum())
-    assert neighbours < 12, "about 2 pairs of consecutive numbers are expected to stay together"
+    n_consecutive = int((np.abs(np.diff(numbers)) == 1).sum())
+    assert n_consecutive < 12, "about 2 pairs of consecutive numbers are expected to stay together"
     assert (numbers == np.arange(n)).sum() < 8, "about 1 number is expected to stay where it is"
 
 

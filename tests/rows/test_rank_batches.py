@@ -56,7 +56,7 @@ def batches_of(batches: RankBatches, epoch: int = 0, start: int = 0) -> Batches:
 
 
 def steps(ranks: Sequence[Batches]) -> Batches:
-    """The batches of all ranks, put together in the order of ranks."""
+    """Return the batches of all ranks, joined in the order of ranks."""
     return [flat(batch) for batch in itertools.zip_longest(*ranks, fillvalue=[])]
 
 
@@ -94,7 +94,7 @@ def test_ranks_share_an_epoch(
         assert len(lengths[0]) == max(map(len, lengths)) <= min(map(len, lengths)) + 1
     else:
         assert all(other == lengths[0] for other in lengths), (
-            "as many rows in every step on every rank"
+            "the same number of rows in every step on every rank"
         )
     global_size = all_shares[0].batch_size * world_size
     count = Counter(row for mine in batches for batch in mine for row in batch)
@@ -114,7 +114,7 @@ def test_ranks_share_an_epoch(
         together, one = steps(batches), whole(order, n, epoch)
         for k, batch in enumerate(together[: n // global_size]):
             assert batch == one[k * global_size : (k + 1) * global_size], (
-                "put together, the batches are those of one process"
+                "joined, the batches are those of one process"
             )
         if uneven == "join":
             assert flat(together) == one

@@ -116,8 +116,8 @@ WORKERS: dict[str, tuple[Callable[[int, int], Any], int, bool]] = {
     "ranks of the job": (fed_by(ranks="pad"), 2, True),
     "identities": (read_by(), 2, True),
     "one worker": (fed_by(), 1, False),
-    "meant so": (fed_by(ranks="all"), 2, False),
-    "identities meant so": (read_by(ranks="all"), 2, False),
+    "intended": (fed_by(ranks="all"), 2, False),
+    "identities, intended": (read_by(ranks="all"), 2, False),
     "a part each": (
         lambda i, n: fed_by(rows=rows.per_rank(rows.sequential(), rank=i, world_size=n))(i, n),
         2,
@@ -128,7 +128,7 @@ WORKERS: dict[str, tuple[Callable[[int, int], Any], int, bool]] = {
         2,
         False,
     ),
-    "numbers of one's own": (lambda i, n: fed_by(rows=range(i, 6, n))(i, n), 2, False),
+    "a sampler for each worker": (lambda i, n: fed_by(rows=range(i, 6, n))(i, n), 2, False),
     "no workers": (fed_by(), 0, False),
 }
 
@@ -140,7 +140,7 @@ def test_workers_that_each_have_all_rows_are_warned_of_once(
     make, n_workers, is_warned = WORKERS[case]
     loader = DataLoader(Looping(tmp_path / "log", make), batch_size=None, num_workers=n_workers)
     n_times = Counter(loader)
-    is_repeated = is_warned or "meant so" in case
+    is_repeated = is_warned or "intended" in case
     assert set(n_times.values()) == {2 * (2 if is_repeated else 1)}, "of two epochs"
     said = (tmp_path / "log").read_text().splitlines() if (tmp_path / "log").exists() else []
     assert (len(said), caplog.messages) == (is_warned, [])

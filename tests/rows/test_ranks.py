@@ -41,7 +41,7 @@ def launch(programs: Programs, program: str | Path, *arguments: str, warnings: s
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, programs: Programs) -> Path:
-    """The folder in which the processes have left their reports."""
+    """The folder in which the processes have saved their reports."""
     folder = tmp_path_factory.mktemp("ranks")
     launch(programs, ROOT / "tests" / "support" / "rank_job.py", str(folder), warnings="error")
     return folder
@@ -60,7 +60,7 @@ def flat(batches: Sequence[list[int]]) -> list[int]:
 
 
 def steps(ranks: list[list[list[int]]]) -> list[list[int]]:
-    """The batches of all ranks, put together in the order of ranks."""
+    """Return the batches of all ranks, joined in the order of ranks."""
     return [flat(batch) for batch in itertools.zip_longest(*ranks, fillvalue=[])]
 
 

@@ -79,8 +79,8 @@ APART = {
 
 SHARING = {
     "windows": np.lib.stride_tricks.as_strided(BASE, (20, 4), (8, 4)),
-    "a row again and again": np.lib.stride_tricks.as_strided(BASE, (6, 10), (0, 4)),
-    "a number again and again": np.lib.stride_tricks.as_strided(BASE, (6, 10), (4, 0)),
+    "a repeated row": np.lib.stride_tricks.as_strided(BASE, (6, 10), (0, 4)),
+    "a repeated number": np.lib.stride_tricks.as_strided(BASE, (6, 10), (4, 0)),
     "half an element": np.lib.stride_tricks.as_strided(BASE, (6,), (2,)),
     "backwards": np.lib.stride_tricks.as_strided(BASE[40:], (6, 4), (-8, -4)),
     "expand": torch.ones(1, 4).expand(6, 4),

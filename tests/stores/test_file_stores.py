@@ -257,7 +257,7 @@ def test_rows_of_no_bytes(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_overwritten_is_replaced_when_the_new_one_is_whole(tmp_path: Path) -> None:
-    """An open file stays as it was; a link and permissions are kept.
+    """An open file stays unchanged; a link and permissions are kept.
 
     A temporary file that a killed process has left behind does not matter.
     """

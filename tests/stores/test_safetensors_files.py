@@ -61,7 +61,7 @@ def test_a_tensor_in_shards(tmp_path: Path) -> None:
 
 
 def odd_file(path: Path, tensors: dict[str, np.ndarray]) -> Path:
-    """Tensors may lie at any address, which the format allows, though no library writes it."""
+    """Write tensors at odd addresses, which the format allows and no library uses."""
     names = {np.dtype(np.uint8): "U8", np.dtype("<i8"): "I64", np.dtype("<f4"): "F32"}
     header, end = {}, 0
     for name, array in tensors.items():

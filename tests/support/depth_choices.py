@@ -11,7 +11,7 @@ class ScriptedChoice(DepthChoice):
     """Choice that is never made: each slot of the loop is filled in the way that is given for it.
 
     Args:
-        schedule: Schedule of the loop, of which the depth is at least 1.
+        schedule: Schedule of a loop with a depth of at least 1.
         ways: For each slot that is lent whether the loop is synchronous from then on; the last one
             holds for all slots after it.
     """

@@ -6,5 +6,5 @@ DEPTHS = [0, 1, 2, 5]
 
 
 def numbers(feeder: Any) -> list[list[int]]:
-    """Row numbers of every batch."""
+    """Return the row indices of every batch."""
     return [batch.rows.tolist() for batch in feeder.batches()]

@@ -119,5 +119,5 @@ def all_same(batches: Iterable[Any], others: Iterable[Any]) -> bool:
 
 
 def starts(batches: Iterable[Any]) -> list[int]:
-    """First sample of each batch of Numbers."""
+    """Return the first sample of each batch of Numbers."""
     return [int(batch[0]) for batch in batches]

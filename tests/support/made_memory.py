@@ -26,5 +26,5 @@ class System:
 
     @property
     def alive(self) -> list[bool]:
-        """Whether each piece of memory still exists, in the order in which they were made."""
+        """Return whether each allocation still exists, in the order of allocation."""
         return [made() is not None for made in self._made]

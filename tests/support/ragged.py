@@ -35,7 +35,7 @@ class Ragged:
         ]
 
     def batch(self, rows: Any, layout: str, padding: Any = 0) -> tuple[np.ndarray, np.ndarray]:
-        """The two arrays of a batch, as a plain loop makes them."""
+        """Return the two arrays of a batch, as a plain loop makes them."""
         found = [self.rows[i] for i in rows]
         lengths = np.array([len(row) for row in found], np.int64)
         tail = self.values.shape[1:]
@@ -51,7 +51,7 @@ class Ragged:
 def plain_batches(
     lengths: Any, order: Any, most: int, *, batch_size: int | None, padded: bool, drop_last: bool
 ) -> list[list[int]]:
-    """Batches bounded by elements, as a plain loop cuts them."""
+    """Return batches bounded by elements, as a plain loop cuts them."""
 
     def fits(rows: list[int], more: int = 0) -> bool:
         found = [int(lengths[row]) for row in rows] + [1] * more

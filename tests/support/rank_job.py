@@ -228,7 +228,7 @@ def run(folder: Path, rank: int, world_size: int) -> None:
 
 
 def example(folder: Path, options: list[str]) -> None:
-    """Run the example in one process; a file beside its folder gets its output."""
+    """Run the example in one process; a file next to its folder gets its output."""
     sys.argv = ["ddp.py", "--folder", str(folder), *EXAMPLE, *options]
     with folder.with_suffix(".txt").open("w") as file, contextlib.redirect_stdout(file):
         runpy.run_path(str(Path(__file__).parents[2] / "examples" / "ddp.py"), run_name="__main__")

@@ -1,4 +1,4 @@
-"""File systems of fsspec that fail or wait as a test tells them to."""
+"""File systems of fsspec that fail or wait at the request of a test."""
 
 import asyncio
 import collections
@@ -32,7 +32,7 @@ def npy(array: np.ndarray, version: tuple[int, int] | None = None) -> bytes:
 
 
 class Shaky(MemoryFileSystem):
-    """Files in memory, behind a connection that fails as a test tells it to."""
+    """Files in memory, behind a connection that fails at the request of a test."""
 
     protocol = "shaky"
     store: ClassVar[dict[str, Any]] = {}

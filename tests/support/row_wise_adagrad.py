@@ -8,7 +8,7 @@ import torch
 class RowWiseAdagrad(torch.optim.Optimizer):
     """Adagrad with one number for each row if gradients are sparse, and plain Adagrad otherwise.
 
-    Like that of DLRM, it makes its state in the first step of all, and remembers that itself.
+    Like DLRM's, it makes its state in the very first step, and records this in an attribute.
     """
 
     def __init__(self, params: Any, lr: float, eps: float = 1e-10, weight_decay: float = 0) -> None:

@@ -28,7 +28,7 @@ STATES = [name.replace("Model", "Optimizer") for name in MODELS]
 COMS = ["COM", "COMMM", "PytorchCOM", "GPUPytorchCOM", "CPUPytorchCOM"]
 
 
-# Optimizers that leave a row unchanged whose gradient is zero, and others.
+# Optimizers that leave rows with a gradient of zero unchanged, and others.
 LAZY: dict[str, Make] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.1),

@@ -210,6 +210,12 @@ def test_a_batch_size_without_its_name() -> None:
         match=re.escape("give the others by name: wrap_loader(loader, device=...)"),
     ):
         wrap_loader(loader(), "cpu")  # type: ignore[misc]
+    message = (
+        "Config got 1 positional argument; expected none; give them by name: "
+        "Config(cpu_memory_limit=...)"
+    )
+    with pytest.raises(errors.UnknownArgument, match=re.escape(message)):
+        Config(1 << 20)  # type: ignore[misc]
 
 
 def test_a_source_that_is_missing_is_pythons_own_error() -> None:

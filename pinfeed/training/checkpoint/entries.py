@@ -201,13 +201,13 @@ def _refusal(name: str, value: Any) -> ArgumentError:
     kind = type(value).__name__
     if isinstance(value, Mapping) and any(isinstance(one, torch.Tensor) for one in value.values()):
         return ArgumentError(
-            f"{name}: a {kind} of tensors cannot be saved; expected the object with this state; "
-            f"give {name}=model, whose state_dict is saved and loaded by resume; "
+            f"{name}: got {kind} of tensors, which cannot be saved; expected the object "
+            f"with this state; give {name}=model, whose state_dict is saved and loaded by resume; "
             "or give each tensor under a separate name"
         )
     return ArgumentError(
-        f"{name}: a {kind} cannot be saved; expected tables, Stores, objects with state_dict and "
-        "load_state_dict, dense tensors and arrays of numbers (each under a separate name), "
-        "or plain values: None, bool, int, float, str, and lists and dicts "
+        f"{name}: got {kind}, which cannot be saved; expected tables, Stores, objects with "
+        "state_dict and load_state_dict, dense tensors and arrays of numbers (each under a "
+        "separate name), or plain values: None, bool, int, float, str, and lists and dicts "
         "(with str keys) of these"
     )

@@ -96,6 +96,9 @@ def exists(path: Path) -> bool:
 
     With sharded tables, all ranks must see the same directory.
 
+    Args:
+        path: The same directory as for ``save``.
+
     Raises:
         ArgumentError: If ``path`` is not a path.
     """
@@ -111,6 +114,9 @@ def exists(path: Path) -> bool:
 
 def check(path: Path) -> dict[str, Any]:
     """Read the last complete save and compare it with its checksums, without loading it.
+
+    Args:
+        path: The same directory as for ``save``.
 
     Returns:
         Plain values: the ``directory`` of the save, its number of ``bytes``, and its ``objects``, a

@@ -246,6 +246,8 @@ class ShardedEmbedding(HostEmbedding):
 class ShardedEmbeddingBag(ShardedEmbedding, HostEmbeddingBag):
     """A ``ShardedEmbedding`` that reduces the rows of each bag, as ``HostEmbeddingBag`` does.
 
+    It takes the arguments of both classes.
+
     Examples:
         >>> store = torch.distributed.HashStore()
         >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)

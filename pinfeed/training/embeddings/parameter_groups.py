@@ -62,7 +62,8 @@ def _as_groups(tables: Any) -> list[dict[str, Any]]:
     given: list[Any] = [tables] if isinstance(tables, HostEmbedding) else list(tables)
     if not given:
         raise ArgumentError(
-            "tables is empty; expected HostEmbeddings, or parameter groups of HostEmbeddings"
+            "tables is empty; expected HostEmbeddings, or parameter groups of HostEmbeddings; give "
+            "the tables themselves, such as [users], because parameters() of a table is empty"
         )
     if all(isinstance(table, HostEmbedding) for table in given):
         return [{"params": given}]

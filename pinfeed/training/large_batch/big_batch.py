@@ -92,7 +92,7 @@ class BigBatch:
     Args:
         model: The model, on its device, in the mode in which it is trained.
         loss: Function of outputs and targets, called with None for a batch without targets.
-        config: Memory limits; BigBatch uses the largest chunks that fit.
+        config: A ``pinfeed.Config`` with memory limits; BigBatch uses the largest chunks that fit.
         chunk_size: Samples per chunk; None for the largest chunk that fits ``config``.
         strategy: One of the strategies above.
         reduction: ``"mean"`` or ``"sum"`` of terms, for a loss that torch does not define.

@@ -60,18 +60,21 @@ class Config(limits.MemoryLimits):
     Args:
         cpu_memory_limit: Limit of host memory, in bytes; None for the free memory less
             ``headroom``, divided among the processes that torchrun starts on the machine. It
-            includes the training step if training is on the CPU.
+            includes the training step if there is a model and training is on the CPU; otherwise it
+            limits the memory of the feeder only.
         gpu_memory_limit: Limit of device memory, in bytes; None for the free memory less
             ``headroom``. It includes the training step if there is a model; otherwise it limits
-            batches only.
+            batches only. It has no effect on a feeder whose batches are on the CPU.
         preferred_batch_size: Upper bound of the batch size, in samples, at least
             ``one_read_count``. None is 65,536 samples; without a model, 65,536 rows or 64 MiB of
             rows, whichever is less.
-        depth: Number of prefetched batches; 0 is the synchronous loop. None is 2, or more if
-            batches are small; on the CPU, a loop over rows in memory measures whether 0 is
-            faster for short batches.
+        depth: Number of prefetched batches; 0 is the synchronous loop. With None and a model,
+            ``budget`` and a feeder use 2. Without a model, a feeder chooses 2, or more if batches
+            are small. On the CPU, a loop over rows in memory then measures whether 0 is faster, and
+            keeps the faster depth.
         headroom: Share of the free memory that stays unused if a limit is None.
-        total_sample_count: Reads per epoch, of ``one_read_count`` samples each.
+        total_sample_count: Number of reads per epoch, an upper bound of the reads per batch. An
+            epoch has ``total_sample_count * one_read_count`` samples. ``batch_count`` needs it.
         input_shape: Shape of a sample, without the batch dimension; or a tuple (positional
             arguments of the model), list or dict (keyword arguments) of shapes.
         output_shape: Shape of a sample's target, or a structure of shapes; None without targets.
@@ -85,8 +88,10 @@ class Config(limits.MemoryLimits):
         optimizer: A torch optimizer of the model's parameters; or its class, or a function of
             parameters. None for AdamW.
         autocast: Dtype of autocast; None for no autocast.
-        device: Device of training: ``"cuda"``, ``"cpu"`` or ``"auto"``. ``"auto"`` is a GPU if the
-            machine has one or ``gpu_memory_limit`` is given.
+        device: Device of the training step, for ``budget``, ``probe`` and ``enforce``: ``"cuda"``,
+            ``"cpu"`` or ``"auto"``. ``"auto"`` is a GPU if the machine has one or
+            ``gpu_memory_limit`` is given. It does not choose the device of a feeder or a loop,
+            which have an argument ``device`` of their own.
         device_cache: Device memory for the caches of tables in ``train_rows``, in bytes, which
             ``gpu_memory_limit`` includes. Tables with ``device_cache="auto"`` share the part that
             tables with caches of a given size leave.
@@ -143,12 +148,20 @@ class Config(limits.MemoryLimits):
 
     @property
     def batch_size(self) -> int:
-        """Number of samples in a batch."""
+        """Number of samples in a batch.
+
+        Raises:
+            ArgumentError: If there is no model.
+        """
         return self.budget.batch_size
 
     @property
     def batch_count(self) -> int:
-        """Number of whole batches in an epoch."""
+        """Number of whole batches in an epoch.
+
+        Raises:
+            ArgumentError: If there is no model, or ``total_sample_count`` is None.
+        """
         if self.total_sample_count is None:
             raise ArgumentError(
                 "batch_count is unknown without total_sample_count; give total_sample_count="
@@ -157,7 +170,11 @@ class Config(limits.MemoryLimits):
 
     @property
     def sample_count_in_memory(self) -> int:
-        """Number of samples in all batches that are in memory at a time."""
+        """Number of samples in all batches that are in memory at a time.
+
+        Raises:
+            ArgumentError: If there is no model.
+        """
         return n_batches(self._depth) * self.batch_size
 
     @functools.cached_property

@@ -250,9 +250,10 @@ class StepEstimator:
         return (
             f"the step cannot be predicted: with tensors without data, inputs "
             f"{self.inputs.described(batch_size)}{targets}, its {phase} raised {first_line}; check "
-            "input_shape, output_shape, their dtypes, the loss and the optimizer; if one of them "
-            "reads values (item(), if tensor, masks, sparse gradients, closures), measure the step "
-            "with Config.probe() instead"
+            "input_shape and output_shape (the shape of one sample, without the batch dimension), "
+            "their dtypes, the loss and the optimizer; if one of them reads values (item(), if "
+            "tensor, masks, sparse gradients, closures), measure the step with Config.probe() "
+            "instead"
         )
 
 

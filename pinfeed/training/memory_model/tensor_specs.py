@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from pinfeed.errors import ArgumentError, StoreError
-from pinfeed.tensors.dtypes import dtype_of
+from pinfeed.tensors.dtypes import DTYPES, dtype_of
 from pinfeed.tensors.numpy_torch import TORCH
 from pinfeed.tensors.pytree import Rebuild, flatten
 
@@ -129,8 +129,8 @@ def _torch_dtype(value: Any, name: str) -> torch.dtype:
     try:
         given = value.removeprefix("torch.") if isinstance(value, str) else np.dtype(value)
         return TORCH[dtype_of(given, name)]
-    except (StoreError, TypeError) as error:
+    except (StoreError, TypeError):
         raise ArgumentError(
-            f"{name}={value!r}: {error}; expected a dtype of torch or numpy, or its name, such as "
-            "'float32'"
+            f"{name}={value!r}: expected a dtype of torch or numpy, or its name, one of "
+            f"{', '.join(sorted(DTYPES))}"
         ) from None

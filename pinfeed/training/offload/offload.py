@@ -92,14 +92,14 @@ class Offload:
         ...     loss.backward()
         ...     optimizer.step()
 
-    Gradients equal those of the plain step bit for bit, and so do all other effects, such as
-    dropout and BatchNorm's running statistics: nothing is computed twice or in another order. Each
+    Gradients and all other results, such as dropout and BatchNorm's running statistics, equal those
+    of the plain step bit for bit, because nothing is computed twice or in another order. Each
     storage is copied once, even if several saved tensors share it.
 
-    The first step allocates pinned memory, which takes time. Later steps reuse it, and then the
-    host waits for nothing. Several graphs may exist at a time, be kept for several backward
-    passes, be differentiated again, or be dropped. A block of pinned memory is free again when its
-    last saved tensor is freed.
+    The first step allocates pinned memory, which takes time. Later steps reuse it, so that the host
+    never waits. Several graphs may exist at a time, be kept for several backward passes, be
+    differentiated again, or be dropped. A block of pinned memory is free again when its last saved
+    tensor is freed.
 
     A saved tensor that changes in place before the backward pass raises an error, as it does
     without Offload. Offload does not notice changes that torch does not count (``.data``, custom

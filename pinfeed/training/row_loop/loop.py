@@ -77,7 +77,7 @@ class RowLoop(LoaderFeeder[T_co]):
     Args:
         loader: Iterable of batches on the host.
         tables: The tables, with their optimizers.
-        config: Memory limits. With None, the free memory is the limit.
+        config: A ``pinfeed.Config`` with memory limits. With None, the free memory is the limit.
         depth: Number of batches to prefetch. With None, the loop measures which depth is faster.
         look_ahead: Number of later batches that caches know. None is the default.
         device: Target device, as the user named it.

@@ -98,7 +98,8 @@ def read_rows(
         loader: A DataLoader, or any iterable of batches on the host, as for ``wrap_loader``.
         tables: For each table, the key of its ids in the batch, or a function that returns the ids
             of a batch on the host, as for ``train_rows``.
-        config: Memory limits, which bound the caches of tables, as for ``train_rows``.
+        config: A ``pinfeed.Config`` with memory limits, which bound the caches of tables, as for
+            ``train_rows``.
         depth: Number of batches to prefetch. 0 is the synchronous loop. With None, the loop
             measures which is faster, as for ``train_rows``.
         look_ahead: Number of later batches that the caches of tables know, as for ``train_rows``.

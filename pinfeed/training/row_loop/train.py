@@ -96,11 +96,11 @@ def train_rows(
             the synchronous loop, the training thread does.
         optimizer: The RowOptimizer that steps in the loop, alone or in a CombinedOptimizer, or
             several of these. Their state is moved together with the rows.
-        config: Memory limits, which bound the caches of tables (``device_cache``). Caches of size
-            ``"auto"`` take ``Config(device_cache=...)`` bytes. If this is not set, they take three
-            quarters of the memory that the limits leave, because the rows of the batches need the
-            rest. With None, the free memory is the limit. Its ``depth`` is used if the argument
-            ``depth`` is None.
+        config: A ``pinfeed.Config`` with memory limits, which bound the caches of tables
+            (``device_cache``). Caches of size ``"auto"`` take ``Config(device_cache=...)`` bytes.
+            If this is not set, they take three quarters of the memory that the limits leave,
+            because the rows of the batches need the rest. With None, the free memory is the limit.
+            Its ``depth`` is used if the argument ``depth`` is None.
         depth: Number of batches to prefetch, at most 1,024. 0 is the synchronous loop, in which the
             training thread requests batches and ids. With None, the loop times some batches with 2
             batches prefetched and some in the synchronous loop, and keeps the faster one.

@@ -19,13 +19,16 @@ class StepOptions(TypedDict, total=False):
         >>> loss = torch.nn.MSELoss()
         >>> with pinfeed.Trainer(model, loss, adam, loader, clip_norm=1.0) as trainer:
         ...     history = trainer.train(1)
+
+    Attributes:
+        scheduler: One scheduler or several; the Trainer steps them after every epoch. None for
+            no scheduler.
+        clip_norm: Largest norm of all gradients together; None does not clip.
+        scaler: A ``torch.amp.GradScaler``; None does not scale the loss.
+        autocast: Dtype of autocast for forward passes and losses; None uses no autocast.
     """
 
     scheduler: Annotated[Any, Default(None)]
-    """One scheduler or several; the Trainer steps them after every epoch. None: no scheduler."""
     clip_norm: Annotated[float | None, Default(None)]
-    """Largest norm of all gradients together; None does not clip."""
     scaler: Annotated[Any, Default(None)]
-    """A ``torch.amp.GradScaler``; None does not scale the loss."""
     autocast: Annotated[torch.dtype | None, Default(None)]
-    """Dtype of autocast for forward passes and losses; None uses no autocast."""

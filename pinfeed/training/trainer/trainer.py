@@ -99,7 +99,7 @@ class Trainer:
         optimizer: A torch optimizer or a RowOptimizer; or several that have different parameters.
         loader: A DataLoader, a Feeder, or another iterable of batches: pairs of inputs and targets,
             or inputs alone, in any structure.
-        config: Memory limits, as for BigBatch.
+        config: A ``pinfeed.Config`` with memory limits, as for BigBatch.
         chunk_size: Samples per chunk; None for the largest chunk that fits ``config``, or for
             whole batches without ``config``.
         strategy: Strategy, as for BigBatch.

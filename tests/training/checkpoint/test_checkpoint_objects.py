@@ -63,9 +63,9 @@ def test_one_state_is_in_memory_at_a_time(tmp_path: pathlib.Path) -> None:
         (nn.Linear, r"x: Linear is a class; expected an instance; give x=Linear\(\.\.\.\)"),
         (
             nn.Linear(1, 1).state_dict(),
-            "x: a OrderedDict of tensors cannot be saved; .* give x=model, whose state_dict is",
+            "x: got OrderedDict of tensors, which cannot be saved; .* give x=model, whose state_d",
         ),
-        ({"a": torch.ones(1)}, "x: a dict of tensors cannot be saved"),
+        ({"a": torch.ones(1)}, "x: got dict of tensors, which cannot be saved"),
     ],
     ids=["class", "state_dict", "dict"],
 )
@@ -81,7 +81,7 @@ def test_an_object_without_a_name(tmp_path: pathlib.Path) -> None:
     for function in (checkpoint.save, checkpoint.resume):
         with pytest.raises(
             ArgumentError,
-            match=r"expected path alone; .* by name: \w+\(path, model=model, optimizer=optimizer\)",
+            match=r"expected only path; .* by name: \w+\(path, model=model, optimizer=optimizer\)",
         ):
             function(tmp_path / "c", nn.Linear(1, 1))  # type: ignore[operator]
     assert not (tmp_path / "c").exists()
@@ -175,7 +175,7 @@ def test_arrays_are_saved_exactly(tmp_path: pathlib.Path, array: np.ndarray) -> 
 def test_tensors_and_arrays_that_cannot_be_saved(tmp_path: pathlib.Path, value: Any) -> None:
     with pytest.raises(
         ArgumentError,
-        match=r"x: a .* cannot be saved; expected .* dense tensors and arrays of numbers",
+        match=r"x: got .*, which cannot be saved; expected .* dense tensors and arrays of numbers",
     ):
         checkpoint.save(tmp_path / "c", x=value)
     assert not (tmp_path / "c").exists()

@@ -153,7 +153,7 @@ def test_other_objects_are_refused(tmp_path: pathlib.Path) -> None:
         CheckpointError, match=r"table\.npy has shape \(40, 6\), float32; expected \(40, 7\)"
     ):
         checkpoint.resume(tmp_path, **wrong)
-    with pytest.raises(ArgumentError, match="x: a object cannot be saved"):
+    with pytest.raises(ArgumentError, match="x: got object, which cannot be saved"):
         checkpoint.save(tmp_path, x=object())
     with pytest.raises(ArgumentError, match="other than tensors and plain values"):
         checkpoint.save(tmp_path, x=Unsafe())

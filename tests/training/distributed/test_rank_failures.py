@@ -86,8 +86,8 @@ def wrong_id(batches: Any) -> Callable[[Any], Any]:
 SCENES: dict[
     str, tuple[Any, dict[str, Any], Callable[[int, Any], dict[str, Any]], Any, str, str]
 ] = {
-    # The loop of rank 0 and its options; the arguments of each rank; the error on rank 0, or the
-    # number of its batches; the text of its error; the text of the error on rank 1.
+    # The loop of rank 0, its options, the arguments of each rank, the error on rank 0 or the number
+    # of its batches, the text of its error, and the text of the error on rank 1.
     "a loader that ends": (
         RankLoop,
         {},
@@ -112,7 +112,7 @@ SCENES: dict[
         "row 8 is out of range",
         "rank 0: failed at batch 3 .RowIndexError",
     ),
-    "a body that raises": (
+    "a step that raises": (
         Raises,
         {},
         everywhere,
@@ -120,7 +120,7 @@ SCENES: dict[
         "number three",
         "rank 0: left its loop at batch 3 .break, or an error in its training step",
     ),
-    "a body that breaks": (
+    "a step that breaks the loop": (
         Breaks,
         {},
         everywhere,

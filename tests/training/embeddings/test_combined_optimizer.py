@@ -35,7 +35,7 @@ class Program:
         dense = AdamW(self.model.parameters(), lr=0.1)
         self.optimizer: torch.optim.Optimizer
         if plain:
-            # Every batch has every row, so that the lazy rule and the dense one agree.
+            # Every batch has every row, so the lazy rule and the dense one agree.
             modules = [table.to_embedding() for table in self.tables]
             both = zip(groups, modules, strict=True)
             made = [{**group, "params": [*module.parameters()]} for group, module in both]
@@ -172,7 +172,7 @@ def test_mistakes_are_refused() -> None:
     for wrong in ({}, dense.state_dict(), CombinedOptimizer(dense).state_dict()):
         with pytest.raises(errors.ArgumentError, match=r"a state of . optimizers; expected"):
             combined.load_state_dict(wrong)
-    # An optimizer that was loaded before another one refuses its state is as it was.
+    # If one optimizer refuses its state, those that were loaded before are unchanged.
     loaded_first = SGD([nn.Parameter(torch.ones(3))], lr=7.0).state_dict()
     with pytest.raises(errors.ArgumentError, match="not a state of a RowOptimizer"):
         CombinedOptimizer(dense, rows).load_state_dict({"optimizers": [loaded_first, {}]})

@@ -93,7 +93,7 @@ def test_tables_that_cannot_be_trained(tmp_path: Path) -> None:
     np.save(tmp_path / "words.npy", np.zeros((N, DIM), np.float32))
     read_only = HostEmbedding(N, DIM, store=MmapStore(tmp_path / "words.npy"), name="words")
     for tables, match in [
-        ([], "tables is empty"),
+        ([], r"tables is empty; .* give the tables themselves, such as \[users\]"),
         ([frozen], "old is frozen"),
         ([read_only], "words is in a read-only store"),
         ([table, table], "same table twice"),
@@ -254,7 +254,7 @@ def autocast(_: Any) -> Body:
 
 
 def twice(_: Any) -> Body:
-    """Two backward passes and two steps in a batch."""
+    """Take two backward passes and two steps in a batch."""
 
     def body(optimizer: Any, module: nn.Module, ids: torch.Tensor) -> None:
         loss_of(module, ids[:5]).backward()

@@ -247,8 +247,8 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
     "a generator of its own": (lambda: net(Generated()), pairs_of, Y),
     "an average from the first batch on": (lambda: net(Bank()), cross_entropy, Y),
     "an encoder in eval mode": (Encoder, pairs_of, Y),
-    "beside a bfloat16 layer": (narrow, cross_entropy, Y),
-    "beside a large offset": (
+    "next to a bfloat16 layer": (narrow, cross_entropy, Y),
+    "next to a large offset": (
         lambda: net(Calls(lambda x: x - 0.1 * x.mean(0)), Calls(lambda x: x + 1e4 - 1e4)),
         square,
         Y,
@@ -321,7 +321,7 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], Any, Any, str]] = {
         "two_pass",
     ),
     "sorted by length": (lambda: Packed(), lambda o, _: o.square().mean(), Y, "two_pass"),
-    "computed again": (lambda: Again(), cross_entropy, Y, "accumulate"),
+    "recomputed": (lambda: Again(), cross_entropy, Y, "accumulate"),
     "a frozen layer": (
         lambda: net(nn.Linear(8, 8).requires_grad_(False)),
         cross_entropy,

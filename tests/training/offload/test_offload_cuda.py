@@ -56,7 +56,7 @@ def test_every_bit_on_cuda(name: str, window: int, late: str) -> None:
 
 @pytest.mark.gpu
 def test_the_peak_on_cuda() -> None:
-    """Few of 64 results of 16 MiB are on the device at a time; the second step makes no block."""
+    """Few of 64 results of 16 MiB are on the device at a time; the second step adds no block."""
     x = torch.randn(4 << 20, device="cuda", requires_grad=True)
 
     def peak(offload: Offload | None) -> int:

@@ -326,7 +326,7 @@ def test_lookups_of_other_rows_in_a_step(depth: int, max_norm: float | None) -> 
                 assert max_norm is None or every.norm(dim=-1).max() < 1.01
             with pytest.raises(RowIndexError):
                 table(torch.tensor([N]))
-            # A copy does not know what is being written.
+            # A copy does not know of pending writes.
             with pytest.raises(RowIndexError, match=r"id 10 was not announced"):
                 copied.eval()(torch.tensor([10]))
         # The step ends in eval mode, and its changes count.

@@ -29,7 +29,7 @@ N = 40
 WAYS = {
     "synchronous": [True],
     "synchronous from batch 6 on": 5 * [False] + [True],
-    "to and fro": 10 * [False, False, False, False, True, True, True],
+    "back and forth": 10 * [False, False, False, False, True, True, True],
 }
 CORNERS = corners({"compute": (20, 150), "read": (9, 30)})
 
