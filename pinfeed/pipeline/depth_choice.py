@@ -20,6 +20,7 @@ import statistics
 
 from pinfeed.memory.units import duration
 from pinfeed.pipeline.schedule import PrefetchSchedule
+from pinfeed.profiling.stats import MeasuredDepth
 
 WARM_UP_BATCHES = 5
 """Number of first batches of every loop that are not timed; at least as many as all slots hold."""
@@ -133,10 +134,12 @@ class DepthChoice:
             return f"depth=0: {synchronous_time} per batch, {ahead_time} with {depth}"
         return f"{depth}: {ahead_time} per batch, {synchronous_time} with depth=0"
 
-    def has_chosen(self, depth: int) -> bool:
-        """Return whether ``depth`` was chosen by measurement."""
-        is_made = self._schedule.measures_depth and not self.is_measuring
-        return is_made and depth == self.schedule.depth
+    def describe(self, depth: int) -> MeasuredDepth:
+        """Return whether the choice is measured, and whether it is this depth."""
+        measures_depth = self._schedule.measures_depth
+        is_made = measures_depth and not self.is_measuring
+        is_measured = is_made and depth == self.schedule.depth
+        return {"measures_depth": measures_depth, "is_measured": is_measured}
 
     def begin(self) -> None:
         """Note that an epoch begins with the current ``schedule``."""

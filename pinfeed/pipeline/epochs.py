@@ -341,7 +341,7 @@ class EpochRunner:
             schedule.depth,
             schedule.n_readers,
             asynchronous=not self._transfer.device.unified,
-            is_measured=choice.has_chosen,
+            describe_depth=choice.describe,
         )
         return self._counters.requested_s
 

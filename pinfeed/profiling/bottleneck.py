@@ -81,6 +81,8 @@ def verdict_of(totals: Totals) -> str:
     because = _SENTENCES[bottleneck]
     if bottleneck == "depth" and totals.is_measured:
         because = "prefetching was measured to be slower (depth=0)"
+    elif bottleneck == "depth" and totals.measures_depth:
+        because = "pinfeed timed the loop without prefetching, to choose the depth (depth=0)"
     if bottleneck == "reading" and totals.starved < STARVED:
         because = "reading takes about as long as computing"
     if bottleneck == "copying" and totals.device_transform_s and totals.watched == "loop":

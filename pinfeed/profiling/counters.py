@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from pinfeed.profiling.stats import FeederStats, ProcessMemory, Totals
+from pinfeed.profiling.stats import FeederStats, MeasuredDepth, ProcessMemory, Totals
 from pinfeed.profiling.timeline import CacheCounts, Timeline
 
 _CACHE_COUNTS = [field.name for field in fields(Totals) if field.name.startswith("cache_")]
@@ -73,7 +73,7 @@ class Counters:
         self._depth = 0
         self._n_readers = 1
         self._asynchronous = False
-        self._is_measured: Callable[[int], bool] = lambda depth: False
+        self._describe_depth: Callable[[int], MeasuredDepth] = lambda depth: {}
 
     def enter(
         self,
@@ -81,7 +81,7 @@ class Counters:
         n_readers: int,
         *,
         asynchronous: bool,
-        is_measured: Callable[[int], bool] = lambda depth: False,
+        describe_depth: Callable[[int], MeasuredDepth] = lambda depth: {},
     ) -> None:
         """Count a loop that begins and requests its first batch.
 
@@ -89,10 +89,10 @@ class Counters:
             depth: Number of batches that are prefetched.
             n_readers: Number of reader threads.
             asynchronous: Whether the loop only queues work for a device.
-            is_measured: Returns whether a depth was chosen by measurement, which may happen while
-                the loop runs.
+            describe_depth: Returns ``measures_depth`` and ``is_measured`` of ``Totals`` for a
+                depth, which may change while the loop runs.
         """
-        self._is_measured = is_measured
+        self._describe_depth = describe_depth
         self._depth = depth
         self._n_readers = n_readers
         self._asynchronous = asynchronous
@@ -101,7 +101,7 @@ class Counters:
         self.request()
         self._entered = self.requested_s
         if self.timeline is not None:
-            self.timeline.begin(self.requested_s, depth, n_readers, is_measured)
+            self.timeline.begin(self.requested_s, depth, n_readers, describe_depth)
 
     def change_depth(self, depth: int) -> None:
         """Note that the running loop prefetches another number of batches from now on."""
@@ -230,7 +230,7 @@ class Counters:
             depth=self._depth,
             n_readers=self._n_readers,
             asynchronous=self._asynchronous,
-            is_measured=self._is_measured(self._depth),
+            **self._describe_depth(self._depth),
         )
 
     def stats(self) -> FeederStats:

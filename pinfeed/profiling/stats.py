@@ -6,7 +6,7 @@ import dataclasses
 import html
 import math
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, TypedDict, TypeVar
 
 from pinfeed.memory.host import resident_bytes
 from pinfeed.memory.page_locked import locked_bytes
@@ -64,6 +64,13 @@ class ProcessMemory:
         return [(name, "unknown" if nbytes is None else human(nbytes)) for name, nbytes in kinds]
 
 
+class MeasuredDepth(TypedDict, total=False):
+    """Fields of ``Totals`` that say how a depth was chosen."""
+
+    measures_depth: bool
+    is_measured: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class Totals:
     """Counts and times of a feeder's loops; ``later - earlier`` counts the time between the two.
@@ -105,6 +112,7 @@ class Totals:
     depth: int = 0
     n_readers: int = 1
     asynchronous: bool = False
+    measures_depth: bool = False
     is_measured: bool = False
     watched: Literal["loop", "device"] = "loop"
 
@@ -241,7 +249,8 @@ class Totals:
 _COUNTED = [
     field.name
     for field in dataclasses.fields(Totals)
-    if field.name not in ("depth", "n_readers", "asynchronous", "is_measured", "watched")
+    if field.name
+    not in ("depth", "n_readers", "asynchronous", "measures_depth", "is_measured", "watched")
 ]
 
 
@@ -298,7 +307,8 @@ class FeederStats(Totals):
         n_readers: Number of reader threads.
         asynchronous: Whether the loop only queues work for a device; ``compute_s`` excludes the
             time of that work.
-        is_measured: Whether ``depth`` was chosen by measurement.
+        measures_depth: Whether pinfeed chooses the depth by measurement.
+        is_measured: Whether it has chosen ``depth``.
         watched: ``"device"`` if a timeline has recorded the device's work, whose gaps count as
             waits; ``"loop"`` otherwise.
         memory: Memory of the process when ``feeder.stats`` was read.

@@ -16,7 +16,7 @@ from pinfeed.errors import ArgumentError, MissingDependency
 from pinfeed.profiling import plot
 from pinfeed.profiling.chrome_trace import cache_events, trace
 from pinfeed.profiling.spans import Lane, Span, extent, middle, totals
-from pinfeed.profiling.stats import Totals
+from pinfeed.profiling.stats import MeasuredDepth, Totals
 from pinfeed.validation.safe_repr import safe_repr
 
 MOST_SPANS = 300_000
@@ -82,7 +82,7 @@ class Timeline:
         # When each depth began, on the clock.
         self._depths: list[tuple[float, int]] = []
         self._n_readers = 1
-        self._is_measured: Callable[[int], bool] = lambda depth: False
+        self._describe_depth: Callable[[int], MeasuredDepth] = lambda depth: {}
 
     @safe_repr
     def __repr__(self) -> str:
@@ -149,7 +149,7 @@ class Timeline:
         now: float,
         depth: int,
         n_readers: int,
-        is_measured: Callable[[int], bool] = lambda depth: False,
+        describe_depth: Callable[[int], MeasuredDepth] = lambda depth: {},
     ) -> None:
         """Record that a loop begins; times count from the beginning of the first loop.
 
@@ -157,13 +157,14 @@ class Timeline:
             now: Time of the clock.
             depth: Number of batches that are prefetched.
             n_readers: Number of reader threads.
-            is_measured: Returns whether a depth was chosen by measurement.
+            describe_depth: Returns ``measures_depth`` and ``is_measured`` of ``Totals`` for a
+                depth.
         """
         if self._loop < 0:
             self._zero_s = now
         self._loop += 1
         self._n_readers = n_readers
-        self._is_measured = is_measured
+        self._describe_depth = describe_depth
         self.change_depth(now, depth)
 
     def change_depth(self, now: float, depth: int) -> None:
@@ -269,4 +270,4 @@ class Timeline:
         depths = [depth for at_s, depth in self.depths if at_s <= end_s]
         depth = depths[-1] if depths else 0
         found = totals(spans, start_s, end_s, depth=depth, n_readers=self._n_readers)
-        return dataclasses.replace(found, is_measured=self._is_measured(depth))
+        return dataclasses.replace(found, **self._describe_depth(depth))

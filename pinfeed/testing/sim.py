@@ -57,9 +57,8 @@ class SimDevice:
     """A simulated asynchronous device; a function chooses the order of its work.
 
     Args:
-        choose: Function that chooses what happens next. Whenever the host calls the device, the
-            device calls it with the names of the streams and workers that can advance. It returns
-            the one that advances, or None for none. ``lazy`` and ``favour(*names)`` are ready-made.
+        choose: The adversary. Whenever the host calls the device, the device calls it with the
+            names of the streams and workers that can advance; it returns one name, or None.
         direct: Whether the device itself reads and writes the rows of stores, when its streams
             reach that work.
         duplex: Whether reads and writes have separate streams; False puts both into one stream.

@@ -171,9 +171,11 @@ def test_epochs_of_few_batches_are_measured_together() -> None:
     depths = []
     for _ in range(7):
         run(feeder, clock, 2e-4, 1e-4)
-        depths.append(feeder.stats.depth)
+        stats = feeder.stats
+        depths.append(stats.depth)
+        assert stats.measures_depth
+        assert stats.is_measured == (len(depths) > 4)
     assert depths == [31, 31, 0, 31, 0, 0, 0]
-    assert feeder.stats.is_measured
     assert feeder.depth_reason == SYNCHRONOUS
     feeder.close()
 

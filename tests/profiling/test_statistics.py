@@ -240,6 +240,8 @@ def test_a_loop_with_a_measured_depth_gets_no_hint_to_change_it() -> None:
 def test_the_verdict_says_that_the_depth_was_measured() -> None:
     found = Totals(**{**BASE, **CAUSES["depth"][0], "is_measured": True})
     assert found.verdict.endswith("prefetching was measured to be slower (depth=0)")
+    timed = dataclasses.replace(found, is_measured=False, measures_depth=True)
+    assert timed.verdict.endswith("without prefetching, to choose the depth (depth=0)")
 
 
 def test_a_device_without_timed_work_is_not_called_idle() -> None:
