@@ -78,6 +78,8 @@ def sharded_examples(gloo: None) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("sharded_examples")
+# torchdata calls a function of torch that is deprecated.
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated:UserWarning")
 @pytest.mark.parametrize("name", with_examples())
 def test_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "pinfeed.ZarrStore":

@@ -26,7 +26,7 @@ def augmented(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return torch.where(is_mirrored[:, None, None, None], x.flip(3), x)
 
 
-class FunctionBench:
+class TransformBench:
     """Epochs over images in host memory that are augmented on the device, with a model or without.
 
     Args:
@@ -89,7 +89,7 @@ class FunctionBench:
 def transforms(run: Run) -> list[Cell]:
     """Return cells of loops with a ``device_transform``, with a model and without."""
     benches = {
-        with_model: functools.cache(functools.partial(FunctionBench, run, with_model=with_model))
+        with_model: functools.cache(functools.partial(TransformBench, run, with_model=with_model))
         for with_model in (True, False)
     }
     return [
@@ -99,5 +99,5 @@ def transforms(run: Run) -> list[Cell]:
     ]
 
 
-def _measure(bench: Callable[[], FunctionBench], name: str) -> Fields:
+def _measure(bench: Callable[[], TransformBench], name: str) -> Fields:
     return bench().measure(name)

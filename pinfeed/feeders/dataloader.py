@@ -193,14 +193,14 @@ class StatefulLoaderFeeder(LoaderFeeder[T_co]):
     after the batch of the current training step.
 
     Examples:
-        >>> class Loader(list):
-        ...     def state_dict(self):
-        ...         return {}
-        ...     def load_state_dict(self, state):
-        ...         pass
-        >>> feeder = pinfeed.wrap_loader(Loader([torch.zeros(10, 8)]))
-        >>> state = feeder.state_dict()
+        >>> from torchdata.stateful_dataloader import StatefulDataLoader
+        >>> feeder = pinfeed.wrap_loader(StatefulDataLoader(range(100), batch_size=10))
+        >>> for batch in feeder:
+        ...     state = feeder.state_dict()
+        ...     break
         >>> feeder.load_state_dict(state)
+        >>> next(iter(feeder))
+        tensor([10, 11, 12, 13, 14, 15, 16, 17, 18, 19])
     """
 
     _source: StatefulSource

@@ -12,7 +12,7 @@ from pinfeed.validation.arguments import check_choice, check_flag
 from pinfeed.validation.functions import check_function
 from pinfeed.validation.options import Default
 
-FUNCTIONS = ("host_transform", "device_transform")
+TRANSFORMS = ("host_transform", "device_transform")
 """Names of the options that are transforms."""
 
 
@@ -45,8 +45,8 @@ class LoopOptions(TypedDict, total=False):
             one.
         progress: Whether to show a progress bar; False by default.
         timeline: Whether to record how long each stage of each batch takes; False by default.
-        host_transform: Function that takes a batch on the host and returns one; None by default. It
-            runs before the loop reads the ids of a batch.
+        host_transform: Function that takes a batch on the host and returns one; None by default.
+            With ``fetch`` or tables, it runs before the ids of its batch are collected.
         device_transform: Function that takes a batch on the device and returns one; None by
             default. Its work on a GPU runs in a side stream.
     """
@@ -173,5 +173,5 @@ def check_options(options: Mapping[str, Any]) -> None:
     for name in ("verify", "progress", "timeline"):
         check_flag(options.get(name, False), name)
     check_choice(options["again"], "again", ("end", "refuse"))
-    for name in FUNCTIONS:
+    for name in TRANSFORMS:
         check_function(options.get(name), name)

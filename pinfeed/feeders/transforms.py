@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pinfeed.errors import ArgumentError
-from pinfeed.feeders.options import FUNCTIONS
+from pinfeed.feeders.options import TRANSFORMS
 from pinfeed.pipeline.sources.transforms import BatchTransform, Seed
 from pinfeed.validation.arguments import check_seed
 from pinfeed.validation.functions import takes_generator
@@ -14,7 +14,7 @@ from pinfeed.validation.functions import takes_generator
 
 def has_transforms(options: Mapping[str, Any]) -> bool:
     """Return whether a loop has transforms."""
-    return any(options[name] is not None for name in FUNCTIONS)
+    return any(options[name] is not None for name in TRANSFORMS)
 
 
 def check_seed_of_transforms(options: Mapping[str, Any]) -> None:
@@ -27,7 +27,7 @@ def check_seed_of_transforms(options: Mapping[str, Any]) -> None:
     if seed is None:
         return
     check_seed(seed)
-    if not any(takes_generator(options[name]) for name in FUNCTIONS):
+    if not any(takes_generator(options[name]) for name in TRANSFORMS):
         raise ArgumentError(
             f"seed={seed!r} was given, but no function with a parameter generator; expected a "
             "host_transform or device_transform that has it; to seed the order, give the "
@@ -51,4 +51,4 @@ def batch_transform(
     if function is None:
         return None
     number = 0 if seed is None else check_seed(seed)
-    return BatchTransform(name, function, Seed(number, FUNCTIONS.index(name), rank), device)
+    return BatchTransform(name, function, Seed(number, TRANSFORMS.index(name), rank), device)

@@ -84,8 +84,8 @@ class Plan:
             the CPU.
         notes: Sentences that say how the rows of each file are read, and why; and settings that
             have no effect.
-        measures_depth: Whether a loop measures if the synchronous loop is faster; if it is,
-            ``depth`` becomes 0.
+        measures_depth: Whether a loop measures if the synchronous loop is faster. If it is, the
+            loop prefetches nothing; ``depth`` stays the planned one.
     """
 
     batch_size: int

@@ -39,7 +39,8 @@ MIN_ROUNDS = 2
 """Number of rounds after which the choice is made, if all stretches of one way were faster.
 
 A round is one stretch of each way. A pause in the training step makes one stretch long, not two.
-For the same reason, a chosen synchronous loop ends after this number of long stretches in a row.
+For the same reason, the loop gives up a chosen depth of 0 after this number of long stretches in a
+row.
 """
 MAX_ROUNDS = 5
 """Number of rounds after which the medians decide."""

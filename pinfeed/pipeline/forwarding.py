@@ -47,7 +47,9 @@ class Overlap(NamedTuple):
     latest: Span
     """Rows that no batch between the two contains."""
     hidden: Span
-    """Rows that a batch between the two contains as well. If it writes them, these are newer."""
+    """Rows that a batch between the two contains as well. If that batch writes them, its
+    values are newer.
+    """
 
 
 @dataclass(frozen=True, eq=False)

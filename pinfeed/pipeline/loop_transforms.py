@@ -50,6 +50,7 @@ class LoopTransforms:
         """Seed of the generators, if a transform takes one; a resumed loop needs the same seed."""
         for function in (self.host, self.device):
             if function is not None and function.takes_generator:
+                # Saved states have this key, so it keeps its words.
                 return {"seed of functions on batches": function.seed.number}
         return {}
 

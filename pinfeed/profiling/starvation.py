@@ -40,7 +40,7 @@ _HINTS: dict[Bottleneck, str] = {
 
 _WITHOUT_THREADS = "depth=0 needs no threads, which compete with the training step for the cores."
 
-_OR_FUNCTION = "If device_transform takes long, which timeline=True shows, make it cheaper."
+_OR_TRANSFORM = "If device_transform takes long, which timeline=True shows, make it cheaper."
 
 logger = logging.getLogger("pinfeed")
 
@@ -136,7 +136,7 @@ def explanation(
     if cause in ("copying", "writing"):
         change = f"{change} {transfer_hint()}".rstrip()
     if cause == "copying" and totals.device_transform_s:
-        change += f" {_OR_FUNCTION}"
+        change += f" {_OR_TRANSFORM}"
     if cause == "overhead" and not totals.is_measured:
         change += f" {_WITHOUT_THREADS}"
     verdict = totals.verdict.replace("of the time", f"of the last {totals.seconds:.1f} s", 1)
@@ -156,8 +156,8 @@ def _numbers(totals: Totals, cause: Bottleneck) -> str:
         f"{duration(totals.compute_s / n)}. With {threads}, {totals.readers_busy:.0%} "
         f"busy, and depth={totals.depth}, {totals.late} of {totals.batches} batches were late."
     )
-    if functions := totals.functions_in_words:
-        numbers += f" Transforms take, per batch: {functions}."
+    if transforms := totals.transforms_in_words:
+        numbers += f" Transforms take, per batch: {transforms}."
     if cause == "overhead":
         numbers += f" pinfeed's own work takes {duration(totals.overhead_s / n)} per batch."
     if cause == "writing":

@@ -161,7 +161,7 @@ class Totals:
         )
 
     @property
-    def functions_in_words(self) -> str:
+    def transforms_in_words(self) -> str:
         """Time per batch of each transform; empty without a transform."""
         n = max(1, self.batches)
         times = {
@@ -237,8 +237,8 @@ class Totals:
 
     def __str__(self) -> str:
         seconds = f"{self.seconds:.2f} s" if self.seconds >= 0.1 else f"{1e3 * self.seconds:.1f} ms"
-        functions = self.functions_in_words
-        per_batch = f"; transforms, per batch: {functions}" if functions else ""
+        transforms = self.transforms_in_words
+        per_batch = f"; transforms, per batch: {transforms}" if transforms else ""
         cache = f"; cache: {self.cache_in_words}" if self.cache_lookups else ""
         return (
             f"{self.batches} batches, {self.rows} rows in {seconds}: {self.rates}; {self.verdict}"
@@ -348,8 +348,8 @@ class FeederStats(Totals):
             ("reader threads busy", f"{self.readers_busy:.0%} of {threads}"),
             ("prefetching", self.depth_in_words),
         ]
-        if self.functions_in_words:
-            rows.append(("transforms, per batch", self.functions_in_words))
+        if self.transforms_in_words:
+            rows.append(("transforms, per batch", self.transforms_in_words))
         if self.cache_lookups:
             rows.append(("cache", self.cache_in_words))
         rows += [(f"memory, {name}", text) for name, text in self.memory._texts()]

@@ -232,7 +232,7 @@ class WholeFile:
         return not self._stopping and (self._waits or self._remaining_s() < _MAX_WAIT_S)
 
     def _continue_at(self, chunk: int) -> None:
-        """Continue the load at a chunk that is not loaded; an epoch may begin at any row."""
+        """Continue at a chunk whose load has not begun; an epoch may begin at any row."""
         with self._changed:
             if not self._is_begun[chunk]:
                 n_chunks = len(self._is_begun)

@@ -118,7 +118,7 @@ def test_a_function_sees_tensors_of_before_the_loop() -> None:
     assert torch.equal(got.cpu(), torch.from_numpy(X - 3))
 
 
-def test_a_loop_that_is_left_has_ended_its_functions() -> None:
+def test_a_loop_that_is_left_has_ended_its_transforms() -> None:
     for _ in range(20):
         with feeder_of("rows", 5) as feeder:
             next(iter(feeder))
@@ -148,7 +148,7 @@ def test_memory_of_functions_is_within_the_plan() -> None:
         assert torch.cuda.max_memory_allocated() - before <= feeder.plan.device_bytes <= MiB(64)
 
 
-def test_a_timeline_has_the_work_of_functions() -> None:
+def test_a_timeline_has_the_work_of_transforms() -> None:
     def worked_on(x: torch.Tensor) -> torch.Tensor:
         torch.cuda._sleep(LATE)
         return x + 1

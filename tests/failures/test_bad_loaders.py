@@ -34,7 +34,7 @@ NO_LOADERS: list[Any] = [
     ),
     (
         pyarrow.table({"x": [1, 2]}),
-        "loader is a Table, and iterating over it yields its keys or columns; expected a Data",
+        "a Table, and iterating over it yields its keys or columns; expected a DataLoader",
     ),
     (
         torch.zeros(2, 3),

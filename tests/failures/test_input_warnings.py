@@ -71,7 +71,10 @@ NO_BATCH: list[Any] = [
     ),
     (
         {"ranks": Ranks("drop", rank=1, world_size=8), "drop_last": True},
-        "rank 1 of 8 has no batch, with 1 of 8 {} and batches of 2, drop_last=True; lower",
+        (
+            "rank 1 of 8 has no batch, with 1 of 8 {} and batches of 2, drop_last=True; "
+            "lower world_size"
+        ),
     ),
 ]
 

@@ -221,7 +221,7 @@ def test_a_loop_over_batches_of_a_gpu_is_not_measured() -> None:
     assert "measured" not in str(feeder.plan)
 
 
-def test_functions_are_not_measured() -> None:
+def test_transforms_are_not_measured() -> None:
     """Their calls may be slow or have effects, so the thread that makes them does not change."""
     with pytest.raises(ArgumentError, match="depth=None: expected a whole number"):
         wrap_readers([1], [1], read_input=list, get_output=list, batch_size=1, depth=None)

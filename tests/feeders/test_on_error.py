@@ -120,7 +120,7 @@ def test_errors_of_ids_of_rows_and_of_copies(depth: int, staged: bool) -> None:
 
 
 @pytest.mark.parametrize("staged", [False, True])
-def test_errors_of_functions(staged: bool) -> None:
+def test_errors_of_transforms(staged: bool) -> None:
     """Random numbers of the batches that follow are those of the same batches without an error."""
 
     def drawn(batch: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -200,7 +200,7 @@ def fails(device: SimTorchDevice, kind: str, stop_after: int | None) -> bool:
     return False
 
 
-def sites_of_functions() -> list[tuple[str, int]]:
+def sites_of_transforms() -> list[tuple[str, int]]:
     """Return every call site of wait and sync that concerns functions."""
     device = SimTorchDevice(lazy)
     check(device, 2, "rows")
@@ -211,7 +211,7 @@ def sites_of_functions() -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize(
-    "site", sites_of_functions(), ids=lambda s: linecache.getline(*s).split("#")[0].strip()
+    "site", sites_of_transforms(), ids=lambda s: linecache.getline(*s).split("#")[0].strip()
 )
 def test_every_wait_for_functions_is_needed(site: tuple[str, int]) -> None:
     """A device that ignores one of them gives wrong results or uses freed memory in a schedule."""
@@ -221,7 +221,7 @@ def test_every_wait_for_functions_is_needed(site: tuple[str, int]) -> None:
 
 
 @pytest.mark.parametrize("name", ["compute", "transform"])
-def test_streams_must_share_tensors_of_functions(name: str) -> None:
+def test_streams_must_share_tensors_of_transforms(name: str) -> None:
     """Memory would be reused while the step, or a later call of a transform, uses it."""
 
     class Forgetful(SimTorchDevice):

@@ -43,14 +43,14 @@ def test_statistics_of_an_interval_as_a_dict() -> None:
     assert not any(key.startswith("cache") for key in found)
 
 
-def test_statistics_of_functions_on_batches() -> None:
+def test_statistics_of_transforms() -> None:
     totals = Totals(batches=10, rows=100, host_transform_s=0.02, device_transform_s=0.0005)
     text = "host_transform 2 ms, device_transform 50 µs"
     assert f"; transforms, per batch: {text}" in str(totals)
     assert f"<td>{text}" in FeederStats(**vars(totals), memory=ProcessMemory.now())._repr_html_()
     assert (totals + totals).as_dict()["host_transform_s"] == 0.04
     assert (totals + totals - totals).as_dict()["device_transform_s"] == 0.0005
-    assert "functions" not in str(Totals(batches=10))
+    assert "transforms" not in str(Totals(batches=10))
 
 
 def test_statistics_of_caches() -> None:

@@ -37,7 +37,7 @@ def passing(clock: Clock, seconds: float) -> Any:
     return function
 
 
-def test_functions_of_a_wrapped_loader_have_times_of_their_own(tmp_path: Path) -> None:
+def test_transforms_of_a_wrapped_loader_have_times_of_their_own(tmp_path: Path) -> None:
     clock = Clock()
 
     def slowly() -> Any:
@@ -78,7 +78,7 @@ def test_functions_of_a_wrapped_loader_have_times_of_their_own(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_functions_of_a_feeder_have_times_of_their_own(depth: int) -> None:
+def test_transforms_of_a_feeder_have_times_of_their_own(depth: int) -> None:
     clock = Clock()
     feeder = Feeder(
         np.zeros((40, 3), np.float32),

@@ -301,8 +301,8 @@ class Trainer:
     def evaluate(self, loader: Any, metrics: Metrics | None = None) -> dict[str, float]:
         """Return loss and metrics of other batches, in eval mode and without gradients.
 
-        Batches are computed in the same chunks as in training. Afterwards each module is in its
-        previous mode again.
+        Batches are computed in chunks of ``chunk_size`` or of the size that the last training batch
+        had, otherwise whole. Afterwards each module is in its previous mode again.
 
         Args:
             loader: A loader as for the Trainer.

@@ -134,8 +134,8 @@ def problem_of(
         A clause without a full stop; "" if nothing differs.
 
     Raises:
-        RuntimeError: If two samples do not fit on the device at once. The type is that of the
-            original error, which may also be MemoryError.
+        RuntimeError: If the comparison fails, or if two samples do not fit on the device at once.
+            The type is that of the original error, which may be MemoryError.
     """
     counts = [n for n in _SAMPLE_COUNTS if n <= min(most, n_samples(inputs))]
     for n in counts:
