@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from pinfeed.cli.terminal.sources import OpenedFile
 
 _LEGEND = (
-    "1st, later: the rate in the first epoch, and in later epochs. The last rows show the highest "
-    "rates of the machine without a loader. x: pinfeed is this many times as fast. waits: share "
+    "1st, later: the rate in the first epoch, and in later epochs. The last row shows the highest "
+    "rate of the machine without a loader. x: pinfeed is this many times as fast. waits: share "
     "of time that a loop with a training step waits for data in later epochs. own, file: growth "
     "of the process's own memory, and of mapped file pages, which the kernel may drop."
 )
