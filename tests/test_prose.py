@@ -5,8 +5,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SOURCES = sorted((ROOT / "pinfeed").rglob("*.py"))
@@ -31,26 +29,30 @@ PLAIN_WORDS = {
 """Words that readers had to read twice, and words to use instead."""
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_words_are_plain(name: str) -> None:
-    text = " ".join(line.lstrip("# ") for line in FILES[name].read_text().splitlines())
+def test_words_are_plain() -> None:
     found = [
-        f"{word!r} (use: {instead})"
+        f"{name}: {word!r} (use: {instead})"
+        for name, path in FILES.items()
         for word, instead in PLAIN_WORDS.items()
-        if re.search(rf"\b{word}\b", text, re.IGNORECASE)
+        if re.search(rf"\b{word}\b", unwrapped(path.read_text()), re.IGNORECASE)
     ]
-    assert not found, f"{name} has {', '.join(found)}"
+    assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_sentences_are_short(name: str) -> None:
+def test_sentences_are_short() -> None:
     long = [
-        sentence
-        for text in texts(FILES[name])
+        f"{name}: {sentence}"
+        for name, path in FILES.items()
+        for text in texts(path)
         for sentence in sentences(text)
         if len(re.findall(r"[A-Za-z][\w'-]*", sentence.replace("CODE", ""))) > MOST_WORDS
     ]
-    assert not long, f"{name} has sentences of more than {MOST_WORDS} words: {long}"
+    assert not long, f"sentences of more than {MOST_WORDS} words:\n" + "\n".join(long)
+
+
+def unwrapped(text: str) -> str:
+    """Return a text on one line, without the marks of comments."""
+    return " ".join(line.lstrip("# ") for line in text.splitlines())
 
 
 def texts(path: Path) -> Iterator[str]:

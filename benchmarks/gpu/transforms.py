@@ -86,7 +86,7 @@ class FunctionBench:
         return augmented(batch, generator_of_batch(1, epoch, number, str(self._run.device)))
 
 
-def functions(run: Run) -> list[Cell]:
+def transforms(run: Run) -> list[Cell]:
     """Return cells of loops with a ``device_transform``, with a model and without."""
     benches = {
         with_model: functools.cache(functools.partial(FunctionBench, run, with_model=with_model))

@@ -106,7 +106,7 @@ def test_ranks_as_processes(tmp_path: Path, programs: Programs) -> None:
     losses = [float(loss) for loss in re.findall(r"epoch \d: loss (\d\.\d+), \d+ steps/s", out)]
     assert len(losses) == 2
     assert losses[1] < losses[0]
-    assert "100 of 200 people are here; bytes sent in a step: ids" in out
+    assert "100 of 200 people are on rank 0; bytes sent per step: ids" in out
     for size in (2, 4):
         joined = [batch.flatten() for batch in sharded_ranks.batches_of(size)]
         torch.manual_seed(0)

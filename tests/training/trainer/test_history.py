@@ -80,7 +80,7 @@ def test_invalid_uses_of_a_history_are_refused(
     history.save(tmp_path / "h.csv")
     assert math.isnan(History.load(tmp_path / "h.csv").rows[0].loss)
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.backends.backend_agg", None)
-    with pytest.raises(MissingDependency, match="pinfeed\\[plot\\]"):
+    with pytest.raises(MissingDependency, match="matplotlib"):
         history.draw(tmp_path / "h.png")
 
 
