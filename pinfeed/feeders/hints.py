@@ -59,7 +59,7 @@ FEEDER_HINTS = {
         "give rows=pinfeed.rows.element_batches(lengths, max_elements)",
     ),
     "fetch": "to read rows by the ids of a batch, use pinfeed.wrap_loader(loader, fetch=...)",
-    "generator": "give shuffle=True and seed=generator.initial_seed()",
+    "generator": "give shuffle=True and seed=generator.initial_seed(), for another shuffled order",
     "in_order": "batches are always in order; leave it out",
     "collate_fn": "rows are batched as they are stored; change each batch with host_transform= or "
     "device_transform=, or use pinfeed.wrap_loader(DataLoader(...))",

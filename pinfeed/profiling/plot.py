@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, Any
@@ -28,6 +29,8 @@ from pinfeed.validation.requirements import install_line
 
 _WIDTH_IN = 13.0
 _DPI = 100
+# Characters of the title that fit in a line.
+_TITLE_CHARS = 85
 # Narrower bars cannot be told apart. The picture then shows how much of each moment they take.
 _LEAST_BARS_IN = 0.02
 
@@ -176,7 +179,7 @@ def _write_title(axes: Any, spans: Sequence[Span], stretch: _Stretch) -> None:
     part = "" if totals.batches == n_in_all else "in this interval "
     title = f"{part}{totals.verdict}"
     axes.set_title(
-        title[0].upper() + title[1:],
+        textwrap.fill(title[0].upper() + title[1:], _TITLE_CHARS),
         loc="left",
         fontsize=15,
         fontweight="bold",

@@ -10,6 +10,7 @@ from typing import Any, cast, get_args
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import BlockShuffled, Order, PerRank
+from pinfeed.rows.ragged_batches import ElementBatches
 from pinfeed.rows.rank_partition import Progress, Uneven
 from pinfeed.rows.rank_warnings import note_processes
 from pinfeed.rows.ranks import Ranks, world
@@ -132,9 +133,7 @@ def _check_ranks(ranks: Any, order: Any, drop_last: bool) -> Ranks:
         raise ArgumentError(
             f"ranks={ranks!r} divides orders of pinfeed.rows, but rows is a "
             f"{type(order).__name__}, which decides on its own what a process reads; leave ranks= "
-            "out (a DistributedSampler divides the rows; for an array, give "
-            "rows=array[rank::world_size]; for element_batches, give "
-            "order=pinfeed.rows.per_rank(order, rank=..., world_size=...))"
+            f"out{_own_share(order)}"
         )
     if drop_last and shared.uneven == "join":
         raise ArgumentError(
@@ -142,6 +141,15 @@ def _check_ranks(ranks: Any, order: Any, drop_last: bool) -> Ranks:
             "them, or ranks='drop'"
         )
     return shared
+
+
+def _own_share(rows: Any) -> str:
+    """Say how rows without an order are divided; empty if a sampler divides them."""
+    if isinstance(rows, ElementBatches):
+        return ", and give element_batches order=pinfeed.rows.per_rank(order, rank=, world_size=)"
+    if hasattr(rows, "__array__") or isinstance(rows, (list, range)):
+        return ", and give rows[rank::world_size]"
+    return ""
 
 
 def _check_divisible(size: int, name: str, world_size: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from typing import Any, Literal, NamedTuple, cast
 
@@ -24,6 +25,8 @@ from pinfeed.validation.arguments import explain_arguments
 from pinfeed.validation.safe_repr import safe_repr
 
 Layout = Literal["offsets", "padded", "jagged"]
+
+logger = logging.getLogger("pinfeed")
 
 _LAYOUTS = ("offsets", "padded", "jagged")
 # Offsets of a file that are read at once.
@@ -345,6 +348,15 @@ def _check_offsets(offsets: Rows, n_items: int) -> None:
         raise StoreError(
             f"offsets[{i}] is {offsets[i]}, but values has {n_items} items; expected offsets of "
             "at most the number of items; check that values and offsets match"
+        )
+    if offsets[0] > 0 and offsets.sum() == n_items:
+        logger.warning(
+            "offsets begins at %d, so %d of %d items are in no row, and its sum is the number of "
+            "items, as if it held lengths. For lengths, give np.concatenate(([0], "
+            "np.cumsum(lengths)))",
+            offsets[0],
+            n_items - (offsets[-1] - offsets[0]),
+            n_items,
         )
 
 

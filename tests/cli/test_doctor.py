@@ -245,6 +245,7 @@ def test_times_of_a_batch() -> None:
     why = advise(data, RATES, free_host=GiB(1), gpu="", free_gpu=0).why
     assert "at least 0.5 ms in sequential" in why[1]
     assert "fully random order (shuffle=True), a batch takes 5 ms" in why[2]
+    assert why[2].endswith("Use block_shuffled(block_rows=263).")
     unmeasured = advise(data, Ceilings(10.0), free_host=GiB(1), gpu="", free_gpu=0)
     assert "The disk was not measured" in unmeasured.why[1]
 

@@ -8,11 +8,13 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 from support.simulated_loops import a_run
 
 from pinfeed import errors
 from pinfeed.profiling import plot, plot_style
 from pinfeed.profiling.spans import LANES, WAITING, Span, middle, ready, starved, totals, tracks
+from pinfeed.profiling.stats import Totals
 from pinfeed.profiling.timeline import Timeline
 
 CASES: dict[str, tuple[Callable[[], Timeline], str]] = {
@@ -33,6 +35,16 @@ def test_a_picture_says_the_verdict(case: str, tmp_path: Path) -> None:
     assert 20_000 < (tmp_path / "t.png").stat().st_size < 150_000
     timeline.save(tmp_path / "t.json")
     assert json.loads((tmp_path / "t.json").read_text())["otherData"]["verdict"].endswith(because)
+
+
+def test_long_titles_are_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = "mostly for pinfeed's own work on each batch, which takes a long time, not for data"
+    monkeypatch.setattr(Totals, "verdict", f"the loop waited 25% of the time: {long}")
+    titles = []
+    monkeypatch.setattr(Axes, "set_title", lambda axes, text, **how: titles.append(text))
+    a_run(0.01, 0.02).save(tmp_path / "t.png")
+    assert max(map(len, titles[0].splitlines())) <= 85
+    assert titles[0].replace("\n", " ").endswith(long)
 
 
 def test_a_whole_run_can_be_drawn(tmp_path: Path) -> None:

@@ -163,6 +163,35 @@ def test_a_loop_that_waits_for_transforms(
     assert words in explanation(found, lambda share: f"share {share:.2f}")
 
 
+@pytest.mark.parametrize(
+    ("has_loader", "has_gpu", "advice"),
+    [
+        (False, False, "Make it cheaper, or do its work once before training."),
+        (True, False, "training, or in the worker processes of the DataLoader."),
+        (
+            True,
+            True,
+            "in the worker processes of the DataLoader, or in device_transform.",
+        ),
+    ],
+)
+def test_a_slow_host_transform_can_move_only_to_places_that_exist(
+    has_loader: bool, has_gpu: bool, advice: str
+) -> None:
+    counted = Totals(
+        batches=100,
+        seconds=10.0,
+        wait_s=8.0,
+        starved_s=8.0,
+        read_s=2.0,
+        host_transform_s=7.0,
+        depth=2,
+        asynchronous=has_gpu,
+    )
+    assert counted.bottleneck == "host_transform"
+    assert explanation(counted, str, has_loader=has_loader).endswith(advice)
+
+
 def test_unknown_bytes_are_not_named() -> None:
     found = Totals(
         batches=1, rows=8, seconds=50.0, wait_s=40.0, starved_s=40.0, read_s=1.0, depth=2

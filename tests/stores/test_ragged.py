@@ -190,6 +190,16 @@ def test_offsets_from_a_file(dtype: Any, tmp_path: Path, monkeypatch: pytest.Mon
     assert "<RaggedStore: 11 rows of <ArrayStore: " in repr(store)
 
 
+@pytest.mark.parametrize(("offsets", "warns"), [([5, 5], True), ([0, 10], False), ([2, 9], False)])
+def test_lengths_in_place_of_offsets_cause_a_warning(
+    offsets: list[int], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    RaggedStore(np.arange(10), offsets)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == warns
+    assert all(text.startswith("offsets begins at 5, so 10 of 10 items are") for text in messages)
+
+
 def test_offsets_are_copied() -> None:
     offsets = np.array([0, 2, 3])
     store = RaggedStore(np.arange(3), offsets)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pinfeed.memory.units import human
+from pinfeed.readahead.base import usual_block_rows
 
 # Share of the free memory that data may use; a model, or a feeder, needs the rest.
 _ENOUGH = 0.5
@@ -91,7 +92,8 @@ def advise(data: Data, ceilings: Ceilings, *, free_host: int, gpu: str, free_gpu
     if data.nbytes <= _ENOUGH * free_host:
         worth = _worth(times["memory"] + times.get("link", 0.0))
         return Advice("perhaps", (almost + _in_memory(size, free_host, gpu), worth))
-    return Advice("yes", (almost + _larger(size, free_host, bool(gpu)), *_from_disk(times)))
+    read = _from_disk(times, data.row_nbytes)
+    return Advice("yes", (almost + _larger(size, free_host, bool(gpu)), *read))
 
 
 def spelled(ms: float) -> str:
@@ -141,7 +143,7 @@ def _larger(size: str, free_host: int, gpu: bool) -> str:
     )
 
 
-def _from_disk(times: Mapping[str, float]) -> tuple[str, ...]:
+def _from_disk(times: Mapping[str, float], row_nbytes: int) -> tuple[str, ...]:
     if "disk in sequence" not in times:
         return ("The disk was not measured; give a FILE, or --dir.",)
     in_sequence = times["disk in sequence"]
@@ -154,6 +156,6 @@ def _from_disk(times: Mapping[str, float]) -> tuple[str, ...]:
         return (sequential,)
     random = (
         f"In fully random order (shuffle=True), a batch takes {spelled(at_random)}, because the "
-        "disk seeks for each row."
+        f"disk seeks for each row. Use block_shuffled(block_rows={usual_block_rows(row_nbytes)})."
     )
     return sequential, random
