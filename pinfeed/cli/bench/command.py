@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 _LEGEND = (
     "1st, later: the rate in the first epoch, and in later epochs. The last row shows the highest "
-    "rate of the machine without a loader. x: pinfeed is this many times as fast. waits: share "
-    "of time that a loop with a training step waits for data in later epochs. own, file: growth "
-    "of the process's own memory, and of mapped file pages, which the kernel may drop."
+    "rate that this machine allows, and what limits it. x: pinfeed is this many times as fast. "
+    "waits: share of time that a loop with a training step waits for data in later epochs. own, "
+    "file: growth of the process's own memory, and of mapped file pages, which the kernel may drop."
 )
 
 # In a shorter epoch, the one to two milliseconds in which pinfeed begins and ends it count.
@@ -121,7 +121,7 @@ def _report(
 
 
 def _table(trial: Trial, timings: Sequence[Timing], ceilings: dict[str, float]) -> str:
-    """Show the rates of each contestant, and in the last row the highest rates of the machine."""
+    """Show the rates of each contestant, and in the last row the machine's limit."""
     what, best = min(ceilings.items(), key=lambda item: item[1])
     limit = [what, "", ""]
     limit[2 if trial.warm else 1] = f"{best:.3g}"
