@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _MAX_READERS = 1024
-"""Maximum number of identities that are read at the same time, each in a thread of its own."""
+"""Maximum number of inputs that are read at the same time, each in a thread of its own."""
 
 
 @explain_arguments(READER_HINTS, options=ReaderOptions)
@@ -53,16 +53,16 @@ def wrap_readers(
 ) -> ReaderFeeder:
     """Wrap functions that read samples, and prefetch batches ``(x, y)`` of them to the device.
 
-    Identity i is ``inputs[i]`` and ``outputs[i]``: paths, numbers, or any values that the functions
-    take. Reader threads call ``read_input(inputs[i])`` and ``get_output(outputs[i])``, one batch
-    after the other. Each function returns an iterable of ``one_read_count`` samples: arrays, CPU
-    tensors or numbers. A batch contains the samples of ``batch_size // one_read_count`` identities,
-    in order. Each sample is copied into its batch before the next sample of that identity is
+    Inputs and outputs are paths, numbers, or any values that the functions take. Output i belongs
+    to input i. Reader threads call ``read_input(inputs[i])`` and ``get_output(outputs[i])``, one
+    batch after the other. Each function returns an iterable of ``one_read_count`` samples: arrays,
+    CPU tensors or numbers. A batch contains the samples of ``batch_size // one_read_count`` inputs,
+    in order. Each sample is copied into its batch before the next sample of that input is
     requested, so a function may yield the same array repeatedly. Every epoch calls the functions
     again.
 
     ``apply_on_input_batch`` and ``apply_on_output_batch`` take an iterator over the samples of a
-    batch. They must consume all samples. The samples of one identity are then collected before
+    batch. They must consume all samples. The samples of one input are then collected before
     they are passed on. The functions return arrays and tensors in any structure of tuples, lists,
     mappings, named tuples and dataclasses, which are copied to the device. Other leaves stay
     unchanged.
@@ -86,13 +86,13 @@ def wrap_readers(
         (torch.Size([2, 3, 32, 32]), torch.Size([2]))
 
     Args:
-        inputs: One value per identity, the argument of ``read_input``.
-        outputs: One value per identity, the argument of ``get_output``; as many as ``inputs``.
-        read_input: Function that returns the input samples of an identity.
-        get_output: Function that returns the output samples of an identity, equally many.
+        inputs: Arguments of ``read_input``, one for each call.
+        outputs: Arguments of ``get_output``; as many as ``inputs``.
+        read_input: Function that takes one of ``inputs`` and returns its samples.
+        get_output: Function that takes one of ``outputs`` and returns as many samples.
         batch_size: Samples per batch, a multiple of ``one_read_count``.
-        one_read_count: Samples per identity; 1 by default.
-        n_readers: Number of identities of a batch that are read at the same time, each in a thread;
+        one_read_count: Samples per input; 1 by default.
+        n_readers: Number of inputs of a batch that are read at the same time, each in a thread;
             1 by default, at most 1,024. With more than one, the functions must be thread-safe. The
             synchronous loop, ``depth=0``, has no threads.
         depth: Number of batches to prefetch; 2 by default, at most 1,024; 0 is the synchronous
@@ -104,12 +104,12 @@ def wrap_readers(
         input_dtype: Dtype of stacked input samples, of numpy or torch, or ``"bfloat16"``. None
             keeps their dtype, which must be the same for all.
         output_dtype: The same for output samples.
-        shuffle: Whether every epoch has a new order of the identities,
+        shuffle: Whether every epoch has a new order of the inputs,
             ``pinfeed.rows.shuffled(seed)``. Every run of the program repeats the same orders, as
             for ``Feeder``, unless ``seed`` changes.
         seed: Seed of the shuffle, a whole number; 0 by default.
         drop_last: Whether to leave out a last batch that is not full.
-        ranks: Rule by which the processes of a job share the identities, as for ``Feeder``.
+        ranks: Rule by which the processes of a job share the inputs, as for ``Feeder``.
         again: Rule for a loop that begins before an older loop has ended, as for ``Feeder``.
         progress: Whether to show a progress bar.
         timeline: Whether to record how long each stage of each batch takes.
@@ -207,7 +207,7 @@ class ReaderFeeder(ResumableFeeder[tuple[Any, Any]]):
         found = self._loop.source.fingerprint
         size = f"{found['batch_size']:,} samples"
         return (
-            f"<ReaderFeeder: {found['identities']:,} identities; batches of {size} on "
+            f"<ReaderFeeder: {found['identities']:,} inputs; batches of {size} on "
             f"{self.device}, {self._loop}>"
         )
 
@@ -216,7 +216,7 @@ class ReaderFeeder(ResumableFeeder[tuple[Any, Any]]):
 
         Returns:
             Iterator over batches ``(x, y)`` on the device. ``next()`` raises the error of a
-            function in place of its batch, with its own traceback and a note with the identity.
+            function in place of its batch, with its own traceback and a note with the input.
 
         Raises:
             ClosedError: If the feeder is closed, or an older loop over it runs and cannot be ended.
@@ -230,24 +230,19 @@ def _check_identities(inputs: Any, outputs: Any) -> None:
         kind = type(values).__name__
         # An index into a pandas object is a label, not a position.
         if hasattr(values, "iloc"):
-            raise ArgumentError(
-                f"{name}: got {kind}; expected a list with one value per identity; give .tolist()"
-            )
+            raise ArgumentError(f"{name}: got {kind}; expected a list; give .tolist()")
         is_sequence = hasattr(values, "__len__") and hasattr(values, "__getitem__")
         if isinstance(values, (str, bytes, Mapping)) or not is_sequence:
-            raise ArgumentError(
-                f"{name}: got {kind}; expected a list, or another sequence, with one value per "
-                "identity"
-            )
+            raise ArgumentError(f"{name}: got {kind}; expected a list, or another sequence")
     if len(inputs) != len(outputs):
         raise ArgumentError(
-            f"got {len(inputs)} inputs and {len(outputs)} outputs; expected one input and one "
-            "output per identity"
+            f"got {len(inputs)} inputs and {len(outputs)} outputs; expected as many "
+            "inputs as outputs"
         )
 
 
 def _checked_order(options: ReaderOptions) -> Order:
-    """Check the options that are flags or a seed, and return the order of the identities."""
+    """Check the options that are flags or a seed, and return the order of the inputs."""
     check_flag(options["shuffle"], "shuffle")
     check_flag(options["drop_last"], "drop_last")
     check_options(options)
@@ -258,27 +253,27 @@ def _checked_order(options: ReaderOptions) -> Order:
 def _identity_batches(
     n_identities: int, order: Order, batch_size: int, one_read_count: int, options: ReaderOptions
 ) -> OrderBatches | RankBatches:
-    """Return the identities of each batch of this process, and warn if there are none.
+    """Return the inputs of each batch of this process, and warn if there are none.
 
     Raises:
-        ArgumentError: If a batch would contain a part of an identity, or the ranks cannot share the
-            identities by the rule ``ranks``.
+        ArgumentError: If a batch would contain a part of an input, or the ranks cannot share the
+            inputs by the rule ``ranks``.
     """
     drop_last = options["drop_last"]
     shard = shard_of_feeder(options["ranks"], order, drop_last, batch_size, None)
     if shard is None:
         size = _identities_per_batch(batch_size, one_read_count)
         batches = OrderBatches(order, n_identities, size, drop_last)
-        warn_if_empty(batches, "identities")
+        warn_if_empty(batches, "inputs")
         return batches
     _identities_per_batch(shard.batch_size, one_read_count)
     shard = dataclasses.replace(shard, size=shard.size // one_read_count)
-    warn_if_empty(shard.batches(n_identities), "identities")
+    warn_if_empty(shard.batches(n_identities), "inputs")
     return RankBatches(shard, n_identities)
 
 
 def _identities_per_batch(batch_size: int, one_read_count: int) -> int:
-    """Return the number of identities whose samples form a batch.
+    """Return the number of inputs whose samples form a batch.
 
     Raises:
         ArgumentError: If the number is not whole.
@@ -290,7 +285,7 @@ def _identities_per_batch(batch_size: int, one_read_count: int) -> int:
         sizes = f"{below} or {above}" if below else f"{above}"
         raise ArgumentError(
             f"batch_size={batch_size} is not a multiple of one_read_count={one_read_count}, but a "
-            f"batch contains all samples of its identities; give batch_size={sizes}"
+            f"batch contains all samples of its inputs; give batch_size={sizes}"
         )
     return n_identities
 
@@ -299,8 +294,7 @@ def _check_reader(reader: SampleReader) -> None:
     """Raise ArgumentError unless the functions of a reader can be called, and fit its dtype."""
     if not callable(reader.function):
         raise ArgumentError(
-            f"{reader.function_name}={reader.function!r}: expected a function that returns the "
-            "samples of an identity"
+            f"{reader.function_name}={reader.function!r}: expected a function that returns samples"
         )
     if reader.apply is None:
         return

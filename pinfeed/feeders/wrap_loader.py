@@ -90,11 +90,11 @@ def wrap_loader(
 ) -> LoaderFeeder[Any]:
     """Wrap a loader, and prefetch its batches to the device.
 
-    A loop calls ``iter(loader)`` in the training thread. A reader thread then requests the batches.
-    On the CPU, a loop without a ``depth`` measures whether short batches are faster without the
-    reader thread. The training thread requests batches during the measurement, and also afterwards
-    if this is faster. Give a ``depth`` if one thread must request all batches of an epoch, for
-    example because of sqlite connections or thread-local values.
+    A loop calls ``iter(loader)`` in the thread of the training loop. A reader thread then requests
+    the batches. On the CPU, a loop without a ``depth`` measures whether short batches are faster
+    without the reader thread. The training loop itself requests batches during the measurement, and
+    also afterwards if this is faster. Give a ``depth`` if one thread must request all batches of an
+    epoch, for example because of sqlite connections or thread-local values.
 
     The tensors of a batch are copied through page-locked (pinned) memory on a side stream, whether
     or not the loader pins them. Other objects with a ``to(device)`` method are moved by that
@@ -142,7 +142,7 @@ def wrap_loader(
             the loader fills again would change while it waits. A dataset, an array, a tensor
             or a dict of them is refused, because iterating over it yields single samples or names.
         device: Target device, as for ``Feeder``.
-        depth: Number of batches to prefetch, at most 1,024. With 0, the training thread requests
+        depth: Number of batches to prefetch, at most 1,024. With 0, the training loop requests
             each batch from the loader and copies it to the device. With None, pinfeed chooses 2. On
             the CPU, the loop then measures whether 0 is faster for short batches, unless ``fetch``
             reads files. It keeps the faster depth, which ``depth_reason`` names. The batches are

@@ -1,6 +1,6 @@
 """CacheTransfer: moves rows between batches and the caches of their tables, in the right order.
 
-The training thread queues all work on a cache in its current stream. So each batch sees the rows as
+The consumer thread queues all work on a cache in its current stream. So each batch sees the rows as
 the earlier batches have left them, without any wait. One wait is needed if the user changes the
 current stream between two batches:
 
@@ -44,7 +44,7 @@ class ChangedRows(NamedTuple):
 
 
 class CacheTransfer:
-    """Moves rows into and out of caches, for one loop at a time; the training thread calls it.
+    """Moves rows into and out of caches, for one loop at a time; the consumer thread calls it.
 
     Args:
         device: Device of the caches.
@@ -73,7 +73,7 @@ class CacheTransfer:
             cached: Its rows in the cache.
             tensors: Tensors of all parts of the batch; those of the group are replaced.
             batch: Number of the batch.
-            compute: Stream of the training thread.
+            compute: Stream of the consumer thread.
 
         Raises:
             ClosedError: If another thread closes the loop.
@@ -98,7 +98,7 @@ class CacheTransfer:
         Args:
             cached: The rows of the batch.
             values: Their values for each store; None leaves one store, or all stores, unchanged.
-            compute: Stream of the training thread.
+            compute: Stream of the consumer thread.
 
         Returns:
             Values of ``cached.written`` for each store; None for a store that is not changed.

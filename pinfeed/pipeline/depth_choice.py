@@ -57,7 +57,7 @@ logger = logging.getLogger("pinfeed")
 class DepthChoice:
     """Choice between prefetching and the synchronous loop, for all epochs of a runner.
 
-    The training thread calls every method.
+    The consumer thread calls every method.
 
     Args:
         schedule: Schedule of a loop that prefetches. It says whether the choice is measured;

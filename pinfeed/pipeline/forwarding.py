@@ -6,7 +6,7 @@ later writes are copied over the rows that both contain, the newest value of eac
 batch is what a gather at that moment would have returned.
 
 Reader threads find the rows that batches have in common (``recent_rows.py``), ahead of the loop.
-The remaining work of the training thread does not depend on the number of rows.
+The remaining work of the consumer thread does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Write(Generic[T]):
 class WriteLog(Generic[T]):
     """Writes that some gathered batch may not have seen, oldest first.
 
-    The training thread appends, reads and forgets writes. The writer advances ``completed``, and
+    The consumer thread appends, reads and forgets writes. The writer advances ``completed``, and
     the reader threads read it.
     """
 

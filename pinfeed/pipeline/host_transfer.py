@@ -46,7 +46,7 @@ class HostTransfer(Transfer):
         for i, part in enumerate(batch.all_parts()):
             slot.tensors.append(self._read_part(slot, i, part))
         if len(batch.batches) > 1:
-            # The training thread need not do this, because newer values reach the same memory.
+            # The consumer thread need not do this, because newer values reach the same memory.
             slot.batch_tensors = self._cut(batch, slot.tensors[: len(batch.parts)])
         else:
             slot.batch_tensors.clear()

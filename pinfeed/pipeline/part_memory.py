@@ -60,7 +60,7 @@ class PartMemory:
 
         Args:
             n_batches: Number of batches that are gathered together.
-            stream: Stream of the training thread, which calls this.
+            stream: Stream of the consumer thread, which calls this.
         """
         sizes = tuple(nbytes * n_batches for nbytes in self.capacity)
         offsets: Mapping[int, int] = {}

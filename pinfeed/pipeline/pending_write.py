@@ -51,7 +51,7 @@ class HeldValues:
 
     tensors: list[list[Tensor | None]]
     compute: Stream
-    """Stream of the training thread when the values were taken."""
+    """Stream of the consumer thread when the values were taken."""
     ready: Event
     """Event after the computation of the values."""
 

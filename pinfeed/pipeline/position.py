@@ -14,7 +14,7 @@ logger = logging.getLogger("pinfeed")
 
 
 class EpochPosition:
-    """Position of a feeder's loop, without prefetched batches. The training thread owns it.
+    """Position of a feeder's loop, without prefetched batches. The consumer thread owns it.
 
     Args:
         source: Source of the batches.

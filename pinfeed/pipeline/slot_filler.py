@@ -65,7 +65,7 @@ class SlotFiller:
     def compare(self, n_ahead: int) -> None:
         """Compare the rows of each batch with those of the ``n_ahead`` batches before it.
 
-        The training thread calls this when no slot is being filled and all write-backs are
+        The consumer thread calls this when no slot is being filled and all write-backs are
         completed. So later batches need not know the rows of earlier ones.
         """
         if self._compares:

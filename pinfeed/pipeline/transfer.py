@@ -4,8 +4,8 @@ Rule 1: every wait, record and sync of batches and rows is in this file, and eac
         hazard that it prevents. Waits of caches are in cache_transfer.py, and waits of activations
         in training/offload/offload_transfer.py.
 Rule 2: this file knows neither threads nor CUDA. It uses a Device. Its methods say which thread
-        calls them: the consumer (the training thread), a reader, the transform thread, or one of
-        two writers.
+        calls them: the consumer (it runs the training loop), a reader, the transform thread, or
+        one of two writers.
 Rule 3: the consumer allocates device memory, on its own stream. So any thread may free it, at any
         time. Only ``device_transform`` allocates on another stream.
 
@@ -711,7 +711,7 @@ class Transfer:
         groups: Sequence[RowGroup],
         held: list[list[Tensor | None]],
     ) -> PendingWrite:
-        """Return the write-back of values that the training thread has just queued."""
+        """Return the write-back of values that the consumer thread has just queued."""
         compute = self.device.current_stream()
         is_whole = [
             all(tensor is not None for tensor in tensors) if tensors else None for tensors in held

@@ -16,7 +16,7 @@ from pinfeed.threads.call import Pending
 class WriteQueue:
     """Write-backs that the writer threads have not completed, oldest first.
 
-    The training thread adds write-backs. When the queue is full, the training thread waits for the
+    The consumer thread adds write-backs. When the queue is full, the consumer thread waits for the
     oldest one, which bounds the memory of all.
 
     Args:
@@ -158,7 +158,7 @@ class WriteQueue:
     def _take(self) -> None:
         """Wait for the oldest write-back, and note its error.
 
-        The training thread and a thread that closes the feeder may wait for the same write-back.
+        The consumer thread and a thread that closes the feeder may wait for the same write-back.
         Only one thread takes it.
         """
         try:

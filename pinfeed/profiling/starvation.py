@@ -43,7 +43,7 @@ logger = logging.getLogger("pinfeed")
 
 
 class StarvationMonitor:
-    """Monitor of the counters of running loops; the training thread calls it.
+    """Monitor of the counters of running loops; the consumer thread calls it.
 
     Args:
         counters: The counts of the loops.

@@ -276,7 +276,7 @@ class FeederStats(Totals):
         seconds: Time within loops, in seconds, like all times in this class.
         wait_s: Time in which loops waited for data: from the request for a batch until it was
             ready.
-        overhead_s: Time in which loops waited for pinfeed's own work in the training thread. It
+        overhead_s: Time in which loops waited for pinfeed's own work in their thread. It
             begins with the request for a batch and ends when the loop receives it, without
             ``wait_s``. pinfeed reserves memory for later batches, hands the batch over, and frees
             earlier ones. Starting and joining the threads of a loop is included.

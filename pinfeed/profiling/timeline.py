@@ -186,7 +186,7 @@ class Timeline:
         self._taken.append((lane, batch, start, end, self._loop, n_batches, rows, nbytes))
 
     def add_cache(self, now: float, counts: CacheCounts) -> None:
-        """Record the rows of a batch in a table with a cache; called by the training thread."""
+        """Record the rows of a batch in a table with a cache; called by the consumer thread."""
         self._caches.append((now, counts))
 
     def add_timed(

@@ -11,7 +11,7 @@ from pinfeed.errors import ArgumentError
 class EpochHooks:
     """Reactions of a source's batches to the position of its loop; this base class has none.
 
-    The training thread calls the hooks, between batches or between epochs.
+    The consumer thread calls the hooks, between batches or between epochs.
     """
 
     kind = "a feeder"

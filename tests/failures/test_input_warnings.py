@@ -88,7 +88,7 @@ def test_ranks_without_batches_cause_a_warning(
     functions: dict[str, Any] = {"read_input": lambda i: [i], "get_output": lambda i: [i]}
     with wrap_readers(range(8), range(8), batch_size=2, **functions, **arguments) as reader:
         assert list(reader) == []
-    wanted = [message.format("rows"), message.format("identities")]
+    wanted = [message.format("rows"), message.format("inputs")]
     assert [said[: len(one)] for said, one in zip(caplog.messages, wanted, strict=True)] == wanted
 
 
@@ -112,6 +112,4 @@ def test_an_empty_list_of_identities_causes_a_warning(
         [], [], read_input=lambda i: [i], get_output=lambda i: [i], batch_size=2, **arguments
     ) as reader:
         assert list(reader) == []
-    assert caplog.messages == [
-        "there are no identities, so epochs have no batch; give at least one"
-    ]
+    assert caplog.messages == ["there are no inputs, so epochs have no batch; give at least one"]

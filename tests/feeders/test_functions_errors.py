@@ -67,7 +67,7 @@ def test_errors_come_after_the_good_batches_with_traceback_and_identity(
             assert frames(error)[-1] == function.__name__
             if sys.version_info >= (3, 11):
                 assert f"in {name}({kind}s[5]), {kind}s[5] = 'images/5.png'" in notes(error)
-                assert (f"in apply_on_{kind}_batch of identities [4, 5]" in notes(error)) == applied
+                assert (f"in apply_on_{kind}_batch of inputs [4, 5]" in notes(error)) == applied
 
 
 @pytest.mark.parametrize("applied", [False, True])
@@ -95,7 +95,7 @@ def test_a_count_that_does_not_match(
         got, error = until_error(feeder, errors.ArgumentError)
     assert got == [[0, 1, 0, 1]]
     call = rf"get_output\(outputs\[{identity}\]\), outputs\[{identity}\] = {identity}"
-    assert re.match(f"{call}: {wanted}; expected one_read_count=2 from every identity", str(error))
+    assert re.match(f"{call}: {wanted}; expected one_read_count=2 from every input", str(error))
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -117,7 +117,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "apply": (
         {"apply_on_input_batch": lambda samples: next(samples)},
-        r"apply_on_input_batch consumed 1 samples of identities \[0, 1\]; expected .* 2",
+        r"apply_on_input_batch consumed 1 samples of inputs \[0, 1\]; expected .* 2",
     ),
     "lazy": ({"apply_on_input_batch": lambda samples: samples}, "consumed 0 samples"),
 }
@@ -209,7 +209,7 @@ def test_apply_that_asks_for_too_many_samples(depth: int) -> None:
     )
     assert got == [[0, 1], [2, 3]]
     if sys.version_info >= (3, 11):
-        assert notes(error) == "in apply_on_input_batch of identities [4]"
+        assert notes(error) == "in apply_on_input_batch of inputs [4]"
 
 
 def test_a_value_that_cannot_be_shown() -> None:
@@ -226,7 +226,7 @@ def test_a_value_that_cannot_be_shown() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"inputs": range(5)}, "got 5 inputs and 6 outputs; expected one input and one output"),
+        ({"inputs": range(5)}, "got 5 inputs and 6 outputs; expected as many inputs as outputs"),
         ({"inputs": iter(range(6))}, "inputs: got range_iterator; expected a list"),
         ({"outputs": "labels"}, "outputs: got str; expected a list"),
         ({"outputs": {0: 1}}, "outputs: got dict; expected a list"),

@@ -58,7 +58,7 @@ def test_feeders_have_a_repr_of_one_line(tmp_path: Path) -> None:
     )
     reading = {"read_input": lambda i: [i], "get_output": lambda i: [i], "device": "cpu"}
     assert repr(wrap_readers(range(100), range(100), batch_size=4, **reading)) == (
-        "<ReaderFeeder: 100 identities; batches of 4 samples on cpu, depth=2>"
+        "<ReaderFeeder: 100 inputs; batches of 4 samples on cpu, depth=2>"
     )
 
 

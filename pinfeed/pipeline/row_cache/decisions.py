@@ -1,6 +1,6 @@
 """CachedRows and CacheDecisions: the rows of a batch that enter, use and leave a cache.
 
-Reader threads decide, in the order of batches, ahead of the training thread. So the rows that the
+Reader threads decide, in the order of batches, ahead of the consumer thread. So the rows that the
 device has now are stored separately from those of the policy. They change when the decision about a
 batch is carried out. This is one assignment, so an error or an interrupt is before or after it.
 """

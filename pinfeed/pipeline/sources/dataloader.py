@@ -97,7 +97,7 @@ def _is_map_style(loader: Any) -> bool:
 class LoaderSource:
     """The batches of a loader.
 
-    The training thread begins an epoch with ``begin``, and calls every method except ``epoch`` and
+    The consumer thread begins an epoch with ``begin``, and calls every method except ``epoch`` and
     ``draw``.
 
     Args:

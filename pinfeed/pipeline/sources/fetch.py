@@ -192,7 +192,7 @@ class RowFetch:
         }
 
     def _rows(self, fetched: _Fetched, rows: list[Tensor], positions: Iterator[Tensor]) -> Any:
-        """Return the rows of one entry, in the shape of its ids (training thread)."""
+        """Return the rows of one entry, in the shape of its ids (consumer thread)."""
         stores = fetched.spec.stores
         if fetched.positions is not None:
             of_entry = next(positions)

@@ -20,13 +20,13 @@ from pinfeed.threads.call import Workers
 
 
 class ReaderSource:
-    """Batches of identities, which the user's functions read.
+    """Batches of inputs, which the user's functions read.
 
     Args:
         readers: One reader for each part of a batch.
-        batches: Indices of the identities, batch by batch.
+        batches: Indices of the inputs, batch by batch.
         worker: Makes a pool of threads, given their name and number.
-        n_threads: Number of identities that are read at the same time. With 1, the loop's reader
+        n_threads: Number of inputs that are read at the same time. With 1, the loop's reader
             thread reads them.
     """
 
@@ -76,7 +76,7 @@ class ReaderSource:
         names = " and ".join(reader.function_name for reader in self._readers)
         return (
             f"The loop waits for {names}: raise n_readers (now {self._n_threads}; this process may "
-            f"use {len(os.sched_getaffinity(0))} cores) to read more identities at the same time, "
+            f"use {len(os.sched_getaffinity(0))} cores) to read more inputs at the same time, "
             "if the functions are thread-safe, or make them cheaper."
         )
 

@@ -1,4 +1,4 @@
-"""SampleReader: calls a user's function for an identity, and checks and stacks its samples."""
+"""SampleReader: calls a user's function for an input, and checks and stacks its samples."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class SampleReader:
 
     Args:
         kind: ``"input"`` or ``"output"``.
-        function: Returns the samples of an identity, given one of ``values``.
-        values: One value for each identity.
-        n_samples: Number of samples of each identity.
+        function: Returns the samples of an input, given one of ``values``.
+        values: One value for each input.
+        n_samples: Number of samples of each input.
         apply: Makes a batch from its samples; None to stack them.
         dtype: Dtype of stacked samples; None for their own dtype.
     """
@@ -60,7 +60,7 @@ class SampleReader:
         return f"apply_on_{self.kind}_batch"
 
     def call(self, identity: int) -> str:
-        """Return the call of the function for an identity, for error messages."""
+        """Return the call of the function for an input, for error messages."""
         try:
             value = _SHORT.repr(self.values[identity])
         except Exception as error:
@@ -69,11 +69,11 @@ class SampleReader:
         return f"{self.function_name}({self.kind}s[{identity}]), {self.kind}s[{identity}] = {value}"
 
     def samples(self, identity: int) -> Generator[Any, None, None]:
-        """Yield the samples of an identity.
+        """Yield the samples of an input.
 
         Raises:
             ArgumentError: If the number of samples is wrong, or the result is not iterable.
-            Exception: If the function raised it; a note names the identity.
+            Exception: If the function raised it; a note names the input.
         """
         wanted = self.n_samples
         given = self.ask(identity, lambda: self.function(self.values[identity]))
@@ -88,7 +88,7 @@ class SampleReader:
                 if (sample := self.ask(identity, next, samples, _END)) is _END:
                     raise ArgumentError(
                         f"{self.call(identity)}: got {n} samples; expected one_read_count={wanted} "
-                        "from every identity"
+                        "from every input"
                     )
                 yield sample
                 # The sample must not be held while the function makes the next one.
@@ -96,7 +96,7 @@ class SampleReader:
             if self.ask(identity, next, samples, _END) is not _END:
                 raise ArgumentError(
                     f"{self.call(identity)}: got more than {wanted} samples; expected "
-                    f"one_read_count={wanted} from every identity; if the function returns one "
+                    f"one_read_count={wanted} from every input; if the function returns one "
                     "sample, return it in a list"
                 )
         finally:
@@ -109,8 +109,8 @@ class SampleReader:
         """Return the result of ``apply``, or a StackedSamples that reads the batch later.
 
         Args:
-            identities: Indices of the identities.
-            each: Map that reads the identities.
+            identities: Indices of the inputs.
+            each: Map that reads the inputs.
             opened: Stack that closes the batch's generators, whether they are read or not.
         """
         if self.apply is None:
@@ -135,12 +135,12 @@ class SampleReader:
             batch = guarded(apply, stream())
         except Exception as error:
             shown = _SHORT.repr(identities.tolist())
-            add_note(error, f"in {self.apply_name} of identities {shown}")
+            add_note(error, f"in {self.apply_name} of inputs {shown}")
             raise
         if taken < wanted:
             shown = _SHORT.repr(identities.tolist())
             raise ArgumentError(
-                f"{self.apply_name} consumed {taken} samples of identities {shown}; expected it to "
+                f"{self.apply_name} consumed {taken} samples of inputs {shown}; expected it to "
                 f"consume all {wanted} before it returns, because inputs and outputs would not "
                 "match otherwise"
             )
@@ -173,7 +173,7 @@ class SampleReader:
             raise StoreError(f"{self.call(identity)}: {error}; {advice}") from None
 
     def ask(self, identity: int, fn: Callable[..., Any], *args: Any) -> Any:
-        """Call the user's code; a note of its error names the identity."""
+        """Call the user's code; a note of its error names the input."""
         try:
             return guarded(fn, *args)
         except Exception as error:
@@ -188,9 +188,9 @@ class StackedSamples:
 
     Args:
         reader: Reader of the samples.
-        identities: Indices of the batch's identities.
-        first: Samples of the first identity. The caller closes this generator.
-        each: Map that reads the identities.
+        identities: Indices of the batch's inputs.
+        first: Samples of the first input. The caller closes this generator.
+        each: Map that reads the inputs.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class StackedSamples:
         self._first = itertools.chain((head,), first)
 
     def read(self, out: Array) -> Iterator[None]:
-        """Read the samples into ``out``, one identity per step."""
+        """Read the samples into ``out``, one input per step."""
         n = self._reader.n_samples
 
         def write(i: int) -> None:

@@ -16,11 +16,11 @@ from pinfeed.training.distributed.lockstep import Channel, Lockstep
 class RankGroup:
     """The ranks that share tables, from the view of one rank.
 
-    The training thread and the reader threads have separate channels. Neither waits for the other
+    The consumer thread and the reader threads have separate channels. Neither waits for the other
     or receives its bytes.
 
     Args:
-        loop: Channel of the training thread.
+        loop: Channel of the consumer thread.
         readers: Channel of the reader threads.
     """
 

@@ -101,7 +101,7 @@ class ShardedSource(TableRowSource):
         self._specs = tables
         self._group = group
         self._first = 0
-        # Without reader threads, the training thread also exchanges rows. Both kinds of steps then
+        # Without reader threads, the consumer thread also exchanges rows. Both kinds of steps then
         # use the same lockstep, to detect a rank that takes another step.
         self._lockstep = group.reader_lockstep if schedule.depth else group.loop_lockstep
         self._exchanged_tables = [

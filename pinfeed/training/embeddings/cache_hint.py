@@ -18,7 +18,7 @@ _MOST_TABLES = 2
 class CacheHint:
     """Records lookups of tables without a cache, and recommends caches for these tables.
 
-    Reader threads record lookups. The training thread requests the hint.
+    Reader threads record lookups. The consumer thread requests the hint.
 
     Args:
         tables: Name and stores of each table, in the order of the groups of a batch, or None for a

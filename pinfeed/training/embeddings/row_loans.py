@@ -33,12 +33,12 @@ class RowLender(Protocol):
         """
 
     def flush_writes(self) -> None:
-        """Write every change so far to the stores. Called by the training thread."""
+        """Write every change so far to the stores. Called by the consumer thread."""
 
     def _flush_earlier_writes(self) -> None:
         """Write every change of the batches before the current one to the stores.
 
-        Called by the training thread.
+        Called by the consumer thread.
         """
 
     def release_tables(self) -> None:

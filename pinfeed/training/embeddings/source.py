@@ -151,21 +151,21 @@ class TableRowSource(LoaderSource):
     def report_failure(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that reports errors to other ranks before a loop begins.
 
-        The training thread calls this.
+        The consumer thread calls this.
         """
         return contextlib.nullcontext()
 
     def claim_ranks(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that reserves the ranks for a loop while its reader threads exist.
 
-        The training thread calls this.
+        The consumer thread calls this.
         """
         return contextlib.nullcontext()
 
     def in_lockstep(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which all ranks run a loop. Its reader threads exist throughout.
 
-        The training thread calls this.
+        The consumer thread calls this.
         """
         return contextlib.nullcontext()
 

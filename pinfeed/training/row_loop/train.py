@@ -93,7 +93,7 @@ def train_rows(
             of a batch on the host. It must return all ids that the training step will look up. Ids
             are integers in a tensor or array of any shape, or several of these in a tuple, list or
             dict. The function gets one batch at a time, in order. A background thread calls it; in
-            the synchronous loop, the training thread does.
+            the synchronous loop, the thread of the training loop does.
         optimizer: The RowOptimizer that steps in the loop, alone or in a CombinedOptimizer, or
             several of these. Their state is moved together with the rows.
         config: A ``pinfeed.Config`` with memory limits, which bound the caches of tables
@@ -102,8 +102,8 @@ def train_rows(
             because the rows of the batches need the rest. With None, the free memory is the limit.
             Its ``depth`` is used if the argument ``depth`` is None.
         depth: Number of batches to prefetch, at most 1,024. 0 is the synchronous loop, in which the
-            training thread requests batches and ids. With None, the loop times some batches with 2
-            batches prefetched and some in the synchronous loop, and keeps the faster one.
+            training loop itself requests batches and ids. With None, the loop times some batches
+            with 2 batches prefetched and some in the synchronous loop, and keeps the faster one.
             ``depth_reason`` names it. With ``verify`` or sharded tables, None is 2.
         look_ahead: Number of later batches that the caches of tables know when they decide which
             rows of a batch to keep. The loop requests these batches from the loader in advance, and
