@@ -282,7 +282,7 @@ def test_paths_without_an_hdf5_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(errors.ArgumentError, match="got list; expected a path"):
         HDF5Store([1])
     monkeypatch.setitem(sys.modules, "h5py", None)
-    with pytest.raises(errors.MissingDependency, match=r'pip install "pinfeed\[hdf5\]"'):
+    with pytest.raises(errors.MissingDependency, match=r'pip install "h5py>=3\.10"'):
         HDF5Store(tmp_path / "x.h5")
 
 

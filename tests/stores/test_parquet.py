@@ -173,7 +173,7 @@ def test_files_that_cannot_be_served(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(errors.StoreError, match=r"is a directory.*/\*.parquet"):
         ParquetStore(tmp_path / "e.parquet", "x")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(errors.MissingDependency, match=r'pip install "pinfeed\[parquet\]"'):
+    with pytest.raises(errors.MissingDependency, match=r'pip install "pyarrow>=15"'):
         ParquetStore(path, "x")
 
 

@@ -142,7 +142,7 @@ def test_sources_that_cannot_be_served(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(errors.ArgumentError, match="got int; expected a path"):
         ZarrStore(3)
     monkeypatch.setitem(sys.modules, "zarr", None)
-    with pytest.raises(errors.MissingDependency, match=r'pip install "pinfeed\[zarr\]"'):
+    with pytest.raises(errors.MissingDependency, match=r'pip install "zarr>=3\.1"'):
         ZarrStore(tmp_path / "x.zarr")
 
 
