@@ -83,17 +83,14 @@ def main() -> None:
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(300, 8)).astype("float32"), rng.normal(size=300).astype("float32")
     accelerator = Accelerator(gradient_accumulation_steps=N_STEPS)
-    share = pinfeed.rows.per_rank(
-        pinfeed.rows.shuffled(seed=1),
-        rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
-    )
+    # ranks="pad" finds the rank and the world size of the job.
+    options: dict[str, Any] = {"batch_size": 32, "shuffle": True, "seed": 1, "ranks": "pad"}
 
-    with pinfeed.Feeder((x, y), batch_size=32, rows=share, device=accelerator.device) as feeder:
+    with pinfeed.Feeder((x, y), device=accelerator.device, **options) as feeder:
         assert accelerator.prepare(feeder) is feeder
         weights, n_steps = train(accelerator, [Epoch(feeder)] * 3)
         assert n_steps == 3 * -(-len(feeder) // N_STEPS)
-    with pinfeed.Feeder((x, y), batch_size=32, rows=share, device=accelerator.device) as feeder:
+    with pinfeed.Feeder((x, y), device=accelerator.device, **options) as feeder:
         if accelerator.num_processes == 1 and accelerator.device.type == "cpu":
             assert torch.equal(weights, by_hand([feeder] * 3))
 
