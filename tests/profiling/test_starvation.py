@@ -304,7 +304,7 @@ def test_sources_know_what_to_change(tmp_path: Path) -> None:
     feeder = wrap_readers(
         [1], [1], read_input=lambda i: [i], get_output=lambda i: [i], batch_size=1, device="cpu"
     )
-    assert "raise n_readers (now 1" in feeder._loop.source.hint(0.0)
+    assert "Raise n_readers (now 1" in feeder._loop.source.hint(0.0)
     feeder.close()
     loop = pinfeed.train_rows(
         [], {pinfeed.HostEmbedding(5, 2, name="users"): "ids"}, device=HostDevice()

@@ -74,11 +74,19 @@ class ReaderSource:
     def hint(self, source_share: float) -> str:
         """Return what to change if a loop stalls on the functions."""
         names = " and ".join(reader.function_name for reader in self._readers)
-        return (
-            f"The loop waits for {names}: raise n_readers (now {self._n_threads}; this process may "
-            f"use {len(os.sched_getaffinity(0))} cores) to read more inputs at the same time, "
-            "if the functions are thread-safe, or make them cheaper."
-        )
+        n_inputs = self._batches.batch_size
+        if self._n_threads == n_inputs:
+            change = (
+                f"Each of the {n_inputs} inputs of a batch has a thread already, so a larger "
+                "n_readers has no effect. Give a smaller one_read_count or a larger batch_size"
+            )
+        else:
+            change = (
+                f"Raise n_readers (now {self._n_threads}; this process may use "
+                f"{len(os.sched_getaffinity(0))} cores) to read more inputs at the same time, if "
+                "the functions are thread-safe"
+            )
+        return f"The loop waits for {names}. {change}, or make the functions cheaper."
 
     def transfer_hint(self) -> str:
         """Return an empty text, because every byte of the batches must be copied."""

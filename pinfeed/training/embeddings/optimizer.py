@@ -248,7 +248,14 @@ class RowOptimizer(torch.optim.Optimizer):
             setattr(self.inner, name, attributes[name])
 
     def close(self) -> None:
-        """Flush and close the files of row-wise state. A second call does nothing."""
+        """Flush and close the files of row-wise state. A second call does nothing.
+
+        Raises:
+            ClosedError: If a loop over the rows of a table runs, because its last changes would be
+                lost.
+        """
+        for table in self.tables:
+            table.require_not_lent()
         for state in self.tables.values():
             for store in state.stores:
                 store.close()

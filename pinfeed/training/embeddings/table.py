@@ -333,9 +333,9 @@ class HostEmbedding(nn.Module):
             ClosedError: If such a loop runs.
         """
         for table in (self, *lent_with(self, [self._store], write=True)):
-            table._require_not_lent()
+            table.require_not_lent()
 
-    def _require_not_lent(self) -> None:
+    def require_not_lent(self) -> None:
         """Check that no loop lends rows of this table; tables that share its rows do not count.
 
         Raises:
@@ -415,7 +415,12 @@ class HostEmbedding(nn.Module):
         self._fill(find_initializer(init))
 
     def close(self) -> None:
-        """Flush and close the store, if the table made it. A second call does nothing."""
+        """Flush and close the store, if the table made it. A second call does nothing.
+
+        Raises:
+            ClosedError: If a loop over the rows runs, because its last changes would be lost.
+        """
+        self.require_not_lent()
         if self._owned:
             self._store.close()
 
@@ -455,7 +460,7 @@ class HostEmbedding(nn.Module):
 
     def _take(self, lender: RowLender) -> None:
         """Reserve the table for one loop until ``_release``; no other loop lends its rows."""
-        self._require_not_lent()
+        self.require_not_lent()
         self._lender = lender
 
     def _release(self) -> None:

@@ -95,7 +95,7 @@ class LentTable:
         Raises:
             ClosedError: If another loop lends the rows.
         """
-        self.table._require_not_lent()
+        self.table.require_not_lent()
         self._require_separate(None)
 
     def _require_separate(self, loop: RowLoop[Any] | None) -> None:
@@ -119,7 +119,7 @@ class LentTable:
         Raises:
             ClosedError: If they may not be lent.
         """
-        other._require_not_lent()
+        other.require_not_lent()
 
     def update(self) -> bool:
         """Note whether the table is trainable now, and return whether it has become trainable."""

@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from pinfeed import (
     Feeder,
     HostEmbedding,
     HostEmbeddingBag,
+    RowOptimizer,
     errors,
 )
 
@@ -388,3 +390,21 @@ def test_bags_outside_a_loop_and_of_other_modes() -> None:
     assert table(torch.tensor([[0, 2], [1, 1]])).tolist() == [[4, 6], [4, 6]]
     with pytest.raises(errors.ArgumentError, match="mode='median'"):
         HostEmbeddingBag(N, DIM, mode="median")
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("closes", ["table", "optimizer"])
+def test_a_table_cannot_be_closed_in_its_loop(tmp_path: Path, closes: str, depth: int) -> None:
+    """The changes of the current step would be lost."""
+    table = HostEmbedding(10, 2, init="zeros", store=tmp_path / "table.npy")
+    optimizer = RowOptimizer(torch.optim.SGD, [table], lr=1.0, momentum=0.5)
+    loader = [torch.arange(10)] * 3
+    for ids in train_rows(loader, {table: itself}, optimizer=optimizer, depth=depth):
+        table(ids).sum().backward()
+        optimizer.step()
+        with pytest.raises(errors.ClosedError, match="end it first"):
+            {"table": table, "optimizer": optimizer}[closes].close()
+        break
+    optimizer.close()
+    table.close()
+    assert np.array_equal(np.load(tmp_path / "table.npy"), np.full((10, 2), -1, np.float32))
