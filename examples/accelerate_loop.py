@@ -27,7 +27,6 @@ N_STEPS = 4
 LR = 0.05
 
 
-# --8<-- [start:epoch]
 class Epoch(DataLoaderStateMixin):
     """A feeder that announces the last batch of an epoch to Accelerate."""
 
@@ -43,9 +42,6 @@ class Epoch(DataLoaderStateMixin):
                 yield batch
         finally:
             self.end()
-
-
-# --8<-- [end:epoch]
 
 
 def linear() -> nn.Linear:

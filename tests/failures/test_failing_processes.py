@@ -54,6 +54,8 @@ def forked(run: Callable[[], object], limit_s: int = LIMIT_S) -> int:
     pid = os.fork()
     if pid == 0:
         signal.alarm(limit_s)
+        # The child has no threads of OpenMP, and would wait for them.
+        torch.set_num_threads(1)
         try:
             run()
             os._exit(0)

@@ -302,9 +302,14 @@ def test_sources_know_what_to_change(tmp_path: Path) -> None:
     assert "smaller dtype" in LoaderSource(loader).hint(0.1)
     assert "loader (list)" in LoaderSource([1]).hint(0.9)
     feeder = wrap_readers(
-        [1], [1], read_input=lambda i: [i], get_output=lambda i: [i], batch_size=1, device="cpu"
+        [1], [1], read_input=lambda i: [i], get_output=lambda i: [i], batch_size=2, device="cpu"
     )
     assert "Raise n_readers (now 1" in feeder._loop.source.hint(0.0)
+    feeder.close()
+    feeder = wrap_readers(
+        [1], [1], read_input=lambda i: [i], get_output=lambda i: [i], batch_size=1, device="cpu"
+    )
+    assert "n_readers has no effect" in feeder._loop.source.hint(0.0)
     feeder.close()
     loop = pinfeed.train_rows(
         [], {pinfeed.HostEmbedding(5, 2, name="users"): "ids"}, device=HostDevice()

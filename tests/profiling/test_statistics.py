@@ -209,7 +209,7 @@ CAUSES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 CHANGES = {
-    "start": "fewer and longer loops",
+    "start": "longer loops",
     "overhead": "Larger batches",
     "unevenness": "higher depth",
     "copying": "PinnedStore",
