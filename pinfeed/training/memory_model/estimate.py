@@ -70,6 +70,11 @@ def estimate(
     The step runs on tensors without data. It takes some seconds, and needs neither a GPU nor the
     memory of a real step.
 
+    Examples:
+        >>> model = torch.nn.Linear(10, 1)
+        >>> print(pinfeed.estimate(model, 64, input_shape=(10,)))
+        step of 64 samples ...
+
     Args:
         model: A torch module, which stays unchanged; or a class or function that makes one.
         batch_size: Samples in the batch.
