@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from pinfeed.cli.terminal.output import Report, facts, saying, sections, table, wrapped
-from pinfeed.cli.terminal.sources import expanded
+from pinfeed.cli.terminal.sources import expanded, names_dataset, with_shell_advice
 from pinfeed.errors import PinfeedError, described
 from pinfeed.memory.units import human
 from pinfeed.stores import MmapStore
 from pinfeed.stores.formats.npy import Header, parse_header, read_header, strange
 from pinfeed.stores.paths import has_protocol
+from pinfeed.validation.suggestions import of_file
 
 _INSIDE = {
     "*.npy": "its files",
@@ -84,6 +85,10 @@ def look(path: str) -> Found:
                 f"{path} is a remote file; inspect reads local files (RemoteStore checks the "
                 "header when it opens a file)"
             )
+        elif not os.path.exists(path) and names_dataset(path):
+            found.damage.append(
+                f"{path}: inspect does not read this format; run pinfeed plan {path}"
+            )
         elif os.path.isdir(path):
             _look_at_directory(found)
         else:
@@ -114,7 +119,7 @@ def _look_at_file(found: Found) -> None:
         _look_at_npy(found)
     else:
         found.problem = "not supported" if start else "damaged"
-        found.damage.append(strange(found.path, start))
+        found.damage.append(with_shell_advice(strange(found.path, start), found.path))
 
 
 def _look_at_npy(found: Found) -> None:
@@ -193,7 +198,7 @@ def _look_at_directory(found: Found) -> None:
             for pattern, what in _INSIDE.items()
             if fnmatch.filter(names, pattern)
         ]
-        hint = hints[0] if hints else "it contains no .npy files and no checkpoint"
+        hint = hints[0] if hints else _kind_of_directory(found.path)
         found.damage.append(f"{found.path} is a directory; {hint}")
         return
     from pinfeed.training import checkpoint
@@ -203,6 +208,14 @@ def _look_at_directory(found: Found) -> None:
     with saying(f"reading {found.path}"):
         found.details = checkpoint.check(found.path)
     found.nbytes = found.details.pop("bytes")
+
+
+def _kind_of_directory(path: str) -> str:
+    """Say what kind of directory this is, if it has no files that ``inspect`` reads."""
+    kind = of_file(os.path.normpath(path))
+    if kind is None:
+        return "it contains no .npy files and no checkpoint"
+    return with_shell_advice(f"it looks like {kind[0]}: {kind[1]}", path)
 
 
 def _together(shards: Sequence[Found]) -> tuple[dict[str, Any] | None, list[str]]:
@@ -295,14 +308,18 @@ def _compared(nbytes: int, expected: int | None) -> str:
 def _many(found: Sequence[Found], source: dict[str, Any] | None) -> str:
     """Describe several files, in a line each."""
     rows = [
-        (one.path, *_columns(one), human(one.nbytes), one.problem if one.damage else "")
-        for one in found
+        (one.path, *_columns(one), _size(one), one.problem if one.damage else "") for one in found
     ]
     shown = table(rows, ("file", "rows", "row shape", "dtype", "size", "problem"), "lrllr")
-    if source is None:
+    if source is None or source["files"] < 2:
         return shown
     size = f"{source['rows']:,} rows, {human(source['bytes'])}"
     return f"{shown}\n\nTogether: {size}, in {source['files']} shards"
+
+
+def _size(one: Found) -> str:
+    """Return the size for people; empty if it is unknown, as of a damaged checkpoint."""
+    return human(one.nbytes) if one.nbytes or os.path.isfile(one.path) else ""
 
 
 def _columns(one: Found) -> tuple[str, str, str]:

@@ -16,6 +16,7 @@ from pinfeed import __version__
 from pinfeed.cli.terminal.options import counts, order_options, size, with_option
 from pinfeed.cli.terminal.output import Report, json_of, wrapped
 from pinfeed.errors import PinfeedError
+from pinfeed.memory.depth import MAX_DEPTH
 
 FINDING = 1
 FAILED = 3
@@ -33,8 +34,9 @@ def main() -> None:
     x.zarr and x.parquet:column. Inputs and their labels are two sources:
     plan images.npy --with labels.npy. Sizes are written 2GiB, 512MiB, 1.5e9.
 
-    Exit status: 0 success; 1 a problem was found (a damaged or unsupported file, a plan
-    that does not fit); 2 wrong usage; 3 failure; 130 interrupted.
+    Exit status: 0 success; 1 a problem was found (a file that inspect reports, a plan that
+    does not fit, batches that differ, a GPU that cannot be used); 2 wrong usage; 3 failure
+    (such as a file that plan, doctor or bench cannot read); 130 interrupted.
     """
 
 
@@ -132,7 +134,7 @@ def doctor(**options: Any) -> Report:
 )
 @click.option(
     "--depth",
-    type=click.IntRange(0),
+    type=click.IntRange(0, MAX_DEPTH),
     help="Number of prefetched batches; 0 is the synchronous loop. By default, pinfeed chooses.",
 )
 @_device

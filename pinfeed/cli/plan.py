@@ -60,7 +60,7 @@ def plan(
         values["remarks"] = remarks
         source = source_of(stores)
         arguments: dict[str, Any]
-        if cpu_limit is None and gpu_limit is None:
+        if cpu_limit is None and (gpu_limit is None or _is_cpu(target)):
             arguments = {"batch_size": batch_size or usual_batch(row_nbytes_of(stores))}
         else:
             arguments = {"config": _limits(cpu_limit, gpu_limit, batch_size)}
@@ -127,6 +127,15 @@ def _device(name: str) -> tuple[Any, list[str]]:
         "cores."
     )
     return PlannedGpu(), [remark]
+
+
+def _is_cpu(device: Any) -> bool:
+    """Return whether batches are in host memory, so a GPU limit must not choose their size."""
+    import torch
+
+    if device == "auto":
+        return not torch.cuda.is_available()
+    return isinstance(device, str) and device.startswith("cpu")
 
 
 def plan_values(made: Plan) -> dict[str, Any]:

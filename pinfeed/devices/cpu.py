@@ -140,7 +140,9 @@ class HostDevice:
 
     def choose_route(self, stores: Sequence[Store], n_rows: int, wanted: str | None) -> str:
         # Only one route is possible: rows are gathered straight into the batch.
-        return ""
+        if wanted is None:
+            return ""
+        return f"route={wanted!r} has no effect, because batches are on the CPU"
 
     def reaches(self, source: HostArray | Store) -> bool:
         return True

@@ -64,8 +64,9 @@ class Feeder(ResumableFeeder[T_co]):
     prefetched batch does not see other changes of its array or file. The caller owns each batch,
     which stays valid and unchanged for as long as it is kept.
 
-    A feeder replaces a DataLoader; do not put one around it. ``next(iter(feeder))`` returns one
-    batch. ``RowDataset`` returns single rows by index.
+    A feeder replaces a DataLoader; do not put one around it, with ``batch_size=None`` either.
+    ``next(iter(feeder))`` returns one batch. ``feeder[0]`` raises a TypeError, because a feeder has
+    no rows by index; use ``RowDataset`` for these.
 
     Examples:
         >>> np.save("x.npy", np.zeros((1000, 8), np.float32))
@@ -115,7 +116,7 @@ class Feeder(ResumableFeeder[T_co]):
         route: Route of rows from page-locked (pinned) stores to a GPU. On the ``"direct"`` route,
             GPU kernels read the rows straight from pinned host memory. On the ``"staged"`` route,
             the CPU gathers the rows before they are copied. None is the faster one, as measured;
-            ``plan`` names it.
+            ``plan`` names it. It has no effect on batches on the CPU.
         verify: Compare each batch with its rows in the stores before the loop receives it, and
             raise VerificationError if anything but ``write_back`` has changed them. This reads
             every row twice and waits for write-backs.
@@ -354,8 +355,9 @@ class Feeder(ResumableFeeder[T_co]):
             self._stores.ragged,
             memory,
         )
-        # The CPU gathers the rows for host_transform.
-        route = route if transforms.host is None else "staged"
+        if transforms.host is not None and not self._device.unified:
+            # The CPU gathers the rows for host_transform.
+            route = "staged"
         plan, self._read_plan = make_plan(request, schedule, self._device, route)
         batches = selection.batches(n_rows, plan)
         self._plan = plan

@@ -49,7 +49,7 @@ _KINDS = {
     b"\x89HDF": ("an HDF5 file", "give pinfeed.HDF5Store(path, name), with the name of a dataset"),
     b"PAR1": (
         "a Parquet file",
-        "give pinfeed.ParquetStore.columns(path), or a path that ends with .parquet",
+        "give pinfeed.ParquetStore.columns(path)",
     ),
     b"ARROW1": (
         "an Arrow file",

@@ -67,6 +67,7 @@ def test_help_and_version_need_no_torch() -> None:
             "--seed 0 has no effect without a random order",
         ),
         (["plan", "x.npy", "--depth", "-1"], "Invalid value for '--depth'"),
+        (["plan", "x.npy", "--depth", "5000"], "5000 is not in the range 0<=x<=1024"),
         (
             ["bench", "x.npy", "--workers", "two"],
             "'two' is not a list of numbers; expected such as 0 or 0,2,8",

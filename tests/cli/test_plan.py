@@ -157,6 +157,16 @@ def test_labels_among_the_shards_are_refused() -> None:
     assert "give another source, such as labels, with --with FILE" in result.stderr
 
 
+def test_a_gpu_limit_does_not_change_the_plan_for_the_cpu() -> None:
+    for options in ([], ["--batch-size", "7"], ["--cpu-limit", "8MiB"]):
+        plain = values("plan", "x.npy", "--device", "cpu", *options)
+        limited = values("plan", "x.npy", "--device", "cpu", "--gpu-limit", "1MiB", *options)
+        assert limited["plan"] | {"gpu_memory_limit": None} == plain["plan"]
+        assert limited["remarks"][-1].startswith(
+            "Batches stay in host memory (cpu), so --gpu-limit has no effect."
+        )
+
+
 @no_gpu
 def test_plan_for_cuda_without_a_gpu() -> None:
     assert (

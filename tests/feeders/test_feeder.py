@@ -369,6 +369,13 @@ def test_the_plan_says_why_rows_take_their_route() -> None:
             assert feeder.plan.notes[0] == "because it was measured"
             assert str(feeder.plan).splitlines()[-1] == "because it was measured"
     assert asked == [(1, 10, None), (1, 10, "staged"), (1, 7, None)]
+    for route in ("direct", "staged"):
+        with Feeder(array, batch_size=10, device="cpu", route=route) as feeder:
+            assert feeder.plan.notes[0] == (
+                f"route={route!r} has no effect, because batches are on the CPU"
+            )
+    with Feeder(array, batch_size=10, device="cpu", host_transform=torch.abs) as feeder:
+        assert "has no effect" not in str(feeder.plan), "the user gave no route"
     with pytest.raises(
         errors.ArgumentError, match="route='fast': expected 'direct', 'staged' or None"
     ):

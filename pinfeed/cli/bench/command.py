@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 
 _LEGEND = (
     "1st, later: the rate in the first epoch, and in later epochs. The last row shows the highest "
-    "rate that this machine allows, and what limits it. x: pinfeed is this many times as fast. "
-    "waits: share of time that a loop with a training step waits for data in later epochs. own, "
-    "file: growth of the process's own memory, and of mapped file pages, which the kernel may drop."
+    "rate that this machine allows, and what limits it. batches: the dataset returns whole "
+    "batches. rows: it returns single rows, which the loader stacks. x: pinfeed is this many times "
+    "as fast. waits: share of time that a loop with a training step waits for data in later "
+    "epochs. own, file: growth of the process's own memory, and of mapped file pages, which the "
+    "kernel may drop."
 )
 
 # In a shorter epoch, the one to two milliseconds in which pinfeed begins and ends it count.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pinfeed.cli.terminal.output import wrapped
 from pinfeed.errors import StoreError
 from pinfeed.memory.units import human
+from pinfeed.validation.suggestions import of_file
 
 if TYPE_CHECKING:
     from pinfeed.stores.chunked import ChunkedStore
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
 _FORMAT = re.compile(
     r"(?P<path>.+\.(?P<format>h5|hdf5|zarr|parquet))(:(?P<name>.+))?", re.IGNORECASE
 )
+
+# Formats that plan and doctor read: the suffix, and the part of the file to name after a colon.
+_READABLE = {
+    "an HDF5 file": (".h5", "DATASET"),
+    "a Parquet file": (".parquet", "COLUMN"),
+    "a Zarr array": (".zarr", "ARRAY"),
+}
 
 _BATCH_BYTES = 16 << 20
 _BATCH_ROWS = 1024
@@ -63,7 +71,13 @@ def open_rows(files: Sequence[str]) -> OpenedFile:
         return kind(names[0] if len(names) == 1 else names)
     except StoreError as error:
         if "shards do not match" not in str(error):
-            raise
+            message = str(error)
+            for name in names:
+                if message.startswith(name):
+                    message = with_shell_advice(message, name)
+            if message == str(error):
+                raise
+            raise type(error)(message) from None
         raise StoreError(
             f"{error}; several files are shards of one source; give another source, such as "
             "labels, with --with FILE"
@@ -79,6 +93,35 @@ def _in_shell(message: str, path: str) -> str:
         message = message.replace(f"give {kind}(path, name)", name_it)
         message = message.replace(f"{kind}(path, name)", name_it)
     return message.replace(LEAVE_OUT, f"or name another column after a colon: {path}:NAME")
+
+
+def with_shell_advice(message: str, path: str) -> str:
+    """Replace advice for Python programs about a file of another format by that for the shell."""
+    start = b""
+    if os.path.isfile(path):
+        with open(path, "rb") as file:
+            start = file.read(16)
+    path = os.path.normpath(path)
+    found = of_file(path, start)
+    return message if found is None else message.replace(found[1], _shell_advice(path, *found))
+
+
+def _shell_advice(path: str, kind: str, advice: str) -> str:
+    """Return advice for the command line about a file whose format ``of_file`` has found."""
+    if kind in _READABLE:
+        suffix, name = _READABLE[kind]
+        if _FORMAT.fullmatch(path) is not None:
+            return f"plan and doctor read {path}:{name}"
+        return f"plan and doctor read such a file if its name ends with {suffix}"
+    in_python = f"in Python, {advice}" if advice.startswith("give ") else advice
+    is_listed = path.endswith(".safetensors")
+    return f"inspect lists its tensors; {in_python}" if is_listed else in_python
+
+
+def names_dataset(path: str) -> bool:
+    """Return whether a path names a dataset or column of an existing file, such as x.h5:/images."""
+    found = _FORMAT.fullmatch(path)
+    return found is not None and found["name"] is not None and os.path.exists(found["path"])
 
 
 def _open_format(path: str, kind: str, name: str | None) -> ChunkedStore:

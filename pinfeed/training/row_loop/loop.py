@@ -151,7 +151,10 @@ class RowLoop(LoaderFeeder[T_co]):
 
     @property
     def route(self) -> str:
-        """Route of the rows to and from the GPU, and its reason. It is empty without a choice."""
+        """Route of the rows to and from the GPU, and its reason. It is empty without a choice.
+
+        On the CPU, it says if the argument ``route`` has no effect.
+        """
         return self._route
 
     @property
