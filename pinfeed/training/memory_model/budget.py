@@ -116,13 +116,14 @@ def refusal(least: Budget, n_samples: int) -> BudgetError:
         limit = least.gpu_memory_limit
     items = [item for item in least.items if (item.place == "device") == on_device]
     uses = ", ".join(f"{human(item.total)} {item.what}" for item in items)
-    advice = [f"raise {name}", *_savings(least, items, need - (limit or 0))]
+    excess = need - (limit or 0)
+    advice = [f"raise {name}", *_savings(least, items, excess)]
     if n_samples > 1:
         advice.append("train in chunks (BigBatch)")
-    elif on_device:
-        advice.append("give strategy='checkpoint' or 'offload' to a BigBatch")
-    elif least.gpu_memory_limit is None:
-        advice.append("give strategy='checkpoint' to a BigBatch")
+    elif sum(item.total for item in items if item.what == "activations") >= excess:
+        # One sample cannot be cut, but these strategies need less memory for activations.
+        strategies = "'checkpoint' or 'offload'" if on_device else "'checkpoint'"
+        advice.append(f"give strategy={strategies} to a BigBatch")
     if len(advice) > 1:
         advice[-1] = f"or {advice[-1]}"
     samples = "1 sample" if n_samples == 1 else f"{n_samples} samples"

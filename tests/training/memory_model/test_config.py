@@ -185,22 +185,27 @@ def test_limits_that_cannot_hold() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "advice"),
+    ("limits", "name", "advice"),
     [
-        ({"gpu_memory_limit": MiB(1)}, "or give strategy='checkpoint' or 'offload' to a BigBatch"),
-        (
-            {"cpu_memory_limit": KiB(64), "device": "cpu"},
-            "or give strategy='checkpoint' to a BigBatch",
-        ),
-        ({"cpu_memory_limit": KiB(64), "gpu_memory_limit": GiB(1)}, "raise cpu_memory_limit"),
+        ({}, "gpu", ", or give strategy='checkpoint' or 'offload' to a BigBatch"),
+        ({"device": "cpu"}, "cpu", ", or give strategy='checkpoint' to a BigBatch"),
+        ({"gpu_memory_limit": GiB(1)}, "cpu", ""),
     ],
     ids=["GPU", "CPU", "host memory of a GPU"],
 )
-def test_one_sample_cannot_be_cut(limits: dict[str, Any], advice: str) -> None:
-    with pytest.raises(errors.BudgetError, match="a batch of 1 sample needs") as refused:
-        Config(**limits, **MODEL)
-    assert str(refused.value).endswith(advice)
-    assert "chunks" not in str(refused.value)
+def test_one_sample_cannot_be_cut(limits: dict[str, Any], name: str, advice: str) -> None:
+    def message(limit: int) -> str:
+        arguments = {**MODEL, **limits, f"{name}_memory_limit": limit}
+        with pytest.raises(errors.BudgetError, match="a batch of 1 sample needs") as refused:
+            Config(**arguments)
+        return str(refused.value)
+
+    # The step exceeds the limit by more than its activations or its prefetched batches.
+    far = message(KiB(1))
+    assert far.endswith(f"; raise {name}_memory_limit")
+    near = message(int(re.search(r"\((\d+) bytes\): ", far)[1]) - 1)  # type: ignore[index]
+    lower = ", lower depth (now 2)" if advice else ", or lower depth (now 2)"
+    assert near.endswith(f"; raise {name}_memory_limit{lower}{advice}")
     with pytest.raises(errors.NotEnoughCPUMemory, match="cpu_memory_limit is 64"):
         Config(cpu_memory_limit=KiB(64), gpu_memory_limit=GiB(1), **MODEL)
     with pytest.raises(errors.NotEnoughCPUMemory, match="activations"):
