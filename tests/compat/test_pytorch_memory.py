@@ -530,12 +530,13 @@ def test_invalid_configs_are_refused(arguments: dict[str, Any], match: str) -> N
         small(**arguments)
 
 
-def test_invalid_readers_are_refused() -> None:
+def test_invalid_readers_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     config = small(preferred_batch_size=4)
     with pytest.raises(
         errors.ArgumentError, match="3 identities; expected at least 4, one full batch"
     ):
         feeder(3, config=config)
+    assert not caplog.records
     with pytest.raises(errors.ArgumentError, match="10 inputs and 9 outputs"):
         Feeder(config, range(10), range(9), image, label)
     with pytest.raises(errors.ArgumentError, match="apply_on_input_batch=3"):

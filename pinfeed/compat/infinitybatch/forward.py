@@ -144,7 +144,8 @@ class BatchForward:
         self._check_strategy(model, inputs)
         unknown: dict[str, int | None] = dict.fromkeys(STRATEGIES)
         if self._strategy not in ("auto", "two_pass"):
-            return StrategyChoice(self._strategy, n, "the user named it", unknown)  # type: ignore[arg-type]
+            why = f"strategy={self._strategy!r} was given"
+            return StrategyChoice(self._strategy, n, why, unknown)  # type: ignore[arg-type]
         try:
             predictor = None
             if self._chunk_size is None:
@@ -161,7 +162,7 @@ class BatchForward:
             self.unpredicted = str(error)
             return StrategyChoice("plain", n, "its memory cannot be predicted", unknown)
         assert size is not None
-        return StrategyChoice("two_pass", min(n, size), "the user named it", unknown)
+        return StrategyChoice("two_pass", min(n, size), "strategy='two_pass' was given", unknown)
 
     def _check_strategy(self, model: nn.Module, inputs: Any) -> None:
         """Refuse, or warn about, a strategy that gives other gradients than the plain step."""

@@ -66,7 +66,8 @@ class Config:
         ArgumentError: If a limit, size, shape, dtype or model is invalid.
         EstimateError: If the training step cannot be predicted, or the network does not accept such
             samples.
-        NotEnoughGPURam: If the samples of one identity do not fit on the GPU.
+        NotEnoughGPUMemory: If the samples of one identity do not fit on the GPU.
+            The original and this module call it ``NotEnoughGPURam``.
         NotEnoughCPUMemory: If the samples of one identity do not fit in host memory.
     """
 

@@ -106,10 +106,14 @@ class Feeder:
     ) -> None:
         self.configs = configs
         self._n_epochs = 0
+        inputs = _as_sequence(input_list)
+        outputs = _as_sequence(output_list)
+        # This check is first, because the reader warns about epochs without batches.
+        _check_full_batch(configs, inputs, outputs)
         self._reader = _EpochReader(
             configs,
-            _as_sequence(input_list),
-            _as_sequence(output_list),
+            inputs,
+            outputs,
             read_input,
             get_output,
             apply_on_input_batch,
@@ -119,14 +123,6 @@ class Feeder:
             device=device,
             drop_last=True,
         )
-        n_identities = len(self._reader.inputs)
-        if n_identities < configs.sample_count_in_single_batch:
-            raise ArgumentError(
-                f"input_list has {n_identities} identities; expected at least "
-                f"{configs.sample_count_in_single_batch}, one full batch; give Config "
-                f"total_sample_count={n_identities}, or read with generate_epoch, "
-                "which also yields the remaining samples"
-            )
 
     def generate_epochs(self, epoch_count: int = 1) -> Iterator[Epoch]:
         """Yield ``epoch_count`` epochs; each one is read when it is iterated.
@@ -284,6 +280,22 @@ def _common_dtype(samples: Sequence[SampleSpec]) -> Any:
     """Return the dtype for stacked samples; None keeps the samples' own dtypes, if they differ."""
     dtypes = {dtype for each in samples for dtype in each.dtypes}
     return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def _check_full_batch(configs: Config, inputs: Any, outputs: Any) -> None:
+    """Check that the identities fill one batch. The reader refuses lists that differ in length.
+
+    Raises:
+        ArgumentError: If there are too few identities.
+    """
+    n_identities = len(inputs)
+    if n_identities == len(outputs) and n_identities < configs.sample_count_in_single_batch:
+        raise ArgumentError(
+            f"input_list has {n_identities} identities; expected at least "
+            f"{configs.sample_count_in_single_batch}, one full batch; give Config "
+            f"total_sample_count={n_identities}, or read with generate_epoch, which also yields "
+            "the remaining samples"
+        )
 
 
 def _as_sequence(identities: Iterable[Any]) -> Any:

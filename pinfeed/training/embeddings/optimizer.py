@@ -328,8 +328,8 @@ class RowOptimizer(torch.optim.Optimizer):
         stale = [state.table.name for state in self.tables.values() if state.has_stale_gradients]
         if stale:
             raise ArgumentError(
-                f"gradients of an earlier batch of {', '.join(stale)} were neither applied nor "
-                "dropped; call step() or zero_grad() before the loop requests the next batch "
+                f"step() found gradients of an earlier batch of {', '.join(stale)}; call "
+                "backward() and step(), or zero_grad(), before the loop requests the next batch "
                 "(to accumulate gradients, give train_rows larger batches and split them in the "
                 "training step)"
             )

@@ -56,7 +56,7 @@ class HostEmbedding(nn.Module):
     not change it.
 
     In a loop over ``read_rows``, rows have no gradients and are not written back. Outside a loop,
-    lookups read rows from the store, without gradients.
+    lookups need eval mode or ``torch.no_grad()``. They read rows from the store.
 
     Examples:
         >>> users = pinfeed.HostEmbedding(1_000, 16, name="users")

@@ -93,7 +93,9 @@ class BigBatch:
         model: The model, on its device, in the mode in which it is trained.
         loss: Function of outputs and targets, called with None for a batch without targets.
         config: A ``pinfeed.Config`` with memory limits; BigBatch uses the largest chunks that fit.
-        chunk_size: Samples per chunk; None for the largest chunk that fits ``config``.
+        chunk_size: Samples per chunk; None for the largest chunk that fits ``config``. It has no
+            effect on ``"plain"``, ``"checkpoint"`` and ``"offload"``, which compute the whole
+            batch.
         strategy: One of the strategies above.
         reduction: ``"mean"`` or ``"sum"`` of terms, for a loss that torch does not define.
         count: Function that returns the number of terms of the mean for given targets. None

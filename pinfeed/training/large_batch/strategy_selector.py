@@ -195,7 +195,9 @@ class StrategySelector:
                 "terms (and count= if the terms are neither samples nor classes), or "
                 "strategy='two_pass'"
             )
-        why = "the batches of a source arrive one by one" if n is None else "the user named it"
+        why = f"strategy={strategy!r} was given"
+        if n is None:
+            why = "the batches of a source arrive one by one"
         return StrategyChoice(strategy, size, why, {})
 
     def key_of(self, inputs: Any, targets: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tabulate import tabulate
@@ -97,7 +97,8 @@ class Budget:
             gpu_limit = human(self.gpu_memory_limit)
             lines.append(f"GPU memory: {human(self.gpu_bytes)} (limit {gpu_limit})")
         if self.seen is not None:
-            return "\n".join([*lines, f"probe: steps took {self.seen:.2f} x the estimate"])
+            times = f"{self.seen:.2f} times the estimate"
+            return "\n".join([*lines, f"probe: the measured memory of a step is {times}"])
         return "\n".join([*lines, f"confidence: {self.step.confidence}", *self.step.notes])
 
 
@@ -115,13 +116,33 @@ def refusal(least: Budget, n_samples: int) -> BudgetError:
         limit = least.gpu_memory_limit
     items = [item for item in least.items if (item.place == "device") == on_device]
     uses = ", ".join(f"{human(item.total)} {item.what}" for item in items)
-    depth = least.feeder.depth
-    advice = f"lower depth (now {depth}), " if depth else ""
-    advice += "lower device_cache, " if any(item.what == CACHES for item in items) else ""
+    excess = need - (limit or 0)
+    advice = [f"raise {name}", *_savings(least, items, excess)]
+    if n_samples > 1:
+        advice.append("train in chunks (BigBatch)")
+    elif sum(item.total for item in items if item.what == "activations") >= excess:
+        # One sample cannot be cut, but these strategies need less memory for activations.
+        strategies = "'checkpoint' or 'offload'" if on_device else "'checkpoint'"
+        advice.append(f"give strategy={strategies} to a BigBatch")
+    if len(advice) > 1:
+        advice[-1] = f"or {advice[-1]}"
+    samples = "1 sample" if n_samples == 1 else f"{n_samples} samples"
     return error(
-        f"a batch of {n_samples} samples needs {human(need)} ({need} bytes): {uses}; {name} is "
-        f"{human(limit or 0)} ({limit} bytes); raise {name}, {advice}or train in chunks (BigBatch)"
+        f"a batch of {samples} needs {human(need)} ({need} bytes): {uses}; {name} is "
+        f"{human(limit or 0)} ({limit} bytes); {', '.join(advice)}"
     )
+
+
+def _savings(least: Budget, items: Sequence[Allocation], excess: int) -> list[str]:
+    """Return advice to lower depth and caches, if together they can save ``excess`` bytes."""
+    depth = least.feeder.depth
+    caches = [item for item in items if item.what == CACHES]
+    # The synchronous loop needs at least one buffer of each kind, so depth=0 saves at most this.
+    prefetched = sum((item.count - 1) * item.nbytes for item in items) if depth else 0
+    if prefetched + sum(item.total for item in caches) < excess:
+        return []
+    advice = [f"lower depth (now {depth})"] if depth else []
+    return [*advice, "lower device_cache"] if caches else advice
 
 
 def largest_that_fits(need: Callable[[int], float], limit: float, most: int | None) -> int:

@@ -204,7 +204,9 @@ class Config(limits.MemoryLimits):
         Returns:
             The same limits, with the size of the batch that ran as ``preferred_batch_size``.
             ``budget`` compares its memory with the estimate. On the CPU the measured memory is the
-            growth of this process, which is inexact if its heap has free memory.
+            growth of this process. It includes freed memory that malloc keeps, which can exceed a
+            small step; ``enforce(malloc=True)`` avoids this. It misses what fits into free memory
+            of the heap.
 
         Raises:
             DeviceError: If the device does not exist on this machine.

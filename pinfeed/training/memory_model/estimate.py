@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -40,6 +41,13 @@ KINDS = (
 )
 _PHASE_KINDS = {"forward": "activations", "backward": "temporary", "optimizer": "temporary"}
 """Kind of the memory that a phase allocates, until ``label`` changes it."""
+_PHASES = {
+    "parameters": "setting up the model and the optimizer",
+    "batch": "making the batch",
+    "forward": "the forward pass",
+    "backward": "the backward pass",
+}
+"""Descriptions of phases in errors; other phases have their own names."""
 _PATCHING_LOCK = threading.RLock()
 """Held while functions of torch are replaced, for the whole process."""
 _N_STEPS = 2
@@ -251,14 +259,23 @@ class StepEstimator:
 
     def _refusal(self, error: Exception, batch_size: int, phase: str) -> str:
         first_line = described(error).splitlines()[0]
+        frames = traceback.walk_tb(error.__traceback__)
+        is_loss = any(frame.f_code is StepRun.loss.__code__ for frame, _ in frames)
+        where = "the loss" if is_loss else _PHASES.get(phase, f"the {phase}")
+        no_targets = ""
+        if is_loss and self.targets is None:
+            no_targets = (
+                "; the loss got None instead of targets (give output_shape=, the shape of one "
+                "target, such as (1,), or () for a class)"
+            )
         targets = "" if self.targets is None else f", targets {self.targets.described(batch_size)}"
         return (
             f"the step cannot be predicted: with tensors without data, inputs "
-            f"{self.inputs.described(batch_size)}{targets}, its {phase} raised {first_line}; check "
-            "input_shape and output_shape (the shape of one sample, without the batch dimension), "
-            "their dtypes, the loss and the optimizer; if one of them reads values (item(), if "
-            "tensor, masks, sparse gradients, closures), measure the step with Config.probe() "
-            "instead"
+            f"{self.inputs.described(batch_size)}{targets}, {where} raised {first_line}"
+            f"{no_targets}; check input_shape and output_shape (the shape of one sample, without "
+            "the batch dimension), their dtypes, the loss and the optimizer; if one of them reads "
+            "values (item(), if tensor, masks, sparse gradients, closures), measure the step with "
+            "Config.probe() instead"
         )
 
 

@@ -267,6 +267,7 @@ class RowLoop(LoaderFeeder[T_co]):
 
         Raises:
             ArgumentError: If ``state`` is not such a state, or belongs to a loop over other tables.
+            ClosedError: If an iteration is running that may not be ended, or the loop is closed.
         """
         require_row_loop_state(state)
         if state["told"] is not None:

@@ -101,7 +101,8 @@ class Trainer:
             or inputs alone, in any structure.
         config: A ``pinfeed.Config`` with memory limits, as for BigBatch.
         chunk_size: Samples per chunk; None for the largest chunk that fits ``config``, or for
-            whole batches without ``config``.
+            whole batches without ``config``. In training, ``"plain"``, ``"checkpoint"`` and
+            ``"offload"`` compute whole batches all the same; ``evaluate`` always uses it.
         strategy: Strategy, as for BigBatch.
         prove: Whether to compare strategies with the plain step before using them, as for BigBatch.
         device: Device to which the Trainer moves the model; None for the model's current device.
@@ -150,9 +151,9 @@ class Trainer:
         self._callbacks = Callbacks(callbacks)
         check_flag(progress, "progress")
         check_loader(loader)
+        self._is_plain_by_default = strategy == "auto" and config is None and chunk_size is None
+        strategy = "plain" if self._is_plain_by_default else strategy
         strategy_options = StrategyOptions(config, chunk_size, strategy, options["autocast"], prove)
-        if strategy == "auto" and not strategy_options.has_limit:
-            strategy_options = dataclasses.replace(strategy_options, strategy="plain")
         check_step(model, loss, strategy_options, scaler)
         if device is not None:
             model.to(torch_device(device, exists=True))
@@ -202,7 +203,10 @@ class Trainer:
     @property
     def chosen(self) -> StrategyChoice | None:
         """Strategy of the last batch; None before the first batch."""
-        return self._big_batch.chosen
+        chosen = self._big_batch.chosen
+        if chosen is None or not self._is_plain_by_default:
+            return chosen
+        return dataclasses.replace(chosen, why="neither config nor chunk_size was given")
 
     def train(self, n_epochs: int) -> History:
         """Train for ``n_epochs`` epochs, or until ``stop``, and return the history.

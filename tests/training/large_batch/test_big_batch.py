@@ -74,9 +74,10 @@ def test_chunks_give_the_gradients_of_the_whole(case: str, strategy: str, chunk_
 @pytest.mark.parametrize("strategy", WHOLE)
 @pytest.mark.parametrize("case", CASES)
 def test_strategies_on_the_whole_batch_are_equal_bit_for_bit(case: str, strategy: str) -> None:
-    plain, want, other, got, _ = both(case, strategy)
+    plain, want, other, got, big = both(case, strategy)
     assert torch.equal(gradients(other), gradients(plain))
     assert torch.equal(got, want)
+    assert str(big.chosen) == f"{strategy}, 23 samples at a time: strategy={strategy!r} was given"
     for a, b in zip(plain.buffers(), other.buffers(), strict=True):
         assert torch.equal(a, b)
 

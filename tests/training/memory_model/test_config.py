@@ -171,13 +171,41 @@ def test_limits_that_cannot_hold() -> None:
         Config(gpu_memory_limit=MiB(1), one_read_count=64, **MODEL)
     need = int(re.search(r"\((\d+) bytes\): ", str(refused.value))[1])  # type: ignore[index]
     assert "a batch of 64 samples needs" in str(refused.value)
-    assert (
-        "gpu_memory_limit is 1.0 MiB (1048576 bytes); raise gpu_memory_limit, lower depth (now 2)"
-        in str(refused.value)
+    # Without prefetching, the step would not fit either.
+    assert str(refused.value).endswith(
+        "gpu_memory_limit is 1.0 MiB (1048576 bytes); raise gpu_memory_limit, or train in chunks "
+        "(BigBatch)"
     )
     Config(gpu_memory_limit=need, one_read_count=64, **MODEL)
-    with pytest.raises(errors.NotEnoughGPUMemory):
+    with pytest.raises(
+        errors.NotEnoughGPUMemory,
+        match=r"raise gpu_memory_limit, lower depth \(now 2\), or train in chunks",
+    ):
         Config(gpu_memory_limit=need - 1, one_read_count=64, **MODEL)
+
+
+@pytest.mark.parametrize(
+    ("limits", "name", "advice"),
+    [
+        ({}, "gpu", ", or give strategy='checkpoint' or 'offload' to a BigBatch"),
+        ({"device": "cpu"}, "cpu", ", or give strategy='checkpoint' to a BigBatch"),
+        ({"gpu_memory_limit": GiB(1)}, "cpu", ""),
+    ],
+    ids=["GPU", "CPU", "host memory of a GPU"],
+)
+def test_one_sample_cannot_be_cut(limits: dict[str, Any], name: str, advice: str) -> None:
+    def message(limit: int) -> str:
+        arguments = {**MODEL, **limits, f"{name}_memory_limit": limit}
+        with pytest.raises(errors.BudgetError, match="a batch of 1 sample needs") as refused:
+            Config(**arguments)
+        return str(refused.value)
+
+    # The step exceeds the limit by more than its activations or its prefetched batches.
+    far = message(KiB(1))
+    assert far.endswith(f"; raise {name}_memory_limit")
+    near = message(int(re.search(r"\((\d+) bytes\): ", far)[1]) - 1)  # type: ignore[index]
+    lower = ", lower depth (now 2)" if advice else ", or lower depth (now 2)"
+    assert near.endswith(f"; raise {name}_memory_limit{lower}{advice}")
     with pytest.raises(errors.NotEnoughCPUMemory, match="cpu_memory_limit is 64"):
         Config(cpu_memory_limit=KiB(64), gpu_memory_limit=GiB(1), **MODEL)
     with pytest.raises(errors.NotEnoughCPUMemory, match="activations"):

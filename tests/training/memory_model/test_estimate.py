@@ -298,6 +298,18 @@ def test_models_that_cannot_be_predicted_are_refused(model: Any, shape: tuple[in
         StepEstimator(model, samples_of(shape, "float32", "input"), None).at(2)
 
 
+def test_a_loss_without_targets_is_named_in_the_error() -> None:
+    with pytest.raises(
+        errors.EstimateError,
+        match=r"float32, the loss raised .*; the loss got None instead of targets \(give output_sh",
+    ):
+        pinfeed.estimate(mlp, 2, input_shape=(300,), loss=nn.MSELoss())
+    # The forward pass fails before the loss.
+    with pytest.raises(errors.EstimateError, match="the forward pass raised") as refused:
+        pinfeed.estimate(mlp, 2, input_shape=(7,), loss=nn.MSELoss())
+    assert "None instead" not in str(refused.value)
+
+
 def test_functions_that_return_no_model_are_refused() -> None:
     with pytest.raises(errors.ArgumentError, match="returned a int; expected a torch module"):
         StepEstimator(lambda: 3, samples_of((3,), "float32", "input"), None).at(2)

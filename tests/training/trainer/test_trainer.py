@@ -86,6 +86,7 @@ def test_equals_the_loop_by_hand(run: Callable[[Trainer], Any], options: dict[st
         assert trainer.chosen.strategy == options.get(
             "strategy", "accumulate" if options else "plain"
         )
+        assert ("neither config nor chunk_size" in str(trainer.chosen)) == (not options)
     if options:
         torch.testing.assert_close(parameters(model), parameters(other))
         assert seen == pytest.approx(losses, rel=1e-5)
