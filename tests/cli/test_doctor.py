@@ -122,6 +122,10 @@ def test_doctor_says_whether_a_cache_helps() -> None:
     pairs = advise_on_cache("pairs.npy", data)
     assert (uniform.helps, uniform.best, uniform.n_read) == ("no", None, 30_000)
     assert "as for uniform row indices" in " ".join(uniform.text(data).split())
+    np.save("long.npy", rng.integers(0, 5_000, 200_000, np.int32))
+    long = advise_on_cache("long.npy", data)
+    assert long.n_read < long.n_ids == 200_000
+    assert f"the first {long.n_read:,} of 200,000 row indices" in long.text(data)
     assert (pairs.helps, pairs.n_read) == ("yes", 40_000)
     assert pairs.best in pairs.sizes
     assert "\n     5%   97.7 KiB" in pairs.text(data)

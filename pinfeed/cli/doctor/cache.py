@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +28,15 @@ class CacheAdvice:
 
     Attributes:
         path: File of the row indices.
-        n_read: Number of row indices that were read.
+        n_ids: Number of row indices in the file.
+        n_read: Number of row indices that were read, from the beginning of the file.
         is_informative: Whether they are enough for an answer.
         sizes: Sizes of caches, with their hit rates.
         best: The size with the largest gain; None if no cache would help.
     """
 
     path: str
+    n_ids: int
     n_read: int
     is_informative: bool
     sizes: tuple[CacheSize, ...]
@@ -55,6 +58,7 @@ class CacheAdvice:
         best = self.best and self.best.share
         return {
             "ids": self.path,
+            "n_ids": self.n_ids,
             "n_read": self.n_read,
             "helps": self.helps,
             "sizes": sizes,
@@ -63,7 +67,8 @@ class CacheAdvice:
 
     def text(self, data: Data) -> str:
         """Return the advice for people."""
-        head = f"{self.path}: {self.n_read:,} row indices, in batches of {data.batch_size:,}."
+        first = "" if self.n_read == self.n_ids else f"the first {self.n_read:,} of "
+        head = f"{self.path}: {first}{self.n_ids:,} row indices, in batches of {data.batch_size:,}."
         rows = [
             (f"{size.share:.0%}", human(size.share * data.nbytes), f"{size.hit_rate:.0%}")
             for size in self.sizes
@@ -73,7 +78,7 @@ class CacheAdvice:
 
     def _answer(self) -> str:
         if not self.is_informative:
-            return "The file has too few batches, or too few look-ups, for an answer."
+            return "The file has too few batches, or too few lookups, for an answer."
         if self.best is None:
             return (
                 "The share of hits is little more than the share of cached rows, as for uniform "
@@ -88,7 +93,7 @@ class CacheAdvice:
 
 
 def advise_on_cache(path: str, data: Data) -> CacheAdvice:
-    """Report the share of look-ups that caches of several sizes would serve.
+    """Report the share of lookups that caches of several sizes would serve.
 
     Args:
         path: File of integers, whose first axis is in the order of training.
@@ -105,9 +110,10 @@ def advise_on_cache(path: str, data: Data) -> CacheAdvice:
                 f"--ids {path}: dtype is {store.dtype}; expected integers, the row indices in "
                 "training order"
             )
+        n_ids = store.n_rows * math.prod(store.row_shape)
         n_read = _add_batches(sketch, store, data, path)
     sizes = [CacheSize(share, sketch.hit_rate(share * data.n_rows)) for share in CACHE_SHARES]
-    return CacheAdvice(path, n_read, sketch.is_informative, tuple(sizes), sketch.best_size())
+    return CacheAdvice(path, n_ids, n_read, sketch.is_informative, tuple(sizes), sketch.best_size())
 
 
 def _add_batches(sketch: ReuseSketch, store: Store, data: Data, path: str) -> int:
