@@ -171,7 +171,7 @@ def _choose_for_file(
         # The system may refuse memory that it reports as free.
         with contextlib.suppress(MemoryError):
             return InMemoryCopy(store), (
-                "loaded into RAM during the first epoch (it fits the limit)"
+                f"loaded into RAM during the first epoch (it fits in {free.origin})"
             )
     found = _windows(store, order)
     if found is not None:
@@ -189,7 +189,7 @@ def _read_windows(
     elif store.overlaps:
         problem = "rows overlap, so copies would need more memory than the file"
     elif item.total > free:
-        problem = f"windows in RAM need {human(item.total)}, but {human(max(0, free))} are free"
+        problem = f"windows in RAM need {human(item.total)}, but {human(max(0, free))} remain"
     else:
         strategy = WindowReadahead(store, windows.window_rows, n_batch_rows)
         return strategy, f"read ahead window by window, in long contiguous reads{why}"
@@ -212,18 +212,20 @@ def _choose_for_chunks(
         # The system may refuse memory that it reports as free.
         with contextlib.suppress(MemoryError):
             return InMemoryCopy(store), (
-                "decoded into RAM during the first epoch (it fits the limit)"
+                f"decoded into RAM during the first epoch (it fits in {free.origin})"
             )
-    found = _windows(store, order)
+    block_rows = _BLOCK_CHUNKS * store.chunk_rows
     problem = ""
+    advice = f"a block_shuffled order with block_rows={block_rows} decodes fewer"
+    found = _windows(store, order)
     if found is not None:
         item = window_allocation(found.window_rows, store.row_nbytes, n_batch_rows)
         if item.total <= free.memory:
             strategy = WindowReadahead(store, found.window_rows, n_batch_rows)
             return strategy, "read ahead window by window; a window decodes each chunk once"
         left = human(max(0, free.memory))
-        problem = f" (windows in RAM need {human(item.total)}, but {left} are free)"
-    block_rows = _BLOCK_CHUNKS * store.chunk_rows
+        problem = f" (windows in RAM need {human(item.total)}, but {left} remain)"
+        advice = "a larger limit or a smaller window_blocks allows windows"
     hint = (
         f"Each batch decodes the whole chunks of its rows of {store.label}, up to "
         f"{store.chunk_rows:,} rows each. rows=pinfeed.rows.block_shuffled(seed, "
@@ -233,7 +235,7 @@ def _choose_for_chunks(
     )
     reason = (
         f"each batch decodes the whole chunks of its rows, up to {human(store.chunk_nbytes)} "
-        f"each{problem}; a block_shuffled order with block_rows={block_rows} decodes fewer"
+        f"each{problem}; {advice}"
     )
     return ChunkReads(store, hint), reason
 

@@ -374,7 +374,7 @@ def test_the_plan_says_what_was_chosen_and_counts_it(path: Path) -> None:
         Feeder(store, batch_size=100, shuffle=True) as feeder,
     ):
         assert feeder.plan.notes == (
-            "x.npy, 1.2 MiB: loaded into RAM during the first epoch (it fits the limit)",
+            "x.npy, 1.2 MiB: loaded into RAM during the first epoch (it fits in the free memory)",
         )
         assert feeder.plan.notes[0] in str(feeder.plan)
         assert any(

@@ -355,7 +355,7 @@ def test_the_choice_of_a_strategy(store: Decoding) -> None:
     assert note.startswith("x, 31.2 KiB: read ahead window by window")
     strategy, note = chosen(BLOCKS, 5000)
     assert strategy is ChunkReads
-    assert "windows in RAM need 24.0 KiB, but 4.9 KiB are free" in note
+    assert "windows in RAM need 24.0 KiB, but 4.9 KiB remain" in note
     strategy, note = chosen(rows.shuffled(1), 5000)
     assert strategy is ChunkReads
     assert "block_rows=100" in note

@@ -73,8 +73,8 @@ class Config(limits.MemoryLimits):
             are small. On the CPU, a loop over rows in memory then measures whether 0 is faster, and
             keeps the faster depth.
         headroom: Share of the free memory that stays unused if a limit is None.
-        total_sample_count: Number of reads per epoch, an upper bound of the reads per batch. An
-            epoch has ``total_sample_count * one_read_count`` samples. ``batch_count`` needs it.
+        total_sample_count: Number of inputs per epoch, and the most inputs of a batch. An input has
+            ``one_read_count`` samples. ``batch_count``, the full batches of an epoch, needs it.
         input_shape: Shape of a sample, without the batch dimension; or a tuple (positional
             arguments of the model), list or dict (keyword arguments) of shapes.
         output_shape: Shape of a sample's target, or a structure of shapes; None without targets.
@@ -83,7 +83,7 @@ class Config(limits.MemoryLimits):
         input_dtype: One dtype for all inputs, or a structure of dtypes like ``input_shape``: a
             dtype of torch or numpy, or its name.
         output_dtype: Dtype of targets, or a structure of dtypes.
-        one_read_count: Samples per read; the batch size is a multiple of it.
+        one_read_count: Samples per input; the batch size is a multiple of it.
         loss: Function of the model's outputs and targets; None for the sum of the outputs.
         optimizer: A torch optimizer of the model's parameters; or its class, or a function of
             parameters. None for AdamW.

@@ -126,9 +126,10 @@ def train_rows(
         seed: Seed of the random generators of the transforms. None is 0.
 
     Raises:
-        ArgumentError: If no table is given, tables share rows, only some of the tables are sharded,
-            or an optimizer is not a RowOptimizer. Also if a cache is smaller than a row, a function
-            is not callable, or ``seed`` is given without a function that takes a generator.
+        ArgumentError: If no table is given, a trained table shares its rows, only some of the
+            tables are sharded, or an optimizer is not a RowOptimizer. Also if a cache is smaller
+            than a row, a function is not callable, or ``seed`` is given without a function that
+            takes a generator.
         BudgetError: If caches take more memory than ``config`` leaves.
         UnknownArgument: If an argument does not exist. The message says where it belongs.
         DeviceError: If the device does not exist.
