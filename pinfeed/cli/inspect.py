@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from pinfeed.cli.terminal.output import Report, facts, saying, sections, table, wrapped
-from pinfeed.cli.terminal.sources import expanded, names_dataset, with_shell_advice
+from pinfeed.cli.terminal.sources import expanded, names_dataset, shell_hint
 from pinfeed.errors import PinfeedError, described
 from pinfeed.memory.units import human
 from pinfeed.stores import MmapStore
@@ -119,7 +119,7 @@ def _look_at_file(found: Found) -> None:
         _look_at_npy(found)
     else:
         found.problem = "not supported" if start else "damaged"
-        found.damage.append(with_shell_advice(strange(found.path, start), found.path))
+        found.damage.append(strange(found.path, start) + shell_hint(found.path))
 
 
 def _look_at_npy(found: Found) -> None:
@@ -215,7 +215,7 @@ def _kind_of_directory(path: str) -> str:
     kind = of_file(os.path.normpath(path))
     if kind is None:
         return "it contains no .npy files and no checkpoint"
-    return with_shell_advice(f"it looks like {kind[0]}: {kind[1]}", path)
+    return f"it looks like {kind[0]}: {kind[1]}{shell_hint(path)}"
 
 
 def _together(shards: Sequence[Found]) -> tuple[dict[str, Any] | None, list[str]]:

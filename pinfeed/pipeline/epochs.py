@@ -87,12 +87,7 @@ class EpochRunner:
         self._progress = progress
         self._position = EpochPosition(source, transforms.fingerprint)
         self._counters = Counters(timeline=Timeline() if timeline else None)
-        self._starvation = StarvationMonitor(
-            self._counters,
-            source.hint,
-            source.transfer_hint,
-            has_loader=hasattr(getattr(source, "loader", None), "num_workers"),
-        )
+        self._starvation = StarvationMonitor(self._counters, source.hint, source.transfer_hint)
         transfer = HostTransfer if device.unified else Transfer
         self._transforms = transforms
         self._transfer = transfer(device, schedule.n_slots, capacity, self._counters, transforms)

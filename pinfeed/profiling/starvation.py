@@ -22,6 +22,9 @@ STRETCH_BATCHES = 20
 _LOOK_S = 1.0
 
 _HINTS: dict[Bottleneck, str] = {
+    "host_transform": "The loop waits for your host_transform, which runs for one batch at a time. "
+    "Make it cheaper, or do its work once before training, or in the worker processes of a "
+    "DataLoader.",
     "device_transform": "The loop waits for your device_transform, which takes longer than the "
     "training step. Make it cheaper, or do its work once before training.",
     "copying": "Copy fewer bytes (a smaller dtype, uint8 images that are converted on the device), "
@@ -50,7 +53,6 @@ class StarvationMonitor:
             that the source takes to make batches.
         transfer_hint: Returns how to copy fewer bytes, for loops that stall on copying or writing;
             empty if it is unknown.
-        has_loader: Whether a DataLoader makes the batches.
 
     Attributes:
         look_at: The number of batches at which to call ``look`` again.
@@ -61,11 +63,8 @@ class StarvationMonitor:
         counters: Counters,
         hint: Callable[[float], str],
         transfer_hint: Callable[[], str] = str,
-        *,
-        has_loader: bool = False,
     ) -> None:
         self._counters = counters
-        self._has_loader = has_loader
         self._hint = hint
         self._transfer_hint = transfer_hint
         # Counts of the stretch to judge, which may span several loops.
@@ -114,9 +113,7 @@ class StarvationMonitor:
         if self._stretch.seconds < STRETCH_S or self._stretch.batches < STRETCH_BATCHES:
             return
         if self._stretch.starved > STARVED:
-            text = explanation(
-                self._stretch, self._hint, self._transfer_hint, has_loader=self._has_loader
-            )
+            text = explanation(self._stretch, self._hint, self._transfer_hint)
             logger.warning("%s", text)
             self._has_warned = True
             self.look_at = math.inf
@@ -127,8 +124,6 @@ def explanation(
     totals: Totals,
     hint: Callable[[float], str],
     transfer_hint: Callable[[], str] = str,
-    *,
-    has_loader: bool = False,
 ) -> str:
     """Return the verdict, the numbers behind it, and advice.
 
@@ -136,14 +131,12 @@ def explanation(
         totals: Counts of the stretch.
         hint: As for ``StarvationMonitor``.
         transfer_hint: As for ``StarvationMonitor``.
-        has_loader: As for ``StarvationMonitor``.
     """
     cause = totals.bottleneck
-    if cause == "host_transform":
-        change = _host_transform_hint(has_loader=has_loader, has_gpu=totals.asynchronous)
-    else:
-        source_share = totals.source_s / totals.read_s if totals.read_s else 0.0
-        change = _HINTS.get(cause) or hint(source_share)
+    change = _HINTS.get(cause) or hint(totals.source_s / totals.read_s if totals.read_s else 0.0)
+    if cause == "host_transform" and totals.asynchronous:
+        # On the CPU, device_transform would use the same cores.
+        change += " On the GPU, device_transform can do its work."
     if cause in ("copying", "writing"):
         change = f"{change} {transfer_hint()}".rstrip()
     if cause == "copying" and totals.device_transform_s:
@@ -152,20 +145,6 @@ def explanation(
         change += f" {_WITHOUT_THREADS}"
     verdict = totals.verdict.replace("of the time", f"of the last {totals.seconds:.1f} s", 1)
     return f"{verdict[0].upper()}{verdict[1:]}. {_numbers(totals, cause)} {change}"
-
-
-def _host_transform_hint(*, has_loader: bool, has_gpu: bool) -> str:
-    places = ["do its work once before training"]
-    if has_loader:
-        places.append("in the worker processes of the DataLoader")
-    if has_gpu:
-        # On the CPU, device_transform would use the same cores.
-        places.append("in device_transform")
-    places[-1] = f"or {places[-1]}"
-    return (
-        "The loop waits for your host_transform, which runs for one batch at a time. Make it "
-        f"cheaper, {', '.join(places)}."
-    )
 
 
 def _numbers(totals: Totals, cause: Bottleneck) -> str:

@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pinfeed.cli.terminal.output import wrapped
-from pinfeed.errors import StoreError
+from pinfeed.errors import FileMissing, StoreError
 from pinfeed.memory.units import human
-from pinfeed.validation.suggestions import of_file
 
 if TYPE_CHECKING:
     from pinfeed.stores.chunked import ChunkedStore
@@ -24,13 +23,6 @@ if TYPE_CHECKING:
 _FORMAT = re.compile(
     r"(?P<path>.+\.(?P<format>h5|hdf5|zarr|parquet))(:(?P<name>.+))?", re.IGNORECASE
 )
-
-# Formats that plan and doctor read: the suffix, and the part of the file to name after a colon.
-_READABLE = {
-    "an HDF5 file": (".h5", "DATASET"),
-    "a Parquet file": (".parquet", "COLUMN"),
-    "a Zarr array": (".zarr", "ARRAY"),
-}
 
 _BATCH_BYTES = 16 << 20
 _BATCH_ROWS = 1024
@@ -62,8 +54,10 @@ def open_rows(files: Sequence[str]) -> OpenedFile:
     if len(files) == 1 and (found := _FORMAT.fullmatch(files[0])) is not None:
         try:
             return _open_format(found["path"], found["format"].lower(), found["name"])
+        except FileMissing:
+            raise
         except StoreError as error:
-            raise type(error)(_in_shell(str(error), found["path"])) from None
+            raise StoreError(f"{error}{shell_hint(files[0])}") from None
     names = expanded(files)
     kind = RemoteStore if has_protocol(names[0]) else MmapStore
     try:
@@ -71,51 +65,21 @@ def open_rows(files: Sequence[str]) -> OpenedFile:
         return kind(names[0] if len(names) == 1 else names)
     except StoreError as error:
         if "shards do not match" not in str(error):
-            message = str(error)
-            for name in names:
-                if message.startswith(name):
-                    message = with_shell_advice(message, name)
-            if message == str(error):
-                raise
-            raise type(error)(message) from None
+            raise
         raise StoreError(
             f"{error}; several files are shards of one source; give another source, such as "
             "labels, with --with FILE"
         ) from None
 
 
-def _in_shell(message: str, path: str) -> str:
-    """Replace advice for Python programs by that for the command line."""
-    from pinfeed.stores.formats.arrow_chunk import LEAVE_OUT
+def shell_hint(path: str) -> str:
+    """Return a clause that says how the command line reads a file of another format.
 
-    name_it = f"name one after a colon: {path}:NAME"
-    for kind in ("HDF5Store", "ZarrStore"):
-        message = message.replace(f"give {kind}(path, name)", name_it)
-        message = message.replace(f"{kind}(path, name)", name_it)
-    return message.replace(LEAVE_OUT, f"or name another column after a colon: {path}:NAME")
-
-
-def with_shell_advice(message: str, path: str) -> str:
-    """Replace advice for Python programs about a file of another format by that for the shell."""
-    start = b""
-    if os.path.isfile(path):
-        with open(path, "rb") as file:
-            start = file.read(16)
-    path = os.path.normpath(path)
-    found = of_file(path, start)
-    return message if found is None else message.replace(found[1], _shell_advice(path, *found))
-
-
-def _shell_advice(path: str, kind: str, advice: str) -> str:
-    """Return advice for the command line about a file whose format ``of_file`` has found."""
-    if kind in _READABLE:
-        suffix, name = _READABLE[kind]
-        if _FORMAT.fullmatch(path) is not None:
-            return f"plan and doctor read {path}:{name}"
-        return f"plan and doctor read such a file if its name ends with {suffix}"
-    in_python = f"in Python, {advice}" if advice.startswith("give ") else advice
-    is_listed = path.endswith(".safetensors")
-    return f"inspect lists its tensors; {in_python}" if is_listed else in_python
+    It is empty if no command reads the format. Errors give advice for Python programs.
+    """
+    if (found := _FORMAT.fullmatch(path.rstrip("/"))) is None:
+        return ""
+    return f"; on the command line, plan and doctor read {found['path']}:NAME"
 
 
 def names_dataset(path: str) -> bool:

@@ -32,7 +32,7 @@ RAGGED_ADVICE = (
     "pinfeed.wrap_loader(DataLoader(dataset, collate_fn=...))"
 )
 """Advice for lists of different lengths."""
-LEAVE_OUT = (
+_LEAVE_OUT = (
     "or leave the column out (dataset.select_columns, table.select, or {name: "
     "pinfeed.ParquetStore(path, name), ...} of a Parquet file)"
 )
@@ -120,7 +120,7 @@ def nulls_error(name: str) -> StoreError:
     return StoreError(
         f"{name} has nulls, but tensors have no nulls; fill them (pyarrow.compute.fill_null, "
         "dataset.map, fillna or fill_null of a frame), drop their rows (dropna, drop_nulls), "
-        f"{LEAVE_OUT}"
+        f"{_LEAVE_OUT}"
     )
 
 
@@ -148,5 +148,5 @@ def _numbers(array: Any, shape: tuple[int, ...], name: str) -> Array | PackedBoo
     )
     raise StoreError(
         f"{name}: a column of {kind}; expected numbers or booleans, or lists of them; {advice}, "
-        f"{LEAVE_OUT}"
+        f"{_LEAVE_OUT}"
     )
