@@ -12,7 +12,6 @@ if sys.platform != "linux":
     )
 
 from pinfeed import errors, rows
-from pinfeed.compat import moved
 from pinfeed.errors import (
     ArgumentError,
     BudgetError,
@@ -58,8 +57,8 @@ from pinfeed.stores import (
 )
 
 if TYPE_CHECKING:
+    from pinfeed import checkpoint as checkpoint
     from pinfeed.feeders.dataset import RowDataset as RowDataset
-    from pinfeed.training import checkpoint as checkpoint
     from pinfeed.training.distributed.table import ShardedEmbedding as ShardedEmbedding
     from pinfeed.training.distributed.table import ShardedEmbeddingBag as ShardedEmbeddingBag
     from pinfeed.training.embeddings.bag import HostEmbeddingBag as HostEmbeddingBag
@@ -161,17 +160,12 @@ __all__ = [
 ]
 
 
-moved.install()
-
-
 def __getattr__(name: str) -> Any:
-    """Import a name that needs torch, or an old module path, when it is first used."""
+    """Import a name that needs torch, when it is first used."""
     if name == "checkpoint":
-        return importlib.import_module("pinfeed.training.checkpoint")
+        return importlib.import_module("pinfeed.checkpoint")
     if name in _WITH_TORCH:
         return getattr(importlib.import_module(f"pinfeed.{_WITH_TORCH[name]}"), name)
-    if moved.is_old(f"pinfeed.{name}"):
-        return importlib.import_module(f"pinfeed.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -66,6 +66,51 @@ def test_a_star_import_has_the_public_names(programs: Programs) -> None:
     assert programs.run(program).stdout.split() == sorted(pinfeed.__all__)
 
 
+@pytest.mark.parametrize(
+    "module",
+    [
+        "checkpoint",
+        "compat.infinitybatch",
+        "compat.pytorch_memory",
+        "compat.speedtorch",
+        "rows",
+        "testing",
+    ],
+)
+def test_dir_of_a_public_module_has_its_public_names_only(module: str) -> None:
+    imported = importlib.import_module(f"pinfeed.{module}")
+    shown = {name for name in dir(imported) if not name.startswith("__")}
+    assert shown == set(imported.__all__)
+
+
+def test_dir_of_the_errors_has_the_exceptions_only() -> None:
+    shown = {name for name in dir(pinfeed.errors) if not name.startswith("__")}
+    assert "PinfeedError" in shown
+    assert all(issubclass(getattr(pinfeed.errors, name), Exception) for name in shown)
+
+
+def test_the_checkpoint_module_is_imported_by_its_public_path() -> None:
+    program = (
+        "from pinfeed.checkpoint import save;"
+        "import pinfeed, pinfeed.checkpoint as public;"
+        "print(public is pinfeed.checkpoint, save is public.save)"
+    )
+    assert run(program) == "True True\n"
+
+
+@pytest.mark.parametrize("name", ["config", "feeder", "loader", "seeing"])
+def test_names_of_former_modules_are_unknown(name: str) -> None:
+    assert not hasattr(pinfeed, name)
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(f"pinfeed.{name}")
+
+
+@pytest.mark.parametrize("kind", [Feeder, pinfeed.HostEmbedding])
+def test_there_is_one_name_for_flushing_writes(kind: type) -> None:
+    assert hasattr(kind, "flush_writes")
+    assert not hasattr(kind, "land")
+
+
 def test_dir_of_devices_has_those_that_load_torch() -> None:
     assert set(devices.__all__) <= set(dir(devices))
 

@@ -1,12 +1,6 @@
 """Row orders: the rows of an epoch's batches, their order, and each rank's part."""
 
-# Pickled orders name their classes by this package.
-from pinfeed.rows.orders import BlockShuffled as BlockShuffled
-from pinfeed.rows.orders import Drawn as Drawn
 from pinfeed.rows.orders import Order, block_shuffled, drawn, per_rank, sequential, shuffled
-from pinfeed.rows.orders import PerRank as PerRank
-from pinfeed.rows.orders import Sequential as Sequential
-from pinfeed.rows.orders import Shuffled as Shuffled
 from pinfeed.rows.ragged_batches import element_batches
 
 __all__ = [
@@ -18,3 +12,8 @@ __all__ = [
     "sequential",
     "shuffled",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names without the modules of this package."""
+    return __all__

@@ -215,11 +215,11 @@ def test_a_batch_is_a_multiple_of_what_is_read_at_once(
 
 def test_the_limit_that_binds_decides() -> None:
     arguments: dict[str, Any] = {"input_shape": (2,), "total_sample_count": 10**9}
-    by_gpu = small(gpu_memory_limit=MiB(64), cpu_memory_limit=GiB(64), **arguments)
+    by_gpu = small(gpu_memory_limit=MiB(96), cpu_memory_limit=GiB(64), **arguments)
     by_cpu = small(gpu_memory_limit=GiB(64), cpu_memory_limit=MiB(16), **arguments)
-    assert MiB(60) < by_gpu.budget.gpu_bytes <= MiB(64)
+    assert MiB(92) < by_gpu.budget.gpu_bytes <= MiB(96)
     assert MiB(15.9) < by_cpu.budget.cpu_bytes <= MiB(16)
-    both = small(gpu_memory_limit=MiB(64), cpu_memory_limit=MiB(16), **arguments)
+    both = small(gpu_memory_limit=MiB(96), cpu_memory_limit=MiB(16), **arguments)
     assert both.batch_size == min(by_gpu.batch_size, by_cpu.batch_size)
     synchronous = small(gpu_memory_limit=GiB(64), cpu_memory_limit=MiB(16), depth=0, **arguments)
     assert synchronous.batch_size > by_cpu.batch_size

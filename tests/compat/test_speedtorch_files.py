@@ -141,6 +141,7 @@ def test_files_of_tables_that_could_not_be_filled_are_removed() -> None:
     assert sorted(os.listdir()) == before
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [(name, "adam") for name in MODELS]

@@ -46,3 +46,8 @@ from pinfeed.compat.infinitybatch.manager import InfinityBatch
 from pinfeed.compat.infinitybatch.settings import InfinityBatchError, InfinityBatchWarning
 
 __all__ = ["InfinityBatch", "InfinityBatchError", "InfinityBatchWarning", "tools"]
+
+
+def __dir__() -> list[str]:
+    """Return the public names without the modules of this package."""
+    return __all__

@@ -79,3 +79,8 @@ __all__ = [
     "round_to",
     "summary_of_network",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names without the modules of this package."""
+    return __all__

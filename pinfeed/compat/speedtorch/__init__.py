@@ -98,3 +98,8 @@ __all__ = [
     "PytorchModelFactory",
     "PytorchOptimizerFactory",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names without the modules of this package."""
+    return __all__

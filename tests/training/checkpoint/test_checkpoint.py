@@ -218,7 +218,7 @@ def test_the_manifest_names_everything(tmp_path: pathlib.Path) -> None:
     directory = checkpoint.save(tmp_path, **Training().parts)
     body = json.loads(json.loads((directory / "manifest.json").read_text())["body"])
     assert set(body["files"]) | {"manifest.json"} == set(os.listdir(directory))
-    assert pinfeed.checkpoint is checkpoint
+    assert pinfeed.checkpoint.save is checkpoint.save
 
 
 def test_a_file_is_no_directory(tmp_path: pathlib.Path) -> None:

@@ -99,6 +99,7 @@ def test_rows_are_plain_npy_files(tmp_path: pathlib.Path) -> None:
     assert not [name for name in os.listdir(tmp_path) if "writing" in name]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     "name",
     ["table.npy", "rows.0.max_exp_avg_sq.npy", "rows.pt", "model.pt", "random.pt", "manifest.json"],
