@@ -45,12 +45,9 @@ def distinct_rows(rows: Rows) -> tuple[Rows, Rows]:
     """
     ascending, order = sort_rows(rows)
     is_first = _differs_from_previous(ascending)
-    distinct = ascending[is_first]
-    # The array is reused, because access to new memory takes longer than the sums.
-    places = np.cumsum(is_first, out=ascending)
-    places -= 1
+    distinct = ascending.compress(is_first)
     positions = np.empty(len(rows), np.int64)
-    positions[order] = places
+    positions[order] = _places(is_first, out=ascending)
     return distinct, positions
 
 
@@ -71,16 +68,26 @@ def first_occurrences(rows: Rows) -> tuple[Rows, Rows | None]:
     if bool(is_first.all()):
         return rows, None
     # Equal rows keep their order, so the first of them is the first occurrence.
-    first = order[is_first]
+    first = order.compress(is_first)
     occurs_first = np.zeros(len(rows), bool)
     occurs_first[first] = True
     rank = np.cumsum(occurs_first)
     rank -= 1
-    places = np.cumsum(is_first, out=ascending)
-    places -= 1
     positions = np.empty(len(rows), np.int64)
-    positions[order] = rank[first][places]
-    return rows[occurs_first], positions
+    positions[order] = rank.take(first).take(_places(is_first, out=ascending))
+    return rows.compress(occurs_first), positions
+
+
+def _places(is_first: npt.NDArray[np.bool_], out: Rows) -> Rows:
+    """Return for each sorted row its place among the distinct rows.
+
+    Args:
+        is_first: Whether each row differs from the previous one, shape (n,).
+        out: Memory of the result, shape (n,). Access to new memory takes longer than the sums.
+    """
+    out[:1] = 0
+    np.cumsum(is_first[1:], out=out[1:])
+    return out
 
 
 def _differs_from_previous(rows: Rows) -> npt.NDArray[np.bool_]:

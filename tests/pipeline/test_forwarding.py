@@ -1,7 +1,7 @@
 """A batch with later writes copied over its rows equals one that is gathered now."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pinfeed.memory.demand import Demand, plan_allocations
 from pinfeed.pipeline.forwarding import Overlap, SharedRows, Span, Write, WriteLog, forwards
-from pinfeed.pipeline.recent_rows import RecentRows
+from pinfeed.pipeline.recent_rows import RecentRows, hash_groups
 
 # Rows of the store: few, so that batches overlap.
 N = 12
@@ -19,6 +19,16 @@ N = 12
 
 def rows_of(numbers: Sequence[int]) -> np.ndarray:
     return np.array(numbers, np.int64)
+
+
+def compared(
+    recent: RecentRows,
+    number: int,
+    rows: Sequence[np.ndarray],
+    pending: Collection[int] = (),
+    written: Sequence[np.ndarray] | None = None,
+) -> SharedRows:
+    return recent.add(number, hash_groups(rows, written), pending).find()
 
 
 # -- the log ---------------------------------------------------------------------------------------
@@ -118,10 +128,9 @@ class Loop:
             self.log.completed = write.number + 1
 
     def gather(self, number: int, rows: np.ndarray) -> None:
-        # All multiples of a large number have the same marks.
-        shared, (repeated,) = self.recent.add(
-            number, [rows * self.scale], self.log.pending_batches()
-        )
+        hashed = hash_groups([rows * self.scale])
+        (repeated,) = hashed.repeated
+        shared = self.recent.add(number, hashed, self.log.pending_batches()).find()
         assert (repeated is not None) == (len(set(rows.tolist())) < len(rows))
         if repeated is not None:
             assert rows.tolist().count(repeated // self.scale) > 1
@@ -162,7 +171,7 @@ def test_a_batch_equals_one_that_is_gathered_now(
 ) -> None:
     """Writes may be older than any batch that was gathered ahead, and batches are not all written.
 
-    Numbers of batches pass 256, where the marks begin anew.
+    Large rows do not fit into sort keys.
     """
     loop = Loop(ahead, scale, first)
     for i in range(len(batches) + ahead):
@@ -181,18 +190,19 @@ def test_a_batch_equals_one_that_is_gathered_now(
 
 
 def test_spans_have_every_pair_of_equal_rows() -> None:
-    """In batches of this size, marks alone show that most rows are new."""
+    """A batch in which a row repeats cannot be written, so it shares no rows with later ones."""
     rng = np.random.default_rng(0)
     recent = RecentRows(2)
-    batches = [rng.integers(20_000, size=2_000) for _ in range(8)]
-    batches[3] = np.unique(batches[3])
+    batches = [rng.permutation(20_000)[: 1_000 + 500 * i] for i in range(8)]
+    batches[4] = np.append(batches[4], batches[4][-1])
     for number, rows in enumerate(batches):
         # Every other batch is written, and its write is completed some batches later.
         pending = {j for j in range(max(0, number - 5), number - 2) if j % 2 == 0}
-        shared, _ = recent.add(number, [rows, rows[:100]], pending)
-        wanted = pending | set(range(max(0, number - 2), number))
+        shared = compared(recent, number, [rows, rows[:100]], pending)
         for group, of_group in enumerate((rows, rows[:100])):
             overlaps = shared.overlaps[group]
+            wanted = pending | set(range(max(0, number - 2), number))
+            wanted -= set() if group else {4}
             assert overlaps.keys() <= wanted
             newer: set[int] = set()
             for j in sorted(wanted, reverse=True):
@@ -208,21 +218,41 @@ def test_spans_have_every_pair_of_equal_rows() -> None:
                 newer |= set(earlier.tolist())
 
 
-@pytest.mark.parametrize("n_rows", [1, 100, 128, 1000, 4096])
-def test_the_marks_are_planned(n_rows: int) -> None:
+def test_later_batches_may_be_added_before_the_search() -> None:
+    rng = np.random.default_rng(0)
     recent = RecentRows(2)
-    recent.add(0, [np.arange(n_rows)], ())
+    in_turn = RecentRows(2)
+    batches = [rng.permutation(1_000)[:300] for _ in range(6)]
+    comparisons = [
+        recent.add(number, hash_groups([rows]), ()) for number, rows in enumerate(batches)
+    ]
+    expected = [compared(in_turn, number, [rows]) for number, rows in enumerate(batches)]
+    for comparison, shared in reversed(list(zip(comparisons, expected, strict=True))):
+        found = comparison.find()
+        assert found.overlaps == shared.overlaps
+        assert np.array_equal(found.positions, shared.positions)
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 5])
+@pytest.mark.parametrize("n_rows", [1, 100, 128, 1000, 4096])
+def test_the_table_of_recent_rows_is_planned(n_rows: int, ahead: int) -> None:
+    recent = RecentRows(ahead)
+    compared(recent, 0, [np.arange(n_rows)])
     demand = Demand((8,), (True,), 0, n_rows, True, (False,))
-    planned = {item.what: item for item in plan_allocations(demand, n_rows, 2)}
-    assert recent._groups[0]._marks._tables.nbytes <= planned["marks of recent rows"].nbytes
+    planned = {item.what: item for item in plan_allocations(demand, n_rows, ahead)}
+    (history,) = recent._groups
+    assert history.table_nbytes <= planned["table of recent rows"].nbytes
+    (batch,) = history._batches.values()
+    arrays = [batch.older, batch.rows.rows, batch.rows.order]
+    assert sum(array.nbytes for array in arrays) <= planned["rows of recent batches"].nbytes
 
 
 def test_rows_stay_as_they_are() -> None:
     recent = RecentRows(2)
     one = rows_of([5, 1, 3])
     other = rows_of([3, 3, 0, 5])
-    recent.add(0, [one], ())
-    shared, _ = recent.add(1, [other], ())
+    compared(recent, 0, [one])
+    shared = compared(recent, 1, [other])
     span = shared.overlaps[0][0].latest
     pairs = zip(
         shared.positions[slice(*span.later)].tolist(),
@@ -248,7 +278,8 @@ class CachingLoop(Loop):
 
     def gather_some(self, number: int, rows: np.ndarray, written: np.ndarray) -> None:
         pending = self.log.pending_batches()
-        shared, _ = self.recent.add(number, [rows * self.scale], pending, [written * self.scale])
+        scaled = [rows * self.scale], pending, [written * self.scale]
+        shared = compared(self.recent, number, *scaled)
         self.rows[number] = written
         self.gathered.append((number, rows, self.stores[:, rows], self.log.completed, shared))
 

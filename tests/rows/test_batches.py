@@ -38,6 +38,7 @@ SIZES = [
 """Numbers of rows, and of rows in a batch."""
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("order", ORDERS, ids=repr)
 def test_batches_of_an_order_are_the_order_in_pieces(order: Order) -> None:
     for (n, batch_size), drop_last in itertools.product(SIZES, (False, True)):

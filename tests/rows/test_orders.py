@@ -208,6 +208,7 @@ def test_seeds_and_blocks_are_integers() -> None:
         block_shuffled(1, block_rows=4.0)  # type: ignore[arg-type]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("n", "batch_size"),
     [(65536, 1), (65536, 100_000), (65537, 1000), (10**7, 1), (10**7, 1000), (10**7, 100_000)],

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.programs import Programs
+from support.programs import WITHOUT_A_NETWORK, Programs
 from support.rank_job import CRASH, EXAMPLE, GLOBAL_BATCH, N_ROWS, WORLDS, model, normal, parameters
 from torch.nn.functional import mse_loss
 
@@ -31,7 +31,7 @@ def launch(programs: Programs, program: str | Path, *arguments: str, warnings: s
         for name, value in os.environ.items()
         if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment |= {**WITHOUT_A_NETWORK, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = programs.run(
         program, *arguments, timeout_s=TIMEOUT_S, warnings=warnings, environment=environment
     )
@@ -183,6 +183,7 @@ def test_two_processes_of_torchrun_resume_the_example_of_one(
 
 @pytest.mark.gpu
 def test_a_process_of_a_gpu_job_takes_its_gpu(tmp_path: Path, programs: Programs) -> None:
+    """NCCL refuses two ranks on one GPU, so a machine with one GPU has one process."""
     count = str(torch.cuda.device_count())
     options = ["--standalone", "--nproc-per-node", count, str(ROOT / "examples" / "ddp.py")]
     output = launch(programs, TORCHRUN, *options, "--folder", str(tmp_path), *EXAMPLE)
