@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,26 @@ Tensor = Any
 """Tensor on the device: a torch tensor, or an array of a simulated device."""
 Buffer = Any
 """Raw memory on the device."""
+
+
+# Bytes between the beginnings of two tensors in one buffer, as in torch's allocator.
+_ALIGNMENT = 512
+
+
+def aligned(nbytes: int) -> int:
+    """Return a number of bytes rounded up to where the next tensor of a buffer may begin."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class RowCopy(NamedTuple):
+    """Copy of rows between tensors on the device: ``target[into] = source[taken]``."""
+
+    source: Tensor
+    target: Tensor
+    taken: Tensor | None = None
+    """Positions in ``source``, int32, shape (n,), on the device; None for all rows in order."""
+    into: Tensor | None = None
+    """Positions in ``target``, as for ``taken``."""
 
 
 class Event(Protocol):
@@ -110,7 +130,7 @@ class Device(Protocol):
             buffer: Memory of the device.
             shape: Shape of the tensor.
             dtype: Its dtype.
-            offset: First byte in the buffer, a multiple of 512.
+            offset: First byte in the buffer, a result of ``aligned``.
         """
         ...
 
@@ -125,20 +145,12 @@ class Device(Protocol):
     def copy(self, src: Tensor | Array, dst: Tensor | Array, stream: Any) -> None:
         """Queue a copy between staging memory and a tensor, or between tensors."""
 
-    def copy_rows(
-        self,
-        pairs: Sequence[tuple[Tensor, Tensor]],
-        src_pos: Tensor | None,
-        dst_pos: Tensor | None,
-        stream: Any,
-    ) -> None:
-        """Queue ``dst[dst_pos] = src[src_pos]`` for every pair ``(src, dst)``.
+    def copy_rows(self, copies: Sequence[RowCopy], stream: Any) -> None:
+        """Queue copies of rows, in one launch if the device can.
 
         Args:
-            pairs: Tensors with equal rows; different pairs may have different ones.
-            src_pos: Positions in ``src``, int32, shape (n,), on the device; None for all rows in
-                order.
-            dst_pos: Positions in ``dst``, as for ``src_pos``. At least one of the two is not None.
+            copies: The copies, which may run in any order. No copy writes a row that another copy
+                of them reads or writes.
             stream: Stream of the copies.
         """
 

@@ -21,10 +21,12 @@ Addresses = npt.NDArray[np.int64]
 """Addresses of rows, shape (n,)."""
 LONG_ROW_BYTES = 32 << 10
 """Fewest bytes of a row that is worth a separate copy."""
-# Drivers have failed with tens of thousands of copies in one call, and one has hung when calls were
-# repeated (vllm-project/vllm#49276); ``route="staged"`` avoids these calls. A loop that ends waits
-# for the current call.
-_MOST_COPIES = 1024
+MOST_COPIES = 1024
+"""Most copies of one call.
+
+Drivers have failed with tens of thousands of copies in one call. A loop that ends waits for the
+current call.
+"""
 # Sources are read in stream order, after the earlier work of the stream.
 _STREAM_ORDER = 1
 # The driver should prefer copy engines to multiprocessors.
@@ -105,8 +107,8 @@ def addresses(rows: Rows, move: Move) -> Iterator[tuple[Addresses, Addresses]]:
         rows: Row indices on the host.
         move: Move of these rows.
     """
-    for first in range(0, len(rows), _MOST_COPIES):
-        chosen = rows[first : first + _MOST_COPIES]
+    for first in range(0, len(rows), MOST_COPIES):
+        chosen = rows[first : first + MOST_COPIES]
         positions = np.arange(first, first + len(chosen))
         yield (
             move.table + chosen * move.row_nbytes,

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pinfeed.devices.base import RowCopy
 from pinfeed.memory.buffer_pool import BufferPool
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.mapping import Bytes, huge
@@ -112,23 +113,19 @@ class HostDevice:
         target = dst.detach() if isinstance(dst, torch.Tensor) else to_torch(dst)
         target.copy_(source)
 
-    def copy_rows(
-        self,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        src_pos: torch.Tensor | None,
-        dst_pos: torch.Tensor | None,
-        stream: Any,
-    ) -> None:
+    def copy_rows(self, copies: Sequence[RowCopy], stream: Any) -> None:
         # numpy supports every dtype; torch does not index uint16.
-        for src, dst in pairs:
-            values = _array_of(src)
-            if dst_pos is None:
-                assert src_pos is not None
-                values.take(memory_of(src_pos), axis=0, out=_array_of(dst), mode="clip")
+        for source, target, taken, into in copies:
+            values, out = _array_of(source), _array_of(target)
+            if into is None and taken is not None:
+                values.take(memory_of(taken), axis=0, out=out, mode="clip")
                 continue
-            if src_pos is not None:
-                values = values.take(memory_of(src_pos), axis=0, mode="clip")
-            put_rows(_array_of(dst), memory_of(dst_pos), values)
+            if taken is not None:
+                values = values.take(memory_of(taken), axis=0, mode="clip")
+            if into is None:
+                np.copyto(out, values)
+            else:
+                put_rows(out, memory_of(into), values)
 
     def adopt(self, part: HostArray, stream: Any) -> Any:
         value = getattr(part, "host_value", None)

@@ -14,10 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pinfeed.devices.base import RowCopy
 from pinfeed.devices.cuda_clock import CudaClock, take_mark
 from pinfeed.devices.cuda_direct_access import DirectAccess
 from pinfeed.devices.cuda_memory import staging_memory
-from pinfeed.devices.cuda_streams import CudaStream
+from pinfeed.devices.cuda_streams import CudaStream, queued_in
+from pinfeed.devices.row_copies import RowCopyKernel
 from pinfeed.errors import DeviceError
 from pinfeed.memory.buffer_pool import BufferPool
 from pinfeed.memory.demand import OVERLAP_CHUNK_BYTES
@@ -102,7 +104,7 @@ class CudaDevice(DirectAccess):
         return ThreadPool(n_threads, name, functools.partial(torch.cuda.set_device, self._device))
 
     def empty(self, nbytes: int, stream: CudaStream) -> torch.Tensor:
-        with torch.cuda.stream(stream.raw):
+        with queued_in(stream.raw):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def tensor(
@@ -128,28 +130,35 @@ class CudaDevice(DirectAccess):
         target, source = (
             x.detach() if isinstance(x, torch.Tensor) else to_torch(x) for x in (dst, src)
         )
-        with torch.cuda.stream(stream.raw):
+        with queued_in(stream.raw):
             target.copy_(source, non_blocking=True)
 
-    def copy_rows(
-        self,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        src_pos: torch.Tensor | None,
-        dst_pos: torch.Tensor | None,
-        stream: CudaStream,
-    ) -> None:
-        with torch.cuda.stream(stream.raw):
-            # index_select takes int32, and index_copy_ does not.
-            target_pos = None if dst_pos is None else dst_pos.long()
-            for src, dst in pairs:
-                if src.numel() and dst.numel():
-                    _copy_rows(_words(_aligned(src)), src_pos, _words(dst), target_pos)
+    def copy_rows(self, copies: Sequence[RowCopy], stream: CudaStream) -> None:
+        kernel = self._row_copy_kernel
+        with queued_in(stream.raw):
+            if kernel is not None:
+                # Values of the user may have any layout.
+                dense = [copy._replace(source=_dense(copy.source)) for copy in copies]
+                kernel.copy(dense, stream.raw.cuda_stream)
+                return
+            for copy in copies:
+                if copy.source.numel() and copy.target.numel():
+                    _copy_rows(copy)
+
+    @functools.cached_property
+    def _row_copy_kernel(self) -> RowCopyKernel | None:
+        """Kernel that copies rows, compiled at the first use; None if CuPy cannot compile it."""
+        try:
+            return RowCopyKernel(self._index)
+        except Exception:
+            # CuPy is not installed, or has no compiler for this GPU. torch copies the rows then.
+            return None
 
     def adopt(self, part: HostArray, stream: CudaStream) -> Any:
         value = getattr(part, "host_value", None)
         if value is None or _is_plain(value):
             return None
-        with torch.cuda.stream(stream.raw):
+        with queued_in(stream.raw):
             # A sparse, strided or subclassed tensor, or a user's object that moves itself.
             return value.to(self._device)
 
@@ -210,23 +219,31 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(itertools.accumulate(shape[:0:-1], operator.mul, initial=1))[::-1] if shape else ()
 
 
-def _copy_rows(
-    source: torch.Tensor,
-    source_pos: torch.Tensor | None,
-    target: torch.Tensor,
-    target_pos: torch.Tensor | None,
-) -> None:
-    if source_pos is None:
-        assert target_pos is not None
-        target.index_copy_(0, target_pos, source)
+def _dense(values: torch.Tensor) -> torch.Tensor:
+    """Return values whose rows are contiguous in memory, as they are or copied."""
+    if values.is_contiguous() and not values.is_conj() and not values.is_neg():
+        return values
+    return values.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _copy_rows(copy: RowCopy) -> None:
+    """Copy rows with torch's functions."""
+    source, target = _words(_aligned(_dense(copy.source))), _words(copy.target)
+    if copy.into is None:
+        if copy.taken is None:
+            target.copy_(source)
+        else:
+            torch.index_select(source, 0, copy.taken, out=target)
         return
-    if target_pos is None:
-        torch.index_select(source, 0, source_pos, out=target)
+    # index_select takes int32, and index_copy_ does not.
+    into = copy.into.long()
+    if copy.taken is None:
+        target.index_copy_(0, into, source)
         return
     # index_select allocates memory for the selected rows, so they are copied in steps.
     step = max(1, OVERLAP_CHUNK_BYTES * len(target) // target.nbytes)
-    for chosen, into in zip(source_pos.split(step), target_pos.split(step), strict=True):
-        target.index_copy_(0, into, source.index_select(0, chosen))
+    for chosen, places in zip(copy.taken.split(step), into.split(step), strict=True):
+        target.index_copy_(0, places, source.index_select(0, chosen))
 
 
 def _aligned(values: torch.Tensor) -> torch.Tensor:

@@ -17,11 +17,12 @@ import numpy as np
 import torch
 
 from pinfeed.devices.batch_copy import LONG_ROW_BYTES, addresses, batch_copy
-from pinfeed.devices.cuda_streams import CudaStream
-from pinfeed.devices.kernels import Move, RowIndices, RowKernels
+from pinfeed.devices.batch_copy_safety import is_safe
+from pinfeed.devices.cuda_streams import CudaStream, queued_in
+from pinfeed.devices.kernels import DeviceIndices, Grid, Move, RowKernels
 from pinfeed.devices.matrix_products import MatrixProducts
 from pinfeed.devices.route import STAGED, Rates, Route, decide
-from pinfeed.devices.route_benchmark import measure
+from pinfeed.devices.route_benchmark import grids_of, measure
 from pinfeed.devices.route_cache import cached_rates
 from pinfeed.errors import DeviceError, described
 from pinfeed.rows.orders import Rows
@@ -35,7 +36,7 @@ _Table = tuple[Any, torch.Tensor]
 # Rows of a batch for which a route is measured if the number is unknown.
 _TYPICAL_ROWS = 4096
 # Blocks of a kernel if the route was not measured.
-_N_BLOCKS = 8
+_GRID = Grid(8)
 # The kernels count the words of a row in 32 bits.
 _MAX_ROW_BYTES = 1 << 30
 
@@ -103,7 +104,7 @@ class DirectAccess:
                 f"page-locked rows are {how}: the faster route could not be measured "
                 f"({described(error)})"
             )
-            return (Route(_N_BLOCKS, True, "") if wanted == "direct" else STAGED), why
+            return (Route(_GRID, True, "") if wanted == "direct" else STAGED), why
         return route, route.why
 
     def reaches(self, source: HostArray | Store) -> bool:
@@ -111,7 +112,7 @@ class DirectAccess:
         if value is not None:
             # A batch of a loader is read directly if the loader has pin_memory=True.
             return bool(value.is_pinned())
-        return self.route.n_blocks > 0 and self.can_reach(getattr(source, "store", source))
+        return self.route.grid is not None and self.can_reach(getattr(source, "store", source))
 
     def can_reach(self, store: Any) -> TypeGuard[PinnedStore]:
         """Return whether the GPU can read and write the rows of a store itself.
@@ -125,6 +126,11 @@ class DirectAccess:
             and 0 < row_nbytes(store) < _MAX_ROW_BYTES
         )
 
+    @property
+    def grids(self) -> Sequence[Grid]:
+        """Grids with which the kernels are timed."""
+        return grids_of(torch.cuda.get_device_properties(self._device).multi_processor_count)
+
     @functools.cached_property
     def kernels(self) -> RowKernels:
         """Kernels that move rows, compiled at the first use."""
@@ -132,7 +138,11 @@ class DirectAccess:
 
     def has_batch_copy(self, stores: Sequence[Store]) -> bool:
         """Return whether the driver copies rows of one of these stores in batches."""
-        return batch_copy() is not None and any(map(_has_long_rows, stores))
+        return (
+            any(map(_has_long_rows, stores))
+            and batch_copy() is not None
+            and is_safe(self._index, torch.cuda.get_device_name(self._device))
+        )
 
     def index_dtype(self, stores: Sequence[Store], rows: Rows) -> np.dtype[Any] | None:
         by_kernel = [store for store in stores if not self._is_batched(store)]
@@ -224,15 +234,15 @@ class DirectAccess:
         gather: bool,
     ) -> Iterator[None]:
         if indices is None:
-            with torch.cuda.stream(stream.raw):
+            with queued_in(stream.raw):
                 # Allocated in this stream, so that its memory is reused only after the launches.
                 indices = self._upload(rows, _index_dtype([store for store, _ in tables]))
-        on_device = RowIndices(indices.data_ptr(), len(rows), indices.element_size())
+        on_device = DeviceIndices(indices.data_ptr(), len(rows), indices.element_size())
         launch = self.kernels.gather if gather else self.kernels.scatter
         # Another feeder on this device may have chosen the staged route since.
-        n_blocks = self.route.n_blocks or _N_BLOCKS
+        grid = self.route.grid or _GRID
         yield from launch(
-            stream.raw.cuda_stream, on_device, [_move_of(table) for table in tables], n_blocks
+            stream.raw.cuda_stream, on_device, [_move_of(table) for table in tables], grid
         )
 
     def _upload(self, rows: Rows, dtype: np.dtype[Any]) -> torch.Tensor:

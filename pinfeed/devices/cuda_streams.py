@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Protocol
 
 import torch
 
 from pinfeed.devices.cuda_clock import CudaClock
+
+
+def queued_in(raw: torch.cuda.Stream) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which the calling thread queues its work in a stream.
+
+    A stream that is current already is not entered, because torch's context sets the stream twice.
+    Most calls of the training thread are for its current stream.
+    """
+    is_current = torch.cuda.current_stream(raw.device) == raw
+    return contextlib.nullcontext() if is_current else torch.cuda.stream(raw)
 
 
 class CudaEvent:

@@ -1,97 +1,204 @@
 """CUDA kernels that move rows between page-locked host memory and device memory.
 
-A thread moves words of a row, as wide as rows and addresses allow (at most 16 bytes). Each thread
-has four words in flight. The throughput of the link is the number of bytes in flight divided by the
-time of a round trip. Therefore, a few thousand threads keep the link busy, and the rest of the GPU
-is free for the model. Adjacent threads move adjacent words, so that each warp requests whole lines
-of 128 bytes if the row has them.
+A thread moves words of a row, as wide as rows and addresses allow (at most 16 bytes). The
+throughput of the link is the number of bytes in flight divided by the time of a round trip: at 1.3
+to 2 microseconds, 55 GB/s need 70 to 110 KiB. Therefore, a few thousand threads keep the link busy,
+and the rest of the GPU is free for the model. Adjacent threads move adjacent words, so that each
+warp requests whole lines of 128 bytes if the row has them.
+
+Two kinds of blocks are compiled from the same source. A few thick blocks occupy a part of some
+multiprocessors. Thin blocks of one warp run on every multiprocessor. Their registers fit next to a
+matrix product of cuBLAS that occupies a multiprocessor with 384 threads of 168 registers, which
+leaves room for one warp of 32 registers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-MAX_TABLES = 4
+MAX_TABLES = 8
 """Largest number of tables in one launch."""
-N_THREADS = 512
-"""Threads per block."""
+THICK = 512
+"""Threads of a thick block."""
+THIN = 32
+"""Threads of a thin block: one warp."""
+# For the threads of a block: words that a thread has in flight, and its largest number of registers
+# with which no register is spilled.
+_LIMITS = {THICK: (4, 64), THIN: (2, 32)}
 # Bytes that one launch moves at most, because the kernels count words in 32 bits.
 _STEP_BYTES = 64 << 20
 _WIDTHS = (16, 8, 4, 2, 1)
 
 SOURCE = r"""
-#define IN_FLIGHT 4
+struct Table {
+    char* rows;
+    char* packed;
+    unsigned row_nbytes;
+};
+
+template <typename Index>
+struct Moves {
+    const Index* rows;
+    unsigned n_rows, n_tables;
+    Table tables[MAX_TABLES];
+};
+
+// A word of the packed rows. Threads are as many words apart as there are threads.
+struct Place {
+    unsigned row, word;
+
+    __device__ void advance(unsigned n_threads, unsigned n_words)
+    {
+        row += n_threads / n_words, word += n_threads % n_words;
+        if (word >= n_words)
+            row++, word -= n_words;
+    }
+};
 
 // Row indices are known to be in range. Another stream may change rows during a gather; pinfeed
 // then does not use the gathered values.
-template <bool GATHER, typename Word, typename Index>
-__device__ void move(const Index* __restrict__ rows, unsigned n_rows, char* table, char* packed,
-                     long long row_nbytes)
+template <typename Word, typename Index>
+__device__ void gather_rows(const Index* __restrict__ rows, unsigned n_rows, const Table& table)
 {
-    const unsigned n_words = row_nbytes / sizeof(Word), n_threads = gridDim.x * blockDim.x;
-    // The step from a word of this thread to its next word.
-    const unsigned rows_on = n_threads / n_words, words_on = n_threads % n_words;
-    unsigned i = blockIdx.x * blockDim.x + threadIdx.x, row = i / n_words, word = i % n_words;
-    Word* there = (Word*)packed + i;
-    while (row < n_rows) {
-        Word moved[IN_FLIGHT];
-        Word* here[IN_FLIGHT];
-        unsigned n = 0;
+    const unsigned n_words = table.row_nbytes / sizeof(Word), n_threads = gridDim.x * N_THREADS;
+    const unsigned first = blockIdx.x * N_THREADS + threadIdx.x;
+    Place place = {first / n_words, first % n_words}, ahead = place;
+    Word* packed = (Word*)table.packed + first;
+    // Row indices are read one round ahead. Otherwise, each round trip over the link would begin
+    // only after a read of device memory.
+    Index next[IN_FLIGHT];
+#pragma unroll
+    for (unsigned k = 0; k < IN_FLIGHT; k++) {
+        next[k] = rows[min(ahead.row, n_rows - 1)];
+        ahead.advance(n_threads, n_words);
+    }
+#pragma unroll 1
+    while (place.row < n_rows) {
+        Word words[IN_FLIGHT];
+        bool is_row[IN_FLIGHT];
 #pragma unroll
         for (unsigned k = 0; k < IN_FLIGHT; k++) {
-            n += row < n_rows;
-            here[k] = (Word*)(table + rows[row < n_rows ? row : n_rows - 1] * row_nbytes) + word;
-            row += rows_on, word += words_on;
-            if (word >= n_words)
-                row++, word -= n_words;
+            const char* row = table.rows + (long long)next[k] * table.row_nbytes;
+            is_row[k] = place.row < n_rows;
+            if (is_row[k])
+                words[k] = __ldcs((const Word*)row + place.word);
+            place.advance(n_threads, n_words);
+            next[k] = rows[min(ahead.row, n_rows - 1)];
+            ahead.advance(n_threads, n_words);
         }
 #pragma unroll
         for (unsigned k = 0; k < IN_FLIGHT; k++)
-            if (k < n)
-                moved[k] = __ldcs(GATHER ? here[k] : there + k * n_threads);
+            if (is_row[k])
+                __stcs(packed + k * n_threads, words[k]);
+        packed += IN_FLIGHT * n_threads;
+    }
+}
+
+// Writes over the link need no answer, so row indices are read when they are needed.
+template <typename Word, typename Index>
+__device__ void scatter_rows(const Index* __restrict__ rows, unsigned n_rows, const Table& table)
+{
+    const unsigned n_words = table.row_nbytes / sizeof(Word), n_threads = gridDim.x * N_THREADS;
+    const unsigned first = blockIdx.x * N_THREADS + threadIdx.x;
+    Place place = {first / n_words, first % n_words};
+    const Word* packed = (const Word*)table.packed + first;
+#pragma unroll 1
+    while (place.row < n_rows) {
+        Word words[IN_FLIGHT];
+        Word* targets[IN_FLIGHT];
+#pragma unroll
+        for (unsigned k = 0; k < IN_FLIGHT; k++) {
+            targets[k] = nullptr;
+            if (place.row < n_rows) {
+                char* row = table.rows + (long long)rows[place.row] * table.row_nbytes;
+                targets[k] = (Word*)row + place.word;
+                words[k] = __ldcs(packed + k * n_threads);
+            }
+            place.advance(n_threads, n_words);
+        }
 #pragma unroll
         for (unsigned k = 0; k < IN_FLIGHT; k++)
-            if (k < n)
-                __stcs(GATHER ? there + k * n_threads : here[k], moved[k]);
-        there += IN_FLIGHT * n_threads;
+            if (targets[k])
+                __stcs(targets[k], words[k]);
+        packed += IN_FLIGHT * n_threads;
     }
 }
 
-template <bool GATHER, typename Index>
-__device__ void move_table(const Index* rows, unsigned n_rows, char* table, char* packed,
-                           long long row_nbytes, int width)
-{
-    switch (width) {
-    case 16: return move<GATHER, uint4>(rows, n_rows, table, packed, row_nbytes);
-    case 8: return move<GATHER, uint2>(rows, n_rows, table, packed, row_nbytes);
-    case 4: return move<GATHER, unsigned int>(rows, n_rows, table, packed, row_nbytes);
-    case 2: return move<GATHER, unsigned short>(rows, n_rows, table, packed, row_nbytes);
-    case 1: return move<GATHER, unsigned char>(rows, n_rows, table, packed, row_nbytes);
-    }
-}
-
-#define TABLE(k) char *table##k, char *packed##k, long long row_nbytes##k, int width##k
-#define MOVE(GATHER, k) \
-    move_table<GATHER>(rows, n_rows, table##k, packed##k, row_nbytes##k, width##k)
-#define KERNEL(name, GATHER, Index) \
-    extern "C" __global__ void __launch_bounds__(512) name( \
-        const Index* rows, unsigned n_rows, TABLE(0), TABLE(1), TABLE(2), TABLE(3)) \
+#define KERNEL(name, width, Word, bits, Index) \
+    extern "C" __global__ void name##_rows_##width##_int##bits(const Moves<Index> moves) \
     { \
-        MOVE(GATHER, 0); \
-        MOVE(GATHER, 1); \
-        MOVE(GATHER, 2); \
-        MOVE(GATHER, 3); \
+        _Pragma("unroll 1") for (unsigned k = 0; k < moves.n_tables; k++) \
+            name##_rows<Word>(moves.rows, moves.n_rows, moves.tables[k]); \
     }
+#define KERNELS(width, Word) \
+    KERNEL(gather, width, Word, 32, int) \
+    KERNEL(gather, width, Word, 64, long long) \
+    KERNEL(scatter, width, Word, 32, int) \
+    KERNEL(scatter, width, Word, 64, long long)
 
-KERNEL(gather_rows_int32, true, int)
-KERNEL(gather_rows_int64, true, long long)
-KERNEL(scatter_rows_int32, false, int)
-KERNEL(scatter_rows_int64, false, long long)
+KERNELS(16, uint4)
+KERNELS(8, uint2)
+KERNELS(4, unsigned int)
+KERNELS(2, unsigned short)
+KERNELS(1, unsigned char)
 """
+KERNELS = {
+    (name, width, nbytes): f"{name}_rows_{width}_int{8 * nbytes}"
+    for name in ("gather", "scatter")
+    for width in _WIDTHS
+    for nbytes in (4, 8)
+}
+"""Names of the kernels by direction, bytes of a word, and bytes of a row index."""
+
+_MOVES = np.dtype(
+    [
+        ("rows", np.uint64),
+        ("n_rows", np.uint32),
+        ("n_tables", np.uint32),
+        (
+            "tables",
+            np.dtype(
+                [("rows", np.uint64), ("packed", np.uint64), ("row_nbytes", np.uint32)], align=True
+            ),
+            MAX_TABLES,
+        ),
+    ],
+    align=True,
+)
+
+
+class Grid(NamedTuple):
+    """Blocks of a launch.
+
+    Attributes:
+        n_blocks: Largest number of blocks; a small batch needs fewer.
+        n_threads: Threads of a block, ``THICK`` or ``THIN``.
+    """
+
+    n_blocks: int
+    n_threads: int = THICK
+
+    def __str__(self) -> str:
+        return f"{self.n_blocks} blocks of {self.n_threads} threads"
+
+
+def options(n_threads: int) -> tuple[str, ...]:
+    """Return the compiler's options for blocks of ``n_threads``."""
+    n_in_flight, n_registers = _LIMITS[n_threads]
+    return (
+        "-std=c++17",
+        f"-DMAX_TABLES={MAX_TABLES}",
+        f"-DN_THREADS={n_threads}",
+        f"-DIN_FLIGHT={n_in_flight}",
+        f"--maxrregcount={n_registers}",
+    )
 
 
 @dataclass(frozen=True)
@@ -111,12 +218,11 @@ class Move:
     @property
     def width(self) -> int:
         """Width of the widest word that divides both addresses and the row, in bytes."""
-        common = self.table | self.packed | self.row_nbytes
-        return next(width for width in _WIDTHS if not common % width)
+        return word_width(self.table | self.packed | self.row_nbytes)
 
 
 @dataclass(frozen=True)
-class RowIndices:
+class DeviceIndices:
     """Row indices in the memory of the device.
 
     Attributes:
@@ -130,36 +236,52 @@ class RowIndices:
     nbytes: int
 
 
-def launches(
-    rows: RowIndices, moves: Sequence[Move], n_blocks: int
-) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield the number of blocks and the arguments of each launch.
+class Launch(NamedTuple):
+    """One launch of a kernel."""
+
+    width: int
+    """Bytes of a word."""
+    n_blocks: int
+    moves: npt.NDArray[Any]
+    """The kernel's argument, shape (1,)."""
+
+
+def word_width(divisible: int) -> int:
+    """Return the bytes of the widest word that divides a number."""
+    return next(width for width in _WIDTHS if not divisible % width)
+
+
+def launches(rows: DeviceIndices, moves: Sequence[Move], grid: Grid) -> Iterator[Launch]:
+    """Yield the launches that move rows.
 
     Args:
         rows: Row indices on the device.
         moves: Moves of these rows, one for each table.
-        n_blocks: Largest number of blocks; a small batch needs fewer.
+        grid: Blocks of each launch.
     """
-    for i in range(0, len(moves), MAX_TABLES):
-        group = moves[i : i + MAX_TABLES]
-        # The number of a word must fit in 32 bits.
-        step = max(1, _STEP_BYTES // sum(move.row_nbytes for move in group))
-        for first in range(0, rows.n, step):
-            n = min(step, rows.n - first)
-            arguments = [rows.address + first * rows.nbytes, n]
-            n_words = 0
-            for move in group:
-                arguments += [
-                    move.table,
-                    move.packed + first * move.row_nbytes,
-                    move.row_nbytes,
-                    move.width,
-                ]
-                n_words = max(n_words, n * move.row_nbytes // move.width)
-            yield (
-                min(n_blocks, -(-n_words // N_THREADS)),
-                (*arguments, *[0] * 4 * (MAX_TABLES - len(group))),
-            )
+    by_width = attrgetter("width")
+    for width, of_width in groupby(sorted(moves, key=by_width, reverse=True), by_width):
+        tables = list(of_width)
+        for i in range(0, len(tables), MAX_TABLES):
+            yield from _launches(rows, tables[i : i + MAX_TABLES], width, grid)
+
+
+def _launches(
+    rows: DeviceIndices, group: Sequence[Move], width: int, grid: Grid
+) -> Iterator[Launch]:
+    # The number of a word must fit in 32 bits.
+    step = max(1, _STEP_BYTES // sum(move.row_nbytes for move in group))
+    n_words = max(move.row_nbytes for move in group) // width
+    for first in range(0, rows.n, step):
+        n = min(step, rows.n - first)
+        argument = np.zeros(1, _MOVES)
+        argument["rows"] = rows.address + first * rows.nbytes
+        argument["n_rows"] = n
+        argument["n_tables"] = len(group)
+        argument["tables"][0, : len(group)] = [
+            (move.table, move.packed + first * move.row_nbytes, move.row_nbytes) for move in group
+        ]
+        yield Launch(width, min(grid.n_blocks, -(-n * n_words // grid.n_threads)), argument)
 
 
 class RowKernels:
@@ -178,16 +300,15 @@ class RowKernels:
 
         self._gpu = cupy.cuda.Device(index)
         self._stream = cupy.cuda.Stream.from_external
+        self._kernels: dict[tuple[int, str], Any] = {}
         with self._gpu:
-            module = cupy.RawModule(code=SOURCE, options=("-std=c++17",))
-            self._kernels = {
-                (name, nbytes): module.get_function(f"{name}_rows_int{8 * nbytes}")
-                for name in ("gather", "scatter")
-                for nbytes in (4, 8)
-            }
+            for n_threads in _LIMITS:
+                module = cupy.RawModule(code=SOURCE, options=options(n_threads))
+                for name in KERNELS.values():
+                    self._kernels[n_threads, name] = module.get_function(name)
 
     def gather(
-        self, stream: int, rows: RowIndices, moves: Sequence[Move], n_blocks: int
+        self, stream: int, rows: DeviceIndices, moves: Sequence[Move], grid: Grid
     ) -> Iterator[None]:
         """Queue a gather of rows to the device, launch by launch.
 
@@ -195,30 +316,25 @@ class RowKernels:
             stream: Handle of the stream.
             rows: Row indices on the device.
             moves: Moves of these rows, one for each table.
-            n_blocks: Largest number of blocks per launch; each occupies a part of a multiprocessor
-                that the model could use.
+            grid: Blocks of each launch; each occupies a part of a multiprocessor that the model
+                could use.
         """
-        kernel = self._kernels["gather", rows.nbytes]
-        return self._launch(kernel, stream, launches(rows, moves, n_blocks))
+        return self._launch("gather", stream, rows, moves, grid)
 
     def scatter(
-        self, stream: int, rows: RowIndices, moves: Sequence[Move], n_blocks: int
+        self, stream: int, rows: DeviceIndices, moves: Sequence[Move], grid: Grid
     ) -> Iterator[None]:
         """Queue a scatter of distinct rows from the device; takes the arguments of ``gather``."""
-        kernel = self._kernels["scatter", rows.nbytes]
-        return self._launch(kernel, stream, launches(rows, moves, n_blocks))
+        return self._launch("scatter", stream, rows, moves, grid)
 
     def _launch(
-        self, kernel: Any, stream: int, every_launch: Iterator[tuple[int, tuple[int, ...]]]
+        self, name: str, stream: int, rows: DeviceIndices, moves: Sequence[Move], grid: Grid
     ) -> Iterator[None]:
-        for n_blocks, arguments in every_launch:
-            typed = [kind(value) for kind, value in zip(_ARGUMENT_TYPES, arguments, strict=True)]
+        for width, n_blocks, argument in launches(rows, moves, grid):
+            kernel = self._kernels[grid.n_threads, KERNELS[name, width, rows.nbytes]]
             with self._gpu, self._stream(External(stream)):
-                kernel((n_blocks,), (N_THREADS,), tuple(typed))
+                kernel((n_blocks,), (grid.n_threads,), (argument,))
             yield
-
-
-_ARGUMENT_TYPES = (np.uint64, np.uint32, *(np.uint64, np.uint64, np.int64, np.int32) * MAX_TABLES)
 
 
 class External:

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from pinfeed.devices.kernels import Grid
 from pinfeed.memory.units import human_rate
 
 # Times that differ by less count as equal. The route that uses less of the machine then wins: fewer
-# blocks leave more of the GPU to the model, and a direct route leaves the CPU free.
+# threads leave more of the GPU to the model, and a direct route leaves the CPU free.
 _TOLERANCE = 1.03
 
 Mover = Literal["kernel", "copy engine"]
@@ -34,7 +35,7 @@ class Rates:
     """Measured speed of each route.
 
     Attributes:
-        kernel: Speed by number of blocks, if kernels read the rows from page-locked memory.
+        kernel: Speed by grid, if kernels read the rows from page-locked memory.
         copy_engine: Speed if the copy engine reads long rows, and kernels read the others; None if
             the driver does not support it, or gave wrong rows.
         staged: Speed if the CPU gathers the rows, and they are copied.
@@ -45,7 +46,7 @@ class Rates:
             turn, in one stream.
     """
 
-    kernel: Mapping[int, Timing]
+    kernel: Mapping[Grid, Timing]
     copy_engine: Timing | None
     staged: Timing
     products_s: float
@@ -58,19 +59,19 @@ class Route:
     """Route of the rows of page-locked stores.
 
     Attributes:
-        n_blocks: Blocks of the kernels; 0 if rows are staged.
+        grid: Blocks of the kernels; None if rows are staged.
         duplex: Whether rows are gathered and scattered at the same time.
         why: Reason for the route, as a sentence for the plan.
         mover: Mover of long rows, ``"kernel"`` or ``"copy engine"``. Kernels move the other rows.
     """
 
-    n_blocks: int
+    grid: Grid | None
     duplex: bool
     why: str
     mover: Mover = "kernel"
 
 
-STAGED = Route(0, True, "")
+STAGED = Route(None, True, "")
 """Route if nothing was measured."""
 
 
@@ -80,7 +81,8 @@ def decide(rates: Rates, wanted: str | None) -> Route:
     The fastest route is the one that completes the transfer and the model's work first.
     """
     route = fastest_direct(rates.kernel, rates.copy_engine)
-    direct, how = rates.kernel[route.n_blocks], f"{route.n_blocks} blocks of a kernel"
+    assert route.grid is not None
+    direct, how = rates.kernel[route.grid], f"a kernel with {route.grid}"
     if route.mover == "copy engine" and rates.copy_engine is not None:
         direct, how = rates.copy_engine, "the copy engine"
     measured = (
@@ -89,23 +91,24 @@ def decide(rates: Rates, wanted: str | None) -> Route:
         f"with matrix products of {_ms(rates.products_s)})"
     )
     if wanted is None and rates.staged.joint_s * _TOLERANCE < direct.joint_s:
-        return Route(0, True, f"page-locked rows take the staged route: {measured}")
+        return Route(None, True, f"page-locked rows take the staged route: {measured}")
     duplex = rates.both >= rates.in_turn
     order = "at the same time" if duplex else "in turn"
     reason = (
         f"the GPU reads page-locked rows directly: {measured}; rows are gathered and scattered "
         f"{order}"
     )
-    return Route(route.n_blocks, duplex, reason, route.mover)
+    return Route(route.grid, duplex, reason, route.mover)
 
 
-def fastest_direct(kernel: Mapping[int, Timing], copy_engine: Timing | None) -> Route:
-    """Return the fastest direct route: the copy engine, or as few blocks as are fast."""
+def fastest_direct(kernel: Mapping[Grid, Timing], copy_engine: Timing | None) -> Route:
+    """Return the fastest direct route: the copy engine, or as few threads as are fast."""
     enough_s = _TOLERANCE * min(timing.joint_s for timing in kernel.values())
-    n_blocks = min(n for n, timing in kernel.items() if timing.joint_s <= enough_s)
-    most_s = _TOLERANCE * kernel[n_blocks].joint_s
+    fast = [grid for grid, timing in kernel.items() if timing.joint_s <= enough_s]
+    grid = min(fast, key=lambda grid: grid.n_blocks * grid.n_threads)
+    most_s = _TOLERANCE * kernel[grid].joint_s
     is_fast = copy_engine is not None and copy_engine.joint_s <= most_s
-    return Route(n_blocks, True, "", "copy engine" if is_fast else "kernel")
+    return Route(grid, True, "", "copy engine" if is_fast else "kernel")
 
 
 def _ms(seconds: float) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pinfeed.devices.kernels import THIN, Grid
 from pinfeed.devices.route import STAGED, Rates, Route, Timing, fastest_direct
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.array import ArrayStore
@@ -22,8 +23,9 @@ from pinfeed.stores.base import Gatherable, StoreRows, part_nbytes, row_nbytes
 from pinfeed.stores.pinned import PinnedStore
 from pinfeed.threads.pool import ThreadPool
 
-BLOCKS = (4, 8, 16, 32)
-"""Numbers of blocks with which the kernels are timed."""
+# Numbers of thick blocks, and of thin blocks for each multiprocessor, that are timed.
+_THICK_BLOCKS = (4, 8, 16, 32)
+_THIN_BLOCKS = (1, 2)
 _SAMPLE_BYTES = 16 << 20
 _CHUNK_BYTES = 256 << 10
 _REPEATS = 3
@@ -33,6 +35,18 @@ _MOST_PRODUCTS = 64
 _MoveBatch = Callable[[Sequence[StoreRows]], object]
 # Reader threads of a loop with the default depth.
 _N_READERS = min(3, len(os.sched_getaffinity(0)))
+
+
+def grids_of(n_multiprocessors: int) -> Sequence[Grid]:
+    """Return the grids that are timed: few thick blocks, and thin blocks on every multiprocessor.
+
+    Args:
+        n_multiprocessors: Number of multiprocessors of the GPU.
+    """
+    return (
+        *map(Grid, _THICK_BLOCKS),
+        *(Grid(n * n_multiprocessors, THIN) for n in _THIN_BLOCKS),
+    )
 
 
 def measure(
@@ -60,13 +74,13 @@ def measure(
         trial = _Trial(device, stores, n_rows, queue_products)
         stage = functools.partial(trial.stage, readers)
         ways: list[tuple[Route, _MoveBatch]] = [(STAGED, stage)]
-        ways += [(Route(n_blocks, True, ""), trial.gather) for n_blocks in BLOCKS]
+        ways += [(Route(grid, True, ""), trial.gather) for grid in device.grids]
         alone = [trial.seconds(*way) for way in ways]
         trial.set_products(min(alone))
         staged, *timings = [
             trial.timing(*way, alone_s) for way, alone_s in zip(ways, alone, strict=True)
         ]
-        kernel = dict(zip(BLOCKS, timings, strict=True))
+        kernel = dict(zip(device.grids, timings, strict=True))
         copy_engine = None
         if device.has_batch_copy(stores):
             by_engine = replace(fastest_direct(kernel, None), mover="copy engine")

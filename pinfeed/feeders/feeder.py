@@ -321,10 +321,6 @@ class Feeder(ResumableFeeder[T_co]):
         """
         self._loop.drain()
 
-    def land(self) -> None:
-        """Call ``flush_writes``; this is its old name."""
-        self.flush_writes()
-
     def _n_buffers(self, schedule: PrefetchSchedule) -> int:
         """Return how many device buffers a loop uses at most, over all stores."""
         n_batches = schedule.n_slots + 1 + n_held(_schedule_with_writes(schedule).depth)

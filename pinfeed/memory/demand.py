@@ -16,12 +16,10 @@ _DEVICE_BLOCK = 512
 # Row indices are int64, positions of shared rows int32.
 _INDEX_NBYTES = 8
 _POSITION_NBYTES = 4
-# For each row of a recent batch: its index among the sorted ones, its position before, and two
-# numbers of the batch that held it last.
-_RECENT_NBYTES = 8 + 3 * 4
-# Two tables of marks have 32 marks of one byte for each row of a batch, and 4096 at least.
-_MARKS_NBYTES = 2 * 32
-_LEAST_MARKS_NBYTES = 2 * 4096
+# For each row of a recent batch: its index, its position, and a link to an earlier batch.
+_RECENT_NBYTES = 8 + 2 * 4
+# A table has an entry for each row of recent batches, and a power of two of entries.
+_ENTRY_NBYTES = 4
 OVERLAP_CHUNK_BYTES = 8 << 20
 """Most bytes that the device copies at once of the rows that batches share."""
 # Most bytes that an order of pinfeed.rows needs: three tables of 512 KiB, and arrays for a run of
@@ -193,10 +191,12 @@ def _shared_row_buffers(
     # At most, every row is in every batch with which it is compared.
     positions = 2 * batch_size * _POSITION_NBYTES * n_written
     n_batches = depth + 2
-    marks = _power_of_two(batch_size * _MARKS_NBYTES)
+    table = _power_of_two(n_written * batch_size) * _ENTRY_NBYTES
+    # A reader thread may search rows in batches that a later batch no longer needs.
+    n_recent = n_written + depth
     buffers = [
-        Allocation("sorted rows of recent batches", "host", n_written, batch_size * _RECENT_NBYTES),
-        Allocation("marks of recent rows", "host", 1, max(_LEAST_MARKS_NBYTES, marks)),
+        Allocation("rows of recent batches", "host", n_recent, batch_size * _RECENT_NBYTES),
+        Allocation("table of recent rows", "host", 1, table),
         Allocation("positions of shared rows", "host", n_batches, positions),
     ]
     if demand.unified:
@@ -226,6 +226,6 @@ def _round_up(nbytes: int, block: int) -> int:
     return -(-nbytes // block) * block
 
 
-def _power_of_two(nbytes: int) -> int:
-    """Round up to a power of two, as torch's allocator of pinned memory does."""
-    return 1 << (nbytes - 1).bit_length()
+def _power_of_two(n: int) -> int:
+    """Round up to a power of two."""
+    return 1 << (n - 1).bit_length()

@@ -112,7 +112,9 @@ class CacheTransfer:
             cache.require_open()
             self._follow(cache, compute)
             if compute != cached.stream:
-                for tensor in cached.tensors:
+                # The values were lent in the other stream, and may be freed before they are copied.
+                new = [tensor for tensor in values or () if tensor is not None]
+                for tensor in (*cached.tensors, *new):
                     self._device.share(tensor, compute)
                 cached.stream = compute
             written = cache.put(cached, values)

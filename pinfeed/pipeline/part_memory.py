@@ -12,15 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.base import Buffer, Device
+from pinfeed.devices.base import Buffer, Device, aligned
 
 # Small parts are allocated and copied together, because each call costs as much time as a copy of
 # about 100 KiB. A tensor that the user keeps also keeps the other small parts of its batch, so
 # their total size is bounded.
 _SMALL_NBYTES = 64 << 10
 _SHARED_NBYTES = 1 << 20
-# Tensors have the alignment of torch's allocator.
-_ALIGNMENT = 512
 
 
 Staging = dict[str | int, npt.NDArray[np.uint8]]
@@ -157,7 +155,7 @@ def _layout(sizes: tuple[int, ...]) -> tuple[Mapping[int, int], int]:
     for i, size in enumerate(sizes):
         if 0 < size <= _SMALL_NBYTES and end + size <= _SHARED_NBYTES:
             offsets[i] = end
-            end = -(-(end + size) // _ALIGNMENT) * _ALIGNMENT
+            end = aligned(end + size)
     # A single small part is laid out like a large one.
     return (offsets, end) if len(offsets) > 1 else ({}, 0)
 

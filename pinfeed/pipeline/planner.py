@@ -205,7 +205,7 @@ def _choose_reads(request: PlanRequest, n_batch_rows: int, free: FreeMemory) -> 
         free = free.without(item)
     ragged = []
     for store in request.ragged:
-        reads = choose_ragged(store, request.rows, free.page_cache)
+        reads = choose_ragged(store, request.rows, free)
         for item in reads.items:
             free = free.without(item)
         ragged.append(reads)

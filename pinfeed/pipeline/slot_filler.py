@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Generator, Sequence
 
+from pinfeed.pipeline.batch_comparison import BatchComparison
 from pinfeed.pipeline.loop_transforms import LoopTransforms
-from pinfeed.pipeline.recent_rows import RecentRows
+from pinfeed.pipeline.recent_rows import HashedGroups, SharedRowSearch
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Cancelled, Slot
 from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, failed_batch
 from pinfeed.pipeline.sources.transforms import TransformCall
 from pinfeed.pipeline.transfer import Transfer
+from pinfeed.pipeline.turns import Turns
 from pinfeed.profiling.spans import Lane
 from pinfeed.threads.call import Pending
 
@@ -50,13 +51,11 @@ class SlotFiller:
         self._source_calls_transform = transforms.host is not None and transforms.gather is None
         self._batches_per_slot = schedule.batches_per_slot
         has_many_readers = schedule.n_readers > 1
-        self._drawing = _Turns(is_shared=has_many_readers)
-        self._comparing = _Turns(is_shared=has_many_readers)
+        self._drawing = Turns(is_shared=has_many_readers)
+        self._comparison: BatchComparison | None = None
         # Batches share no written rows without writes, or if every row of an epoch is distinct.
-        self._compares = schedule.writes and schedule.repeats
-        # Rows of the batches with writes that a gather may not see.
-        self._recent: RecentRows | None = None
-        self.compare(schedule.depth)
+        if schedule.writes and schedule.repeats:
+            self._comparison = BatchComparison(transfer, schedule.depth, is_shared=has_many_readers)
 
     def number(self, turn: int) -> int:
         """Return the number of the first batch of a turn."""
@@ -66,10 +65,10 @@ class SlotFiller:
         """Compare the rows of each batch with those of the ``n_ahead`` batches before it.
 
         The consumer thread calls this when no slot is being filled and all write-backs are
-        completed. So later batches need not know the rows of earlier ones.
+        completed. So later batches are not compared with earlier ones.
         """
-        if self._compares:
-            self._recent = RecentRows(n_ahead)
+        if self._comparison is not None:
+            self._comparison.restart(n_ahead)
 
     def fill(self, slot: Slot, turn: int) -> Slot | None:
         """Fill a slot with the next batches; return None after the last one.
@@ -82,31 +81,21 @@ class SlotFiller:
             turn: Number of this call. Calls begin in the order of turns, but may reach this
                 function in any order.
         """
-        batch: HostBatch | None = None
-        host_s = 0.0
+        comparison = self._comparison
+        hashed: HashedGroups | None = None
+        search: SharedRowSearch | None = None
         try:
-            self._drawing.wait_for(turn)
-            start = self._counters.now()
-            try:
-                self._transfer.check_stop()
-                thunk = next(self._thunks, None) if self._thunks is not None else None
-            finally:
-                if self._source_calls_transform:
-                    host_s = self._count_host_calls()
-                self._drawing.end()
-            if thunk is not None:
-                batch = thunk()
+            batch, start, host_s = self._draw(turn)
+            if batch is not None and comparison is not None:
+                hashed = comparison.hash(batch)
         finally:
-            if self._compares:
+            if comparison is not None:
                 # After an error, too, this call takes its turn, because the next one waits for it.
-                self._comparing.wait_for(turn)
-                try:
-                    if batch is not None:
-                        self._compare(batch, self.number(turn))
-                finally:
-                    self._comparing.end()
+                search = comparison.add(hashed, turn, self.number(turn))
         if batch is None:
             return None
+        if search is not None:
+            batch.shared = search.find()
         slot.made_s = self._counters.now()
         slot.host_transform_s = host_s
         slot.source_s = slot.made_s - start - host_s
@@ -151,25 +140,30 @@ class SlotFiller:
 
     def close(self) -> None:
         """Close the source now, not when an error's traceback is freed."""
-        self._recent = None
+        if self._comparison is not None:
+            self._comparison.close()
         thunks = self._thunks
         # If an interrupt has cut off the wait for the reader threads, one may still run the source.
         if thunks is not None and inspect.getgeneratorstate(thunks) != inspect.GEN_RUNNING:
             thunks.close()
             self._thunks = None
 
-    def _compare(self, batch: HostBatch, number: int) -> None:
-        """Find the rows that a batch shares with earlier batches."""
-        recent = self._recent
-        if recent is None or not batch.groups:
-            return
-        rows = [group.rows for group in batch.groups]
-        written = [group.written for group in batch.groups]
-        pending = self._transfer.log.pending_batches()
-        batch.shared, repeated = recent.add(number, rows, pending, written)
-        batch.groups = [
-            group._replace(repeated=row) for group, row in zip(batch.groups, repeated, strict=True)
-        ]
+    def _draw(self, turn: int) -> tuple[HostBatch | None, float, float]:
+        """Return the next batch of the source, when its work began, and its host_transform's time.
+
+        The batch is None after the last one.
+        """
+        host_s = 0.0
+        self._drawing.wait_for(turn)
+        start = self._counters.now()
+        try:
+            self._transfer.check_stop()
+            thunk = next(self._thunks, None) if self._thunks is not None else None
+        finally:
+            if self._source_calls_transform:
+                host_s = self._count_host_calls()
+            self._drawing.end()
+        return None if thunk is None else thunk(), start, host_s
 
     def _transform(self, slot: Slot, number: int) -> None:
         """Call the transforms on the batch of a slot."""
@@ -259,32 +253,3 @@ class SlotFiller:
             except Exception:
                 return i
         return len(batch.batches)
-
-
-class _Turns:
-    """Order in which threads do some work, one at a time.
-
-    Args:
-        is_shared: Whether several threads take turns at the same time.
-    """
-
-    def __init__(self, *, is_shared: bool) -> None:
-        self._next = 0
-        self._is_shared = is_shared
-        self._has_changed = threading.Condition()
-
-    def wait_for(self, turn: int) -> None:
-        """Wait until all earlier turns have ended."""
-        # Only the thread that has the turn ends it, so a thread whose turn it is needs no lock.
-        if self._next != turn:
-            with self._has_changed:
-                self._has_changed.wait_for(lambda: self._next == turn)
-
-    def end(self) -> None:
-        """End the current turn."""
-        if not self._is_shared:
-            self._next += 1
-            return
-        with self._has_changed:
-            self._next += 1
-            self._has_changed.notify_all()

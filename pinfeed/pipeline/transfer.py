@@ -115,7 +115,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.base import Device, Event, Stream, Tensor
+from pinfeed.devices.base import Device, Event, RowCopy, Stream, Tensor
 from pinfeed.errors import WriteBackError
 from pinfeed.memory.page_locked import unlock_freed
 from pinfeed.pipeline.cache_transfer import CacheTransfer
@@ -693,16 +693,17 @@ class Transfer:
                 is_elsewhere = compute != values.compute
                 if is_elsewhere:
                     compute.wait(values.ready)  # values may not be computed yet, in another stream
-                pairs = []
-                for i, held in enumerate(values.tensors[g]):
-                    if held is not None:
-                        pairs.append((held, slot.tensors[group.first + i]))
-                        if is_elsewhere:
-                            self.device.share(held, compute)
                 earlier, later = (
                     self.device.cut(positions, *ends) for ends in (span.earlier, span.later)
                 )
-                self.device.copy_rows(pairs, earlier, later, compute)
+                copies = []
+                for i, held in enumerate(values.tensors[g]):
+                    if held is not None:
+                        target = slot.tensors[group.first + i]
+                        copies.append(RowCopy(held, target, earlier, later))
+                        if is_elsewhere:
+                            self.device.share(held, compute)
+                self.device.copy_rows(copies, compute)
 
     def _pending(
         self,

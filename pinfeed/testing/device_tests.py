@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pinfeed.devices.base import Device, Stream, Tensor
+from pinfeed.devices.base import Device, RowCopy, Stream, Tensor
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.base import HostArray, StoreRows, part_nbytes
 from pinfeed.tensors.dtypes import DTYPES
 from pinfeed.testing.sample_rows import Array, sample
+
+# Shapes and dtypes of the rows of some stores that a cache holds together.
+_CACHED = (((3,), "f4"), ((), "f8"), ((5, 2), "u1"))
 
 
 class DeviceTests:
@@ -82,7 +85,7 @@ class DeviceTests:
         b, _y = self.upload(device, dst, stream)
         src_pos, _p = self.upload(device, np.array([5, 0], np.int32), stream)
         dst_pos, _q = self.upload(device, np.array([1, 4], np.int32), stream)
-        device.copy_rows([(a, b)], src_pos, dst_pos, stream)
+        device.copy_rows([RowCopy(a, b, src_pos, dst_pos)], stream)
         dst = dst.copy()
         dst[[1, 4]] = src[[5, 0]]
         np.testing.assert_array_equal(self.download(device, b, (5, 3), dtype, stream), dst)
@@ -95,21 +98,54 @@ class DeviceTests:
         b, _y = self.upload(device, few, stream)
         c, _z = self.upload(device, few, stream)
         positions, _p = self.upload(device, np.array([5, 0], np.int32), stream)
-        device.copy_rows([(a, b), (a, b)], positions, None, stream)
+        device.copy_rows([RowCopy(a, b, taken=positions)], stream)
         np.testing.assert_array_equal(self.download(device, b, (2, 3), dtype, stream), many[[5, 0]])
-        device.copy_rows([(c, a)], None, positions, stream)
+        device.copy_rows([RowCopy(c, a, into=positions)], stream)
         many = many.copy()
         many[[5, 0]] = few
         np.testing.assert_array_equal(self.download(device, a, (6, 3), dtype, stream), many)
+
+    def test_copies_of_one_call(self, device: Device) -> None:
+        """Rows of several stores go from and to several places, as they do in a cache."""
+        stream = device.current_stream()
+        arrays = {
+            name: [sample(n, shape, np.dtype(dtype)) for shape, dtype in _CACHED]
+            for name, n in (("gathered", 2), ("cache", 5), ("lent", 4), ("left", 1))
+        }
+        tensors = {
+            name: [self.upload(device, array, stream) for array in group]
+            for name, group in arrays.items()
+        }
+        places = {"into": [3, 0], "hits": [1, 2], "slots": [4, 0], "leaving": [2]}
+        at = {
+            name: self.upload(device, np.array(rows, np.int32), stream)
+            for name, rows in places.items()
+        }
+        copies = []
+        for i in range(len(_CACHED)):
+            gathered, cache, lent, left = (group[i][0] for group in tensors.values())
+            copies += [
+                RowCopy(gathered, lent, into=at["into"][0]),
+                RowCopy(cache, lent, at["slots"][0], at["hits"][0]),
+                RowCopy(cache, left, taken=at["leaving"][0]),
+            ]
+        device.copy_rows(copies, stream)
+        for i, (gathered, cache, _, left) in enumerate(zip(*arrays.values(), strict=True)):
+            wanted = np.concatenate([gathered[1:], cache[[4, 0]], gathered[:1]])
+            found = self.download(device, tensors["lent"][i][0], wanted.shape, wanted.dtype, stream)
+            np.testing.assert_array_equal(found, wanted)
+            found = self.download(device, tensors["left"][i][0], left.shape, left.dtype, stream)
+            np.testing.assert_array_equal(found, cache[[2]])
 
     def test_no_rows_are_copied(self, device: Device) -> None:
         stream = device.current_stream()
         some, _x = self.upload(device, np.arange(6.0).reshape(2, 3), stream)
         none, _y = self.upload(device, np.empty((0, 3)), stream)
         positions, _p = self.upload(device, np.empty(0, np.int32), stream)
-        device.copy_rows([(some, none)], positions, None, stream)
-        device.copy_rows([(none, some)], None, positions, stream)
-        device.copy_rows([(some, some)], positions, positions, stream)
+        device.copy_rows([RowCopy(some, none, taken=positions)], stream)
+        device.copy_rows([RowCopy(none, some, into=positions)], stream)
+        device.copy_rows([], stream)
+        device.copy_rows([RowCopy(some, some, positions, positions)], stream)
         assert self.download(device, none, (0, 3), np.float64, stream).shape == (0, 3)
         found = self.download(device, some, (2, 3), np.float64, stream)
         np.testing.assert_array_equal(found, [[0, 1, 2], [3, 4, 5]])
@@ -271,7 +307,7 @@ class DeviceTests:
         batch, _a = self.upload(device, np.zeros(3), stream)
         one, _b = self.upload(device, np.array([1], np.int32), stream)
         other, _c = self.upload(device, np.array([2], np.int32), stream)
-        device.copy_rows([(values, batch)], one, other, stream)
+        device.copy_rows([RowCopy(values, batch, one, other)], stream)
         found = self.download(device, batch, (3,), np.float64, stream)
         np.testing.assert_array_equal(found, [0, 0, 2])
 

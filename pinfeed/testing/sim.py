@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pinfeed.devices.base import RowCopy
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import HostArray, Store, run_of
 from pinfeed.testing.sim_streams import (
@@ -173,17 +174,21 @@ class SimDevice:
         target = stream._reach(dst)
         stream._enqueue(lambda: np.copyto(target(), source()))
 
-    def copy_rows(
-        self,
-        pairs: Sequence[tuple[DeviceArray, DeviceArray]],
-        src_pos: DeviceArray | None,
-        dst_pos: DeviceArray | None,
-        stream: SimStream,
-    ) -> None:
-        taken = None if src_pos is None else stream._reach(src_pos)
-        replaced = None if dst_pos is None else stream._reach(dst_pos)
-        for src, dst in pairs:
-            stream._enqueue(_copying(stream._reach(src), taken, stream._reach(dst), replaced))
+    def copy_rows(self, copies: Sequence[RowCopy], stream: SimStream) -> None:
+        reached = [
+            [None if tensor is None else stream._reach(tensor) for tensor in copy]
+            for copy in copies
+        ]
+
+        def launch() -> None:
+            found = [[None if at is None else at() for at in copy] for copy in reached]
+            # All rows are read before any is written, and copies of a launch run in the reverse
+            # order, so a copy that depends on another one gives wrong rows.
+            values = [_rows_of(source, taken) for source, _, taken, _ in found]
+            for (_, target, _, into), rows in reversed(list(zip(found, values, strict=True))):
+                _put_rows(target, into, rows)
+
+        stream._enqueue(launch)
 
     def adopt(self, part: HostArray, stream: Any) -> Any:
         return None
@@ -334,21 +339,14 @@ def _in_range(numbers: Array, store: Any) -> Rows:
     return found
 
 
-def _copying(
-    source: Callable[[], Array],
-    taken: Callable[[], Array] | None,
-    target: Callable[[], Array],
-    replaced: Callable[[], Array] | None,
-) -> Callable[[], object]:
-    """Return work that copies rows; positions that were overwritten become others."""
+def _rows_of(source: Any, taken: Any) -> Array:
+    """Return a copy of rows; positions that were overwritten become others."""
+    values: Array = source if taken is None else source[taken % max(1, len(source))]
+    return values.copy()
 
-    def copy() -> None:
-        values = source()
-        if taken is not None:
-            values = values[taken() % max(1, len(values))]
-        if replaced is None:
-            target()[:] = values
-        else:
-            target()[replaced() % max(1, len(target()))] = values
 
-    return copy
+def _put_rows(target: Any, into: Any, rows: Array) -> None:
+    if into is None:
+        target[:] = rows
+    else:
+        target[into % max(1, len(target))] = rows

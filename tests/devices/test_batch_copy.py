@@ -44,7 +44,7 @@ def test_rows_are_gathered_and_scattered(sizes: list[int], chosen: list[int], mo
     ]
     driver = CopyDriver()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch_copy, "_MOST_COPIES", most)
+        patch.setattr(batch_copy, "MOST_COPIES", most)
         move(driver.copier, rows, moves, gather=True)
         assert driver.counts == [
             min(most, len(rows) - first) for _ in sizes for first in range(0, len(rows), most)

@@ -29,6 +29,7 @@ from pinfeed import (
 from pinfeed.devices import batch_copy
 from pinfeed.devices.cuda import CudaDevice
 from pinfeed.devices.cuda_memory import unlock_on
+from pinfeed.devices.kernels import Grid
 from pinfeed.devices.matrix_products import MatrixProducts
 from pinfeed.devices.route import Route
 from pinfeed.devices.route_benchmark import measure
@@ -78,11 +79,32 @@ class TestDirectCudaDevice(DeviceTests):
     def make(self) -> CudaDevice:
         pytest.importorskip("cupy")
         device = CudaDevice()
-        device.route = Route(4, True, "")
+        device.route = Route(Grid(4), True, "")
         return device
 
     def store(self, array: np.ndarray) -> PinnedStore:
         return PinnedStore(array)
+
+    def delay(self, device: Any, stream: Any) -> None:
+        late(stream)
+
+
+class TestThinCudaDevice(TestDirectCudaDevice):
+    """Thin blocks on every multiprocessor move the rows."""
+
+    def make(self) -> CudaDevice:
+        device = super().make()
+        device.route = Route(device.grids[-1], True, "")
+        return device
+
+
+class TestCudaDeviceWithoutCupy(DeviceTests):
+    """torch copies rows on the device."""
+
+    def make(self) -> CudaDevice:
+        device = CudaDevice()
+        device._row_copy_kernel = None
+        return device
 
     def delay(self, device: Any, stream: Any) -> None:
         late(stream)
@@ -105,14 +127,14 @@ def moved(device: Any, store: Any, rows: np.ndarray, **options: Any) -> np.ndarr
 @pytest.mark.parametrize("row_nbytes", [32 << 10, 100_000, 1 << 20])
 def test_long_rows_by_the_copy_engine(row_nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cupy")
-    if batch_copy.batch_copy() is None:
-        pytest.skip("this driver copies no batches")
     # Several calls for one batch of rows.
-    monkeypatch.setattr(batch_copy, "_MOST_COPIES", 7)
+    monkeypatch.setattr(batch_copy, "MOST_COPIES", 7)
     values = np.random.default_rng(0).integers(1 << 40, size=(50, row_nbytes // 8))
     store, rows = PinnedStore(values), np.random.default_rng(1).permutation(50)[:30]
     device = CudaDevice()
-    device.route = Route(4, True, "", "copy engine")
+    if not device.has_batch_copy([store]):
+        pytest.skip("this driver copies no batches")
+    device.route = Route(Grid(4), True, "", "copy engine")
     assert device.index_dtype([store], rows) is None
     np.testing.assert_array_equal(moved(device, store, rows), values[rows])
     values[rows] += 1
@@ -131,7 +153,7 @@ def test_consecutive_rows_are_one_copy(rows: np.ndarray) -> None:
     pytest.importorskip("cupy")
     values = np.random.default_rng(0).integers(1 << 40, size=(50, 5))
     store, device = PinnedStore(values), CudaDevice()
-    device.route = Route(4, True, "")
+    device.route = Route(Grid(4), True, "")
     assert device.index_dtype([store], rows) is None
     np.testing.assert_array_equal(moved(device, store, rows), values[rows])
     values[rows] += 1
@@ -141,11 +163,11 @@ def test_consecutive_rows_are_one_copy(rows: np.ndarray) -> None:
 
 def test_rows_that_are_moved_in_turn_share_a_stream() -> None:
     device = CudaDevice()
-    device.route = Route(4, False, "")
+    device.route = Route(Grid(4), False, "")
     read, write, index = (device.stream(name) for name in ("read", "write", "index"))
     assert read == write
     assert index != read
-    device.route = Route(4, True, "")
+    device.route = Route(Grid(4), True, "")
     assert len({device.stream(name) for name in ("read", "write", "index")}) == 3
 
 
@@ -155,7 +177,7 @@ def test_row_indices_that_are_on_the_device(dtype: torch.dtype) -> None:
     values = np.random.default_rng(0).integers(1 << 40, size=(50, 5))
     store, rows = PinnedStore(values), np.random.default_rng(1).permutation(50)[:30]
     device = CudaDevice()
-    device.route = Route(4, True, "")
+    device.route = Route(Grid(4), True, "")
     assert device.index_dtype([store], rows) == np.int32
     indices = torch.from_numpy(rows).to("cuda", dtype)
     torch.cuda.synchronize()
@@ -176,8 +198,7 @@ def test_routes_are_measured(row_nbytes: int) -> None:
     timings = [*rates.kernel.values(), rates.staged, *filter(None, [rates.copy_engine])]
     assert min(min(timing.rate, timing.joint_s) for timing in timings) > 0
     assert min(rates.products_s, rates.both, rates.in_turn) > 0
-    is_long = row_nbytes >= batch_copy.LONG_ROW_BYTES
-    assert (rates.copy_engine is not None) == (is_long and batch_copy.batch_copy() is not None)
+    assert (rates.copy_engine is not None) == device.has_batch_copy([store])
     np.testing.assert_array_equal(store.array, values)
 
 
@@ -406,6 +427,21 @@ def test_rows_of_every_size(row_nbytes: int) -> None:
             values[rows], others[rows] = 255 - values[rows], others[rows] + 1
     np.testing.assert_array_equal(stores[0].array, values)
     np.testing.assert_array_equal(stores[1].array, others)
+
+
+@pytest.mark.parametrize("row_nbytes", [8, 24, 512, 4096, 614_400])
+def test_every_grid_moves_the_same_rows(row_nbytes: int) -> None:
+    pytest.importorskip("cupy")
+    n = max(3, min(50_000, (64 << 20) // row_nbytes))
+    rng = np.random.default_rng(row_nbytes)
+    values = rng.integers(1 << 40, size=(n, row_nbytes // 8))
+    store, rows = PinnedStore(values), rng.permutation(n)[: n // 2]
+    device = CudaDevice()
+    for grid in device.grids:
+        device.route = Route(grid, True, "")
+        np.testing.assert_array_equal(moved(device, store, rows), values[rows])
+        values[rows] += 1
+        np.testing.assert_array_equal(store.array, values)
 
 
 def test_the_route_that_is_chosen_is_said() -> None:

@@ -1,5 +1,8 @@
 """Every device keeps the contract; devices are found by name."""
 
+import contextlib
+import types
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -8,8 +11,10 @@ import torch
 
 from pinfeed import Feeder, errors
 from pinfeed.devices import cuda, resolve
+from pinfeed.devices.base import RowCopy
 from pinfeed.devices.cpu import HostDevice
 from pinfeed.devices.cuda_clock import CudaClock
+from pinfeed.devices.cuda_streams import queued_in
 from pinfeed.tensors.dtypes import DTYPES
 from pinfeed.tensors.numpy_torch import to_numpy, to_torch
 from pinfeed.testing import SimDevice, favour, lazy
@@ -101,17 +106,19 @@ def test_rows_of_every_dtype_are_copied_as_words(
         src, dst = sample(6, row_shape, DTYPES[name]), sample(20, row_shape, DTYPES[name])[-5:]
         tensor, out = to_torch(src), to_torch(dst.copy())
         src_pos = torch.tensor([5, 0, 5, 2], dtype=torch.int32)
-        dst_pos = torch.tensor([1, 4, 0, 2])
-        cuda._copy_rows(cuda._words(tensor), src_pos, cuda._words(out), dst_pos)
+        dst_pos = torch.tensor([1, 4, 0, 2], dtype=torch.int32)
+        cuda._copy_rows(RowCopy(tensor, out, src_pos, dst_pos))
         wanted = dst.copy()
         wanted[dst_pos.numpy()] = src[src_pos.numpy()]
         np.testing.assert_array_equal(to_numpy(out, "out"), wanted)
-        cuda._copy_rows(cuda._words(tensor[:4]), None, cuda._words(out), dst_pos)
+        cuda._copy_rows(RowCopy(tensor[:4], out, into=dst_pos))
         wanted[dst_pos.numpy()] = src[:4]
         np.testing.assert_array_equal(to_numpy(out, "out"), wanted)
-        cuda._copy_rows(cuda._words(tensor), src_pos, cuda._words(out[:4]), None)
+        cuda._copy_rows(RowCopy(tensor, out[:4], taken=src_pos))
         wanted[:4] = src[src_pos.numpy()]
         np.testing.assert_array_equal(to_numpy(out, "out"), wanted)
+        cuda._copy_rows(RowCopy(tensor[1:6], out))
+        np.testing.assert_array_equal(to_numpy(out, "out"), src[1:])
 
 
 def test_values_that_begin_anywhere_in_a_tensor_are_copied_as_words() -> None:
@@ -120,7 +127,7 @@ def test_values_that_begin_anywhere_in_a_tensor_are_copied_as_words() -> None:
     with pytest.raises(RuntimeError, match="storage_offset"):
         cuda._words(values)
     out = torch.zeros(4, 2)
-    cuda._copy_rows(cuda._words(cuda._aligned(values)), None, cuda._words(out), torch.arange(4))
+    cuda._copy_rows(RowCopy(values, out, into=torch.arange(4, dtype=torch.int32)))
     assert torch.equal(out, values)
     assert cuda._aligned(out) is out
 
@@ -173,3 +180,20 @@ def test_the_clock_of_a_gpu_follows_that_of_the_host(drift: float, gap_s: float)
         assert last_s < begin_s
         last_s = end_s
     assert gap_s > 1 or n_marks < n / 50
+
+
+def test_a_stream_that_is_current_is_not_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    current, other = (types.SimpleNamespace(device=0, name=name) for name in ("current", "other"))
+    entered: list[Any] = []
+
+    @contextlib.contextmanager
+    def stream(raw: Any) -> Iterator[None]:
+        entered.append(raw)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    for raw in (current, other):
+        with queued_in(raw):
+            pass
+    assert entered == [other]

@@ -10,13 +10,16 @@ from support.copy_driver import STREAM, CopyDriver
 
 from pinfeed import PinnedStore
 from pinfeed.devices import cuda_direct_access
+from pinfeed.devices.batch_copy_safety import driver_name, is_safe
 from pinfeed.devices.cuda_direct_access import DirectAccess
+from pinfeed.devices.kernels import Grid
 from pinfeed.devices.route import Route
+from pinfeed.devices.route_cache import Trial, cached_trial
 from pinfeed.stores.base import StoreRows
 from pinfeed.tensors.numpy_torch import to_torch
 
 LONG = 32 << 10
-BATCHES = Route(4, True, "", "copy engine")
+BATCHES = Route(Grid(4), True, "", "copy engine")
 
 
 class HostCopies(DirectAccess):
@@ -92,7 +95,7 @@ def test_long_rows_are_copied_in_batches(driver: CopyDriver) -> None:
     [
         (10, LONG - 1, BATCHES, np.int32),
         (10, LONG, BATCHES, None),
-        (10, LONG, Route(4, True, ""), np.int32),
+        (10, LONG, Route(Grid(4), True, ""), np.int32),
         ((1 << 31) - 1, 1, BATCHES, np.int32),
         (1 << 31, 1, BATCHES, np.int64),
     ],
@@ -117,7 +120,13 @@ def test_a_driver_without_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.index_dtype([table(10, LONG)], np.array([5, 1])) == np.int32
 
 
-def test_batches_are_timed_for_long_rows_only(driver: CopyDriver) -> None:
+@pytest.mark.parametrize("failure", ["", "it did not end in time"])
+def test_batches_are_timed_for_long_rows_if_the_driver_passed_its_trial(
+    failure: str, driver: CopyDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_safe.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {failure}")
+    cached_trial(f"batched copies, GPU {failure}, {driver_name()}", lambda: Trial(failure))
     device = HostCopies(BATCHES)
-    assert device.has_batch_copy([table(2, 4), table(2, LONG)])
+    assert device.has_batch_copy([table(2, 4), table(2, LONG)]) == (not failure)
     assert not device.has_batch_copy([table(2, 4), table(2, LONG - 1)])

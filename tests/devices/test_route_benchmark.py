@@ -1,23 +1,34 @@
 """Routes of page-locked rows, chosen from measured rates that a file keeps."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pinfeed.devices import route_benchmark
+from pinfeed.devices import route_benchmark, route_cache
+from pinfeed.devices.kernels import THIN, Grid
 from pinfeed.devices.route import STAGED, Rates, Timing, decide
-from pinfeed.devices.route_benchmark import BLOCKS, measure
-from pinfeed.devices.route_cache import _cache_folder, cached_rates
+from pinfeed.devices.route_benchmark import grids_of, measure
+from pinfeed.devices.route_cache import (
+    Trial,
+    _cache_folder,
+    _entry,
+    cached_rates,
+    cached_trial,
+)
 from pinfeed.stores.array import ArrayStore
 from pinfeed.testing.sim import SimDevice
 
 # More blocks move rows faster and slow down the computation of products.
 RATES = Rates(
-    {4: Timing(20.0, 0.8e-3), 8: Timing(33.0, 0.51e-3), 16: Timing(33.5, 0.5e-3)},
+    {
+        Grid(4): Timing(20.0, 0.8e-3),
+        Grid(8): Timing(33.0, 0.51e-3),
+        Grid(16): Timing(33.5, 0.5e-3),
+    },
     copy_engine=None,
     staged=Timing(12.0, 1.6e-3),
     products_s=0.5e-3,
@@ -25,7 +36,7 @@ RATES = Rates(
     in_turn=45.0,
 )
 SLOW = Rates(
-    {4: Timing(2.0, 8e-3), 8: Timing(3.0, 6e-3)},
+    {Grid(4): Timing(2.0, 8e-3), Grid(8): Timing(3.0, 6e-3)},
     copy_engine=None,
     staged=Timing(12.0, 1.6e-3),
     products_s=1.5e-3,
@@ -34,45 +45,65 @@ SLOW = Rates(
 )
 
 
-def test_the_fewest_blocks_that_are_nearly_the_fastest() -> None:
+def test_the_fewest_threads_that_are_nearly_the_fastest() -> None:
     route = decide(RATES, None)
-    assert (route.n_blocks, route.duplex, route.mover) == (8, True, "kernel")
+    assert (route.grid, route.duplex, route.mover) == (Grid(8), True, "kernel")
     assert route.why == (
-        "the GPU reads page-locked rows directly: 33.0 GB/s by 8 blocks of a kernel, 12.0 GB/s "
-        "gathered by the CPU and copied (0.51 ms and 1.60 ms together with matrix products of "
-        "0.50 ms); rows are gathered and scattered at the same time"
+        "the GPU reads page-locked rows directly: 33.0 GB/s by a kernel with 8 blocks of 512 "
+        "threads, 12.0 GB/s gathered by the CPU and copied (0.51 ms and 1.60 ms together with "
+        "matrix products of 0.50 ms); rows are gathered and scattered at the same time"
     )
 
 
 def test_the_joint_time_decides() -> None:
     """The blocks that are fastest on an idle GPU may slow the products down."""
-    kernel = {8: Timing(20.0, 0.6e-3), 32: Timing(40.0, 0.9e-3)}
-    assert decide(replace(RATES, kernel=kernel), None).n_blocks == 8
+    kernel = {Grid(8): Timing(20.0, 0.6e-3), Grid(32): Timing(40.0, 0.9e-3)}
+    assert decide(replace(RATES, kernel=kernel), None).grid == Grid(8)
     staged = Timing(12.0, 0.5e-3)
-    assert decide(replace(RATES, kernel=kernel, staged=staged), None).n_blocks == 0
+    assert decide(replace(RATES, kernel=kernel, staged=staged), None).grid is None
     # A direct route leaves the CPU to the loop, so the staged route must be clearly faster.
     staged = Timing(12.0, 0.59e-3)
-    assert decide(replace(RATES, kernel=kernel, staged=staged), None).n_blocks == 8
+    assert decide(replace(RATES, kernel=kernel, staged=staged), None).grid == Grid(8)
 
 
 @pytest.mark.parametrize(("joint_s", "mover"), [(0.51e-3, "copy engine"), (0.53e-3, "kernel")])
 def test_the_copy_engine_is_chosen_where_it_is_faster(joint_s: float, mover: str) -> None:
     route = decide(replace(RATES, copy_engine=Timing(40.0, joint_s)), None)
     # Kernels still move the rows of other stores.
-    assert (route.n_blocks, route.mover) == (8, mover)
+    assert (route.grid, route.mover) == (Grid(8), mover)
     assert ("40.0 GB/s by the copy engine, " in route.why) == (mover == "copy engine")
 
 
 @pytest.mark.parametrize(
-    ("rates", "wanted", "n_blocks"),
-    [(RATES, None, 8), (RATES, "direct", 8), (SLOW, None, 0), (SLOW, "direct", 8)],
+    ("rates", "wanted", "grid"),
+    [
+        (RATES, None, Grid(8)),
+        (RATES, "direct", Grid(8)),
+        (SLOW, None, None),
+        (SLOW, "direct", Grid(8)),
+    ],
 )
-def test_a_requested_route_is_taken(rates: Rates, wanted: str | None, n_blocks: int) -> None:
+def test_a_requested_route_is_taken(rates: Rates, wanted: str | None, grid: Grid | None) -> None:
     route = decide(rates, wanted)
-    assert route.n_blocks == n_blocks
+    assert route.grid == grid
     assert route.why.startswith(
-        "the GPU reads" if n_blocks else "page-locked rows take the staged route"
+        "the GPU reads" if grid else "page-locked rows take the staged route"
     )
+
+
+def test_thin_blocks_are_chosen_where_they_leave_products_alone() -> None:
+    """Thin blocks have few threads each, so they count by their threads."""
+    thin = Grid(132, THIN)
+    kernel = {**RATES.kernel, thin: Timing(33.0, 0.50e-3)}
+    assert decide(replace(RATES, kernel=kernel), None).grid == Grid(8)
+    kernel[thin] = Timing(33.0, 0.40e-3)
+    route = decide(replace(RATES, kernel=kernel), None)
+    assert route.grid == thin
+    assert "by a kernel with 132 blocks of 32 threads" in route.why
+
+
+def test_thin_blocks_run_on_every_multiprocessor() -> None:
+    assert [grid.n_blocks for grid in grids_of(132) if grid.n_threads == THIN] == [132, 264]
 
 
 def test_rows_move_in_turn_where_that_is_faster() -> None:
@@ -105,13 +136,15 @@ def test_measured_once(tmp_path: Path) -> None:
         "3",
         '{"format": 0, "a GPU": {}}',
         '{"format": 1, "a GPU": {"direct": {"4": 1}, "staged": 1, "both": 1, "in_turn": 1}}',
-        '{"format": 2, "a GPU": 7}',
-        '{"format": 2, "a GPU": {"kernel": 3}}',
+        '{"format": 2, "a GPU": {"kernel": {"4": {"rate": 1, "joint_s": 1}}}}',
+        '{"format": 3, "a GPU": 7}',
+        '{"format": 3, "a GPU": {"kernel": 3}}',
         *(
-            json.dumps({"format": 2, "a GPU": {**asdict(RATES), **damage}})
+            json.dumps({"format": 3, "a GPU": {**_entry(RATES), **damage}})
             for damage in (
-                {"kernel": {}},
-                {"kernel": {"4": 1.0}},
+                {"kernel": []},
+                {"kernel": [[4, 1.0]]},
+                {"kernel": [[[4, 64], {"rate": 1.0, "joint_s": 1.0}]]},
                 {"staged": {"rate": 1.0}},
                 {"staged": {"rate": 1.0, "joint_s": float("nan")}},
                 {"copy_engine": 1.0},
@@ -124,6 +157,33 @@ def test_rates_are_measured_again_if_their_file_is_damaged(text: str, tmp_path: 
     (tmp_path / "routes.json").write_text(text)
     assert cached_rates("a GPU", lambda: SLOW, tmp_path) == SLOW
     assert "a GPU" in json.loads((tmp_path / "routes.json").read_text())
+
+
+@pytest.mark.parametrize("entry", ["{", "[]", "3", "{}", '{"failure": 0}', '{"failure": null}'])
+def test_a_driver_is_tried_again_if_the_file_is_damaged(
+    entry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(route_cache, "_cache_folder", lambda: tmp_path)
+    cached_rates("a GPU", lambda: RATES)
+    text = (tmp_path / "routes.json").read_text()
+    (tmp_path / "routes.json").write_text(f'{text[:-1]}, "a driver": {entry}}}')
+    for _ in range(2):
+        assert cached_trial("a driver", lambda: Trial("it hangs")) == Trial("it hangs")
+        assert cached_trial("a driver", lambda: Trial("")) == Trial("it hangs")
+    assert cached_rates("a GPU", lambda: SLOW) == (SLOW if entry == "{" else RATES)
+
+
+def test_a_trial_that_does_not_begin_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(route_cache, "_cache_folder", lambda: tmp_path)
+
+    def fails() -> Trial:
+        raise RuntimeError("the GPU has no memory")
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        cached_trial("a driver", fails)
+    assert cached_trial("a driver", lambda: Trial("")) == Trial("")
 
 
 def test_where_nothing_can_be_written(tmp_path: Path) -> None:
@@ -151,10 +211,11 @@ class Moving(SimDevice):
     """
 
     route = STAGED
+    grids = grids_of(10)
 
     def __init__(self, batches: str | None) -> None:
         super().__init__(direct=True)
-        self.moved: list[tuple[int, str, int]] = []
+        self.moved: list[tuple[Grid | None, str, int]] = []
         self._batches = batches
 
     def has_batch_copy(self, stores: Any) -> bool:
@@ -162,7 +223,7 @@ class Moving(SimDevice):
 
     def read(self, parts: Any, stream: Any) -> Any:
         n_groups = len({id(part.rows) for part, _ in parts})
-        self.moved.append((self.route.n_blocks, self.route.mover, n_groups))
+        self.moved.append((self.route.grid, self.route.mover, n_groups))
         if self.route.mover == "kernel" or self._batches == "exact":
             return super().read(parts, stream)
         if self._batches == "refused":
@@ -189,12 +250,12 @@ def test_every_way_is_timed_and_the_tables_stay(
     # Small chunks, so that several threads gather.
     monkeypatch.setattr(route_benchmark, "_CHUNK_BYTES", 256)
     rates = measure(device, stores, 50, n_products.append)
-    assert list(rates.kernel) == list(BLOCKS)
+    assert list(rates.kernel) == list(device.grids)
     timings = [*rates.kernel.values(), rates.staged, *filter(None, [rates.copy_engine])]
     assert min(min(timing.rate, timing.joint_s) for timing in timings) > 0
     assert min(rates.products_s, rates.both, rates.in_turn) > 0
     assert (rates.copy_engine is not None) == (batches == "exact")
-    assert {n_blocks for n_blocks, _, _ in device.moved} == set(BLOCKS)
+    assert {grid for grid, _, _ in device.moved} == set(device.grids)
     assert {mover for _, mover, _ in device.moved} == {"kernel"} | (
         {"copy engine"} if batches else set()
     )
@@ -202,6 +263,6 @@ def test_every_way_is_timed_and_the_tables_stay(
         "stores of equal length are read in one launch"
     )
     assert 0 < max(n_products) <= 64
-    assert n_products.count(0) > 4 * len(BLOCKS), "each route is also timed alone"
+    assert n_products.count(0) > 4 * len(device.grids), "each route is also timed alone"
     for store, array in zip(stores, arrays, strict=True):
         np.testing.assert_array_equal(store.array, array)

@@ -30,6 +30,7 @@ FIXED = [
 CORNERS = corners(dict.fromkeys(("compute", "read"), (5, 9, 14, 20, 27, 35)))
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("corner", CORNERS)
 def test_corner_schedules(corner: str) -> None:
     rng = random.Random(corner)
@@ -44,6 +45,7 @@ def test_corner_schedules(corner: str) -> None:
             n_ahead=rng.randrange(3),
             stop_after=rng.choice([None, 4]),
             switch_after=rng.choice([None, 1]),
+            switch_once=rng.choice([None, 1, 4]),
             switches_within=rng.random() < 0.2,
             flushes=rng.random() < 0.5,
         )
@@ -63,6 +65,7 @@ def test_random_schedules(seed: int) -> None:
         n_ahead=rng.choice([0, 1, 2, 9]),
         stop_after=rng.choice([None, None, 3]),
         switch_after=rng.choice([None, 1, 2, 3]),
+        switch_once=rng.choice([None, 1, 2, 3]),
         flushes=rng.random() < 0.5,
         frozen=rng.random() < 0.2,
         switches_within=rng.random() < 0.3,
@@ -80,7 +83,7 @@ row_batches = st.lists(
     row_batches,
     st.tuples(st.integers(0, 3), st.integers(1, N), st.integers(0, 3), st.integers(0, 99)),
     st.tuples(st.booleans(), st.booleans()),
-    st.sampled_from([{}, {"stop_after": 5}, {"switch_after": 2}]),
+    st.sampled_from([{}, {"stop_after": 5}, {"switch_after": 2}, {"switch_once": 1}]),
 )
 @settings(max_examples=30, deadline=None)
 def test_any_schedule(
@@ -112,6 +115,7 @@ def test_any_schedule(
 WORST = [CORNERS[name] for name in ("fast ", "fast read+pinfeed-read", "fast compute")]
 VARIANTS: list[dict[str, Any]] = [
     {"switch_after": 2},
+    {"switch_once": 1},
     {"switches_within": True},
     {"switch_after": 2, "flushes": True},
     {"switch_after": 2, "frozen": True, "stop_after": 5},

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.depth_choices import script
-from support.schedules import SLOTS, STREAMS, corners, randomly
+from support.schedules import SLOTS, STREAMS, corners, next_stream, randomly
 
 from pinfeed import ArrayStore, Feeder
 from pinfeed.testing import SimDevice, favour, lazy
@@ -34,12 +34,14 @@ class Run:
         batches: list[np.ndarray],
         stop_after: int | None = None,
         switch_after: int | None = None,
+        switch_once: int | None = None,
         timeline: bool = False,
         ways: list[bool] | None = None,
     ) -> None:
         self.batches = batches
         self.stop_after = stop_after
         self.switch_after = switch_after
+        self.switch_once = switch_once
         self.timeline = timeline
         self.ways = ways
         self.x = np.arange(N * D, dtype=np.float64).reshape(N, D)
@@ -68,8 +70,8 @@ class Run:
                 self.step(device, i, batch)
                 if i + 1 == self.stop_after:
                     break
-                if self.switch_after is not None and i + 1 >= self.switch_after:
-                    device.switch(("compute", "another")[(i - self.switch_after) % 2])
+                if name := next_stream(i, self.switch_after, self.switch_once):
+                    device.switch(name)
                 # The batch is not held while the next one is made, so its memory can be reused.
                 del batch
         # The user reads this right after the loop.
@@ -139,6 +141,7 @@ def check(
     np.testing.assert_array_equal(got.y, want.y)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("direct", "duplex"),
     [(False, True), (True, True), (True, False)],
@@ -153,6 +156,7 @@ def test_corner_schedules(corner: str, stop_after: int | None, direct: bool, dup
         check(device, depth, stop_after=stop_after)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("seed", range(200))
 def test_random_schedules(seed: int) -> None:
     rng = random.Random(seed)
@@ -165,6 +169,7 @@ def test_random_schedules(seed: int) -> None:
         batches,
         known=known,
         switch_after=switch_after,
+        switch_once=rng.choice([None, 1, 2]),
         timeline=rng.random() < 0.3,
     )
 
@@ -201,7 +206,7 @@ def test_any_schedule(
     st.lists(st.booleans(), max_size=8),
     st.integers(1, 4),
     st.booleans(),
-    st.sampled_from([{}, {"stop_after": 5}, {"switch_after": 2}]),
+    st.sampled_from([{}, {"stop_after": 5}, {"switch_after": 2}, {"switch_once": 1}]),
 )
 @settings(max_examples=100, deadline=None)
 def test_any_schedule_of_a_loop_that_changes_to_the_synchronous_loop_and_back(
@@ -220,6 +225,7 @@ def test_any_schedule_of_a_loop_that_changes_to_the_synchronous_loop_and_back(
     check(SimDevice(choose, direct=direct), depth, batches, ways=ways, **kwargs)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("ways", "depth"),
     [([True], 1), ([False, False, True], 2), ([True, True, True, False], 4)],
@@ -237,7 +243,13 @@ def test_corner_schedules_of_a_loop_that_changes(
 VARIANTS: list[tuple[bool, dict[str, Any]]] = [
     (direct, kwargs)
     for direct in (False, True)
-    for kwargs in ({}, {"stop_after": 3}, {"known": False}, {"switch_after": 2})
+    for kwargs in (
+        {},
+        {"stop_after": 3},
+        {"known": False},
+        {"switch_after": 2},
+        {"switch_once": 1},
+    )
 ]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from support.depth_choices import ScriptedChoice
 from support.random_policy import random_policy
+from support.schedules import next_stream
 
 from pinfeed import ArrayStore
 from pinfeed.pipeline.epochs import EpochRunner
@@ -89,6 +90,7 @@ class CachedRun:
         n_ahead: Number of batches that are known when the policy decides about one.
         stop_after: Number of batches after which the loop is left.
         switch_after: Number of batches after which the loop changes its stream after each batch.
+        switch_once: Number of batches after which the loop changes its stream for good.
         switches_within: Whether each step changes its stream and then works with the batch.
         ways: For each batch whether the loop is synchronous from then on.
         flushes: Whether some steps flush all rows.
@@ -104,6 +106,7 @@ class CachedRun:
         n_ahead: int = 0,
         stop_after: int | None = None,
         switch_after: int | None = None,
+        switch_once: int | None = None,
         switches_within: bool = False,
         ways: Sequence[bool] | None = None,
         flushes: bool = False,
@@ -115,6 +118,7 @@ class CachedRun:
         self.n_ahead = n_ahead
         self.stop_after = stop_after
         self.switch_after = switch_after
+        self.switch_once = switch_once
         self.switches_within = switches_within
         self.ways = ways
         self.flushes = flushes
@@ -184,8 +188,8 @@ class CachedRun:
     def loop(self, device: SimDevice, runner: EpochRunner) -> None:
         for i, lent in enumerate(runner.run(lambda lent: lent)):
             self.step(device, runner, i, lent)
-            if self.switch_after is not None and i + 1 >= self.switch_after:
-                device.switch(("compute", "another")[(i - self.switch_after) % 2])
+            if name := next_stream(i, self.switch_after, self.switch_once):
+                device.switch(name)
             if i + 1 == self.stop_after:
                 break
             # Not held while the next one is made: its memory can be given out again.

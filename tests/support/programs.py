@@ -15,6 +15,15 @@ from typing import IO, Any
 from support import fork_server
 
 ROOT = Path(__file__).parents[2]
+WITHOUT_A_NETWORK = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+}
+"""Environment of ranks on one machine, which may have no other network interface.
+
+Even a single rank of NCCL opens a socket, and by default searches for InfiniBand first.
+"""
 
 
 class Program:

@@ -41,6 +41,21 @@ def stalling(name: str, moves: int, late: tuple[str, ...]) -> Choose:
     return choose
 
 
+def next_stream(batch: int, switch_after: int | None, switch_once: int | None) -> str | None:
+    """Return the stream that a loop changes to after a batch; None if it keeps its stream.
+
+    Args:
+        batch: Number of the batch.
+        switch_after: Number of batches after which the loop changes its stream after each batch.
+        switch_once: Number of batches after which the loop changes its stream for good.
+    """
+    if switch_once == batch + 1:
+        return "another"
+    if switch_after is not None and batch + 1 >= switch_after:
+        return ("another", "compute")[(batch + 1 - switch_after) % 2]
+    return None
+
+
 def randomly(seed: int) -> Choose:
     rng = random.Random(seed)
     return lambda ready: rng.choice([None, *ready])

@@ -9,6 +9,7 @@ import torch
 from hypothesis import strategies as st
 from support.depth_choices import script
 from support.random_policy import random_policy
+from support.schedules import next_stream
 from torch import nn
 from torch.nn import functional
 
@@ -111,6 +112,7 @@ class Run:
         does: Actions of the training steps, in turn.
         stop_after: Number of batches after which the loop is left; None for all.
         switch_after: Number of batches after which the loop changes its stream after each batch.
+        switch_once: Number of batches after which the loop changes its stream for good.
         ways: For each slot, whether the loop is synchronous from then on.
         caches: ``device_cache`` of both tables.
         policy: Seed of random decisions of the caches; None for those of the real policy.
@@ -126,6 +128,7 @@ class Run:
         does: Sequence[str] = PLAIN,
         stop_after: int | None = None,
         switch_after: int | None = None,
+        switch_once: int | None = None,
         ways: Sequence[bool] | None = None,
         caches: tuple[Any, Any] = (None, None),
         policy: int | None = None,
@@ -136,6 +139,7 @@ class Run:
         self.does = does
         self.stop_after = stop_after
         self.switch_after = switch_after
+        self.switch_once = switch_once
         self.ways = ways
         self.caches = caches
         self.policy = policy
@@ -277,8 +281,8 @@ class Run:
                     self.body(i, batch, users, items, optimizer, losses)
                     if i + 1 - first == self.stop_after:
                         break
-                    if self.switch_after is not None and i + 1 >= self.switch_after:
-                        switch(device, ("compute", "another")[(i - self.switch_after) % 2])
+                    if name := next_stream(i, self.switch_after, self.switch_once):
+                        switch(device, name)
                     # Dropped before the next batch, so that its memory can be reused.
                     del batch
         # The rows as the user reads them right after the loop.

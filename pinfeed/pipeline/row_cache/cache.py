@@ -6,17 +6,19 @@ the synchronous loop, and the stores may have an older one.
 
 Reader threads decide about each batch, in order: which rows are in the cache, which other rows
 enter it after the batch, and which rows leave it to make room (``decisions.py``). The training
-thread carries out these decisions in its own stream. ``lend`` copies cached rows into the batch.
-``put`` copies new values into the cache, and collects the rows to write to the stores. So a cached
+thread carries out these decisions in its own stream. ``lend`` copies cached rows into the batch,
+and the rows that leave the cache after the batch out of it. ``put`` copies new values into the
+cache, and collects the rows to write to the stores. Each is one launch for all stores. So a cached
 row is up to date without any wait, however early the batch was gathered.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 
-from pinfeed.devices.base import Device, Stream, Tensor
+from pinfeed.devices.base import Device, RowCopy, Stream, Tensor, aligned
 from pinfeed.errors import BudgetError, ClosedError, described
 from pinfeed.memory.units import human
 from pinfeed.pipeline.row_cache.decisions import CacheDecisions, CachedRows, Span
@@ -98,10 +100,21 @@ class RowCache:
         """
         if not self.tensors:
             self.tensors = self._allocated()
-        cached.gathered_values = gathered
         lent = self._empty(len(cached.rows))
-        self._copy(cached, gathered, lent, into=cached.gathered_positions)
-        self._copy(cached, self.tensors, lent, cached.hit_slots, cached.hit_positions)
+        evicted = self._empty_together(cached.n_evicted)
+        into = self._cut(cached, cached.gathered_positions)
+        hits = self._cut(cached, cached.hit_positions)
+        slots = self._cut(cached, cached.hit_slots)
+        leaving = self._cut(cached, cached.evicted_slots)
+        copies = []
+        for read, held, rows, left in zip(gathered, self.tensors, lent, evicted, strict=True):
+            copies.append(RowCopy(read, rows, into=into))
+            copies.append(RowCopy(held, rows, taken=slots, into=hits))
+            # The step of this batch does not change the rows that leave after it.
+            copies.append(RowCopy(held, left, taken=leaving))
+        self._device.copy_rows(copies, self.stream)
+        cached.gathered_values = gathered
+        cached.evicted_values = evicted
         return lent
 
     def put(self, cached: CachedRows, values: Values | None) -> list[Tensor | None]:
@@ -123,20 +136,15 @@ class RowCache:
         ]
         self._is_flushed = False
         self.leaving = cached
-        # The cache changes last. Before that, an error or an interrupt leaves it unchanged. After
-        # that, the rows that leave it are in ``evicted_values``.
-        if not cached.may_have_moved:
-            evicted = self._empty(cached.n_evicted)
-            self._copy(cached, self.tensors, evicted, cached.evicted_slots)
-            cached.evicted_values = evicted
-        cached.written_values = self._written(cached, new)
+        written, copies = self._written(cached, new)
+        # One launch changes the cache, and the rows that leave it are in ``evicted_values``
+        # already. So an error or an interrupt loses no row, before the launch or after it.
         cached.may_have_moved = True
-        if not cached.has_moved:
-            self._copy(cached, self._admitted(cached), self.tensors, into=cached.admitted_slots)
-        self._copy(cached, new, self.tensors, cached.held_positions, cached.held_slots)
+        self._device.copy_rows([*copies, *self._held(cached, new)], self.stream)
+        cached.written_values = written
         if not cached.has_moved:
             self.decisions.note_done(cached)
-        return self._changed_only(cached.written_values)
+        return self._changed_only(written)
 
     def evicted_values(self, leaving: CachedRows) -> list[Tensor | None]:
         """Return the rows that leave the cache, for each store that the loop has changed."""
@@ -149,10 +157,12 @@ class RowCache:
             slots: The slots, int32, on the device.
             n: Number of slots.
         """
-        copies = self._empty(n)
-        pairs = list(zip(self.tensors, copies, strict=True))
-        self._device.copy_rows(pairs, slots, None, self.stream)
-        return self._changed_only(copies)
+        found = self._empty(n)
+        copies = [
+            RowCopy(held, rows, taken=slots) for held, rows in zip(self.tensors, found, strict=True)
+        ]
+        self._device.copy_rows(copies, self.stream)
+        return self._changed_only(found)
 
     def note_flushed(self) -> None:
         """Note that all changed rows were written (consumer)."""
@@ -184,61 +194,43 @@ class RowCache:
         self.tensors = []
         self.stream = None
 
-    def _admitted(self, cached: CachedRows) -> list[Tensor]:
-        """Return the gathered values of the rows that enter the cache."""
-        span = (cached.n_bypassed, cached.n_gathered)
-        return [self._device.cut(values, *span) for values in cached.gathered_values]
+    def _held(self, cached: CachedRows, new: Values) -> list[RowCopy]:
+        """Return the copies of rows that are in the cache after the batch."""
+        copies = []
+        taken = self._cut(cached, cached.held_positions)
+        slots = self._cut(cached, cached.held_slots)
+        admitted = self._cut(cached, cached.admitted_slots)
+        for held, read, value in zip(self.tensors, cached.gathered_values, new, strict=True):
+            if value is not None:
+                copies.append(RowCopy(value, held, taken, slots))
+            elif not cached.has_moved:
+                entering = self._device.cut(read, cached.n_bypassed, cached.n_gathered)
+                copies.append(RowCopy(entering, held, into=admitted))
+        return copies
 
-    def _written(self, cached: CachedRows, new: Values) -> list[Tensor]:
-        """Return for each store the values of the bypassed rows, then of the evicted ones."""
-        n = cached.n_bypassed
+    def _written(self, cached: CachedRows, new: Values) -> tuple[list[Tensor], list[RowCopy]]:
+        """Return the values of the bypassed rows, then of the evicted ones, and their copies."""
+        n, cut = cached.n_bypassed, self._device.cut
         if not n:
-            return cached.evicted_values
-        device = self._device
-        written = self._empty(n + cached.n_evicted)
-        bypassed = [device.cut(tensor, 0, n) for tensor in written]
-        self._copy(cached, new, bypassed, cached.bypassed_positions)
-        for i, tensor in enumerate(written):
-            if new[i] is None and cached.written_values:
+            return cached.evicted_values, []
+        written = self._empty_together(n + cached.n_evicted)
+        bypassed = self._cut(cached, cached.bypassed_positions)
+        copies = []
+        for i, (value, rows) in enumerate(zip(new, written, strict=True)):
+            if value is None and cached.written_values:
                 # The batch was written before, and has not changed this store since.
                 written[i] = cached.written_values[i]
                 continue
-            if new[i] is None:
-                device.copy(device.cut(cached.gathered_values[i], 0, n), bypassed[i], self.stream)
-            evicted = device.cut(tensor, n, n + cached.n_evicted)
-            device.copy(cached.evicted_values[i], evicted, self.stream)
-        return written
+            if value is None:
+                copies.append(RowCopy(cut(cached.gathered_values[i], 0, n), cut(rows, 0, n)))
+            else:
+                copies.append(RowCopy(value, cut(rows, 0, n), taken=bypassed))
+            copies.append(RowCopy(cached.evicted_values[i], cut(rows, n, n + cached.n_evicted)))
+        return written, copies
 
-    def _copy(
-        self,
-        cached: CachedRows,
-        sources: Values,
-        targets: Sequence[Tensor],
-        taken: Span | None = None,
-        into: Span | None = None,
-    ) -> None:
-        """Copy rows from each source that is not None to its target.
-
-        Args:
-            cached: The batch that has the positions.
-            sources: Tensors with one row for each position, or more.
-            targets: Tensors of the same rows.
-            taken: Range of the positions that selects rows of the sources; None for all in order.
-            into: Range of the positions that selects rows of the targets; None for all in order.
-        """
-        pairs = [
-            (source, target)
-            for source, target in zip(sources, targets, strict=True)
-            if source is not None
-        ]
-        begin, end = taken or into or (0, 0)
-        if not pairs or begin == end:
-            return
-        src_pos, dst_pos = (
-            None if span is None else self._device.cut(cached.positions, *span)
-            for span in (taken, into)
-        )
-        self._device.copy_rows(pairs, src_pos, dst_pos, self.stream)
+    def _cut(self, cached: CachedRows, span: Span) -> Tensor:
+        """Return a range of the positions and slots of a batch, on the device."""
+        return self._device.cut(cached.positions, *span)
 
     def _changed_only(self, values: Sequence[Tensor]) -> list[Tensor | None]:
         """Return values with None for the stores that the loop has not changed."""
@@ -246,7 +238,7 @@ class RowCache:
         return [value if changed else None for value, changed in pairs]
 
     def _empty(self, n: int) -> list[Tensor]:
-        """Return new tensors of ``n`` rows, one for each store."""
+        """Return new tensors of ``n`` rows, one for each store, each with memory of its own."""
         return [
             self._device.tensor(
                 self._device.empty(n * row_nbytes(store), self.stream),
@@ -254,6 +246,16 @@ class RowCache:
                 store.dtype,
             )
             for store in self.stores
+        ]
+
+    def _empty_together(self, n: int) -> list[Tensor]:
+        """Return new tensors of ``n`` rows, one for each store, in one block of memory."""
+        sizes = [aligned(n * row_nbytes(store)) for store in self.stores]
+        offsets = itertools.accumulate(sizes[:-1], initial=0)
+        memory = self._device.empty(sum(sizes), self.stream)
+        return [
+            self._device.tensor(memory, (n, *store.row_shape), store.dtype, offset)
+            for store, offset in zip(self.stores, offsets, strict=True)
         ]
 
     def _allocated(self) -> list[Tensor]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pinfeed.devices.base import Device, Tensor
+from pinfeed.devices.base import Device, RowCopy, Tensor
 from pinfeed.pipeline.sources.base import ArrayPart, HostBatch, RowGroup
 from pinfeed.pipeline.sources.ids import IdsOf, ids_array
 from pinfeed.readahead import HostRows, ReadStrategy
@@ -218,5 +218,5 @@ class RowFetch:
         compute = self._device.current_stream()
         memory = self._device.empty(math.prod(shape) * dtype.itemsize, compute)
         out = self._device.tensor(memory, shape, dtype)
-        self._device.copy_rows([(distinct, out)], positions, None, compute)
+        self._device.copy_rows([RowCopy(distinct, out, taken=positions)], compute)
         return out

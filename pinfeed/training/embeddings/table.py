@@ -322,10 +322,6 @@ class HostEmbedding(nn.Module):
             if lender is not None:
                 lender.flush_writes()
 
-    def land(self) -> None:
-        """Call ``flush_writes``; this is its former name."""
-        self.flush_writes()
-
     def require_idle(self) -> None:
         """Check that no loop runs over this table, or over a table that shares its rows.
 

@@ -296,10 +296,6 @@ class RowLoop(LoaderFeeder[T_co]):
         self._lending.require_thread()
         self._loop.drain()
 
-    def land(self) -> None:
-        """Call ``flush_writes``; this is its former name."""
-        self.flush_writes()
-
     def release_tables(self) -> None:
         """Release the tables if the loop has ended without doing so, or cannot continue.
 

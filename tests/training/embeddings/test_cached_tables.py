@@ -1,6 +1,9 @@
 """Loops over tables with a cache on the device equal the synchronous loop without one."""
 
+import itertools
 import random
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,8 @@ from support.table_runs import MIXED, OPTIMIZERS, Ids, check, looked_up
 
 from pinfeed import ArrayStore, HostEmbedding, MmapStore, RowOptimizer, checkpoint, train_rows
 from pinfeed.errors import BudgetError
+from pinfeed.pipeline.row_cache import cache as row_cache
+from pinfeed.testing import lazy
 from pinfeed.testing.simtorch import SimTorchDevice
 
 ACTIONS = (*MIXED, "look")
@@ -107,6 +112,7 @@ def test_random_runs_on_the_simulated_device(seed: int) -> None:
     device = SimTorchDevice(choose, direct=rng.random() < 0.5)
     options = some_run(rng)
     options["switch_after"] = rng.choice([None, 1])
+    options["switch_once"] = rng.choice([None, 1, 2])
     check(device, rng.randint(0, 3), rng.choice(DENSE), verify=rng.random() < 0.2, **options)
 
 
@@ -268,3 +274,61 @@ def test_a_cache_that_has_no_memory_is_an_error_that_says_what_to_lower() -> Non
         table.require_idle()
         device.limit = 1 << 20
         assert len(list(loop)) == len(IDS)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "Adagrad"])
+def test_a_loop_that_changes_its_stream_once(optimizer: str) -> None:
+    """The values of a batch are lent in one stream, and put into the cache in another one."""
+    for depth, after, policy in itertools.product((1, 2), (1, 2, 3), (None, 1)):
+        check(
+            SimTorchDevice(lazy),
+            depth,
+            optimizer,
+            caches=(0.7, 0.7),
+            policy=policy,
+            switch_once=after,
+        )
+
+
+class Counting(SimTorchDevice):
+    """Device that counts launches that copy rows by their caller, and allocations of caches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n: Counter[tuple[str, str]] = Counter()
+
+    def copy_rows(self, *args: Any) -> None:
+        self.n["launches", sys._getframe(1).f_code.co_name] += 1
+        super().copy_rows(*args)
+
+    def empty(self, *args: Any) -> Any:
+        if sys._getframe(1).f_code.co_filename == row_cache.__file__:
+            self.n["allocations", "of the cache"] += 1
+        return super().empty(*args)
+
+
+def test_a_step_of_a_cached_table_takes_two_launches() -> None:
+    """One launch reads all rows of a batch, and one takes them back, for weights and state."""
+    steps = 20
+    device = Counting()
+    table = HostEmbedding(100, 3, store=ArrayStore(np.zeros((100, 3), np.float32)), name="users")
+    table.device_cache = 0.2
+    optimizer = RowOptimizer(torch.optim.Adam, [table], lr=0.1)
+    rng = np.random.default_rng(0)
+    loader = [torch.from_numpy(rng.integers(100, size=30)) for _ in range(steps)]
+    with (
+        device.factories(),
+        train_rows(
+            loader, {table: lambda ids: ids}, optimizer=optimizer, device=device, depth=0
+        ) as batches,
+    ):
+        for ids in batches:
+            table(device.host(ids)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert batches.stats.cache_lookups > batches.stats.cache_hits > 0
+    assert {name for what, name in device.n if what == "launches"} == {"lend", "put", "values"}
+    assert device.n["launches", "lend"] == device.n["launches", "put"] == steps
+    # The cache, the rows of each batch and those of the last flush take an allocation for each of
+    # the three stores; the rows that a batch evicts and writes take one each.
+    assert device.n["allocations", "of the cache"] <= 3 * (steps + 2) + 2 * steps

@@ -172,6 +172,7 @@ def test_optimizers_of_torch_get_the_gradients_of_torch(kind: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [SGD, Adagrad, SparseAdam, RowWiseAdagrad])
 def test_sparse_gradients_on_a_gpu(kind: Any) -> None:
+    """Compare with the whole table on the same GPU; each number is computed in the same way."""
     plain = nn.Embedding(N, DIM, sparse=True, device="cuda")
     table = HostEmbedding(N, DIM, device_cache=0.3)
     plain.weight.data.copy_(table.read(range(N)))

@@ -20,6 +20,7 @@ from support.row_optimizers import (
 )
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, lr_scheduler
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pinfeed import HostEmbedding, MmapStore, RowOptimizer, errors
 
@@ -130,7 +131,7 @@ def test_rows_that_are_absent_rest_as_with_a_gradient_of_zero(kind: Any, dim: in
 
 
 @pytest.mark.parametrize(
-    "name", ["Adam", "amsgrad", "nesterov", "centered", "NAdam", "Rprop", "SparseAdam"]
+    "name", ["Adam", "amsgrad", "fused", "nesterov", "centered", "NAdam", "Rprop", "SparseAdam"]
 )
 @pytest.mark.parametrize("depth", [0, 1, 4])
 def test_lazy_is_the_rule_it_says(name: str, depth: int) -> None:
@@ -270,9 +271,60 @@ def twice(_: Any) -> Body:
     [step_lr, one_cycle, clipped, with_closure, scaled, autocast, twice],
     ids=lambda f: f.__name__,
 )
-@pytest.mark.parametrize("kind", [SGD, Adam])
-def test_loops_as_they_are_written_with_torch(prepare: Callable[[Any], Body], kind: Any) -> None:
-    same_as_dense(kind, all_rows(), prepare, lr=0.1, **({"momentum": 0.9} if kind is SGD else {}))
+@pytest.mark.parametrize(
+    ("kind", "options"), [(SGD, {"momentum": 0.9}), (Adam, {}), (Adam, {"fused": True})], ids=str
+)
+def test_loops_as_they_are_written_with_torch(
+    prepare: Callable[[Any], Body], kind: Any, options: dict[str, Any]
+) -> None:
+    same_as_dense(kind, all_rows(), prepare, lr=0.1, **options)
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators that would be kernels on a GPU."""
+
+    # These copy nothing, or read a single number on the CPU.
+    NO_KERNEL = ("detach", "lift_fresh", "_local_scalar_dense", "_record_function")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        name = function.__name__
+        if not name.startswith(self.NO_KERNEL):
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device_cache", [None, 0.5])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (SGD, {"foreach": True}),
+        (SGD, {"foreach": True, "momentum": 0.9}),
+        (Adam, {"foreach": True}),
+        (Adam, {"fused": True}),
+    ],
+)
+def test_a_step_of_several_tables_is_one_step_of_torch(
+    kind: Any, options: dict[str, Any], device_cache: float | None
+) -> None:
+    """The step of one parameter has as many operators."""
+    tables = [HostEmbedding(N, DIM, device_cache=device_cache) for _ in range(3)]
+    optimizer = RowOptimizer(kind, tables, lr=0.1, **options)
+    dense = nn.Embedding(N, DIM)
+    plain = kind(dense.parameters(), lr=0.1, **options)
+    for ids in train_rows(batches(), dict.fromkeys(tables, itself), optimizer=optimizer):
+        torch.stack([loss_of(module, ids) for module in (*tables, dense)]).sum().backward()
+        with Operators() as found:
+            optimizer.step()
+        with Operators() as wanted:
+            plain.step()
+        optimizer.zero_grad()
+        plain.zero_grad()
+    # The first step also makes the state.
+    assert found.names == wanted.names
 
 
 def test_groups_of_their_own() -> None:

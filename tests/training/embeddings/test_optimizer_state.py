@@ -145,10 +145,14 @@ def test_the_initial_state_of_rows(
     assert (state_of(optimizer, second)[key] == value).all()
 
 
-def test_state_dict_resumes_training(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fused", [None, True])
+def test_state_dict_resumes_training(fused: bool | None, tmp_path: Path) -> None:
     whole = HostEmbedding(N, DIM)
     stores = [ArrayStore(whole.read(range(N)).numpy())]
-    half, optimizer = HostEmbedding(N, DIM, store=stores[0]), RowOptimizer(Adam, [whole], lr=0.1)
+    half, optimizer = (
+        HostEmbedding(N, DIM, store=stores[0]),
+        RowOptimizer(Adam, [whole], lr=0.1, fused=fused),
+    )
     for ids in train_rows(batches(6), {whole: itself}, optimizer=optimizer):
         simple(optimizer, whole, ids)
     kept: dict[str, ArrayStore] = {}
@@ -156,12 +160,12 @@ def test_state_dict_resumes_training(tmp_path: Path) -> None:
     def state(_: HostEmbedding, key: str, shape: tuple[int, ...], dtype: np.dtype) -> ArrayStore:
         return kept.setdefault(key, ArrayStore(np.zeros(shape, dtype)))
 
-    first = RowOptimizer(Adam, [half], lr=0.1, state=state)
+    first = RowOptimizer(Adam, [half], lr=0.1, fused=fused, state=state)
     for ids in train_rows(batches(6)[:3], {half: itself}, optimizer=first):
         simple(first, half, ids)
     torch.save(first.state_dict(), tmp_path / "state.pt")
     rows = {key: store.array.copy() for key, store in kept.items()}
-    second = RowOptimizer(Adam, [half], lr=0.5, state=state)
+    second = RowOptimizer(Adam, [half], lr=0.5, fused=fused, state=state)
     second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert second.param_groups[0]["lr"] == 0.1
     for key, store in kept.items():

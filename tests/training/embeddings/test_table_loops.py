@@ -353,6 +353,7 @@ def test_losses_that_are_kept_do_no_harm() -> None:
     assert torch.equal(table.read(range(N)), twin.read(range(N)))
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("mode", "form"),
     [

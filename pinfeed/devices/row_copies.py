@@ -1,0 +1,146 @@
+"""CUDA kernel that copies rows between tensors of one GPU, many copies in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pinfeed.devices.base import RowCopy
+from pinfeed.devices.kernels import External, word_width
+
+MAX_COPIES = 16
+"""Largest number of copies in one launch; a cache of four stores needs as many."""
+N_THREADS = 256
+"""Threads per block."""
+# Blocks for each multiprocessor, which hide the time of a read of device memory.
+_BLOCKS_PER_MULTIPROCESSOR = 8
+# Threads of a row are a power of two, at most a warp.
+_MOST_LANES = 32
+
+SOURCE = r"""
+struct Copy {
+    const char* source;
+    char* target;
+    // Positions of the rows; null for all rows in order.
+    const int* taken;
+    const int* into;
+    unsigned n_rows, n_words;
+    // Bytes of a word, and threads of a row.
+    unsigned width, n_lanes;
+};
+
+struct Copies {
+    Copy copies[MAX_COPIES];
+};
+
+template <typename Word>
+__device__ void copy_rows(const Copy& copy)
+{
+    const unsigned thread = blockIdx.x * blockDim.x + threadIdx.x;
+    const unsigned step = gridDim.x * blockDim.x / copy.n_lanes;
+    for (unsigned row = thread / copy.n_lanes; row < copy.n_rows; row += step) {
+        const size_t from = copy.taken ? copy.taken[row] : row;
+        const size_t to = copy.into ? copy.into[row] : row;
+        const Word* source = (const Word*)copy.source + from * copy.n_words;
+        Word* target = (Word*)copy.target + to * copy.n_words;
+        for (unsigned word = thread % copy.n_lanes; word < copy.n_words; word += copy.n_lanes)
+            target[word] = source[word];
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256) copy_rows_on_device(const Copies all)
+{
+    const Copy& copy = all.copies[blockIdx.y];
+    switch (copy.width) {
+    case 16: return copy_rows<uint4>(copy);
+    case 8: return copy_rows<uint2>(copy);
+    case 4: return copy_rows<unsigned int>(copy);
+    case 2: return copy_rows<unsigned short>(copy);
+    case 1: return copy_rows<unsigned char>(copy);
+    }
+}
+"""
+OPTIONS = ("-std=c++17", f"-DMAX_COPIES={MAX_COPIES}")
+"""The compiler's options."""
+
+_COPY = np.dtype(
+    [(name, np.uint64) for name in ("source", "target", "taken", "into")]
+    + [(name, np.uint32) for name in ("n_rows", "n_words", "width", "n_lanes")]
+)
+_COPIES = np.dtype([("copies", _COPY, MAX_COPIES)])
+
+
+class Launch(NamedTuple):
+    """One launch of the kernel."""
+
+    n_blocks: int
+    """Blocks of each copy."""
+    n_copies: int
+    copies: npt.NDArray[Any]
+    """The kernel's argument, shape (1,)."""
+
+
+def launches(copies: Sequence[RowCopy], most_blocks: int) -> Iterator[Launch]:
+    """Yield the launches that copy rows between contiguous tensors.
+
+    Args:
+        copies: The copies; those without rows or bytes are left out.
+        most_blocks: Largest number of blocks of a copy.
+    """
+    described = [found for copy in copies if (found := _described(copy)) is not None]
+    for i in range(0, len(described), MAX_COPIES):
+        group = described[i : i + MAX_COPIES]
+        argument = np.zeros(1, _COPIES)
+        argument["copies"][0, : len(group)] = group
+        # A copy has as many threads as its rows have lanes.
+        n_threads = max(n_rows * n_lanes for *_, n_rows, _, _, n_lanes in group)
+        yield Launch(min(most_blocks, -(-n_threads // N_THREADS)), len(group), argument)
+
+
+def _described(copy: RowCopy) -> tuple[int, ...] | None:
+    """Return the fields of a copy, or None if it copies nothing."""
+    source, target, taken, into = copy
+    positions = taken if taken is not None else into
+    n_rows = len(source if positions is None else positions)
+    if not n_rows or not source.numel() or not target.numel():
+        return None
+    addresses = source.data_ptr(), target.data_ptr()
+    row_nbytes = target.nbytes // len(target)
+    width = word_width(addresses[0] | addresses[1] | row_nbytes)
+    n_words = row_nbytes // width
+    n_lanes = min(_MOST_LANES, 1 << (n_words - 1).bit_length())
+    at = (0 if tensor is None else tensor.data_ptr() for tensor in (taken, into))
+    return *addresses, *at, n_rows, n_words, width, n_lanes
+
+
+class RowCopyKernel:
+    """The kernel, compiled for one GPU.
+
+    Args:
+        index: Number of the GPU.
+
+    Raises:
+        ImportError: If CuPy is not installed.
+        AttributeError: If CuPy is older than version 14.
+    """
+
+    def __init__(self, index: int) -> None:
+        import cupy
+
+        self._gpu = cupy.cuda.Device(index)
+        self._stream = cupy.cuda.Stream.from_external
+        n_multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
+        self._most_blocks = _BLOCKS_PER_MULTIPROCESSOR * n_multiprocessors
+        with self._gpu:
+            module = cupy.RawModule(code=SOURCE, options=OPTIONS)
+            self._kernel = module.get_function("copy_rows_on_device")
+
+    def copy(self, copies: Sequence[RowCopy], stream: int) -> None:
+        """Queue copies in a stream, which is given by its handle."""
+        for n_blocks, n_copies, argument in launches(copies, self._most_blocks):
+            with self._gpu, self._stream(External(stream)):
+                self._kernel((n_blocks, n_copies), (N_THREADS,), (argument,))

@@ -1,0 +1,138 @@
+"""The kernel that copies rows on a GPU, tested without a GPU."""
+
+import ctypes
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.cuda_compiler import ARCHITECTURES, compiled_for_cpu, compiled_for_gpu
+
+from pinfeed.devices import row_copies
+from pinfeed.devices.base import RowCopy
+from pinfeed.devices.row_copies import MAX_COPIES, N_THREADS, OPTIONS, SOURCE, launches
+
+RUN = r"""
+extern "C" void run(unsigned n_blocks, unsigned n_copies, unsigned n_threads, const Copies* all)
+{
+    gridDim.x = n_blocks, blockDim.x = n_threads;
+    for (blockIdx.y = 0; blockIdx.y < n_copies; blockIdx.y++)
+        for (blockIdx.x = 0; blockIdx.x < n_blocks; blockIdx.x++)
+            for (threadIdx.x = 0; threadIdx.x < n_threads; threadIdx.x++)
+                copy_rows_on_device(*all);
+}
+"""
+Run = Callable[[int, int, int, np.ndarray], None]
+"""Runs the kernel with blocks of each copy, copies, threads of a block, and its argument."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("row_copies")
+    library = compiled_for_cpu(SOURCE + RUN, folder, [f"MAX_COPIES={MAX_COPIES}"])
+    library.run.argtypes = [*[ctypes.c_uint] * 3, ctypes.c_void_p]
+    return lambda *numbers: library.run(*numbers[:-1], numbers[-1].ctypes.data)
+
+
+def rows_at(offset: int, n: int, nbytes: int, rng: np.random.Generator) -> torch.Tensor:
+    """Return rows of random bytes that begin anywhere in their memory."""
+    whole = torch.from_numpy(rng.integers(256, size=offset + n * nbytes, dtype=np.uint8))
+    return whole[offset:].view(n, nbytes)
+
+
+one_copy = st.tuples(
+    st.sampled_from([1, 2, 3, 4, 8, 12, 16, 48, 100, 512, 1040]),
+    st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 40)),
+    st.sampled_from([0, 0, 1, 4, 8]),
+    st.tuples(st.booleans(), st.booleans()),
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(one_copy, max_size=MAX_COPIES + 4), st.sampled_from([1, 3]), st.integers(0, 99))
+def test_rows_are_copied(run: Run, described: list[Any], most_blocks: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    copies, wanted = [], []
+    for nbytes, (n_more_source, n_more_target, n), offset, (has_taken, has_into) in described:
+        n_source, n_target = n + n_more_source * has_taken, n + n_more_target * has_into
+        source = rows_at(offset, n_source, nbytes, rng)
+        target = rows_at(0, n_target, nbytes, rng)
+        taken = rng.integers(max(1, n_source), size=n) if has_taken else np.arange(n)
+        into = rng.permutation(n_target)[:n] if has_into else np.arange(n)
+        after = target.clone()
+        after[torch.from_numpy(into)] = source[torch.from_numpy(taken)]
+        wanted.append(after)
+        copies.append(
+            RowCopy(
+                source,
+                target,
+                torch.from_numpy(taken.astype(np.int32)) if has_taken else None,
+                torch.from_numpy(into.astype(np.int32)) if has_into else None,
+            )
+        )
+    for n_blocks, n_copies, argument in launches(copies, most_blocks):
+        assert 0 < n_blocks <= most_blocks
+        assert 0 < n_copies <= MAX_COPIES
+        run(n_blocks, n_copies, 64, argument)
+    for copy, after in zip(copies, wanted, strict=True):
+        assert torch.equal(copy.target, after)
+
+
+def test_a_cache_of_four_stores_takes_one_launch() -> None:
+    rows = torch.zeros(100, 8)
+    copies = [RowCopy(rows, rows.clone()) for _ in range(16)]
+    assert [(launch.n_blocks, launch.n_copies) for launch in launches(copies, 1000)] == [(1, 16)]
+    (large,) = launches([RowCopy(torch.zeros(10**5, 32), torch.zeros(10**5, 32))], 1056)
+    assert large.n_blocks == 1056
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_it_compiles_for_gpus_and_spills_no_register(architecture: int) -> None:
+    ((n_registers, spilled),) = compiled_for_gpu(architecture, SOURCE, OPTIONS).values()
+    # With 32 registers, a multiprocessor runs as many threads as it can.
+    assert n_registers <= 32
+    assert spilled == 0
+
+
+def test_a_launch_in_a_stream_of_torchs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Device:
+        def __init__(self, index: int) -> None:
+            assert index == 3
+
+        def __enter__(self) -> None:
+            current.append(3)
+
+        def __exit__(self, *exc_info: object) -> None:
+            current.pop()
+
+    class Stream(Device):
+        def __init__(self, other: Any) -> None:
+            assert other.__cuda_stream__() == (0, 77)
+
+    class Module:
+        def __init__(self, code: str, options: tuple[str, ...]) -> None:
+            assert (code, options, current) == (SOURCE, OPTIONS, [3])
+
+        def get_function(self, name: str) -> Callable[..., None]:
+            def launch(grid: Any, block: tuple[int], arguments: tuple[Any, ...]) -> None:
+                assert current == [3, 3]
+                assert block == (N_THREADS,)
+                run(*grid, *block, *arguments)
+
+            return launch
+
+    current: list[int] = []
+    cuda = types.SimpleNamespace(Device=Device, Stream=types.SimpleNamespace(from_external=Stream))
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda, RawModule=Module))
+    gpu = types.SimpleNamespace(multi_processor_count=2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    source, target = torch.arange(12.0).view(4, 3), torch.zeros(2, 3)
+    kernel = row_copies.RowCopyKernel(3)
+    kernel.copy([RowCopy(source, target, taken=torch.tensor([3, 1], dtype=torch.int32))], 77)
+    assert torch.equal(target, source[[3, 1]])
+    assert not current
