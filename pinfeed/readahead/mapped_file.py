@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from pinfeed.memory.plan import Allocation
 from pinfeed.readahead.whole_file import WholeFile
-from pinfeed.rows.runs import Runs
-from pinfeed.stores.base import Array
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.mapped_file import MappedFileStore
 from pinfeed.stores.sharded_file import AnyShardedStore
@@ -42,21 +38,7 @@ class MappedFile(WholeFile):
         nbytes = store.nbytes_beside(counted)
         if nbytes:
             self.items = (Allocation("rows of a file", "page cache", 1, nbytes),)
-        self._file = store
         self._rows = store.map_rows()
-
-    def gather_runs(self, runs: Runs, out: Array) -> None:
-        """Copy runs of rows to their positions in ``out``. The caller has checked all arguments."""
-        source: LocalFileStore | MappedFileStore = self._rows
-        if not self._complete:
-            runs = runs.merged()
-            first = runs.starts // self._chunk_rows
-            last = (runs.starts + runs.lengths - 1) // self._chunk_rows
-            chunks = np.unique(Runs(first, last - first + 1, first).rows())
-            self._wait_for(chunks)
-            if not self._is_loaded[chunks].all():
-                source = self._file
-        source.gather_runs(runs, out)
 
     def close(self) -> None:
         """Unmap the files; a gather that is running keeps its map until it ends."""

@@ -13,40 +13,84 @@ from pinfeed.readahead.base import (
     block_hint,
     whole_file_hint,
 )
+from pinfeed.readahead.in_memory import InMemoryCopy, copy_allocation
 from pinfeed.readahead.mapped_file import MappedFile
 from pinfeed.readahead.page_cache import PageCacheReadahead
 from pinfeed.readahead.ragged import RaggedReads
-from pinfeed.readahead.select import is_in_sequence
+from pinfeed.readahead.select import FreeMemory, file_of, is_in_sequence
 from pinfeed.rows.orders import Order
 from pinfeed.rows.ragged_batches import ElementBatches
 from pinfeed.rows.windows import windows
+from pinfeed.stores.base import row_nbytes
+from pinfeed.stores.chunked import ChunkedStore
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.ragged import RaggedStore
+from pinfeed.stores.sharded_file import AnyShardedStore
 
 
-def choose_ragged(store: RaggedStore, rows: Any, page_cache: int) -> RaggedReads:
+def choose_ragged(store: RaggedStore, rows: Any, free: FreeMemory) -> RaggedReads:
     """Choose how ragged rows are read.
 
     Args:
         store: The ragged rows.
         rows: An order, or any other iterable of row indices or batches.
-        page_cache: Page cache that may be used, in bytes.
+        free: Memory that may be used for the items.
     """
-    items = store.items
-    if not isinstance(items, LocalFileStore) or not items.row_nbytes:
-        return RaggedReads(store, DirectReads(items), items, "")
-    nbytes = items.nbytes
-    name = f"{items.label}, {human(nbytes)}"
+    items = file_of(store.items)
+    if items is None or not items.row_nbytes:
+        return RaggedReads(store, DirectReads(store.items), store.items, "")
+    label = store.items.label if isinstance(store.items, ChunkedStore) else items.label
+    name = f"{label}, {human(items.nbytes)}: ragged rows"
     order = rows.order if isinstance(rows, ElementBatches) else rows
     in_sequence = is_in_sequence(order)
-    if nbytes <= page_cache and items.can_map:
+    if not isinstance(items, LocalFileStore):
+        return _slow_items(store, items, order, free, name)
+    if items.nbytes <= free.page_cache and items.can_map:
         # The system may refuse address space. A file that has changed is an error when it is read.
         with contextlib.suppress(OSError):
             mapped = MappedFile(items, in_sequence=in_sequence)
-            reason = "ragged rows, read through the OS page cache, by a memory map (the file fits)"
-            return RaggedReads(store, mapped, mapped, f"{name}: {reason}")
+            reason = "read through the OS page cache, by a memory map (the file fits)"
+            return RaggedReads(store, mapped, mapped, f"{name}, {reason}")
     strategy, reason = _unmapped(store, items, order, in_sequence=in_sequence)
-    return RaggedReads(store, strategy, items, f"{name}: {reason}")
+    return RaggedReads(store, strategy, items, f"{name}, {reason}")
+
+
+def _slow_items(
+    store: RaggedStore,
+    items: AnyShardedStore | ChunkedStore,
+    order: Any,
+    free: FreeMemory,
+    name: str,
+) -> RaggedReads:
+    """Read items that are decoded or remote: once into memory, if that is worth it."""
+    in_chunks = isinstance(items, ChunkedStore)
+    verb = "decoded" if in_chunks else "loaded"
+    if is_in_sequence(order):
+        hint = f"{items.label} is {verb} in sequence. A copy in a local .npy file is read faster."
+        reason = "decoded in sequence, each chunk once" if in_chunks else "read in sequence"
+        return RaggedReads(store, DirectReads(items, hint), items, f"{name}, {reason}")
+    if _share(store, order) > 0.5 and copy_allocation(items).total <= free.memory:
+        # The system may refuse memory that it reports as free.
+        with contextlib.suppress(MemoryError):
+            copy = InMemoryCopy(items)
+            reason = f"{verb} into RAM during the first epoch (it fits in {free.origin})"
+            return RaggedReads(store, copy, copy, f"{name}, {reason}")
+    if in_chunks:
+        how = "decodes the whole chunks of its rows"
+        advice = "A copy of the items in a .npy file needs no decoding."
+    else:
+        how = "requests its rows"
+        advice = block_hint(store.mean_row_nbytes)
+    hint = f"Each batch {how} of {items.label}. {advice} {whole_file_hint(items)}"
+    return RaggedReads(store, DirectReads(items, hint), items, f"{name}, each batch {how}")
+
+
+def _share(store: RaggedStore, order: Any) -> float:
+    """Return the share of the items that an epoch reads; 1 if unknown."""
+    if not isinstance(order, Order):
+        return 1.0
+    nbytes = order.length(store.n_rows) * store.mean_row_nbytes
+    return min(1.0, nbytes / (store.n_items * row_nbytes(store.items)))
 
 
 def _unmapped(
@@ -55,16 +99,16 @@ def _unmapped(
     """Return a strategy for a file that is not mapped, and the reason for it."""
     if in_sequence:
         hint = f"{items.label} is read in sequence, {DISK_SPEED} {whole_file_hint(items)}"
-        return DirectReads(items, hint), "ragged rows, read in sequence"
+        return DirectReads(items, hint), "read in sequence"
     if isinstance(order, Order) and windows(order, store.n_rows, 0) is not None:
-        reason = "ragged rows, read through the OS page cache, prefetched one window ahead"
+        reason = "read through the OS page cache, prefetched one window ahead"
         return PageCacheReadahead(items), reason
     if items.keep_cache:
-        reason = "ragged rows, read through the OS page cache, prefetched sequentially"
+        reason = "read through the OS page cache, prefetched sequentially"
         advice = block_hint(store.mean_row_nbytes)
         return PageCacheReadahead(items, advice), f"{reason} in the background"
     hint = (
         f"Ragged rows of {items.label} are read one by one. {block_hint(store.mean_row_nbytes)} "
         f"{whole_file_hint(items)}"
     )
-    return DirectReads(items, hint), "ragged rows, read row by row, with many reads at a time"
+    return DirectReads(items, hint), "read row by row, with many reads at a time"

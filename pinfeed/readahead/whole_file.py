@@ -18,9 +18,11 @@ import numpy.typing as npt
 from pinfeed.memory.plan import Allocation
 from pinfeed.readahead.base import DISK_SPEED, IN_MEMORY_HINT, OpenBatch
 from pinfeed.rows.orders import Rows
+from pinfeed.rows.runs import Runs
 from pinfeed.rows.windows import Windows
 from pinfeed.stores.base import Array, FileStore, StoreRows, rows_in
 from pinfeed.stores.chunked import ChunkedStore, even_bounds
+from pinfeed.stores.runs import RunGather, run_gather
 from pinfeed.threads.pool import ThreadPool
 
 logger = logging.getLogger("pinfeed")
@@ -44,6 +46,7 @@ class LoadedRows(Protocol):
 
     def gather_unchecked(self, rows: Rows, out: Array) -> None: ...
     def gather_at(self, rows: Rows, out: Array, positions: Rows) -> None: ...
+    def gather_runs(self, runs: Runs, out: Array) -> None: ...
 
 
 class WholeFile:
@@ -124,6 +127,19 @@ class WholeFile:
             for source, has_rows in ((self._rows, is_loaded), (self._store, ~is_loaded)):
                 positions = np.flatnonzero(has_rows)
                 source.gather_at(rows[positions], out, positions)
+
+    def gather_runs(self, runs: Runs, out: Array) -> None:
+        """Copy runs of rows to their positions in ``out``. The caller has checked all arguments."""
+        gather: RunGather = self._rows.gather_runs
+        if not self._complete:
+            runs = runs.merged()
+            first = self._chunk_of(runs.starts)
+            last = self._chunk_of(runs.starts + runs.lengths - 1)
+            chunks = np.unique(Runs(first, last - first + 1, first).rows())
+            self._wait_for(chunks)
+            if not self._is_loaded[chunks].all():
+                gather = run_gather(self._store)
+        gather(runs, out)
 
     @property
     def hint(self) -> str:

@@ -22,6 +22,8 @@ from pinfeed.errors import (
     described,
 )
 from pinfeed.rows.orders import Rows
+from pinfeed.rows.runs import Runs
+from pinfeed.stores.array import copy_runs
 from pinfeed.stores.base import Array, checked_gather
 from pinfeed.stores.chunk_pieces import chunk_pieces
 from pinfeed.stores.kept_chunks import KeptChunks
@@ -241,6 +243,21 @@ class ChunkedStore:
                 with self._kept.use(piece.number) as chunk:
                     out[piece.positions] = chunk[piece.rows - piece.start]
 
+    def gather_runs(self, runs: Runs, out: Array) -> None:
+        """Copy runs of rows to their positions in ``out``. The caller has checked all arguments.
+
+        Raises:
+            ReadError: As for ``gather``.
+            ClosedError: As for ``gather``.
+        """
+        self._require_open()
+        if self.native is not None:
+            self.native.gather_runs(runs, out)
+            return
+        for number, part in runs.by_part(self.bounds[1:]):
+            with self._kept.use(number) as chunk:
+                copy_runs(chunk, part, out)
+
     def decode_ahead(self, number: int) -> None:
         """Decode and keep a chunk whose rows will be gathered soon."""
         if self.native is None and not self._closed:
@@ -283,12 +300,13 @@ class ChunkedStore:
         try:
             with self._decodes:
                 self._read_chunks(start, stop, out)
-        except (PinfeedError, MemoryError):
+        except PinfeedError:
             raise
         except Exception as error:
+            place = self.paths[0] if len(self.paths) == 1 else "the file"
             raise ReadError(
-                f"{self!r}: rows [{start}, {stop}) cannot be read ({described(error)}); check the "
-                "file with the library that wrote it"
+                f"{self!r}: rows [{start}, {stop}) cannot be read ({described(error)}); check "
+                f"{place} with the library that wrote it"
             ) from error
 
     def _decode(self, number: int, spare: Array | None) -> Array:

@@ -54,9 +54,6 @@ class LocalFileStore(ShardedStore[FileReader]):
         "_inodes",
     )
 
-    # Pickles of earlier versions have no such attribute.
-    _memory_map = True
-
     def __init__(
         self,
         layouts: Sequence[RowLayout],

@@ -17,9 +17,7 @@ from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.arrow import ArrowStore
 from pinfeed.stores.arrow_lists import items_and_offsets
 from pinfeed.stores.base import Array, Store, row_nbytes
-from pinfeed.stores.file import MmapStore
 from pinfeed.stores.opened import open_store
-from pinfeed.stores.paths import Path
 from pinfeed.stores.runs import RunGather, RunRows, run_gather
 from pinfeed.validation.arguments import explain_arguments
 from pinfeed.validation.safe_repr import safe_repr
@@ -29,7 +27,7 @@ Layout = Literal["offsets", "padded", "jagged"]
 logger = logging.getLogger("pinfeed")
 
 _LAYOUTS = ("offsets", "padded", "jagged")
-# Offsets of a file that are read at once.
+# Offsets that are read at once.
 _PIECE_ROWS = 1 << 20
 _INDEX_NBYTES = 8
 
@@ -69,10 +67,10 @@ class RaggedStore:
         values: Items of all rows, shape (n_items, *item_shape): a path, a pattern, an array, a CPU
             tensor or a Store. This store closes a file that it opened from a path.
         offsets: Position of each row in ``values``, followed by the end of the last row, shape
-            (n_rows + 1,), non-decreasing integers: a path of a .npy file, an array or a CPU tensor.
-            Items before the first and after the last offset are in no row. For lengths, give
-            ``np.concatenate(([0], np.cumsum(lengths)))``. The store copies the offsets into memory
-            as int64, 8 bytes per row.
+            (n_rows + 1,), non-decreasing integers: a path of a .npy file, an array, a CPU tensor,
+            an ``h5py.Dataset`` or a ``zarr.Array``. Items before the first and after the last
+            offset are in no row. For lengths, give ``np.concatenate(([0], np.cumsum(lengths)))``.
+            The store copies the offsets into memory as int64, 8 bytes per row.
         layout: Form of the batches.
         padding: Value of the elements after the end of a row in a padded batch.
 
@@ -302,13 +300,12 @@ def _read_offsets(offsets: Any) -> Rows:
     Raises:
         StoreError: If they are not a 1-d array of at least two integers.
     """
-    if isinstance(offsets, (str, os.PathLike)):
-        found = _offsets_of_file(offsets)
-        name = os.fspath(offsets)
-    else:
-        name = "offsets"
-        given = np.asarray(offsets) if isinstance(offsets, list) else offsets
-        found = ArrayStore(given, name=name).array
+    name = os.fspath(offsets) if isinstance(offsets, (str, os.PathLike)) else "offsets"
+    store = open_store(np.asarray(offsets) if isinstance(offsets, list) else offsets, "offsets")
+    try:
+        found = store.array if isinstance(store, ArrayStore) else _all_rows(store)
+    finally:
+        store.close()
     if found.ndim != 1 or found.dtype.kind not in "iu" or len(found) < 2:
         raise StoreError(
             f"{name}: shape {found.shape} of {found.dtype}; expected integers of shape "
@@ -321,14 +318,13 @@ def _read_offsets(offsets: Any) -> Rows:
     return own
 
 
-def _offsets_of_file(path: Path) -> Array:
-    """Read the offsets of a file in pieces, because row indices are needed for each."""
-    with MmapStore(path) as store:
-        found = np.empty((store.n_rows, *store.row_shape), store.dtype)
-        for i in range(0, len(found), _PIECE_ROWS):
-            piece = found[i : i + _PIECE_ROWS]
-            store.gather(np.arange(i, i + len(piece)), piece)
-        return found
+def _all_rows(store: Store) -> Array:
+    """Read all rows of a store in pieces, because row indices are needed for each."""
+    found = np.empty((store.n_rows, *store.row_shape), store.dtype)
+    for i in range(0, len(found), _PIECE_ROWS):
+        piece = found[i : i + _PIECE_ROWS]
+        store.gather(np.arange(i, i + len(piece)), piece)
+    return found
 
 
 def _check_offsets(offsets: Rows, n_items: int) -> None:

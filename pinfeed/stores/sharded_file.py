@@ -100,10 +100,6 @@ class ShardedStore(Generic[R]):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Pickles of the previous release have the layouts under another name.
-        if "_extents" in state:
-            state = {**state, "_layouts": state["_extents"]}
-            del state["_extents"]
         vars(self).update(state)
         self._init_process_state()
 

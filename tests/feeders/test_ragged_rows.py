@@ -63,6 +63,7 @@ def shuffled_rows(order: Any, epoch: int) -> list[int]:
     return np.asarray((order or rows.sequential()).bind(60, epoch)(np.arange(60))).tolist()
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("kind", "layout", "depth"),
     [

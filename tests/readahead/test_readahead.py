@@ -101,6 +101,7 @@ def strategies(store: MmapStore, order: Order) -> Iterator[ReadStrategy]:
         yield WindowReadahead(store, windows.window_rows, 1000)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 @pytest.mark.parametrize("batch_size", [7, 100, 700, 3000])
 def test_every_strategy_gives_the_rows(

@@ -27,6 +27,9 @@ _MAX_THREADS = 16
 SPAN_BYTES = 256 << 10
 """Bytes of a file that are read at once for rows that overlap, without the end of the last row."""
 
+# Fewest consecutive rows that are read together if they overlap or have short gaps.
+_SPAN_ROWS = 16
+
 # Fewest rows for which it is worth starting a thread.
 _ROWS_PER_THREAD = 4
 
@@ -105,6 +108,15 @@ class FileReader:
             strides = (layout.stride, 1)
             out[i : i + n] = np.ndarray((n, layout.row_nbytes), np.uint8, span, 0, strides)
 
+    def _read_long_runs(self, runs: Runs, out: Bytes) -> Runs:
+        """Read long runs of rows that overlap or have short gaps; return the other rows."""
+        is_long = runs.lengths >= _SPAN_ROWS
+        for first, n, place in zip(*runs.take(np.flatnonzero(is_long)), strict=True):
+            self._read_spans(int(first), out[place : place + n])
+        rest = runs.take(np.flatnonzero(~is_long))
+        rows = rest.rows()
+        return Runs(rows, np.ones_like(rows), rest.positions())
+
     def _read_bytes(self, begin: int, out: Bytes) -> None:
         """Read the bytes from ``begin`` on into ``out``, which has one axis."""
         view = out.data
@@ -123,8 +135,9 @@ class FileReader:
     def read_rows(self, rows: Rows, out: Bytes, positions: Rows) -> None:
         """Read rows in any order into ``out[positions]``.
 
-        The calling thread copies rows that are in the page cache. For the other rows, several
-        threads wait for the disk at the same time.
+        Consecutive rows at consecutive positions are one request, as in a slot of several batches
+        of one rank. The calling thread copies rows that are in the page cache. For the other rows,
+        several threads wait for the disk at the same time.
 
         Args:
             rows: Row indices, shape (m,).
@@ -134,7 +147,14 @@ class FileReader:
         Raises:
             ReadError: If the file has shrunk or cannot be read.
         """
-        self._read_each(Runs(rows, np.ones_like(rows), positions), out)
+        runs = Runs(rows, np.ones_like(rows), positions)
+        gap = self._layout.gap
+        if not gap:
+            self._read_each(runs.merged(), out)
+            return
+        if gap <= mmap.PAGESIZE:
+            runs = self._read_long_runs(runs.merged(), out)
+        self._read_each(runs, out)
 
     def read_runs(self, runs: Runs, out: Bytes) -> None:
         """Read runs of rows to their positions in ``out``, with one request for each run.
