@@ -133,3 +133,8 @@ class WorkerError(PinfeedError, RuntimeError):
 
     These would end the loop or the program without an error.
     """
+
+
+def __dir__() -> list[str]:
+    """Return the names of the exceptions, without the helpers of this module."""
+    return sorted(name for name, value in globals().items() if isinstance(value, type))

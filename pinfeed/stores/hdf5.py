@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,6 +22,7 @@ from pinfeed.stores.base import Array
 from pinfeed.stores.chunked import MAX_DECODES, ChunkedStore, ChunkLayout, even_bounds
 from pinfeed.stores.file import MmapStore
 from pinfeed.stores.formats.hdf5_chunks import RawChunks
+from pinfeed.stores.library_errors import library_errors
 from pinfeed.stores.paths import Path, local_path
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.arguments import explain_arguments
@@ -95,12 +97,8 @@ class HDF5Store(ChunkedStore):
                 "an open file or group, give file[name]"
             )
         try:
-            self._name = dataset.name
-            self._raw = _raw_chunks(dataset)
-            # HDF5 itself decodes one chunk at a time.
-            self._max_decodes = MAX_DECODES if self._raw is not None else 1
-            super().__init__(_layout(dataset))
-            self.native = _native(dataset, self._given is not None)
+            with _h5py_errors(self._path or "HDF5Store", name):
+                self._describe(dataset)
         except BaseException:
             if self._given is None:
                 dataset.file.close()
@@ -109,6 +107,15 @@ class HDF5Store(ChunkedStore):
             self._dataset = dataset
             if self.native is not None:
                 self._close_file()
+
+    def _describe(self, dataset: Any) -> None:
+        """Find out how the rows of a dataset are read."""
+        self._name = dataset.name
+        self._raw = _raw_chunks(dataset)
+        # HDF5 itself decodes one chunk at a time.
+        self._max_decodes = MAX_DECODES if self._raw is not None else 1
+        super().__init__(_layout(dataset))
+        self.native = _native(dataset, self._given is not None)
 
     def close(self) -> None:
         """Free the chunks, and close the file if the store opened it."""
@@ -151,7 +158,8 @@ class HDF5Store(ChunkedStore):
             dataset = self._opened()
             try:
                 filters_left_out, raw = dataset.id.read_direct_chunk(offset)
-            except (OSError, RuntimeError, ValueError):
+            except (OSError, RuntimeError, ValueError, MemoryError):
+                # Some releases of h5py raise MemoryError if the dataset has no written chunk.
                 return False
         return not filters_left_out and chunks.decode(raw, offset, out)
 
@@ -217,10 +225,19 @@ def _open(path: Path, name: str | None) -> Any:
             "open for writing; if the file is open in this process, give its dataset"
         ) from error
     try:
-        return _dataset_of(file, name)
+        with _h5py_errors(path, name):
+            return _dataset_of(file, name)
     except BaseException:
         file.close()
         raise
+
+
+def _h5py_errors(path: Path, name: str | None) -> AbstractContextManager[None]:
+    """Raise errors of h5py for a damaged file as ``StoreError``."""
+    place = os.fspath(path) if name is None else f"{os.fspath(path)}, dataset {name!r}"
+    return library_errors(
+        place, "h5py", "an undamaged HDF5 file; check it with h5dump, or write it again"
+    )
 
 
 def _dataset_of(file: Any, name: str | None) -> Any:

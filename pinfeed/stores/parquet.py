@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,6 @@ from pinfeed.errors import (
     MissingDependency,
     ReadError,
     StoreError,
-    described,
 )
 from pinfeed.stores.base import Array
 from pinfeed.stores.chunked import ChunkedStore, ChunkLayout
@@ -28,6 +28,7 @@ from pinfeed.stores.formats.arrow_chunk import (
     rows_of_chunk,
 )
 from pinfeed.stores.formats.row_layout import require_regular
+from pinfeed.stores.library_errors import library_errors
 from pinfeed.stores.paths import Path, local_paths
 from pinfeed.validation.arguments import explain_arguments
 from pinfeed.validation.requirements import install_line
@@ -98,7 +99,8 @@ class ParquetStore(ChunkedStore):
             StoreError: As for the class, or if two columns have the same name.
         """
         files = _files(path)
-        names: list[str] = files[0].metadata.schema.to_arrow_schema().names
+        with _pyarrow_errors(files[0].path):
+            names: list[str] = files[0].metadata.schema.to_arrow_schema().names
         if len(set(names)) < len(names):
             raise StoreError(
                 f"{files[0].path}: several columns have the same name: {', '.join(names)}; write "
@@ -114,14 +116,17 @@ class ParquetStore(ChunkedStore):
     def _open(self, files: Sequence[_ParquetFile], column: str) -> None:
         self._files = files
         self._column = column
-        # The file and the row group of each chunk.
-        self._groups = [
-            (number, group)
-            for number, file in enumerate(files)
-            for group in range(file.metadata.num_row_groups)
-            if file.metadata.row_group(group).num_rows
-        ]
-        super().__init__(_layout(files, self._groups, column))
+        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+        with _pyarrow_errors(f"{files[0].path}{more}, column {column!r}"):
+            # The file and the row group of each chunk.
+            self._groups = [
+                (number, group)
+                for number, file in enumerate(files)
+                for group in range(file.metadata.num_row_groups)
+                if file.metadata.row_group(group).num_rows
+            ]
+            layout = _layout(files, self._groups, column)
+        super().__init__(layout)
 
     @property
     def _is_reopened(self) -> bool:
@@ -200,14 +205,15 @@ def _files(path: Path | Sequence[Path]) -> list[_ParquetFile]:
                 f"{name} is a directory; expected a file, or a pattern such as {name}/*.parquet"
             )
         version = _version(name)
-        try:
+        with _pyarrow_errors(name):
             metadata = pyarrow.parquet.read_metadata(name)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise StoreError(
-                f"{name}: pyarrow cannot read it ({described(error)}); expected a Parquet file"
-            ) from error
         files.append(_ParquetFile(name, metadata, version))
     return files
+
+
+def _pyarrow_errors(place: str) -> AbstractContextManager[None]:
+    """Raise errors of pyarrow for a damaged file as ``StoreError``."""
+    return library_errors(place, "pyarrow", "an undamaged Parquet file; write it again")
 
 
 def _layout(

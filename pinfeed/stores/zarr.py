@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import numpy as np
 
-from pinfeed.errors import (
-    ArgumentError,
-    FileMissing,
-    MissingDependency,
-    StoreError,
-    described,
-)
+from pinfeed.errors import ArgumentError, FileMissing, MissingDependency, StoreError
 from pinfeed.stores.base import Array
 from pinfeed.stores.chunked import ChunkedStore, ChunkLayout, even_bounds
+from pinfeed.stores.library_errors import library_errors
 from pinfeed.stores.paths import has_protocol
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.requirements import install_line
@@ -75,7 +71,9 @@ class ZarrStore(ChunkedStore):
             raise ArgumentError(
                 f"ZarrStore: got {type(source).__name__}; expected a path or a zarr.Array"
             )
-        super().__init__(_layout(array, self._path))
+        with _zarr_errors(self._path or "ZarrStore"):
+            layout = _layout(array, self._path)
+        super().__init__(layout)
         self._array = array
 
     def close(self) -> None:
@@ -142,23 +140,24 @@ def _open(path: str, name: str | None) -> Any:
 
     if not has_protocol(path) and not os.path.exists(path):
         raise FileMissing(f"{path}: no such Zarr array (looked in {os.getcwd()})")
-    try:
+    place = path if name is None else f"{path}, {name!r}"
+    with _zarr_errors(place):
         found = zarr.open(path, mode="r", path=name)
-    except Exception as error:
-        # zarr and its storages raise errors of many kinds.
-        place = path if name is None else f"{path}, {name!r}"
-        raise StoreError(
-            f"{place}: zarr cannot open it ({described(error)}); expected a Zarr array, or a group "
-            "and the name of an array in it: ZarrStore(path, name)"
-        ) from error
     if isinstance(found, zarr.Group):
-        names = sorted(found.array_keys())
+        with _zarr_errors(place):
+            names = sorted(found.array_keys())
         shown = ", ".join(map(repr, names[:_N_SHOWN])) or "none"
         raise StoreError(
             f"{path} is a Zarr group; expected one of its arrays: {shown}; give "
             "ZarrStore(path, name)"
         )
     return found
+
+
+def _zarr_errors(place: str) -> AbstractContextManager[None]:
+    """Raise errors of zarr and its storages, which are of many kinds, as ``StoreError``."""
+    expected = "a Zarr array, or a group and the name of an array in it: ZarrStore(path, name)"
+    return library_errors(place, "zarr", expected)
 
 
 def _layout(array: Any, path: str | None) -> ChunkLayout:

@@ -103,7 +103,7 @@ def go_on_after_interrupts(store: Any, ready: int) -> None:
     except KeyboardInterrupt:
         # The second interrupt arrived in the handler of the first one.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    feeder.land()
+    feeder.flush_writes()
     before = rows_of(store)
     counts = before.reshape(-1, SIZE * before.shape[1])
     assert (counts == counts[:, :1]).all(), "a batch is written as a whole"
@@ -338,7 +338,7 @@ def test_fork_in_a_loop(tmp_path: Path) -> None:
         batch.write_back(batch.data)
 
         def run() -> None:
-            for use in (lambda: next(loop), lambda: iter(feeder), feeder.land):
+            for use in (lambda: next(loop), lambda: iter(feeder), feeder.flush_writes):
                 with pytest.raises(
                     errors.ClosedError,
                     match="was forked while the loop ran, and does not have the loop's threads",

@@ -315,3 +315,23 @@ def test_chunks_of_a_file_that_was_replaced_by_one_of_smaller_chunks(tmp_path: P
     store = pickle.loads(state)
     np.testing.assert_array_equal(gathered(store, np.arange(200)), X)
     store.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"chunks": (7, 6)},
+        {"chunks": (7, 2), "compression": "gzip", "shuffle": True},
+        {"chunks": (7, 6), "compression": "lzf"},
+        {},
+    ],
+)
+def test_a_dataset_without_a_written_chunk_has_fill_values(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.create_dataset("x", (20, 6), "f4", fillvalue=7, **options)
+    with HDF5Store(tmp_path / "x.h5") as store:
+        assert (gathered(store, [19, 0, 3]) == 7).all()
+        with Feeder(store, batch_size=8, device="cpu") as feeder:
+            assert all(bool((batch == 7).all()) for batch in feeder)

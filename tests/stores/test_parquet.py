@@ -167,7 +167,7 @@ def test_files_that_cannot_be_served(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(errors.FileMissing, match="no file matches"):
         Feeder(str(tmp_path / "d-*.parquet"), batch_size=1)
     (tmp_path / "d.parquet").write_bytes(b"PAR1" + bytes(100))
-    with pytest.raises(errors.StoreError, match="pyarrow cannot read it"):
+    with pytest.raises(errors.StoreError, match="pyarrow cannot open it"):
         Feeder(tmp_path / "d.parquet", batch_size=1)
     (tmp_path / "e.parquet").mkdir()
     with pytest.raises(errors.StoreError, match=r"is a directory.*/\*.parquet"):

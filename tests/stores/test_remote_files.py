@@ -26,6 +26,7 @@ def fresh() -> Iterator[None]:
         yield
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 @pytest.mark.parametrize("order", "<>")

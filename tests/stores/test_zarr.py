@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pinfeed import Feeder, ZarrStore, errors
+from pinfeed import Feeder, RaggedStore, ZarrStore, errors
 from pinfeed.tensors.dtypes import DTYPES
 from pinfeed.testing.suites import ReadOnlyStoreTests
 
@@ -154,3 +154,10 @@ def test_a_gather_that_runs_while_the_store_is_closed_does_not_open_the_array_ag
     store.close()
     with pytest.raises(errors.ClosedError, match="open it again"):
         store._read_chunks(0, 50, np.empty((50, *X.shape[1:]), X.dtype))
+
+
+def test_offsets_of_ragged_rows() -> None:
+    offsets = np.array([0, 3, 3, 9])
+    array = zarr.create_array({}, data=offsets, chunks=(2,))
+    with RaggedStore(np.arange(9.0), array) as store:
+        np.testing.assert_array_equal(store.offsets, offsets)
