@@ -17,6 +17,7 @@ from pinfeed.errors import ArgumentError, EstimateError, described
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training.memory_model.caching_allocator import CachingAllocator
 from pinfeed.training.memory_model.confidence import confidence_in
+from pinfeed.training.memory_model.cublas_workspaces import workspace_bytes
 from pinfeed.training.memory_model.models import copies_without_data
 from pinfeed.training.memory_model.optimizer_copy import (
     optimizer_for,
@@ -56,8 +57,6 @@ _MOST_SAMPLES = 1 << 40
 """Largest batch size to predict; sizes in bytes of larger batches overflow in torch."""
 _ROUND = {"cuda": 512, "cpu": 64}
 """Bytes to which an allocation is rounded up."""
-_WORKSPACE_BYTES = 32 << 20
-"""Workspace of cuBLAS from torch's allocator on Hopper (pytorch 175344); other GPUs take less."""
 
 
 def estimate(
@@ -207,8 +206,8 @@ class StepEstimator:
             breakdown[_PHASE_KINDS.get(kind, kind)] += nbytes
         reserved = peak.nbytes
         if self.device == "cuda":
-            breakdown["workspace"] = _WORKSPACE_BYTES
-            reserved = CachingAllocator().replay(tracker.events).reserved + _WORKSPACE_BYTES
+            breakdown["workspace"] = workspace_bytes(tracker.multiplying)
+            reserved = CachingAllocator().replay(tracker.events).reserved + breakdown["workspace"]
             breakdown["reserve"] = reserved - sum(breakdown.values())
         phases = {name: nbytes for name, nbytes in peak.phases.items() if name in _PHASE_KINDS}
         return Estimate(

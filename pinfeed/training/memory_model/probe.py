@@ -16,6 +16,7 @@ from torch import nn
 from pinfeed.errors import EstimateError
 from pinfeed.memory.host import resident_bytes
 from pinfeed.tensors import rng_state
+from pinfeed.training.memory_model.cublas_workspaces import clear_workspaces
 from pinfeed.training.memory_model.estimate import StepEstimator
 from pinfeed.training.memory_model.models import call_model, tensors_of
 from pinfeed.training.memory_model.out_of_memory import is_out_of_memory
@@ -93,6 +94,8 @@ def _peak_growth(device: torch.device) -> Iterator[Callable[[], int]]:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+        # The workspaces of earlier models would not count as growth, but the step needs its own.
+        clear_workspaces()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         reserved = torch.cuda.memory_reserved(device)

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from pinfeed.training.memory_model import workspace
 from pinfeed.training.memory_model.caching_allocator import Event
+from pinfeed.training.memory_model.cublas_workspaces import PRODUCTS
 
 _KNOWN = frozenset({"aten", "prim", "prims", "profiler", "higher_order"})
 """Namespaces of operations that allocate their results and, on the CPU, a known workspace."""
@@ -48,6 +49,7 @@ class StorageTracker(TorchDispatchMode):
         marks: Positions in ``events`` at which a phase of the program begins, and the phase.
         kinds: Kind of memory of each number in ``events``.
         foreign: Operations that are not torch's own, or that have an unknown workspace.
+        multiplying: Phases with matrix products, for which a GPU needs a workspace.
         is_cpu: Whether to record the workspace that operations take on the CPU.
     """
 
@@ -59,6 +61,7 @@ class StorageTracker(TorchDispatchMode):
         self.marks: list[tuple[int, str]] = []
         self.kinds: dict[int, str] = {}
         self.foreign: set[str] = set()
+        self.multiplying: set[str] = set()
         self._living: dict[int, tuple[int, int]] = {}
         """Number and bytes of each living storage, by its address."""
         self._n = 0
@@ -69,6 +72,8 @@ class StorageTracker(TorchDispatchMode):
         is_of_library = name.startswith(_LIBRARIES) and not name.startswith(_PLAIN)
         if func.namespace not in _KNOWN or is_of_library:
             self.foreign.add(str(func))
+        if name.split(".")[0] in PRODUCTS:
+            self.multiplying.add(self._phase)
         if self.is_cpu:
             out = workspace.results_of(func, args, out)
         leaves = (leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))

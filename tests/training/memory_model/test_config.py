@@ -75,7 +75,7 @@ def test_a_model_that_refuses_a_batch_of_one() -> None:
 def test_one_more_read_would_not_fit_on_the_gpu(gpu: int, one_read_count: int) -> None:
     config = Config(
         cpu_memory_limit=GiB(1),
-        gpu_memory_limit=gpu + MiB(32),
+        gpu_memory_limit=gpu + MiB(64),
         one_read_count=one_read_count,
         **MODEL,
     )
@@ -83,10 +83,10 @@ def test_one_more_read_would_not_fit_on_the_gpu(gpu: int, one_read_count: int) -
     assert config.batch_size > 100
     assert (
         config.budget.gpu_bytes
-        <= gpu + MiB(32)
+        <= gpu + MiB(64)
         < config._search.at(config.batch_size + one_read_count, None).gpu_bytes
     )
-    assert config.budget.gpu_memory_limit == gpu + MiB(32)
+    assert config.budget.gpu_memory_limit == gpu + MiB(64)
 
 
 def test_one_more_would_not_fit_on_the_host() -> None:
@@ -215,7 +215,7 @@ def test_one_sample_cannot_be_cut(limits: dict[str, Any], name: str, advice: str
 
 def test_a_table_of_where_each_byte_goes() -> None:
     config = Config(
-        cpu_memory_limit=GiB(1), gpu_memory_limit=MiB(64), preferred_batch_size=1000, **MODEL
+        cpu_memory_limit=GiB(1), gpu_memory_limit=MiB(96), preferred_batch_size=1000, **MODEL
     )
     budget = config.budget
     text = str(budget)
@@ -227,7 +227,7 @@ def test_a_table_of_where_each_byte_goes() -> None:
         "reserve",
         "staging",
         "batches of 1000 samples",
-        "(limit 64.0 MiB)",
+        "(limit 96.0 MiB)",
     ):
         assert what in text
     assert budget.gpu_bytes == sum(item.total for item in budget.items if item.place == "device")
@@ -239,10 +239,10 @@ def test_a_table_of_where_each_byte_goes() -> None:
 
 
 def test_the_feeder_gets_the_remaining_memory() -> None:
-    config = Config(cpu_memory_limit=GiB(1), gpu_memory_limit=MiB(64), **MODEL)
+    config = Config(cpu_memory_limit=GiB(1), gpu_memory_limit=MiB(96), **MODEL)
     left = config.for_feeder()
     assert left.gpu_memory_limit is not None
-    assert left.gpu_memory_limit + config.budget.step_bytes == MiB(64)
+    assert left.gpu_memory_limit + config.budget.step_bytes == MiB(96)
     assert config.budget.feeder.device_bytes <= left.gpu_memory_limit
     x, y = np.zeros((10_000, 64), np.float32), np.zeros(10_000, np.int64)
     config = Config(cpu_memory_limit=MiB(64), device="cpu", preferred_batch_size=300, **MODEL)
@@ -257,14 +257,14 @@ def test_the_feeder_gets_the_remaining_memory() -> None:
 def test_an_existing_model_stays_unchanged() -> None:
     model = mlp().eval()
     optimizer = torch.optim.Adam(model.parameters())
-    config = Config(gpu_memory_limit=MiB(64), **(MODEL | {"model": model, "optimizer": optimizer}))
+    config = Config(gpu_memory_limit=MiB(96), **(MODEL | {"model": model, "optimizer": optimizer}))
     assert config.batch_size > 1
     assert not model.training
     assert not optimizer.state
     assert all(p.grad is None for p in model.parameters())
     assert dataclasses.replace(config, preferred_batch_size=2).batch_size == 2
     same = Config(
-        gpu_memory_limit=MiB(64),
+        gpu_memory_limit=MiB(96),
         **({**MODEL, "model": None} | {"model_class": mlp, "optimizer": torch.optim.Adam}),
     )
     assert same.batch_size == config.batch_size
@@ -442,9 +442,9 @@ def test_a_probe_on_a_gpu() -> None:
 
 def test_a_config_can_be_pickled_and_copied() -> None:
     arguments = MODEL | {"model": None, "input_shape": {"input": (64,)}}
-    config = Config(gpu_memory_limit=MiB(64), preferred_batch_size=8, **arguments)
+    config = Config(gpu_memory_limit=MiB(96), preferred_batch_size=8, **arguments)
     assert pickle.loads(pickle.dumps(config)).preferred_batch_size == 8
-    sized = Config(gpu_memory_limit=MiB(64), preferred_batch_size=8, **MODEL)
+    sized = Config(gpu_memory_limit=MiB(96), preferred_batch_size=8, **MODEL)
     assert pickle.loads(pickle.dumps(sized)).batch_size == 8
 
 

@@ -96,6 +96,7 @@ def sgd(parameters: Any) -> Any:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, sgd], ids=["AdamW", "SGD"])
 @pytest.mark.parametrize("batch_size", [4, 512])
 @pytest.mark.parametrize("case", CASES)
