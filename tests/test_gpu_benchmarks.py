@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,18 +11,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.gpu.__main__ import PARTS
-from benchmarks.gpu.bench import Bench, Samples, as_rows
+from benchmarks.gpu.bench import Bench, Samples, as_rows, words
 from benchmarks.gpu.cache import CACHES, SkewedCell
 from benchmarks.gpu.ceilings import Ceilings
 from benchmarks.gpu.conditions import gpu_state, host_state, memory_state
-from benchmarks.gpu.correctness import summary
-from benchmarks.gpu.movers import Staging
-from benchmarks.gpu.processes import Part, new_file, run_part, run_parts
+from benchmarks.gpu.correctness import _pytest, summary
+from benchmarks.gpu.link import routes
+from benchmarks.gpu.movers import Staging, batch_copies, movers
+from benchmarks.gpu.overlap import Overlap, overlaps
+from benchmarks.gpu.packing import packed
+from benchmarks.gpu.predictions import predictions, table
+from benchmarks.gpu.processes import ROOT, Part, new_file, run_part, run_parts
+from benchmarks.gpu.profiling import profile
 from benchmarks.gpu.recorder import Cell, Recorder, Run, Skipped
 from benchmarks.gpu.steady import N_WARM, Loop, rounds, timed
+from benchmarks.gpu.system import system
 from benchmarks.gpu.tables import Contest
+from benchmarks.rowcells import RowCell
 from benchmarks.rowsteps import prefetched
 from pinfeed.stores.base import StoreRows
 
@@ -171,6 +180,61 @@ def test_a_part_without_time_is_not_started(tmp_path: Path) -> None:
     assert json.loads(written[0].read_text())["status"] == "not started"
 
 
+def test_results_are_packed_while_they_are_measured(tmp_path: Path) -> None:
+    folder, path = tmp_path / "results", tmp_path / "results.tar"
+    folder.mkdir()
+    with packed(folder, path, every_s=0.001):
+        (folder / "one.json").write_text("{}")
+        (folder / "one.json.aside").write_text("{")
+        while names_in(path) != ["one.json"]:
+            pass
+        (folder / "two.png").write_bytes(b"picture")
+    assert names_in(path) == ["one.json", "two.png"]
+    with tarfile.open(path) as archive:
+        assert archive.extractfile("two.png").read() == b"picture"  # type: ignore[union-attr]
+    assert sorted(tmp_path.iterdir()) == [folder, path]
+
+
+def names_in(path: Path) -> list[str]:
+    with tarfile.open(path) as archive:
+        return archive.getnames()
+
+
+def test_warnings_do_not_fail_the_tests_of_a_gpu(tmp_path: Path) -> None:
+    """In pyproject.toml, they are errors."""
+    test = tmp_path / "test_old.py"
+    test.write_text("import warnings\n\ndef test():\n    warnings.warn('old')\n")
+    found = _pytest(60, "-c", str(ROOT / "pyproject.toml"), "-p", "no:xdist", str(test))
+    assert found["counts"] == {"passed": 1}
+    assert "1 warning" in found["output"][-1]
+
+
+@pytest.mark.parametrize("group", ["correctness", "link", "training"])
+def test_groups_fit_a_call_of_ten_minutes(group: str) -> None:
+    assert sum(one.share for one in PARTS if one.group == group) <= 560
+
+
+def test_copies_in_batches_are_the_last_part_of_the_link(tmp_path: Path) -> None:
+    assert [one.name for one in PARTS if one.group == "link"][-1] == "batch-copies"
+    run = Run("cuda", recorder(tmp_path / "part.json"))
+    assert {cell.key["by"] for cell in batch_copies(run)} == {"copies in batches"}
+    assert "copies in batches" not in {cell.key["by"] for cell in movers(run)}
+
+
+@pytest.mark.parametrize("make", [overlaps, routes])
+def test_long_rows_are_last(make: Any, tmp_path: Path) -> None:
+    """Their feeders measure copies in batches."""
+    cells = make(Run("cuda", recorder(tmp_path / "part.json")))
+    long = [cell.key.get("row_nbytes", 0) >= 32 << 10 for cell in cells]
+    assert any(long)
+    assert long == sorted(long)
+
+
+def test_a_table_that_does_not_fit_is_named() -> None:
+    with pytest.raises(Skipped, match=r"tables of 1152921504\.6 GB need 8\.6 GB in addition"):
+        words(1 << 60, pin=True)
+
+
 def test_the_summary_of_tests_names_failures() -> None:
     reports: list[dict[str, Any]] = [
         {"test": "a", "outcome": "started"},
@@ -199,6 +263,28 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def install(program: Path, text: str) -> None:
     program.write_text(f"#!/bin/sh\n{text}\n")
     program.chmod(0o755)
+
+
+def test_a_profile_leaves_the_clocks_of_the_gpu_alone(programs: Path, tmp_path: Path) -> None:
+    install(
+        programs / "ncu",
+        """case "$*" in
+        *"--clock-control none"*) echo '"Kernel Name"'; echo '"gather_rows"';;
+        esac""",
+    )
+    run = Run("cuda", recorder(tmp_path / "part.json"))
+    found = [cell.measure() for cell in profile(run) if cell.key["by"] == "ncu"]
+    assert [one["rows"] for one in found] == 2 * [[{"Kernel Name": "gather_rows"}]]
+
+
+def test_the_system_is_described_by_its_programs(programs: Path, tmp_path: Path) -> None:
+    install(programs / "nvidia-smi", "echo Driver Version: 1.2; echo GPU UUID: GPU-00ff; exit 3")
+    cells = {str(cell.key): cell for cell in system(Run("cpu", recorder(tmp_path / "part.json")))}
+    found = cells["{'command': 'nvidia-smi -q'}"].measure()
+    assert found == {"exit_status": 3, "lines": ["Driver Version: 1.2"]}
+    with pytest.raises(Skipped, match="lscpu is not installed"):
+        cells["{'command': 'lscpu'}"].measure()
+    assert cells["{'what': 'packages'}"].measure()["versions"]["numpy"] == np.__version__
 
 
 @pytest.mark.usefixtures("programs")
@@ -307,6 +393,73 @@ def test_losses_with_a_cache_are_compared_bit_for_bit() -> None:
         assert found["losses"] == "equal"
         assert found["rows_read"] > 0
     assert "different: cache of wrong rows" in contest.small("cache of wrong rows")["losses"]
+
+
+def test_losses_that_prefetching_changes_are_recorded(tmp_path: Path) -> None:
+    class Batches(list[torch.Tensor]):
+        """Batches of ids that are others in every epoch."""
+
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            for i in range(len(self)):
+                self[i] = self[i] + 1
+                yield self[i]
+
+    overlap = Overlap(Run("cpu", recorder(tmp_path / "part.json")))
+    cell = RowCell(4, 64, 0.0, table_bytes=4096)
+    ids = [batch // 2 for batch in cell.batches(2)]
+    assert overlap._compared_losses(cell, ids, 1) == "equal"
+    assert "different: depth 2 gives [" in overlap._compared_losses(cell, Batches(ids), 1)
+
+
+def test_times_of_readers_are_compared_with_the_link() -> None:
+    cell = SkewedCell(16, 64, table_bytes=64 << 10)
+    link = {"to the device": 1e-3, "to the host": 2e-3}
+    contest = Contest(cell, "cpu", 8, 10.0, 4, 4, CACHES, link)
+    found = contest.small("prefetch")
+    # A row has 16 floats, and Adam's state twice as many. GB/s are MB per ms.
+    assert found["mb_read"] == found["mb_written"] > 0
+    assert found["link_ms"] == pytest.approx(found["mb_read"] / 1e-3, rel=0.1)
+    assert found["read_ms"] >= found["source_ms"] > 0
+    cached = contest.small("cache of 100%")
+    assert cached["mb_written"] == 0, "only the end of a loop writes the rows of such a cache"
+    assert 0 < cached["mb_read"] < found["mb_read"]
+
+
+def test_measurements_are_compared_with_predictions() -> None:
+    """The last file counts, and measurements on a CPU do not."""
+    key = {"table_gb": 8, "by": "copy engine", "direction": "to the device"}
+    other = {**key, "direction": "to the host"}
+    records = [
+        {"part": "ceilings", "device": device, "cells": cells}
+        for device, cells in (
+            ("cuda", [{**key, "gb_per_s": 50.0}]),
+            ("cuda", [{**key, "gb_per_s": 54.321}, {**other, "skipped": "no room"}]),
+            ("cpu", [{**key, "gb_per_s": 1.0}]),
+        )
+    ]
+    lines = table(records).splitlines()
+    assert "| copy engine, to the device | 53 to 56 GB/s | 54.3 GB/s |" in lines
+    assert "| copy engine, to the host | 53 to 56 GB/s | skipped: no room |" in lines
+    assert lines[-1].endswith("| not measured yet |")
+
+
+def test_the_documentation_has_every_prediction() -> None:
+    """The measured values of its table are those of the first run, not those of this test."""
+    text = (ROOT / "benchmarks" / "results" / "gpu-predictions.md").read_text()
+    first = [line.split("|")[:3] for line in text.splitlines()]
+    assert first == [line.split("|")[:3] for line in table([]).splitlines()]
+
+
+def test_every_prediction_has_a_cell(tmp_path: Path) -> None:
+    targets = {one.name: one.target.split(":") for one in PARTS}
+    run = Run("cuda", recorder(tmp_path / "part.json"))
+    keys: dict[str, list[dict[str, Any]]] = {}
+    for one in predictions():
+        if one.part not in keys:
+            module, name = targets[one.part]
+            cells = getattr(importlib.import_module(module), name)(run)
+            keys[one.part] = [cell.key for cell in cells]
+        assert [key for key in keys[one.part] if one.key.items() <= key.items()], one.what
 
 
 def test_a_loop_is_timed_after_its_first_batches() -> None:

@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu.recorder import Skipped
+from benchmarks.gpu.recorder import Cell, Skipped
 from pinfeed import PinnedStore
 from pinfeed.devices import resolve
+from pinfeed.devices.batch_copy import LONG_ROW_BYTES
+from pinfeed.devices.kernels import THICK, Grid
 from pinfeed.devices.route import Route
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.stores.base import StoreRows, part_nbytes
@@ -92,10 +94,10 @@ class Bench:
         memory = self.device.empty(part_nbytes(sample), self.device.current_stream())
         return self.device.tensor(memory, sample.shape, sample.dtype)
 
-    def use_route(self, n_blocks: int, **options: Any) -> None:
-        """Set the number of blocks of the kernels that copy rows, and other options of a Route."""
+    def use_route(self, n_blocks: int, *, n_threads: int = THICK, **options: Any) -> None:
+        """Set the blocks of the kernels that copy rows, and other options of a Route."""
         if self.cuda:
-            self.device.route = Route(n_blocks, True, "", **options)
+            self.device.route = Route(Grid(n_blocks, n_threads), True, "", **options)
 
     def indices(self, sample: StoreRows) -> Any:
         """Return the row indices of a sample on the device, or None if the device needs none."""
@@ -164,15 +166,25 @@ def words(nbytes: int, *, pin: bool) -> PinnedStore:
     Raises:
         Skipped: If the machine has too little free memory.
     """
-    free = free_host_bytes()
-    if nbytes + _SPARE_HOST_BYTES > free and pin:
-        raise Skipped(
-            f"a table of {nbytes / 1e9:.1f} GB needs {_SPARE_HOST_BYTES / 1e9:.1f} GB in addition; "
-            f"{free / 1e9:.1f} GB of host memory are free"
-        )
+    if pin:
+        require_host_memory(nbytes)
     store = PinnedStore.empty((nbytes // WORD,), "int64", pin=pin)
     torch.arange(store.n_rows, out=torch.from_numpy(store.array))
     return store
+
+
+def require_host_memory(nbytes: int) -> None:
+    """Skip the cell if tables of ``nbytes`` do not fit the free memory.
+
+    Raises:
+        Skipped: If the machine has too little free memory.
+    """
+    free = free_host_bytes()
+    if nbytes + _SPARE_HOST_BYTES > free:
+        raise Skipped(
+            f"tables of {nbytes / 1e9:.1f} GB need {_SPARE_HOST_BYTES / 1e9:.1f} GB in addition; "
+            f"{free / 1e9:.1f} GB of host memory are free"
+        )
 
 
 def as_rows(memory: PinnedStore, row_nbytes: int) -> PinnedStore:
@@ -200,6 +212,14 @@ def expected_rows(numbers: np.ndarray, row_nbytes: int) -> np.ndarray:
 def some_of(rows: np.ndarray) -> np.ndarray:
     """Return the positions of some rows of a sample, the first and the last among them."""
     return np.unique(np.linspace(0, len(rows) - 1, _N_CHECKED).astype(np.int64))
+
+
+def long_rows_last(cells: Sequence[Cell]) -> list[Cell]:
+    """Return cells with those of long rows at the end, otherwise in the same order.
+
+    A feeder of long rows measures copies in batches, in which some drivers crash or hang.
+    """
+    return sorted(cells, key=lambda cell: cell.key.get("row_nbytes", 0) >= LONG_ROW_BYTES)
 
 
 def compare(sample: StoreRows, into: torch.Tensor) -> None:

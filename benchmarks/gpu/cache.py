@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from benchmarks.gpu.recorder import Cell, Run
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.ceilings import DIRECTIONS, Ceilings
+from benchmarks.gpu.recorder import Cell, Fields, Run
 from benchmarks.gpu.tables import Contest, contest_cells
 from benchmarks.rowcells import RowCell
 from benchmarks.rowsteps import CACHED, STEP_ALONE, prefetched
@@ -19,6 +22,24 @@ CACHES = {
 }
 """Contestants with caches that hold shares of the rows, by name."""
 _EXPONENTS = (1.05, 1.2)
+# With 128 floats a row, the 12,270 distinct rows of a batch and their state are 19 MB. The link
+# copies them faster than the readers work, so a cache can hardly help. With 1,024 floats, they are
+# 130 to 150 MB.
+_DIMS = (1024, 128)
+# The contestants that decide whether a cache helps are first.
+_NAMES = tuple(
+    dict.fromkeys(
+        (
+            STEP_ALONE,
+            "prefetch",
+            "cache of 10%",
+            "whole table",
+            "synchronous",
+            *CACHES,
+            "SpeedTorch's",
+        )
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -52,14 +73,26 @@ def caches(run: Run) -> list[Cell]:
     The caches fill in the steps before those that are timed. Each loss of a loop with a cache must
     equal that of the loop without one, bit for bit.
     """
-    names = (STEP_ALONE, "prefetch", "synchronous", *CACHES, "SpeedTorch's", "whole table")
-    cells = []
-    for exponent in _EXPONENTS:
+    rates: dict[str, float] = {}
+    cells = [Cell({"what": "link"}, functools.partial(_link, run, rates))]
+    contests = []
+    for exponent, dim in itertools.product(_EXPONENTS if run.cuda else _EXPONENTS[:1], _DIMS):
         if run.cuda:
-            cell = SkewedCell(128, 32_768, exponent=exponent, table_bytes=512 << 20)
-            contest = Contest(cell, run.device, 150, 0.6, 40, 12, CACHES)
+            # A step takes longer with longer rows, and a larger table takes longer to make.
+            n_steps, nbytes = (60, 1 << 30) if dim > 128 else (150, 512 << 20)
+            cell = SkewedCell(dim, 32_768, exponent=exponent, table_bytes=nbytes)
+            contests.append(Contest(cell, run.device, n_steps, 0.6, 40, 12, CACHES, rates))
         else:
-            cell = SkewedCell(16, 1024, exponent=exponent, table_bytes=1 << 20)
-            contest = Contest(cell, run.device, 20, 0.1, 10, 12, CACHES)
-        cells += contest_cells(contest, names)
+            cell = SkewedCell(dim // 8, 1024, exponent=exponent, table_bytes=dim << 13)
+            contests.append(Contest(cell, run.device, 20, 0.1, 10, 12, CACHES, rates))
+    for model, contest in itertools.product(("small", "large"), contests):
+        cells += contest_cells(contest, _NAMES, (model,))
     return cells
+
+
+def _link(run: Run, rates: dict[str, float]) -> Fields:
+    """Measure the copy engine in each direction, for the time that the link needs for a step."""
+    bench = Bench(run.device)
+    limits = Ceilings(bench, bench.words((512 << 20) if run.cuda else (8 << 20)))
+    rates |= {direction: limits.engine(direction) for direction in DIRECTIONS[:2]}
+    return {"gb_per_s": dict(rates)}

@@ -1,4 +1,4 @@
-"""The tests that need a GPU, first in parallel, then each failed one alone; and memcheck."""
+"""The tests that need a GPU, alone and in parallel, and memcheck."""
 
 from __future__ import annotations
 
@@ -29,18 +29,37 @@ _PYTEST = (
     "-p",
     "benchmarks.gpu.testlog",
 )
-_OPTIONS = ("-o", "addopts=", "--strict-markers", "--continue-on-collection-errors")
+# Warnings are errors in pyproject.toml. Other versions of Python, torch and numpy warn of other
+# things, and a warning must not hide what a GPU does. Options override pyproject.toml.
+_WARNINGS = ("-W", "default")
+_OPTIONS = ("-o", "addopts=", "--strict-markers", "--continue-on-collection-errors", *_WARNINGS)
 # A test that breaks the CUDA context ends its process, and xdist starts another one.
 _RESTARTS = ("--max-worker-restart", "100")
 _PARALLEL_SHARE = 0.75
 _ALONE_S = 120.0
 _N_SLOWEST = 20
-_SANITIZED = ("tests/devices/test_cuda.py", "-k", "rows_of_every_size")
+_DIRECT = ("tests/devices/test_direct_access.py", "tests/devices/test_cuda.py")
+_SANITIZED = ("tests/devices/test_cuda.py", "-k", "rows_of_every_size or every_grid or one_call")
 
 
 def tests(run: Run) -> list[Cell]:
     """Return a cell with all tests, which adds a cell for each failed test."""
     return [Cell({"run": "in parallel"}, functools.partial(_all_tests, run))]
+
+
+def direct_tests(run: Run) -> list[Cell]:
+    """Return a cell with the tests of the device and its direct route, in one process alone.
+
+    If these fail, the measurements mean little. The tests in parallel disturb each other more.
+    """
+    markers = "not stress" if run.cuda else "not stress and not gpu"
+    files = _DIRECT if run.cuda else _DIRECT[:1]
+    return [
+        Cell(
+            {"run": "alone", "files": list(files)},
+            lambda: _pytest(run.left_s(), "-p", "no:xdist", "-m", markers, *files),
+        )
+    ]
 
 
 def _all_tests(run: Run) -> Fields:

@@ -10,7 +10,15 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.gpu.bench import Bench, as_rows, expected_rows, rate, wait, words
+from benchmarks.gpu.bench import (
+    Bench,
+    as_rows,
+    expected_rows,
+    long_rows_last,
+    rate,
+    wait,
+    words,
+)
 from benchmarks.gpu.ceilings import BLOCKS, DIRECTIONS, Ceilings
 from benchmarks.gpu.recorder import Cell, Fields, Run
 from pinfeed import Feeder, PinnedStore
@@ -88,7 +96,7 @@ def routes(run: Run) -> list[Cell]:
     for row_nbytes, write, route, order in (*consecutive, *random):
         key = {"row_nbytes": row_nbytes, "write": write, "route": route, "order": order}
         cells.append(Cell(key, functools.partial(measured, row_nbytes, write, route, order)))
-    return cells
+    return long_rows_last(cells)
 
 
 def loop_rate(

@@ -6,7 +6,7 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ from benchmarks.gpu.recorder import Cell, Fields, Run, Skipped
 from benchmarks.gpu.rows import check
 from benchmarks.gpu.steps import Products, best_s
 from pinfeed import PinnedStore
-from pinfeed.devices.route_benchmark import BLOCKS
 from pinfeed.stores.base import StoreRows
 from pinfeed.threads.pool import ThreadPool
 
@@ -27,21 +26,37 @@ _N_SAMPLES = 4
 _N_MOVES = 8
 _N_REPEATS = 5
 _N_BLOCKS = 8
+_BLOCKS = (4, 8, 16, 32)
+_IN_BATCHES = "copies in batches"
 
 Move = Callable[[], object]
 
 
 def movers(run: Run) -> list[Cell]:
-    """Return cells of every way to move long rows, alone and together with matrix products."""
+    """Return cells of the ways to move long rows, alone and together with matrix products."""
+    first, *others = _BLOCKS if run.cuda else _BLOCKS[:1]
+    return _cells(
+        run,
+        [
+            *(("kernel", n_blocks) for n_blocks in (_N_BLOCKS, first)),
+            ("one copy of consecutive rows", None),
+            ("gathered by the CPU", None),
+            *(("kernel", n_blocks) for n_blocks in others if n_blocks != _N_BLOCKS),
+        ],
+    )
+
+
+def batch_copies(run: Run) -> list[Cell]:
+    """Return the same cells for copies in batches by the copy engine.
+
+    They are a part of their own, which runs after the others: ``cuMemcpyBatchAsync`` crashes or
+    hangs with some drivers (vllm-project/vllm 49276), and then only these cells are lost.
+    """
+    return _cells(run, [(_IN_BATCHES, None)])
+
+
+def _cells(run: Run, ways: Sequence[tuple[str, int | None]]) -> list[Cell]:
     shared = functools.cache(lambda: Movers(run))
-    first, *others = BLOCKS if run.cuda else BLOCKS[:1]
-    ways: list[tuple[str, int | None]] = [
-        *(("kernel", n_blocks) for n_blocks in (_N_BLOCKS, first)),
-        ("copies in batches", None),
-        ("one copy of consecutive rows", None),
-        ("gathered by the CPU", None),
-        *(("kernel", n_blocks) for n_blocks in others if n_blocks != _N_BLOCKS),
-    ]
     cells = []
     for row_nbytes in _ROW_BYTES if run.cuda else _ROW_BYTES[:2]:
         for way, n_blocks in ways:
@@ -68,7 +83,7 @@ class Movers:
         bench = self.bench
         store = as_rows(self._memory, row_nbytes)
         bench.use_route(n_blocks or _N_BLOCKS)
-        if way == "copies in batches":
+        if way == _IN_BATCHES:
             if not (bench.cuda and bench.device.has_batch_copy([store])):
                 raise Skipped("copies in batches need a GPU and a driver that supports them")
             bench.use_route(_N_BLOCKS, mover="copy engine")

@@ -15,12 +15,17 @@ _COLORS = {"chosen": "#3a7d44", "direct": "#2b6ca3", "staged": "#d1495b"}
 _CEILINGS = {"kernel": "--", "copy_engine": "-"}
 _MODELS = {"ResNet-18 as the step": "*", "train_rows with a network": "P"}
 _GOAL = 1.03
+# These cells are no points of a picture.
+_LIMITS = ("ceilings", "link")
 
 
 def draw(results: Sequence[Path], out: Path, prefix: str) -> list[Path]:
     """Draw every picture that the results have data for, and report failures."""
     records = [json.loads(path.read_text()) for path in results]
     cells = {record["part"]: record["cells"] for record in records}
+    # One picture shows both, and another one compares all ways to move long rows.
+    cells["overlap"] = cells.get("overlap", []) + cells.get("slowdown", [])
+    cells["movers"] = cells.get("movers", []) + cells.get("batch-copies", [])
     environment = next((record["environment"] for record in records if "environment" in record), "")
     pictures: dict[str, tuple[str, Callable[[Cells, Any], object]]] = {
         "rows": ("rows", draw_rows),
@@ -49,7 +54,7 @@ def _draw(
     import matplotlib.pyplot as plt
 
     measured = [cell for cell in cells if "error" not in cell and "skipped" not in cell]
-    if not any(cell.get("what") != "ceilings" for cell in measured):
+    if all(cell.get("what") in _LIMITS for cell in measured):
         return None
     figure = plt.figure(figsize=(15, 6), layout="constrained")
     try:
@@ -176,20 +181,22 @@ def _draw_hidden(cells: Cells, axes: Any) -> None:
 def _draw_slowdown(cells: Cells, axes: Any) -> None:
     """Draw the time of matrix products during a transfer, relative to their time alone."""
     slowdowns = [cell for cell in cells if cell["what"] == "products during a transfer"]
-    kernels = sorted(
-        (cell["n_blocks"], cell["during_to_alone"])
-        for cell in slowdowns
-        if cell["n_blocks"] is not None
-    )
-    if kernels:
-        axes.plot(
-            *zip(*kernels, strict=True),
-            marker="o",
-            color=_COLORS["direct"],
-            label="rows by a kernel",
+    for number, n_threads in enumerate((512, 32)):
+        kernels = sorted(
+            (cell["n_blocks"], cell["during_to_alone"])
+            for cell in slowdowns
+            if cell.get("n_threads") == n_threads
         )
+        if kernels:
+            axes.plot(
+                *zip(*kernels, strict=True),
+                "-" if number == 0 else "--",
+                marker="o",
+                color=_COLORS["direct"],
+                label=f"rows by blocks of {n_threads} threads",
+            )
     for cell in slowdowns:
-        if cell["n_blocks"] is None:
+        if cell["by"] == "copy engine":
             axes.axhline(
                 cell["during_to_alone"], color=_COLORS["staged"], label="a block by the copy engine"
             )

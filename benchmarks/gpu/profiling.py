@@ -108,8 +108,11 @@ def _counted(run: Run, wanted: list[str]) -> Fields:
     if ncu is None:
         raise Skipped("the program ncu is not installed")
     target = (sys.executable, "-m", "benchmarks.gpu.launches")
+    # By default, ncu locks the clocks of the GPU, which other programs and later parts use, too.
     command = (
         ncu,
+        "--clock-control",
+        "none",
         "--csv",
         "--page",
         "raw",

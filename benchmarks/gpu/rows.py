@@ -30,7 +30,7 @@ from pinfeed.stores.base import StoreRows, part_nbytes
 
 # Both smaller tables are parts of one memory. The largest one takes the longest to make.
 _TABLE_GB = (8, 1, 32)
-_FIRST_SIZES = (512, 4096, 64, 65_536)
+_FIRST_SIZES = (512, 4096, 64, 128, 256, 65_536)
 _FIRST_COUNT = 65_536
 _SIZES = (512, 4096, 64, 128, 256, 1024, 16_384, 65_536)
 _COUNTS = (65_536, 8192, 1 << 20, 1000)
@@ -121,7 +121,7 @@ def sweep(run: Run) -> list[Cell]:
             "order": order,
         }
         # Several counts may be limited to the same one.
-        if str(key) not in seen and capped <= int(gb * 1e9) // row_nbytes:
+        if str(key) not in seen:
             seen.add(str(key))
             cells.append(Cell(key, functools.partial(shared.moved, gb, row_nbytes, capped, order)))
     return cells

@@ -1,4 +1,4 @@
-"""The slowdown of large matrix products while rows are copied."""
+"""Launch geometry of the row kernels: the slowdown of large products while rows are copied."""
 
 from __future__ import annotations
 
@@ -8,29 +8,38 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+import torch
 
 from benchmarks.gpu.bench import Bench, Samples, as_rows
 from benchmarks.gpu.ceilings import BLOCKS
 from benchmarks.gpu.recorder import Cell, Fields, Run
 from benchmarks.gpu.steps import Products, best_s
+from pinfeed.devices.kernels import THICK, THIN
 from pinfeed.stores.base import StoreRows
 
 _ROW_BYTES = 512
 _N_ROWS = 65_536
+# Thin blocks for each multiprocessor.
+_THIN_BLOCKS = (1, 2, 4)
 
 
 def products_during_transfers(run: Run) -> list[Cell]:
-    """Return cells of the slowdown of large products while rows are copied."""
+    """Return cells of the slowdown by a few thick blocks, many thin ones, and the copy engine."""
     shared = functools.cache(lambda: Slowdown(Bench(run.device)))
-    cells = []
-    for n_blocks in (8, None, *(n for n in BLOCKS if n != 8)):
-        key = {
-            "what": "products during a transfer",
-            "by": "copy engine" if n_blocks is None else "row kernel",
-            "n_blocks": n_blocks,
-        }
-        cells.append(Cell(key, functools.partial(lambda n: shared().rows(n), n_blocks)))
-    return cells
+    first, *others = ((f"{n} thick blocks", n, THICK) for n in (8, *(n for n in BLOCKS if n != 8)))
+    ways: list[tuple[str, int, int]] = [
+        first,
+        *((f"{n} thin blocks on each multiprocessor", n, THIN) for n in _THIN_BLOCKS),
+        ("copy engine", 0, 0),
+        *others,
+    ]
+    return [
+        Cell(
+            {"what": "products during a transfer", "by": by},
+            functools.partial(lambda *way: shared().rows(*way), n_blocks, n_threads),
+        )
+        for by, n_blocks, n_threads in ways
+    ]
 
 
 class Slowdown:
@@ -59,11 +68,19 @@ class Slowdown:
         block: np.ndarray = staged.view(np.int64).reshape(sample.shape)
         return block
 
-    def rows(self, n_blocks: int | None) -> Fields:
-        """Measure with a kernel of ``n_blocks``, or with the copy engine for None."""
-        if n_blocks is not None:
-            self._bench.use_route(n_blocks)
-            return self.measure(self._samples.gather, self._samples.nbytes)
+    def rows(self, n_blocks: int, n_threads: int) -> Fields:
+        """Measure with blocks of a kernel, or with the copy engine.
+
+        Args:
+            n_blocks: Number of thick blocks, or of thin blocks on each multiprocessor.
+            n_threads: Threads of a block; 0 for the copy engine.
+        """
+        if n_threads:
+            if n_threads == THIN and self._bench.cuda:
+                n_blocks *= torch.cuda.get_device_properties(0).multi_processor_count
+            self._bench.use_route(n_blocks, n_threads=n_threads)
+            found = self.measure(self._samples.gather, self._samples.nbytes)
+            return {"n_blocks": n_blocks, "n_threads": n_threads, **found}
         _, into = self._samples.pairs[0]
         move = functools.partial(self._bench.device.copy, self._staged, into, self._bench.read)
         return self.measure(move, self._samples.nbytes)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from benchmarks import rowsteps
+from benchmarks.gpu.bench import require_host_memory
+from benchmarks.gpu.ceilings import DIRECTIONS
 from benchmarks.gpu.processes import last_lines, run_program
 from benchmarks.gpu.recorder import Cell, Fields, Run, Skipped
 from benchmarks.rowcells import Body, RowCell
@@ -41,6 +43,7 @@ class Contest:
         n_warm: Steps before them.
         n_compared: Steps whose losses are compared.
         cached: Contestants with a cache, by name.
+        link: GB/s of the link by direction; empty if it was not measured.
     """
 
     cell: RowCell
@@ -50,6 +53,7 @@ class Contest:
     n_warm: int = N_WARM
     n_compared: int = 4
     cached: Mapping[str, rowsteps.Run] = field(default_factory=dict)
+    link: Mapping[str, float] = field(default_factory=dict)
     small_ms: dict[str, float] = field(default_factory=dict)
 
     @functools.cached_property
@@ -62,13 +66,16 @@ class Contest:
 
     def small(self, name: str) -> Fields:
         """Compare the losses of some steps, then time steps of a model that takes little time."""
+        if self.device != "cpu":
+            # The initial values stay in memory, and Adam's state is twice as large as the weights.
+            require_host_memory(4 * self.cell.table_bytes)
         run = self._run(name)
         losses = "none" if name == STEP_ALONE else self._compared(name, run)
-        loops: list[Any] = []
-        if name in self.cached:
-            run = functools.partial(run, loops=loops)
+        stats: list[Any] = []
+        if name in ("prefetch", *self.cached):
+            run = _watched(run, self.n_warm, stats)
         self.small_ms[name] = self._step_ms(run, 0)
-        moved = _moved_rows(loops[0]) if loops else {}
+        moved = _per_step(stats[1] - stats[0], self.link) if stats else {}
         return {"losses": losses, "step_ms": self.small_ms[name], **moved}
 
     def large(self, name: str) -> Fields:
@@ -114,14 +121,55 @@ class Contest:
         return round(step_s * 1e3, 4)
 
 
-def _moved_rows(loop: Any) -> Fields:
-    """Return the hit rate of a loop's caches, and the rows moved per step, loop end included."""
-    stats = loop.stats
-    return {
-        "hit_rate": round(stats.cache_hit_rate, 4),
-        "rows_read": round((stats.cache_lookups - stats.cache_hits) / stats.batches, 1),
-        "rows_written": round(stats.cache_rows_written / stats.batches, 1),
+def _watched(run: rowsteps.Run, n_warm: int, stats: list[Any]) -> rowsteps.Run:
+    """Return the same contestant, which appends its loop's stats twice.
+
+    It appends them after ``n_warm`` steps, and when its steps are no longer wanted.
+    """
+
+    def steps(cell: RowCell, body: Body, ids: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+        loops: list[Any] = []
+        train: Any = run
+        # This name keeps the loop open until its stats are taken: its end writes all cached rows.
+        losses = train(cell, body, ids, loops=loops)
+        try:
+            for i, loss in enumerate(losses):
+                if i == n_warm - 1:
+                    stats.append(loops[0].stats)
+                yield loss
+        finally:
+            stats.append(loops[0].stats)
+
+    return steps
+
+
+def _per_step(stats: Any, link: Mapping[str, float]) -> Fields:
+    """Return the rows that a step moves, the time of the threads, and the time of the link.
+
+    The link copies in both directions at the same time. The times of reader threads are sums over
+    the threads.
+    """
+    n = max(1, stats.batches)
+    times = ("read_s", "source_s", "copy_wait_s", "write_s", "wait_s", "write_wait_s")
+    found: Fields = {
+        name.removesuffix("_s") + "_ms": _ms(getattr(stats, name), n) for name in times
     }
+    found["n_readers"] = stats.n_readers
+    nbytes = [stats.bytes, stats.bytes]
+    if stats.cache_lookups:
+        nbytes = [stats.cache_bytes_read, stats.cache_bytes_written]
+        found["hit_rate"] = round(stats.cache_hit_rate, 4)
+        found["rows_read"] = round((stats.cache_lookups - stats.cache_hits) / n, 1)
+        found["rows_written"] = round(stats.cache_rows_written / n, 1)
+    found["mb_read"], found["mb_written"] = (round(one / n / 1e6, 3) for one in nbytes)
+    if link:
+        ways = zip(nbytes, DIRECTIONS, strict=False)
+        found["link_ms"] = _ms(max(one / link[way] / 1e9 for one, way in ways), n)
+    return found
+
+
+def _ms(seconds: float, n: int) -> float:
+    return round(seconds / n * 1e3, 4)
 
 
 def tables(run: Run) -> list[Cell]:
@@ -144,10 +192,13 @@ def tables(run: Run) -> list[Cell]:
     return [*first, *single, *(cell for cells in others for cell in cells)]
 
 
-def contest_cells(contest: Contest, names: Sequence[str]) -> list[Cell]:
+def contest_cells(
+    contest: Contest, names: Sequence[str], models: Sequence[str] = ("small", "large")
+) -> list[Cell]:
     """Return a cell for each contestant, with a small model and then with a large one."""
     cells = []
-    for model, measure in (("small", contest.small), ("large", contest.large)):
+    for model in models:
+        measure = {"small": contest.small, "large": contest.large}[model]
         for name in names:
             key = {"what": "step", "table": str(contest.cell), "model": model, "contestant": name}
             cells.append(Cell(key, functools.partial(measure, name)))
