@@ -7,13 +7,14 @@ SIZE ?= 2GiB
 
 .PHONY: demo word2vec test lint docs pictures package gpu bench rows programs budget overhead clean
 
-demo: .venv/installed
+demo: .venv/plot
 	$(BIN)/python examples/demo.py $(if $(NPY),--npy "$(NPY)",--size $(SIZE))
 
-# Run the tests on every core, with one torch thread in each process. To run one test:
+# Run the tests on every core, with one torch thread in each process. MARK=slow runs the cases that
+# repeat a proof at more sizes. To run one test:
 # .venv/bin/python -m pytest tests/pipeline -k name
 test: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal $(if $(MARK),-m "$(MARK)")
 
 lint: .venv/installed
 	$(BIN)/ruff format --check .
@@ -37,7 +38,7 @@ package: .venv/packager
 
 # Train word vectors on the standard library's sources, with both tables in host memory. QUICK=1
 # takes a few seconds.
-word2vec: .venv/installed
+word2vec: .venv/plot
 	$(BIN)/python examples/word2vec.py $(if $(QUICK),--quick)
 
 # Compare streaming of a .npy file with other loaders, in under three minutes. The whole benchmark:
@@ -67,10 +68,15 @@ overhead: .venv/installed
 gpu: .venv/cuda
 	$(BIN)/python -m benchmarks.gpu
 
-.venv/installed: pyproject.toml constraints.txt
+# pinfeed and what the examples need.
+.venv/plot: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[plot]" --group test --group lint
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[plot]"
+	touch $@
+
+.venv/installed: .venv/plot
+	$(BIN)/python -m pip install --quiet -c constraints.txt --group test --group lint
 	touch $@
 
 # Install CuPy for the CUDA version that torch was built for.

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from multiprocessing import forkserver
 
@@ -23,6 +24,18 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # Otherwise, workers and programs compile each module again: a third of their start-up time.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases of a sweep as slow, except each ``n``-th one."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        if sweep := item.get_closest_marker("sweep"):
+            name = item.nodeid.partition("[")[0]
+            if seen[name] % sweep.args[0]:
+                item.add_marker("slow")
+            seen[name] += 1
 
 
 @pytest.hookimpl(wrapper=True)

@@ -85,7 +85,7 @@ def test_the_picture_of_the_layers_is_the_import_contract() -> None:
 
 def test_the_root_has_nothing_but_packages() -> None:
     modules = {path.name for path in (ROOT / "pinfeed").glob("*.py")}
-    assert modules == {"__init__.py", "__main__.py", "errors.py"}
+    assert modules == {"__init__.py", "__main__.py", "checkpoint.py", "errors.py"}
 
 
 def test_every_public_name_is_in_the_reference() -> None:

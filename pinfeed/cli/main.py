@@ -5,8 +5,9 @@ The modules that do the work are imported when a subcommand runs, so that ``--he
 
 from __future__ import annotations
 
-import errno
 import functools
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,26 @@ INTERRUPTED = 130
 """Exit statuses other than 0, and other than 2, with which click reports wrong usage."""
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})
+class _Commands(click.Group):
+    """The subcommands; an stdout that cannot be written ends them with a message."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            # If the reader of a pipe has exited, click exits without a message.
+            return super().main(*args, **kwargs)
+        except OSError as error:
+            # The subcommands report the errors of files themselves.
+            click.echo(f"pinfeed: stdout: {error.strerror}", err=True)
+            # The text is still in the buffer of stdout. Python writes it at exit, and would fail
+            # again, with a message and an exit status of its own.
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())
+            sys.exit(FAILED)
+
+
+@click.group(
+    cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80}
+)
 @click.version_option(__version__, prog_name="pinfeed")
 def main() -> None:
     """Inspect a machine and files, and show what pinfeed would do with them.
@@ -61,14 +81,7 @@ def reporting(function: Callable[..., Report]) -> Callable[..., None]:
                 click.echo(json_of({**head, "error": message, "kind": type(error).__name__}))
             click.echo(f"pinfeed: {message}", err=True)
             ctx.exit(FAILED)
-        try:
-            click.echo(_shown(report, head if as_json else None))
-        except OSError as error:
-            if error.errno == errno.EPIPE:
-                # If the reader of a pipe has exited, click exits without a message.
-                raise
-            click.echo(f"pinfeed: stdout: {error.strerror}", err=True)
-            ctx.exit(FAILED)
+        click.echo(_shown(report, head if as_json else None))
         ctx.exit(FINDING if report.findings else 0)
 
     return command

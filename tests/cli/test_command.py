@@ -114,9 +114,17 @@ def test_ctrl_c_ends_it_quietly() -> None:
     assert (result.exit_code, result.output) == (130, "")
 
 
-def test_a_full_stdout_is_an_error_not_a_finding() -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "arguments", [("inspect", "x.npy"), ("inspect", "x.npy", "--json"), ("--help",)]
+)
+def test_a_full_stdout_is_an_error_not_a_finding(
+    arguments: tuple[str, ...], unbuffered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Python writes buffered text again when it exits.
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     with open("/dev/full", "w") as full:
-        done = python("-m", "pinfeed", "inspect", "x.npy", stdout=full)
+        done = python("-m", "pinfeed", *arguments, stdout=full)
     assert (done.returncode, done.stderr) == (3, "pinfeed: stdout: No space left on device\n")
 
 

@@ -84,6 +84,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 # ---- the same batches ----------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
 def test_the_same_batches(make: Callable[[], Any], device: Any, depth: int) -> None:

@@ -188,8 +188,8 @@ def test_all_batches_that_exist_at_a_time_are_planned(
     # Only rows that occur twice in an epoch are shared.
     is_shared = any(load.writable) and depth > 0 and load.repeats
     for what, place in (
-        ("sorted rows of recent batches", "host"),
-        ("marks of recent rows", "host"),
+        ("rows of recent batches", "host"),
+        ("table of recent rows", "host"),
         ("positions of shared rows", "host"),
         ("staged positions of shared rows", "pinned"),
         ("uploaded positions of shared rows", "device"),

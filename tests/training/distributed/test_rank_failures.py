@@ -171,6 +171,7 @@ SCENES: dict[
 }
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("scene", SCENES)
 def test_no_rank_waits_for_a_rank_that_fails(scene: str, depth: int) -> None:

@@ -416,7 +416,10 @@ def test_many_programs(program: tuple[int, list[Batch], list[str]], depth: int) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_ranks_that_share_a_gpu(depth: int) -> None:
-    """The ranks are threads, and exchange tensors on the device."""
+    """The ranks are threads, and exchange tensors on the device.
+
+    Sums of these whole numbers are exact in any order, so the tables equal those of the CPU.
+    """
     want = dense(FIXED, STEPS, SGD, 0.5)
     for got in sharded(FIXED, STEPS, SGD, 0.5, size=2, depth=depth, device="cuda"):
         assert_equal(got, want)

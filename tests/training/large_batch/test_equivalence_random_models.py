@@ -179,6 +179,7 @@ def outcome_of(seed: int) -> str:
     return big.chosen.strategy
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("first", range(0, 200, 20))
 def test_no_random_model_is_silently_wrong(first: int) -> None:

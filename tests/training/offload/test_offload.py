@@ -17,6 +17,7 @@ from pinfeed.training.offload.offload import Offload
 ALL = {"threshold": 0, "host_limit": MiB(64), "window": 1}
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("limit", [0, KiB(24), MiB(64)])
 @pytest.mark.parametrize("window", [1, KiB(8), MiB(1)])
 @pytest.mark.parametrize("name", MODELS)

@@ -206,6 +206,7 @@ def test_every_action_of_a_loop(number: int, options: dict[str, Any]) -> None:
         )
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     "corner",
     [
@@ -230,6 +231,7 @@ def random_run(seed: int) -> None:
     )
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_random_schedules(seed: int) -> None:
     random_run(seed)

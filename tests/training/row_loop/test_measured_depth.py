@@ -196,6 +196,7 @@ def test_any_schedule(
     check(device, depth, optimizer, batches, does=MIXED, ways=ways)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("number", "corner"), list(enumerate(CORNERS)))
 def test_corner_schedules(number: int, corner: str) -> None:
     """Every schedule meets both devices and both loops, and every other one each pair of them."""
