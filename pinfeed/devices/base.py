@@ -204,7 +204,7 @@ class Device(Protocol):
     ) -> Iterator[None]:
         """Queue reads of parts that the device can read directly into their tensors.
 
-        The iterator has steps, like that of ``HostArray.read``.
+        Each item of the iterator is a step.
 
         Args:
             parts: The parts, each with its tensor.

@@ -154,7 +154,8 @@ class HostDevice:
         indices: torch.Tensor | None = None,
     ) -> Iterator[None]:
         for part, dst in parts:
-            yield from part.read(memory_of(dst))
+            part.read(memory_of(dst))
+            yield
 
     def write(
         self,

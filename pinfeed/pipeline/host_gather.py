@@ -44,6 +44,6 @@ class HostGather:
         device = self._device
         stream = device.current_stream()
         memory = self._parts.allocate(i, part_nbytes(part), 1, stream)
-        for _ in part.read(np.ndarray(part.shape, part.dtype, memory)):
-            check_stop()
+        check_stop()
+        part.read(np.ndarray(part.shape, part.dtype, memory), check_stop)
         return device.tensor(memory, part.shape, part.dtype)

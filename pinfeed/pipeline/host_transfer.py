@@ -117,6 +117,5 @@ class HostTransfer(Transfer):
         nbytes = part_nbytes(part)
         memory = self._parts.allocate(i, nbytes, self._batches_per_slot, self._read)
         slot.needed.append(nbytes)
-        for _ in part.read(np.ndarray(part.shape, part.dtype, memory)):
-            self.check_stop()
+        part.read(np.ndarray(part.shape, part.dtype, memory), self.check_stop)
         return device.tensor(memory, part.shape, part.dtype)

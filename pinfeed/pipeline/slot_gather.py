@@ -127,8 +127,8 @@ class SlotGather:
         else:
             out = self._parts.staging(slot.staging, i, part.shape, part.dtype)
             gathered.staged.append((out, slot.tensors[i]))
-        for _ in part.read(out):
-            self._check_stop()
+        self._check_stop()
+        part.read(out, self._check_stop)
 
     def _add_indices(
         self,

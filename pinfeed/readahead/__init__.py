@@ -1,11 +1,12 @@
 """Strategies that read the rows of a store: directly, or ahead into memory or the page cache."""
 
-from pinfeed.readahead.base import HostRows, ReadStrategy
+from pinfeed.readahead.base import AnyBatch, HostRows, ReadStrategy
 from pinfeed.readahead.ragged import RaggedReads
 from pinfeed.readahead.select import FreeMemory, ReadPlan, choose, file_of, window_sizes
 from pinfeed.readahead.select_ragged import choose_ragged
 
 __all__ = [
+    "AnyBatch",
     "FreeMemory",
     "HostRows",
     "RaggedReads",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -29,6 +30,20 @@ OpenBatch = Callable[[int, int], Callable[[Rows], HostRows]]
 
 It returns a function that takes the row indices of the batch, possibly later and in another thread.
 """
+
+
+class AnyBatch:
+    """``OpenBatch`` of a strategy that serves all batches in the same way, wherever they are.
+
+    Args:
+        make: Returns the rows of a batch, given their indices.
+    """
+
+    def __init__(self, make: Callable[[Rows], HostRows]) -> None:
+        self.make = make
+
+    def __call__(self, position: int, n: int) -> Callable[[Rows], HostRows]:
+        return self.make
 
 
 class ReadStrategy(Protocol):
@@ -120,12 +135,7 @@ class DirectReads:
     def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
         store = self._store
         # Rows of batches are in range, and are gathered into arrays that fit.
-        gather = unchecked_gather(store)
-
-        def rows_of_batch(rows: Rows) -> StoreRows:
-            return StoreRows(store, rows, gather)
-
-        yield lambda position, n: rows_of_batch
+        yield AnyBatch(functools.partial(StoreRows, store, gather=unchecked_gather(store)))
 
     def close(self) -> None:
         """Do nothing: the strategy has no memory of its own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,9 +12,10 @@ import numpy.typing as npt
 
 from pinfeed.errors import ClosedError
 from pinfeed.memory.plan import Allocation
-from pinfeed.readahead.base import OpenBatch
+from pinfeed.readahead.base import AnyBatch, OpenBatch
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.windows import Windows
+from pinfeed.stores.base import CheckStop, never
 from pinfeed.stores.chunked import ChunkedStore
 from pinfeed.threads.pool import ThreadPool
 
@@ -73,10 +75,7 @@ class ChunkReads:
         """Do nothing: the strategy has no memory of its own."""
 
     def _opener(self, decode_ahead: Callable[[Rows], None]) -> OpenBatch:
-        def rows_of_batch(rows: Rows) -> _ChunkRows:
-            return _ChunkRows(self._store, rows, decode_ahead)
-
-        return lambda position, n: rows_of_batch
+        return AnyBatch(functools.partial(_ChunkRows, self._store, decode_ahead=decode_ahead))
 
     def _next_chunk(self, rows: Rows) -> int | None:
         """Return the chunk to decode ahead; None if the rows are far from it.
@@ -115,15 +114,15 @@ class _ChunkRows:
         """Return rows [begin, end) of these."""
         return _ChunkRows(self._store, self._rows[begin:end], self._decode_ahead)
 
-    def read(self, out: npt.NDArray[Any]) -> Iterator[None]:
+    def read(self, out: npt.NDArray[Any], check_stop: CheckStop = never) -> None:
         """Gather the rows into ``out``; no chunk is divided between steps."""
         order = np.argsort(self._rows, kind="stable")
         rows = self._rows[order]
         if len(rows):
             self._decode_ahead(rows)
         for begin, end in self._steps(rows):
+            check_stop()
             self._store.gather_at(rows[begin:end], out, order[begin:end])
-            yield
 
     def _steps(self, rows: Rows) -> Iterator[tuple[int, int]]:
         """Divide ascending rows into steps with a limited size of their chunks."""

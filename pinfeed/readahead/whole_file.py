@@ -9,14 +9,14 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from pinfeed.memory.plan import Allocation
-from pinfeed.readahead.base import DISK_SPEED, IN_MEMORY_HINT, OpenBatch
+from pinfeed.readahead.base import DISK_SPEED, IN_MEMORY_HINT, AnyBatch, OpenBatch
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.rows.windows import Windows
@@ -96,7 +96,7 @@ class WholeFile:
         self._find_loaded()
         self._complete = bool(self._is_loaded.all())
         if self._complete:
-            yield self._open_batch
+            yield AnyBatch(functools.partial(StoreRows, self, gather=self._rows.gather_unchecked))
             return
         self._is_begun = self._is_loaded.copy()
         self._chunks_to_load = self._load_order(windows, start, stop)
@@ -109,7 +109,7 @@ class WholeFile:
         with ThreadPool(1, "pinfeed-load") as thread:
             thread.submit(self._load_all)
             try:
-                yield self._open_batch
+                yield AnyBatch(functools.partial(StoreRows, self))
             finally:
                 self._stop()
 
@@ -166,9 +166,6 @@ class WholeFile:
     def _load(self, start: int, stop: int) -> None:
         """Load the rows [start, stop) into memory."""
         raise NotImplementedError
-
-    def _open_batch(self, position: int, n: int) -> Callable[[Rows], StoreRows]:
-        return functools.partial(StoreRows, self)
 
     def _remaining_s(self) -> float:
         """Return the estimated time until all rows are loaded, in seconds."""

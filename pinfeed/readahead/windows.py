@@ -18,7 +18,7 @@ from pinfeed.readahead.base import DISK_SPEED, OpenBatch, whole_file_hint
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.windows import Windows
 from pinfeed.stores.array import ArrayStore
-from pinfeed.stores.base import FileStore, StoreRows
+from pinfeed.stores.base import CheckStop, FileStore, StoreRows, never
 from pinfeed.stores.chunked import ChunkedStore
 from pinfeed.threads.call import Pending
 from pinfeed.threads.pool import ThreadPool
@@ -210,10 +210,11 @@ class _WindowRows:
             first += n
         return _WindowRows(self._store, windows, self._rows[begin:end])
 
-    def read(self, out: npt.NDArray[Any]) -> Iterator[None]:
+    def read(self, out: npt.NDArray[Any], check_stop: CheckStop = never) -> None:
         """Gather the rows into ``out``, step by step."""
         begin = 0
         for n, window in self._windows:
             end = begin + n
-            yield from StoreRows(window, self._rows[begin:end]).read(out[begin:end])
+            check_stop()
+            StoreRows(window, self._rows[begin:end]).read(out[begin:end], check_stop)
             begin = end

@@ -105,6 +105,15 @@ class _OrderRun:
         self._end = end
         self._rows: Rows | None = None
 
+    def part(self, begin: int, end: int, next_run: _OrderRun | None) -> Rows:
+        """Return rows [begin, end) of the run, and compute the next run before it is needed."""
+        rows = self._rows
+        if rows is None:
+            rows = self.rows()
+        if next_run is not None:
+            next_run.rows()
+        return rows[begin:end]
+
     def rows(self) -> Rows:
         """Return the row indices of the run."""
         if self._rows is None:
@@ -123,14 +132,6 @@ class _OrderRun:
             # The owner of the order may have changed its array since the check.
             check_rows(part, self._n_rows, name)
         return rows
-
-
-def _rows_of_run(run: _OrderRun, begin: int, end: int, next_run: _OrderRun | None) -> Rows:
-    """Return rows [begin, end) of a run, and compute the next run before it is needed."""
-    rows = run.rows()[begin:end]
-    if next_run is not None:
-        next_run.rows()
-    return rows
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ class OrderBatches(RowBatches):
                 n = min(slot_rows, run_rows - i)
                 batches = full if n == slot_rows else _sizes(n, size)
                 ahead = next_run if i == 0 else None
-                yield RowIndices(n, batches, functools.partial(_rows_of_run, run, i, i + n, ahead))
+                yield RowIndices(n, batches, functools.partial(run.part, i, i + n, ahead))
             run = next_run
 
     def windows(self, number: int, start: int) -> tuple[Windows | None, int, int]:

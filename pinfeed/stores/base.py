@@ -6,7 +6,7 @@ import math
 import mmap
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -106,6 +106,14 @@ class Store(Protocol):
         """Free the resources of the store. Further calls do nothing."""
 
 
+CheckStop = Callable[[], object]
+"""Raises an error if the loop has ended, so that nothing else need be read."""
+
+
+def never() -> None:
+    """Do nothing: the default ``CheckStop``, for reads that nothing stops."""
+
+
 class HostArray(Protocol):
     """One array of a batch that is still on the host."""
 
@@ -117,8 +125,8 @@ class HostArray(Protocol):
     def dtype(self) -> np.dtype[Any]:
         """Native dtype of the array."""
 
-    def read(self, out: Array) -> Iterator[None]:
-        """Fill ``out``, of this shape and dtype, in steps; each item of the iterator is a step."""
+    def read(self, out: Array, check_stop: CheckStop = ...) -> None:
+        """Fill ``out``, of this shape and dtype, and call ``check_stop`` between long steps."""
 
 
 class Gatherable(Protocol):
@@ -200,16 +208,16 @@ class StoreRows:
         """Return rows [begin, end) of these."""
         return StoreRows(self.store, self.rows[begin:end], self._gather)
 
-    def read(self, out: Array) -> Iterator[None]:
+    def read(self, out: Array, check_stop: CheckStop = never) -> None:
         """Gather the rows into ``out``, step by step."""
-        if 0 < len(out) <= _STEP_ROWS and out.nbytes <= _STEP_BYTES:
+        n = len(out)
+        if 0 < n <= _STEP_ROWS and out.nbytes <= _STEP_BYTES:
             self._gather(self.rows, out)
-            yield
             return
-        step = max(1, min(_STEP_ROWS, _STEP_BYTES * len(out) // max(1, out.nbytes)))
-        for i in range(0, len(out), step):
+        step = max(1, min(_STEP_ROWS, _STEP_BYTES * n // max(1, out.nbytes)))
+        for i in range(0, n, step):
+            check_stop()
             self._gather(self.rows[i : i + step], out[i : i + step])
-            yield
 
 
 def part_nbytes(part: HostArray) -> int:

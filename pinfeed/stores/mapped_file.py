@@ -11,7 +11,7 @@ from pinfeed.rows.runs import Runs
 from pinfeed.stores.base import Array, checked_gather
 from pinfeed.stores.disk.file_map import FileMap
 from pinfeed.stores.formats.row_layout import RowLayout
-from pinfeed.stores.sharded_file import ShardedStore, as_bytes
+from pinfeed.stores.sharded_file import ShardedStore
 
 
 class MappedFileStore(ShardedStore[FileMap]):
@@ -31,6 +31,8 @@ class MappedFileStore(ShardedStore[FileMap]):
         for number, layout in enumerate(layouts):
             if layout.n_rows:
                 self._reader(number)
+        # The map of the only file, if its rows need no conversion.
+        self._only = self._reader(0) if len(layouts) == 1 and not self._swapped else None
 
     def gather(self, rows: Rows, out: Array) -> None:
         """Copy rows into ``out``, like ``Store.gather``.
@@ -46,8 +48,8 @@ class MappedFileStore(ShardedStore[FileMap]):
         Raises:
             ReadError: If a file has shrunk.
         """
-        if len(rows) and len(self._layouts) == 1 and not self._swapped:
-            self._reader(0).read_all(rows, as_bytes(out))
+        if self._only is not None and len(rows):
+            self._only.read_all(rows, out.view(np.uint8).reshape(len(rows), -1))
         else:
             self.gather_at(rows, out, np.arange(len(rows)))
 
@@ -75,6 +77,11 @@ class MappedFileStore(ShardedStore[FileMap]):
             for number, first, n_rows in self._parts(start, stop)
         ]
         return None if None in found else all(found)
+
+    def close(self) -> None:
+        """Unmap the files; a gather that is running keeps its map until it ends."""
+        self._only = None
+        super().close()
 
     def _open_reader(self, number: int) -> FileMap:
         return self._open_map(number)

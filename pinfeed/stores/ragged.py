@@ -259,8 +259,7 @@ class RaggedStore:
         """Return the two arrays of a batch, as ``parts``, with the items gathered."""
         parts = self.parts(rows, run_gather(self.items), layout)
         out = np.empty(parts.items.shape, parts.items.dtype)
-        for _ in parts.items.read(out):
-            pass
+        parts.items.read(out)
         return out, parts.bounds
 
     def batch(self, items: Any, bounds: Any) -> Any:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import put_rows
-from pinfeed.stores.base import Array, Gatherable, unchecked_gather
+from pinfeed.stores.base import Array, CheckStop, Gatherable, never, unchecked_gather
 
 # Bytes per step, and rows per step for a store that cannot gather runs.
 _STEP_BYTES = 16 << 20
@@ -52,17 +52,16 @@ class RunRows:
         self.shape = shape
         self.dtype = dtype
 
-    def read(self, out: Array) -> Iterator[None]:
+    def read(self, out: Array, check_stop: CheckStop = never) -> None:
         """Gather the runs into ``out``, step by step."""
         if self._padding is not None:
             out.fill(self._padding)
-            yield
         row_shape = self.shape[self._n_axes :]
         rows = out.reshape(math.prod(self.shape[: self._n_axes]), *row_shape)
         nbytes = math.prod(row_shape) * self.dtype.itemsize
         for piece in self._runs.pieces(max(1, _STEP_BYTES // max(1, nbytes))):
+            check_stop()
             self._gather(piece, rows)
-            yield
 
 
 def run_gather(store: Gatherable) -> RunGather:

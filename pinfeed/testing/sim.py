@@ -323,7 +323,7 @@ def _reading(
 ) -> Callable[[], object]:
     """Return work that reads a part, or rows of its store by row indices on the device."""
     if numbers is None:
-        return lambda: [None for _ in part.read(target())]
+        return lambda: part.read(target())
     return lambda: part.store.gather(_in_range(numbers(), part.store), target())
 
 

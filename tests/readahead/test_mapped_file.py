@@ -132,7 +132,7 @@ def test_chunks_are_loaded_from_the_first_that_is_needed(
             for position in (750, 850):
                 part = open_batch(position, 100)(np.arange(position, position + 100))
                 out = np.empty(part.shape, part.dtype)
-                assert list(part.read(out)) == [None]
+                part.read(out)
                 np.testing.assert_array_equal(out, array[position : position + 100])
             while strategy._load_next():
                 pass

@@ -58,8 +58,7 @@ def store(path: Path) -> Iterator[MmapStore]:
 
 def read(part: Any) -> np.ndarray:
     out = np.full(part.shape, np.nan, part.dtype)
-    for _ in part.read(out):
-        pass
+    part.read(out)
     return out
 
 

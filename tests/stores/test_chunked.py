@@ -260,8 +260,7 @@ def serve(strategy: Any, order: Order, array: np.ndarray, batch_size: int, epoch
             part = open_batch(position, draw.n_rows)(numbers)
             position += draw.n_rows
             out = np.empty(part.shape, part.dtype)
-            for _ in part.read(out):
-                pass
+            part.read(out)
             np.testing.assert_array_equal(out, array[numbers])
 
 
@@ -325,8 +324,7 @@ def test_the_next_chunk_of_a_sequence_is_decoded_ahead(store: Decoding, stop: in
             wanted = np.arange(start, start + 10)
             part = open_batch(start, 10)(wanted)
             out = np.empty(part.shape, part.dtype)
-            for _ in part.read(out):
-                pass
+            part.read(out)
             np.testing.assert_array_equal(out, store.array[wanted])
             # The last row is in the second half of a chunk, of 25 rows, and not of the last one.
             if start + 9 >= following * 25 - 13 and following < N // 25:
@@ -336,8 +334,7 @@ def test_the_next_chunk_of_a_sequence_is_decoded_ahead(store: Decoding, stop: in
     assert store.decoded == Counter(dict.fromkeys(range(following), 1))
     # The last batches may be read after the end of the epoch.
     late = open_batch(stop - 10, 10)(np.arange(stop - 10, stop))
-    for _ in late.read(np.empty(late.shape, late.dtype)):
-        pass
+    late.read(np.empty(late.shape, late.dtype))
 
 
 def test_the_choice_of_a_strategy(store: Decoding) -> None:

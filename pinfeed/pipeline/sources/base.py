@@ -16,7 +16,7 @@ from pinfeed.pipeline.row_cache.decisions import CachedRows
 from pinfeed.readahead.base import HostRows
 from pinfeed.rows.epoch_hooks import EpochHooks
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.base import HostArray, Store
+from pinfeed.stores.base import CheckStop, HostArray, Store, never
 from pinfeed.tensors.pytree import Rebuild
 
 
@@ -65,10 +65,9 @@ class ArrayPart:
         self.shape = array.shape
         self.dtype = array.dtype
 
-    def read(self, out: npt.NDArray[Any]) -> Iterator[None]:
+    def read(self, out: npt.NDArray[Any], check_stop: CheckStop = never) -> None:
         """Copy the array into ``out``."""
         out[...] = self._array
-        yield
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from pinfeed.pipeline.sources.fetch import RowFetch
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.pipeline.sources.transforms import BatchTransform
 from pinfeed.rows.epoch_hooks import EpochHooks
+from pinfeed.stores.base import CheckStop, never
 from pinfeed.tensors.pytree import Rebuild, flatten
 from pinfeed.validation.suggestions import is_array_like
 
@@ -46,12 +47,11 @@ class HostLeaf:
 
         return NUMPY[self.host_value.dtype]
 
-    def read(self, out: npt.NDArray[Any]) -> Iterator[None]:
+    def read(self, out: npt.NDArray[Any], check_stop: CheckStop = never) -> None:
         """Copy the tensor into ``out``."""
         from pinfeed.tensors.numpy_torch import to_torch
 
         to_torch(out).copy_(self.host_value)
-        yield
 
 
 def check_loader(loader: Any) -> None:

@@ -18,7 +18,7 @@ from pinfeed.readahead import HostRows, ReadStrategy
 from pinfeed.rows.distinct import first_occurrences
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.base import Array, HostArray, Store, row_nbytes
+from pinfeed.stores.base import Array, CheckStop, HostArray, Store, never, row_nbytes
 from pinfeed.tensors.pytree import Rebuild
 
 # Rows are copied to their positions in pieces of this size, which stay in the processor's cache.
@@ -62,9 +62,9 @@ class RepeatedRows:
         self.shape = (len(positions), *distinct.shape[1:])
         self.dtype = distinct.dtype
 
-    def read(self, out: Array) -> Iterator[None]:
+    def read(self, out: Array, check_stop: CheckStop = never) -> None:
         """Gather the distinct rows into the beginning of ``out``, then copy each to its places."""
-        yield from self._distinct.read(out[: self._distinct.shape[0]])
+        self._distinct.read(out[: self._distinct.shape[0]], check_stop)
         positions = self._positions
         n = len(positions)
         # The rows before the first repeated one are already in place.
@@ -74,8 +74,8 @@ class RepeatedRows:
         # overwritten before it was copied.
         for end in range(n, first, -step):
             begin = max(first, end - step)
+            check_stop()
             out[begin:end] = out.take(positions[begin:end], axis=0)
-            yield
 
 
 class _Fetched(NamedTuple):

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from pinfeed.pipeline.sources.base import HostBatch
 from pinfeed.pipeline.sources.dataloader import HostLeaf
 from pinfeed.pipeline.sources.samples import StackedSamples
-from pinfeed.stores.base import HostArray
+from pinfeed.stores.base import CheckStop, HostArray, never
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.tensors.pytree import Rebuild, flatten
 
@@ -28,13 +28,12 @@ class CopiedArray:
         self.shape = array.shape
         self.dtype = check_dtype(array.dtype, name)
 
-    def read(self, out: npt.NDArray[Any]) -> Iterator[None]:
+    def read(self, out: npt.NDArray[Any], check_stop: CheckStop = never) -> None:
         """Copy the array into ``out``, once."""
         assert self._array is not None
         np.copyto(out, self._array)
         # The array is not needed while the batch waits to be lent.
         self._array = None
-        yield
 
 
 def batch_of_samples(batches: Sequence[tuple[str, Any]], n_samples: int) -> HostBatch:

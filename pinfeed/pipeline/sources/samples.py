@@ -16,6 +16,7 @@ from pinfeed.errors import ArgumentError, StoreError, add_note
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.pipeline.sources.ordered_map import OrderedMap
 from pinfeed.rows.orders import Rows
+from pinfeed.stores.base import CheckStop, never
 from pinfeed.tensors.dtypes import check_dtype
 
 Array = npt.NDArray[Any]
@@ -204,7 +205,7 @@ class StackedSamples:
         self.dtype = reader.dtype_of(head, self._identities[0])
         self._first = itertools.chain((head,), first)
 
-    def read(self, out: Array) -> Iterator[None]:
+    def read(self, out: Array, check_stop: CheckStop = never) -> None:
         """Read the samples into ``out``, one input per step."""
         n = self._reader.n_samples
 
@@ -218,7 +219,7 @@ class StackedSamples:
                 del sample
 
         for _ in self._each(write, range(len(self._identities))):
-            yield
+            check_stop()
 
     def _put(self, sample: Array, place: Array, identity: int) -> None:
         """Check a sample, and copy it to its place."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pinfeed.pipeline.sources.base import ArrayPart, BatchThunk, HostBatch, RowGroup
-from pinfeed.readahead import HostRows, RaggedReads, ReadStrategy
+from pinfeed.readahead import AnyBatch, HostRows, RaggedReads, ReadStrategy
 from pinfeed.rows.batches import RowBatches, RowIndices
 from pinfeed.rows.epoch_hooks import EpochHooks
 from pinfeed.rows.orders import Rows
@@ -62,17 +62,22 @@ class RowSource:
                 stack.enter_context(reads.open_epoch(windows, position, stop))
                 for reads in self.ragged
             ]
+            # Most strategies serve all batches in the same way.
+            makes = [serve.make for serve in serving if isinstance(serve, AnyBatch)]
+            is_fixed = len(makes) == len(serving) and not serving_ragged
             for indices in self.batches.epoch(number, start, checksum, batches_per_slot):
+                if is_fixed:
+                    yield functools.partial(self._host_batch, indices, makes)
+                    continue
+                n = indices.n_rows
                 # Only the thunk keeps the parts, because they may hold memory that is read ahead.
                 yield functools.partial(
                     self._host_batch,
                     indices,
-                    [serve(position, indices.n_rows) for serve in serving],
-                    [serve(position, indices.n_rows) for serve in serving_ragged]
-                    if serving_ragged
-                    else (),
+                    [serve(position, n) for serve in serving],
+                    [serve(position, n) for serve in serving_ragged],
                 )
-                position += indices.n_rows
+                position += n
 
     def hint(self, source_share: float) -> str:
         pairs = zip(self.stores, self.strategies, strict=True)
@@ -88,12 +93,12 @@ class RowSource:
         self,
         indices: RowIndices,
         parts: Sequence[Callable[[Rows], HostRows]],
-        ragged: Sequence[Callable[[Rows], RaggedParts]],
+        ragged: Sequence[Callable[[Rows], RaggedParts]] = (),
     ) -> HostBatch:
         rows = indices.rows()
-        host_parts: list[HostArray] = [part(rows) for part in parts]
-        for make in ragged:
-            items, bounds = make(rows)
+        host_parts: list[HostArray] = [make(rows) for make in parts]
+        for make_ragged in ragged:
+            items, bounds = make_ragged(rows)
             host_parts += [items, ArrayPart(bounds)]
         groups = [RowGroup(rows, 0, self.stores)]
         return HostBatch(host_parts, self.rebuild, indices.batches, groups)

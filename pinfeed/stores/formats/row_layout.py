@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import stat
@@ -29,16 +30,16 @@ class RowLayout:
     gap: int = 0
     """Bytes from the end of one row to the beginning of the next; negative if rows overlap."""
 
-    @property
+    @functools.cached_property
     def row_nbytes(self) -> int:
         return self.dtype.itemsize * math.prod(self.row_shape)
 
-    @property
+    @functools.cached_property
     def stride(self) -> int:
         """Bytes from the beginning of one row to the beginning of the next."""
         return self.row_nbytes + self.gap
 
-    @property
+    @functools.cached_property
     def end(self) -> int:
         """Smallest size of the file, in bytes."""
         return self.offset + self.span(self.n_rows)
