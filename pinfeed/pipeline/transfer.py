@@ -84,6 +84,12 @@ with the consumer's stream. The allocator then gives their memory to a later cal
 training step has done its work. Tensors that the function holds from before the loop need no wait,
 because (2) and (11) order it after all work that the consumer queued before it reserved the slot.
 
+The loop may change its current stream, once or often. Memory then returns to the stream that it was
+allocated for, and a reader may still allocate for that stream, in a slot that was reserved before
+the change. So memory is shared with each other stream that works with it: a batch in ``lend``,
+values in ``hold``, because the program may have computed them before it changed its stream, and
+values that are forwarded.
+
 Two write-backs overlap: the copies of one are queued before the rows of the other are scattered.
 Scatters run in the order of the writes.
 
@@ -375,6 +381,10 @@ class Transfer:
         held: list[list[Tensor | None]] = []
         for group, tensors in zip(groups, values, strict=True):
             kept = list(tensors) if tensors is not None else []
+            for tensor in kept:
+                if tensor is not None:
+                    # The program may have changed its stream since it allocated this.
+                    self.device.share(tensor, compute)
             if group.cached is not None:
                 kept = self._cache_transfer.put(group.cached, tensors, compute)
             elif copied:
