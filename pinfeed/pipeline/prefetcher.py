@@ -110,6 +110,8 @@ class Prefetcher:
                 n_batches = len(tensors)
                 nbytes = slot.nbytes // n_batches
                 for i in range(n_batches):
+                    if i and not is_unified:
+                        transfer.lend_next(slot, tensors)
                     lent_batch = LentBatch(
                         transfer, write_queue, host_batch, tensors.popleft(), i, number
                     )

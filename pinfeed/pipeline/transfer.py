@@ -37,6 +37,8 @@ because the user owns a batch from the moment it is lent.
                                            compute: newer writes -> memory
                                            compute.wait(cache)       (10)
                                            compute: cache -> memory  cached rows
+                                     lend_next:
+                                           compute.wait(filled)     (4)    in another stream
                                      hold: compute.wait(cache)       (10)
                                            compute: values -> held
                                            compute: values -> cache  cached rows
@@ -88,7 +90,8 @@ The loop may change its current stream, once or often. Memory then returns to th
 allocated for, and a reader may still allocate for that stream, in a slot that was reserved before
 the change. So memory is shared with each other stream that works with it: a batch in ``lend``,
 values in ``hold``, because the program may have computed them before it changed its stream, and
-values that are forwarded.
+values that are forwarded. Batches that were gathered together are lent one by one, so the program
+may change its stream between two of them. ``lend_next`` then repeats (4) in the new stream.
 
 Two write-backs overlap: the copies of one are queued before the rows of the other are scattered.
 Scatters run in the order of the writes.
@@ -205,6 +208,8 @@ class Transfer:
         # Event after the work that the loop had queued when it last requested a batch.
         self._asked: Event | None = None
         self._lent: _TimedWork | None = None
+        # Stream in which the last batch was lent.
+        self._lent_in: Stream | None = None
 
     def begin(self, n_slots: int, batches_per_slot: int) -> Sequence[Slot]:
         """Begin a loop. All copies and write-backs of earlier loops are completed.
@@ -340,6 +345,7 @@ class Transfer:
             on_device = [group.indices for group in batch.groups if group.indices is not None]
             for tensor in (*slot.tensors, *on_device):
                 self.device.share(tensor, compute)
+        self._lent_in = compute
         tensors = self._hand_over(slot, compute)
         if self._timed and self._timeline is not None:
             begun = compute.record(timed=True)
@@ -349,6 +355,24 @@ class Transfer:
             self._indices.learn(slot.index_needed, self._batches_per_slot)
         self.counters.copy_wait_s += slot.copy_wait_s
         return self._cut(batch, tensors)
+
+    def lend_next(self, slot: Slot, tensors: Sequence[list[Tensor]]) -> None:
+        """Lend the slot's next batch, if the loop has changed its stream (consumer).
+
+        Only a loop that writes no rows has several batches in a slot.
+
+        Args:
+            slot: The slot; its earlier batches were lent.
+            tensors: Tensors of each of its other batches.
+        """
+        assert slot.filled is not None
+        compute = self.device.current_stream()
+        if compute != self._lent_in:
+            compute.wait(slot.filled)  # the rows may not have arrived yet, in another stream
+            # All batches of the slot are in the same memory.
+            for tensor in tensors[0]:
+                self.device.share(tensor, compute)
+            self._lent_in = compute
 
     def hold(
         self,
