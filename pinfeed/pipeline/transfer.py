@@ -208,8 +208,6 @@ class Transfer:
         # Event after the work that the loop had queued when it last requested a batch.
         self._asked: Event | None = None
         self._lent: _TimedWork | None = None
-        # Stream in which the last batch was lent.
-        self._lent_in: Stream | None = None
 
     def begin(self, n_slots: int, batches_per_slot: int) -> Sequence[Slot]:
         """Begin a loop. All copies and write-backs of earlier loops are completed.
@@ -345,7 +343,7 @@ class Transfer:
             on_device = [group.indices for group in batch.groups if group.indices is not None]
             for tensor in (*slot.tensors, *on_device):
                 self.device.share(tensor, compute)
-        self._lent_in = compute
+            slot.compute = compute
         tensors = self._hand_over(slot, compute)
         if self._timed and self._timeline is not None:
             begun = compute.record(timed=True)
@@ -356,23 +354,23 @@ class Transfer:
         self.counters.copy_wait_s += slot.copy_wait_s
         return self._cut(batch, tensors)
 
-    def lend_next(self, slot: Slot, tensors: Sequence[list[Tensor]]) -> None:
+    def lend_next(self, slot: Slot, tensors: Sequence[Tensor]) -> None:
         """Lend the slot's next batch, if the loop has changed its stream (consumer).
 
         Only a loop that writes no rows has several batches in a slot.
 
         Args:
             slot: The slot; its earlier batches were lent.
-            tensors: Tensors of each of its other batches.
+            tensors: Tensors of the batch.
         """
         assert slot.filled is not None
         compute = self.device.current_stream()
-        if compute != self._lent_in:
+        if compute != slot.compute:
             compute.wait(slot.filled)  # the rows may not have arrived yet, in another stream
-            # All batches of the slot are in the same memory.
-            for tensor in tensors[0]:
+            # Later batches of the slot are in the same memory.
+            for tensor in tensors:
                 self.device.share(tensor, compute)
-            self._lent_in = compute
+            slot.compute = compute
 
     def hold(
         self,
