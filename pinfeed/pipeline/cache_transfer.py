@@ -112,9 +112,7 @@ class CacheTransfer:
             cache.require_open()
             self._follow(cache, compute)
             if compute != cached.stream:
-                # The values were lent in the other stream, and may be freed before they are copied.
-                new = [tensor for tensor in values or () if tensor is not None]
-                for tensor in (*cached.tensors, *new):
+                for tensor in cached.tensors:
                     self._device.share(tensor, compute)
                 cached.stream = compute
             written = cache.put(cached, values)

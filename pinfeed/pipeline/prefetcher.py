@@ -96,26 +96,26 @@ class Prefetcher:
         transfer = self._transfer
         threads = self._threads
         is_unified = transfer.device.unified
-        write_queue = self.write_queue
+        writes = self.write_queue
         number = self._first
         lent_batch: LentBatch | None = None
         slots = self._begin(thunks)
         try:
             self._refill(slots)
             while (slot := self._next(slots, number)) is not None:
-                host_batch = slot.batch
-                assert host_batch is not None
+                batch = slot.batch
+                assert batch is not None
                 idle = is_unified or transfer.is_idle()
                 tensors = threads.call("lend", number, transfer.lend, slot)
                 n_batches = len(tensors)
                 nbytes = slot.nbytes // n_batches
                 for i in range(n_batches):
-                    lent_batch = LentBatch(
-                        transfer, write_queue, host_batch, tensors.popleft(), i, number
-                    )
+                    if i and not is_unified:
+                        transfer.lend_next(slot, tensors[0])
+                    lent_batch = LentBatch(transfer, writes, batch, tensors.popleft(), i, number)
                     if not tensors:
                         # From now on, only the lent batch keeps the data.
-                        del host_batch
+                        del batch
                     counters.receive(number, lent_batch.n_rows, nbytes, slot.ready_s, idle=idle)
                     yield lent_batch
                     lent_batch.end()
@@ -124,7 +124,7 @@ class Prefetcher:
                     # The device is not checked again for the other batches of the slot.
                     idle = is_unified
                     number += 1
-                    write_queue.check()
+                    writes.check()
                 _raise_error(slot)
                 self._reuse(slots, slot, n_batches)
                 if len(transfer.log):
@@ -133,7 +133,7 @@ class Prefetcher:
             raise ClosedError(_CLOSED_WHILE_WAITING) from None
         finally:
             self._leave(lent_batch)
-        write_queue.check()
+        writes.check()
 
     def end(self) -> None:
         """Join the threads and release the loop's memory. It may be called again.

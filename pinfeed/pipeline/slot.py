@@ -31,7 +31,7 @@ class Slot:
     index_memory: list[Place | None] = field(default_factory=list)
     """Device memory for the row indices of each group of the next fill."""
     compute: Stream | None = None
-    """Stream of the consumer thread when the memory was allocated."""
+    """Stream of the consumer thread when the memory was allocated, or when it was lent last."""
     released: Event | None = None
     """Event after the work that may still use an earlier tensor in the same memory."""
     filled: Event | None = None

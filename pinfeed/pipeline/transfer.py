@@ -37,6 +37,8 @@ because the user owns a batch from the moment it is lent.
                                            compute: newer writes -> memory
                                            compute.wait(cache)       (10)
                                            compute: cache -> memory  cached rows
+                                     lend_next:
+                                           compute.wait(filled)     (4)    in another stream
                                      hold: compute.wait(cache)       (10)
                                            compute: values -> held
                                            compute: values -> cache  cached rows
@@ -83,6 +85,13 @@ with the function's stream. Its results are allocated in its own stream, so ``le
 with the consumer's stream. The allocator then gives their memory to a later call only when the
 training step has done its work. Tensors that the function holds from before the loop need no wait,
 because (2) and (11) order it after all work that the consumer queued before it reserved the slot.
+
+The loop may change its current stream, once or often. Memory then returns to the stream that it was
+allocated for, and a reader may still allocate for that stream, in a slot that was reserved before
+the change. So memory is shared with each other stream that works with it: a batch in ``lend``,
+values in ``hold``, because the program may have computed them before it changed its stream, and
+values that are forwarded. Batches that were gathered together are lent one by one, so the program
+may change its stream between two of them. ``lend_next`` then repeats (4) in the new stream.
 
 Two write-backs overlap: the copies of one are queued before the rows of the other are scattered.
 Scatters run in the order of the writes.
@@ -334,6 +343,7 @@ class Transfer:
             on_device = [group.indices for group in batch.groups if group.indices is not None]
             for tensor in (*slot.tensors, *on_device):
                 self.device.share(tensor, compute)
+            slot.compute = compute
         tensors = self._hand_over(slot, compute)
         if self._timed and self._timeline is not None:
             begun = compute.record(timed=True)
@@ -343,6 +353,24 @@ class Transfer:
             self._indices.learn(slot.index_needed, self._batches_per_slot)
         self.counters.copy_wait_s += slot.copy_wait_s
         return self._cut(batch, tensors)
+
+    def lend_next(self, slot: Slot, tensors: Sequence[Tensor]) -> None:
+        """Lend the slot's next batch, if the loop has changed its stream (consumer).
+
+        Only a loop that writes no rows has several batches in a slot.
+
+        Args:
+            slot: The slot; its earlier batches were lent.
+            tensors: Tensors of the batch.
+        """
+        assert slot.filled is not None
+        compute = self.device.current_stream()
+        if compute != slot.compute:
+            compute.wait(slot.filled)  # the rows may not have arrived yet, in another stream
+            # Later batches of the slot are in the same memory.
+            for tensor in tensors:
+                self.device.share(tensor, compute)
+            slot.compute = compute
 
     def hold(
         self,
@@ -375,6 +403,10 @@ class Transfer:
         held: list[list[Tensor | None]] = []
         for group, tensors in zip(groups, values, strict=True):
             kept = list(tensors) if tensors is not None else []
+            for tensor in kept:
+                if tensor is not None:
+                    # The program may have changed its stream since it allocated this.
+                    self.device.share(tensor, compute)
             if group.cached is not None:
                 kept = self._cache_transfer.put(group.cached, tensors, compute)
             elif copied:

@@ -46,6 +46,7 @@ def test_corner_schedules(corner: str) -> None:
             stop_after=rng.choice([None, 4]),
             switch_after=rng.choice([None, 1]),
             switch_once=rng.choice([None, 1, 4]),
+            switch_in=rng.choice([None, 0, 3]),
             switches_within=rng.random() < 0.2,
             flushes=rng.random() < 0.5,
         )
@@ -66,6 +67,7 @@ def test_random_schedules(seed: int) -> None:
         stop_after=rng.choice([None, None, 3]),
         switch_after=rng.choice([None, 1, 2, 3]),
         switch_once=rng.choice([None, 1, 2, 3]),
+        switch_in=rng.choice([None, None, 1, 2]),
         flushes=rng.random() < 0.5,
         frozen=rng.random() < 0.2,
         switches_within=rng.random() < 0.3,
@@ -83,7 +85,9 @@ row_batches = st.lists(
     row_batches,
     st.tuples(st.integers(0, 3), st.integers(1, N), st.integers(0, 3), st.integers(0, 99)),
     st.tuples(st.booleans(), st.booleans()),
-    st.sampled_from([{}, {"stop_after": 5}, {"switch_after": 2}, {"switch_once": 1}]),
+    st.sampled_from(
+        [{}, {"stop_after": 5}, {"switch_after": 2}, {"switch_once": 1}, {"switch_in": 1}]
+    ),
 )
 @settings(max_examples=30, deadline=None)
 def test_any_schedule(
@@ -160,6 +164,11 @@ def test_flushes_in_another_stream_than_that_of_the_batch() -> None:
     for choose, policy, capacity in itertools.product(WORST, range(6), (3, 5)):
         options: Any = {"policy": policy, "capacity": capacity}
         check_cached(SimDevice(choose()), 2, FIXED, switches_within=True, flushes=True, **options)
+
+
+def test_a_step_that_changes_its_stream_for_good() -> None:
+    for choose, i, policy in itertools.product(WORST, (0, 1, 2), (0, 1)):
+        check_cached(SimDevice(choose()), 2, FIXED, switch_in=i, policy=policy)
 
 
 @pytest.mark.parametrize("of_cache", [True, False], ids=["the cache", "a batch"])

@@ -1,8 +1,10 @@
 """A prefetching feeder equals the synchronous loop, whatever the device's schedule."""
 
 import gc
+import itertools
 import linecache
 import random
+import sys
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.depth_choices import script
-from support.schedules import SLOTS, STREAMS, corners, next_stream, randomly
+from support.schedules import SLOTS, STREAMS, corners, next_stream, randomly, switch
 
 from pinfeed import ArrayStore, Feeder
 from pinfeed.testing import SimDevice, favour, lazy
@@ -27,7 +29,18 @@ CORNERS = corners(dict.fromkeys(("compute", "read"), (5, 9, 14, 20, 27, 35)))
 
 
 class Run:
-    """One loop that changes its rows, as a synchronous loop or on a feeder."""
+    """One loop that changes its rows, as a synchronous loop or on a feeder.
+
+    Args:
+        batches: Rows of each batch.
+        stop_after: Number of batches after which the loop is left.
+        switch_after: Number of batches after which the loop changes its stream after each batch.
+        switch_once: Number of batches after which the loop changes its stream for good.
+        switch_in: Number of the batch in which the loop changes its stream for good, after it has
+            computed new values and before it writes them back.
+        timeline: Whether the feeder has a timeline.
+        ways: For each batch whether the loop is synchronous from then on.
+    """
 
     def __init__(
         self,
@@ -35,6 +48,7 @@ class Run:
         stop_after: int | None = None,
         switch_after: int | None = None,
         switch_once: int | None = None,
+        switch_in: int | None = None,
         timeline: bool = False,
         ways: list[bool] | None = None,
     ) -> None:
@@ -42,6 +56,7 @@ class Run:
         self.stop_after = stop_after
         self.switch_after = switch_after
         self.switch_once = switch_once
+        self.switch_in = switch_in
         self.timeline = timeline
         self.ways = ways
         self.x = np.arange(N * D, dtype=np.float64).reshape(N, D)
@@ -98,6 +113,8 @@ class Run:
         if i % 3:
             new_y = y
             device.launch(lambda y: np.copyto(y, y + 1), y)
+        if i == self.switch_in:
+            switch(device, "another")
         if new_x is not None or new_y is not None:
             batch.write_back((new_x, {"y": new_y}))
         for array in (new_x, new_y):
@@ -170,8 +187,21 @@ def test_random_schedules(seed: int) -> None:
         known=known,
         switch_after=switch_after,
         switch_once=rng.choice([None, 1, 2]),
+        switch_in=rng.choice([None, 1, 3]),
         timeline=rng.random() < 0.3,
     )
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("corner", CORNERS)
+def test_corner_schedules_of_a_loop_that_changes_its_stream_once(corner: str) -> None:
+    for i, known, where in itertools.product((0, 2), (True, False), ("switch_in", "switch_once")):
+        check(
+            SimDevice(CORNERS[corner](), direct=known),
+            2,
+            known=known,
+            **{where: i + (where == "switch_once")},
+        )
 
 
 row_batches = st.lists(
@@ -206,7 +236,9 @@ def test_any_schedule(
     st.lists(st.booleans(), max_size=8),
     st.integers(1, 4),
     st.booleans(),
-    st.sampled_from([{}, {"stop_after": 5}, {"switch_after": 2}, {"switch_once": 1}]),
+    st.sampled_from(
+        [{}, {"stop_after": 5}, {"switch_after": 2}, {"switch_once": 1}, {"switch_in": 1}]
+    ),
 )
 @settings(max_examples=100, deadline=None)
 def test_any_schedule_of_a_loop_that_changes_to_the_synchronous_loop_and_back(
@@ -287,18 +319,26 @@ def test_every_synchronisation_is_needed(site: tuple[str, int]) -> None:
     assert any(fails(device, kwargs) for device, kwargs in devices)
 
 
-def test_memory_used_in_another_stream_must_be_shared_with_it() -> None:
+@pytest.mark.parametrize(
+    ("caller", "kwargs"),
+    [
+        ("lend", [{"switch_after": 1}, {"switch_after": 2}]),
+        ("hold", [{"switch_in": i, "known": False} for i in (0, 1, 2, 3)]),
+    ],
+    ids=["a batch", "new values"],
+)
+def test_memory_used_in_another_stream_must_be_shared_with_it(
+    caller: str, kwargs: list[dict[str, Any]]
+) -> None:
     """The allocator does not know the streams a consumer switches to, and would free too early."""
 
     class Forgetful(SimDevice):
         def share(self, tensor: Any, stream: Any) -> None:
-            pass
+            if sys._getframe(1).f_code.co_name != caller:
+                super().share(tensor, stream)
 
-    assert any(
-        fails(Forgetful(choose()), {"switch_after": after})
-        for choose in CORNERS.values()
-        for after in (1, 2)
-    )
+    every = itertools.product(CORNERS.values(), kwargs)
+    assert any(fails(Forgetful(choose()), options) for choose, options in every)
 
 
 def fails(device: SimDevice, kwargs: dict[str, Any]) -> bool:

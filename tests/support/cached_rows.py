@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from support.depth_choices import ScriptedChoice
 from support.random_policy import random_policy
-from support.schedules import next_stream
+from support.schedules import next_stream, switch
 
 from pinfeed import ArrayStore
 from pinfeed.pipeline.epochs import EpochRunner
@@ -91,6 +91,8 @@ class CachedRun:
         stop_after: Number of batches after which the loop is left.
         switch_after: Number of batches after which the loop changes its stream after each batch.
         switch_once: Number of batches after which the loop changes its stream for good.
+        switch_in: Number of the batch in which the loop changes its stream for good, after it has
+            computed new values and before it writes them back.
         switches_within: Whether each step changes its stream and then works with the batch.
         ways: For each batch whether the loop is synchronous from then on.
         flushes: Whether some steps flush all rows.
@@ -107,6 +109,7 @@ class CachedRun:
         stop_after: int | None = None,
         switch_after: int | None = None,
         switch_once: int | None = None,
+        switch_in: int | None = None,
         switches_within: bool = False,
         ways: Sequence[bool] | None = None,
         flushes: bool = False,
@@ -119,6 +122,7 @@ class CachedRun:
         self.stop_after = stop_after
         self.switch_after = switch_after
         self.switch_once = switch_once
+        self.switch_in = switch_in
         self.switches_within = switches_within
         self.ways = ways
         self.flushes = flushes
@@ -238,6 +242,12 @@ class CachedRun:
         for tensor in (x, y, z):
             if tensor is not None:
                 device.launch(lambda t: np.copyto(t, t * 2 + 1), tensor)
+        if i == self.switch_in:
+            switch(device, "another")
+            for tensor, changes in zip(tensors, self.changes(i), strict=True):
+                if not changes:
+                    # torch requires this of programs; pinfeed does it for values to write.
+                    device.share(tensor, device.current_stream())
         if any(self.changes(i)):
             cached = None if x is None and y is None else [x, y]
             lent.write([cached, None if z is None else [z]])

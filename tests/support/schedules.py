@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from pinfeed.testing import favour
+from pinfeed.testing import SimDevice, favour
 from pinfeed.testing.sim import Choose
 
 SLOTS = ("pinfeed-read", "pinfeed-write", "pinfeed-scatter")
@@ -54,6 +54,13 @@ def next_stream(batch: int, switch_after: int | None, switch_once: int | None) -
     if switch_after is not None and batch + 1 >= switch_after:
         return ("another", "compute")[(batch + 1 - switch_after) % 2]
     return None
+
+
+def switch(device: SimDevice, name: str) -> None:
+    """Change to another stream, in which later work waits for the work queued in this one."""
+    done = device.current_stream().record()
+    device.switch(name)
+    device.current_stream().wait(done)
 
 
 def randomly(seed: int) -> Choose:

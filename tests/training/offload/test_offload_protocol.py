@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.schedules import corners, randomly
+from support.schedules import corners, randomly, switch
 from torch import nn
 
 from pinfeed import KiB, MiB
@@ -90,13 +90,6 @@ class Model(nn.Module):
             a, b = y.chunk(2, 1)
             y = torch.cat((a * b, (a + b).relu_()), 1)
         return (y * first).exp() * y.t()
-
-
-def switch(device: SimTorchDevice, name: str) -> None:
-    """Switch to another stream, which waits for the work queued so far."""
-    done = device.current_stream().record()
-    device.switch(name)
-    device.current_stream().wait(done)
 
 
 class Run:

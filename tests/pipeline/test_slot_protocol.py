@@ -1,0 +1,91 @@
+"""Small batches that are gathered together are right in every schedule of the device."""
+
+import itertools
+import random
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from support.schedules import corners, next_stream, randomly
+
+from pinfeed import ArrayStore, Feeder
+from pinfeed.testing import SimDevice
+
+SIZE, N_BATCHES = 2, 20
+X = np.arange(N_BATCHES * SIZE * 3, dtype=np.float64).reshape(-1, 3)
+Y = np.arange(N_BATCHES * SIZE, dtype=np.int32)
+CORNERS = corners(dict.fromkeys(("compute", "another", "read"), (0, 3, 9)))
+# The loop changes its stream within the first slot, within a later one, or after each batch.
+SWITCHES: list[dict[str, Any]] = [
+    {"switch_once": 1},
+    {"switch_once": 5},
+    {"switch_once": 11},
+    {"switch_after": 2},
+]
+
+
+def check(
+    device: SimDevice, *, switch_after: int | None = None, switch_once: int | None = None
+) -> None:
+    """Compare a loop over small batches with slices of the rows."""
+    seen: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    with Feeder((ArrayStore(X), ArrayStore(Y)), batch_size=SIZE, device=device) as feeder:
+        for i, (x, y) in enumerate(feeder):
+            assert feeder._loop._transfer._batches_per_slot == 8
+            device.launch(lambda x, y, i=i: seen.__setitem__(i, (x.copy(), y.copy())), x, y)
+            del x, y
+            for array in [device.array((1024,), "u1") for _ in range(3)]:
+                # The step needs as much memory as some slots.
+                device.launch(lambda a: a.fill(7), array)
+            if name := next_stream(i, switch_after, switch_once):
+                device.switch(name)
+        device.drain()
+    assert sorted(seen) == list(range(N_BATCHES))
+    for i, (x, y) in seen.items():
+        rows = slice(i * SIZE, (i + 1) * SIZE)
+        np.testing.assert_array_equal(x, X[rows])
+        np.testing.assert_array_equal(y, Y[rows])
+
+
+def fails(device: SimDevice, **kwargs: Any) -> bool:
+    try:
+        check(device, **kwargs)
+    except AssertionError:
+        return True
+    return False
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("corner", CORNERS)
+def test_corner_schedules(corner: str) -> None:
+    for direct, kwargs in itertools.product((False, True), SWITCHES):
+        check(SimDevice(CORNERS[corner](), direct=direct), **kwargs)
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("seed", range(40))
+def test_random_schedules(seed: int) -> None:
+    rng = random.Random(seed)
+    device = SimDevice(randomly(seed), direct=rng.random() < 0.5, duplex=rng.random() < 0.7)
+    check(device, switch_once=rng.randint(1, 19), switch_after=rng.choice([None, None, 1, 4]))
+
+
+def test_the_wait_of_later_batches_is_needed() -> None:
+    """Only a loop that changes its stream within a slot has this wait."""
+    plain, changing = SimDevice(), SimDevice()
+    check(plain)
+    check(changing, switch_once=1)
+    (site,) = changing.sites - plain.sites
+    every = itertools.product(CORNERS.values(), SWITCHES)
+    assert any(fails(SimDevice(choose(), deaf_to=site), **kwargs) for choose, kwargs in every)
+
+
+def test_the_memory_of_later_batches_must_be_shared() -> None:
+    class Forgetful(SimDevice):
+        def share(self, tensor: Any, stream: Any) -> None:
+            if sys._getframe(1).f_code.co_name != "lend_next":
+                super().share(tensor, stream)
+
+    every = itertools.product(CORNERS.values(), SWITCHES)
+    assert any(fails(Forgetful(choose()), **kwargs) for choose, kwargs in every)
