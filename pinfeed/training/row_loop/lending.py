@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from pinfeed.devices.base import Stream
 from pinfeed.errors import ClosedError
 from pinfeed.pipeline.lent_batch import LentBatch
-from pinfeed.training.embeddings.batch_rows import BatchRows
 from pinfeed.training.embeddings.source import DeviceBatch
 from pinfeed.training.row_loop.evaluation import Evaluation
 from pinfeed.training.row_loop.lent_table import LentTable, require_separate
@@ -38,8 +37,6 @@ class RowLending:
         self._writes_always = writes_always
         self._reference: SynchronousRows | None = None
         self._lent: LentBatch | None = None
-        # Rows of the current batch in each table.
-        self._rows: Sequence[BatchRows] = ()
         # Stream of the training step at the end of the last batch; None on the CPU.
         self._stream: Stream | None = None
         # None outside evaluating().
@@ -138,7 +135,6 @@ class RowLending:
             # The first tensor is the weights; the others are the optimizer's state.
             table.bind(rows, device_rows.tensors[1:])
         self._lent = lent
-        self._rows = batch_rows
         return batch.data
 
     def finish_batch(self, *, check: bool) -> None:
@@ -259,21 +255,19 @@ class RowLending:
         # The batch was lent in the stream in which the last step had ended.
         if compute != self._stream:
             self._stream = compute
-            for rows in self._rows:
-                for tensor in rows.tensors:
+            for table in self._tables:
+                for tensor in table.batch_rows.tensors:
                     device.share(tensor, compute)
 
     def _unbind(self) -> None:
         """Take the rows of the current batch from the tables."""
         self._lent = None
-        self._rows = ()
         for table in self._tables:
             table.unbind()
 
     def _end(self) -> None:
         """Forget the batch and the thread of a loop that has ended."""
         self._lent = None
-        self._rows = ()
         self._stream = None
         self._evaluation = None
         self._reference = None
