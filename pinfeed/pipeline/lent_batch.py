@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.base import Tensor
+from pinfeed.devices.base import Device, Tensor
 from pinfeed.errors import WriteBackError
 from pinfeed.pipeline.sources.base import HostBatch, RowGroup
 from pinfeed.pipeline.transfer import Transfer
@@ -63,6 +63,11 @@ class LentBatch:
         if host_batch.complete is None:
             return host_batch.rebuild(iter(tensors))
         return host_batch.complete(host_batch.data(tensors), tensors)
+
+    @property
+    def device(self) -> Device:
+        """Device of the batch."""
+        return self._transfer.device
 
     @functools.cached_property
     def groups(self) -> list[RowGroup]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.schedules import randomly, stalling
+from support.schedules import next_stream, randomly, stalling, switch
 
 from pinfeed import ArrayStore, Feeder, HostEmbedding, RowOptimizer, train_rows, wrap_loader
 from pinfeed.testing import SimDevice, favour, lazy
@@ -65,11 +65,20 @@ class Functions:
 
 
 class Run:
-    """The batches that a loop has seen, in the device's own time."""
+    """The batches that a loop has seen, in the device's own time.
 
-    def __init__(self, kind: str, stop_after: int | None = None) -> None:
+    Args:
+        kind: One of ``KINDS``.
+        stop_after: Number of batches after which the loop is left.
+        switch_once: Number of batches after which the loop changes its stream for good.
+    """
+
+    def __init__(
+        self, kind: str, stop_after: int | None = None, switch_once: int | None = None
+    ) -> None:
         self.kind = kind
         self.stop_after = stop_after
+        self.switch_once = switch_once
         self.seen: dict[int, dict[str, np.ndarray]] = {}
         self.table = TABLE.copy()
 
@@ -85,6 +94,9 @@ class Run:
             self.step(device if is_simulated else None, i, batch)
             # The batch is not held while the next one is made, so its memory can be reused.
             del batch
+            if is_simulated and (name := next_stream(i, None, self.switch_once)):
+                # The step of a table ends only when the loop requests the next batch.
+                switch(device, name) if self.kind == "table" else device.switch(name)
         del batches, functions
         if is_simulated:
             self.use_freed_memory(device)
@@ -165,9 +177,15 @@ KINDS = ("rows", "host and device", "loader", "fetch", "table")
 EXPECTED = {kind: Run(kind).on("cpu", 0) for kind in KINDS}
 
 
-def check(device: SimTorchDevice, depth: int, kind: str, stop_after: int | None = None) -> None:
+def check(
+    device: SimTorchDevice,
+    depth: int,
+    kind: str,
+    stop_after: int | None = None,
+    switch_once: int | None = None,
+) -> None:
     with device.factories():
-        got = Run(kind, stop_after).on(device, depth)
+        got = Run(kind, stop_after, switch_once).on(device, depth)
     want = EXPECTED[kind]
     n_batches = stop_after or len(want.seen)
     assert sorted(got.seen) == list(range(n_batches))
@@ -185,11 +203,19 @@ def test_corner_schedules(kind: str) -> None:
         check(SimTorchDevice(choose(), direct=i % 2 == 0), depth, kind, (None, 3)[i % 3 == 2])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_corner_schedules_of_a_loop_that_changes_its_stream_once(kind: str) -> None:
+    for i, choose in enumerate(CORNERS.values()):
+        device = SimTorchDevice(choose(), direct=i % 2 == 0)
+        check(device, (2, 1, 5, 0)[i % 4], kind, switch_once=1 + i % 3)
+
+
 @pytest.mark.parametrize("seed", range(1130, 1140))
 def test_random_schedules(seed: int) -> None:
     rng = random.Random(seed)
     device = SimTorchDevice(randomly(seed), direct=rng.random() < 0.5)
-    check(device, rng.randint(0, 4), rng.choice(KINDS), rng.choice([None, 3]))
+    options = rng.choice([None, 3]), rng.choice([None, 1, 2])
+    check(device, rng.randint(0, 4), rng.choice(KINDS), *options)
 
 
 def fails(device: SimTorchDevice, kind: str, stop_after: int | None) -> bool:

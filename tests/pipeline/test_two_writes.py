@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import random
 import threading
 import weakref
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.schedules import SLOTS, STREAMS, corners
+from support.schedules import SLOTS, STREAMS, corners, next_stream
 
 from pinfeed import ArrayStore, Feeder
 from pinfeed.devices.cpu import HostDevice
@@ -28,13 +29,21 @@ EVERY_ROW = [np.arange(N) for _ in range(9)]
 THIRDS = [np.arange(4) + 4 * (i % 3) for i in range(9)]
 
 
-def added_up(device: SimDevice, batches: list[np.ndarray], depth: int = 3) -> np.ndarray:
+def added_up(
+    device: SimDevice,
+    batches: list[np.ndarray],
+    depth: int = 3,
+    *,
+    switch_once: int | None = None,
+) -> np.ndarray:
     """Let every batch triple its rows and add its number; return the rows after the loop."""
     rows = np.zeros((N, 2))
     with Feeder(ArrayStore(rows), rows=batches, depth=depth, device=device) as feeder:
         for i, batch in enumerate(feeder.batches()):
             device.launch(lambda x, i=i: np.copyto(x, x * 3 + i), batch.data)
             batch.write_back(batch.data)
+            if name := next_stream(i, None, switch_once):
+                device.switch(name)
     return rows
 
 
@@ -50,6 +59,17 @@ def expected(batches: list[np.ndarray]) -> np.ndarray:
 def test_the_last_of_several_writes_to_a_row_wins(corner: str, direct: bool) -> None:
     device = SimDevice(CORNERS[corner](), direct=direct)
     np.testing.assert_array_equal(added_up(device, EVERY_ROW), expected(EVERY_ROW))
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("corner", CORNERS)
+def test_writes_in_two_streams(corner: str, direct: bool) -> None:
+    """The write before the change of the stream is in progress when the next one begins."""
+    for batches, switch_once in itertools.product((EVERY_ROW, THIRDS), (1, 4)):
+        device = SimDevice(CORNERS[corner](), direct=direct)
+        found = added_up(device, batches, switch_once=switch_once)
+        np.testing.assert_array_equal(found, expected(batches))
 
 
 class Watched(SimDevice):

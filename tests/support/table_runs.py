@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from support.depth_choices import script
 from support.random_policy import random_policy
-from support.schedules import next_stream
+from support.schedules import next_stream, switch
 from torch import nn
 from torch.nn import functional
 
@@ -113,6 +113,7 @@ class Run:
         stop_after: Number of batches after which the loop is left; None for all.
         switch_after: Number of batches after which the loop changes its stream after each batch.
         switch_once: Number of batches after which the loop changes its stream for good.
+        switch_in: Number of the batch at whose beginning the loop changes its stream for good.
         ways: For each slot, whether the loop is synchronous from then on.
         caches: ``device_cache`` of both tables.
         policy: Seed of random decisions of the caches; None for those of the real policy.
@@ -129,6 +130,7 @@ class Run:
         stop_after: int | None = None,
         switch_after: int | None = None,
         switch_once: int | None = None,
+        switch_in: int | None = None,
         ways: Sequence[bool] | None = None,
         caches: tuple[Any, Any] = (None, None),
         policy: int | None = None,
@@ -140,6 +142,7 @@ class Run:
         self.stop_after = stop_after
         self.switch_after = switch_after
         self.switch_once = switch_once
+        self.switch_in = switch_in
         self.ways = ways
         self.caches = caches
         self.policy = policy
@@ -278,10 +281,14 @@ class Run:
             for epoch in range(self.n_epochs):
                 first = epoch * len(self.batches[: self.stop_after])
                 for i, batch in enumerate(loop, first):
+                    if i == self.switch_in:
+                        switch(device, "another")
+                        share(device, batch)
                     self.body(i, batch, users, items, optimizer, losses)
                     if i + 1 - first == self.stop_after:
                         break
                     if name := next_stream(i, self.switch_after, self.switch_once):
+                        # The rows of this batch are then written back from the other stream.
                         switch(device, name)
                     # Dropped before the next batch, so that its memory can be reused.
                     del batch
@@ -365,14 +372,10 @@ def lookup(block: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> torch.
     return functional.embedding(torch.searchsorted(rows, ids), block)
 
 
-def switch(device: SimTorchDevice, name: str) -> None:
-    """Switch to another stream, in which later work waits for the work queued in this one.
-
-    The rows of the batch are then written back from the other stream.
-    """
-    done = device.current_stream().record()
-    device.switch(name)
-    device.current_stream().wait(done)
+def share(device: SimTorchDevice, batch: Any) -> None:
+    """Keep the memory of a batch while another stream uses it, as torch requires of programs."""
+    for tensor in (batch["user"], *batch["item"], batch["y"]):
+        device.share(tensor, device.current_stream())
 
 
 def assert_same(got: Run, want: Run) -> None:

@@ -112,6 +112,10 @@ class ShardedBatchRows(BatchRows):
         return self._owned
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [*super().tensors, self._owned, *self._device_rows.row_positions]
+
+    @property
     def touched(self) -> bool:
         if super().touched:
             raise ArgumentError(

@@ -51,6 +51,11 @@ class BatchRows:
         return self.weight
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors of the rows, without the ids that belong to the program."""
+        return [self.ids, self.weight, *(found for _, _, found in self._prepared)]
+
+    @property
     def touched(self) -> bool:
         """Whether ``weight`` was changed in place, other than through ``weight.data``."""
         return version_of(self.weight) != self._version

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pinfeed.devices.base import Stream
 from pinfeed.errors import ClosedError
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.training.embeddings.source import DeviceBatch
@@ -36,6 +37,8 @@ class RowLending:
         self._writes_always = writes_always
         self._reference: SynchronousRows | None = None
         self._lent: LentBatch | None = None
+        # Stream of the training step at the end of the last batch; None on the CPU.
+        self._stream: Stream | None = None
         # None outside evaluating().
         self._evaluation: Evaluation | None = None
         # Thread of the running loop; None if no loop runs.
@@ -145,6 +148,7 @@ class RowLending:
             self._end_evaluation()
         finally:
             try:
+                self._share_rows()
                 self._write_back(copied=False, check=check)
             finally:
                 self._unbind()
@@ -238,6 +242,23 @@ class RowLending:
         if self._reference is not None:
             self._reference.check_stores()
 
+    def _share_rows(self) -> None:
+        """Share the rows of the current batch with the stream to which the step has changed.
+
+        Their memory is then not used again before that stream has done the lookups.
+        """
+        assert self._lent is not None
+        device = self._lent.device
+        if device.unified:
+            return
+        compute = device.current_stream()
+        # The batch was lent in the stream in which the last step had ended.
+        if compute != self._stream:
+            self._stream = compute
+            for table in self._tables:
+                for tensor in table.batch_rows.tensors:
+                    device.share(tensor, compute)
+
     def _unbind(self) -> None:
         """Take the rows of the current batch from the tables."""
         self._lent = None
@@ -247,6 +268,7 @@ class RowLending:
     def _end(self) -> None:
         """Forget the batch and the thread of a loop that has ended."""
         self._lent = None
+        self._stream = None
         self._evaluation = None
         self._reference = None
         self._thread = None

@@ -73,6 +73,11 @@ class LentTable:
         table = self.table
         return TableSpec(table.name, self._ids_of, self.stores, table.num_embeddings)
 
+    @property
+    def batch_rows(self) -> BatchRows:
+        """Rows of the current batch."""
+        return self.table.block
+
     def require_resumed(self) -> None:
         """Check that the rows and their state are those of this run.
 
@@ -168,7 +173,7 @@ class LentTable:
 
     def check_step(self) -> None:
         """Warn once if a training step has ended and gradients of the rows were not used."""
-        rows = self.table.block
+        rows = self.batch_rows
         if self._has_warned or rows.touched:
             return
         if self.optimizer is None and rows.weight.grad is not None:
@@ -194,7 +199,7 @@ class LentTable:
         After a step, these are weights and state. Without a step, they are only the weights,
         because the program may have changed them directly.
         """
-        rows = self.table.block
+        rows = self.batch_rows
         touched = rows.touched
         state = None
         if self.optimizer is not None and self.trainable:

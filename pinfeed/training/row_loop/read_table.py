@@ -35,6 +35,11 @@ class ReadTable(LentTable):
         self._loop: RowLoop[Any] | None = None
         self._rows: BatchRows | None = None
 
+    @property
+    def batch_rows(self) -> BatchRows:
+        assert self._rows is not None
+        return self._rows
+
     def require_idle(self) -> None:
         table = self.table
         table._require_readable()
@@ -88,9 +93,8 @@ class ReadTable(LentTable):
         Raises:
             WriteBackError: If the rows have changed.
         """
-        assert self._rows is not None
         # With max_norm, lookups change the rows of a batch.
-        if self.table.max_norm is None and self._rows.touched:
+        if self.table.max_norm is None and self.batch_rows.touched:
             raise WriteBackError(
                 f"rows of {self.table.name} were changed in a loop over read_rows, which writes "
                 "nothing back; change them in a loop over train_rows, or change a clone"

@@ -113,6 +113,7 @@ def test_random_runs_on_the_simulated_device(seed: int) -> None:
     options = some_run(rng)
     options["switch_after"] = rng.choice([None, 1])
     options["switch_once"] = rng.choice([None, 1, 2])
+    options["switch_in"] = rng.choice([None, 0, 2])
     check(device, rng.randint(0, 3), rng.choice(DENSE), verify=rng.random() < 0.2, **options)
 
 

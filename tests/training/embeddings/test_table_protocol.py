@@ -3,6 +3,7 @@
 import itertools
 import linecache
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -163,6 +164,7 @@ def random_run(seed: int) -> None:
         "stop_after": rng.choice([None, 1, 3]),
         "switch_after": rng.choice([None, None, 1, 3]),
         "switch_once": rng.choice([None, None, 1, 2]),
+        "switch_in": rng.choice([None, None, 0, 2]),
     }
     check(
         device, rng.randint(0, 4), rng.choice(DENSE), batches, verify=rng.random() < 0.2, **options
@@ -261,6 +263,24 @@ def fails(device: SimTorchDevice, kwargs: dict[str, Any]) -> bool:
     except (AssertionError, RuntimeError, IndexError):
         return True
     return False
+
+
+@pytest.mark.parametrize("i", [0, 1])
+@pytest.mark.parametrize("corner", WORST)
+def test_a_step_that_changes_its_stream_before_its_lookups(corner: str, i: int) -> None:
+    caches = [(None, None), (0.3, 0.4)][i]
+    device = SimTorchDevice(CORNERS[corner](), direct=bool(i))
+    check(device, 2, "momentum", GROWING, switch_in=i, caches=caches)
+
+
+def test_rows_that_another_stream_looks_up_must_be_shared_with_it() -> None:
+    class Forgetful(SimTorchDevice):
+        def share(self, tensor: Any, stream: Any) -> None:
+            if sys._getframe(1).f_code.co_name != "_share_rows":
+                super().share(tensor, stream)
+
+    devices = (Forgetful(CORNERS[corner]()) for corner in WORST)
+    assert any(fails(device, {"batches": GROWING, "switch_in": 1}) for device in devices)
 
 
 @pytest.mark.parametrize("simulated", [False, True], ids=["cpu", "simulated"])

@@ -199,6 +199,14 @@ def test_every_action_of_a_loop(number: int, options: dict[str, Any]) -> None:
         )
 
 
+@pytest.mark.parametrize("i", [1, 2])
+@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[2]], ids=str)
+def test_a_loop_that_changes_its_stream_once(options: dict[str, Any], i: int) -> None:
+    streams = ("compute",) * i + ("second",) * (3 - i)
+    for choose in (lazy, favour("read"), favour("compute")):
+        check(SimTorchDevice(choose), options, 3, ("plain", "retain", "plain"), streams)
+
+
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     "corner",
@@ -220,7 +228,7 @@ def random_run(seed: int) -> None:
         rng.choice(OPTIONS),
         3,
         does,
-        rng.choice([("compute",), ("compute", "second")]),
+        rng.choice([("compute",), ("compute", "second"), ("compute", "second", "second")]),
     )
 
 
@@ -462,7 +470,7 @@ def synchronisations() -> list[tuple[str, int]]:
     for scene in SCENES:
         device = SimTorchDevice(lazy)
         scene(device)
-        sites |= {site for site in device.sites if not site[0].endswith(Path(__file__).name)}
+        sites |= {site for site in device.sites if "tests" not in Path(site[0]).parts}
     return sorted(sites)
 
 
