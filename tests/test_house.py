@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "pinfeed").rglob("*.py"))
 
 MOST_LAYERS = 10
-MOST_FUNCTION_LINES = 43
+MOST_FUNCTION_LINES = 60
 MOST_CLASS_LINES = 200
 MOST_TEST_LINES = 600
 MOST_PUBLIC_PARAMETERS = 12

@@ -71,6 +71,8 @@ class HostDevice:
     name = "cpu"
     unified = True
     _stream = HostStream()
+    wrap = staticmethod(to_torch)
+    """Returns a tensor on the memory of an array."""
 
     def __init__(self, *, n_spare: int = 4) -> None:
         self._pool = BufferPool(n_spare, huge)

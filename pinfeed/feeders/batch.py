@@ -13,7 +13,7 @@ import numpy as np
 from pinfeed.devices.base import Device
 from pinfeed.errors import WriteBackError
 from pinfeed.feeders.base import T_co
-from pinfeed.pipeline.lent_batch import LentBatch
+from pinfeed.pipeline.lent_batch import LentBatch, WritableBatch
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.array import ArrayStore
@@ -88,11 +88,15 @@ class Batch(Generic[T_co]):
                 "transformed before later changes of its rows are known; change the batch in the "
                 "training step instead"
             )
-        self._lent.require_writable()
+        lent = self._lent
+        if isinstance(lent, WritableBatch):
+            lent.require_writable()
         checked = self._stores.check(values, len(self.rows), self._device)
         pairs = zip(self._stores.stores, checked, strict=True)
         _warn_in_worker_process(store for store, value in pairs if value is not None)
-        self._lent.write([checked])
+        # Otherwise no store is writable, and so no value was given.
+        if isinstance(lent, WritableBatch):
+            lent.write([checked])
 
 
 def _warn_in_worker_process(stores: Iterable[Store]) -> None:

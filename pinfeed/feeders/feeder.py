@@ -22,7 +22,7 @@ from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan, check_route
 from pinfeed.memory.transform_memory import TransformMemory
 from pinfeed.pipeline.epochs import EpochRunner
-from pinfeed.pipeline.host_gather import HostGather
+from pinfeed.pipeline.host_memory import host_memory
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.loop_transforms import LoopTransforms
 from pinfeed.pipeline.planner import PlanRequest, make_plan, part_capacity
@@ -360,7 +360,7 @@ class Feeder(ResumableFeeder[T_co]):
         self._capacity = part_capacity(request, plan.batch_size)
         self._transforms = transforms
         if transforms.host is not None:
-            gather = HostGather(self._capacity, schedule.n_slots + 1)
+            gather = host_memory(self._capacity, schedule.n_slots + 1)
             self._transforms = dataclasses.replace(transforms, gather=gather)
         if selection.shard is not None:
             self._plan = plan_of_rank(selection.shard, plan, n_rows)
@@ -418,7 +418,7 @@ class Feeder(ResumableFeeder[T_co]):
         """Return the data of a batch after comparing it with the stores."""
         data = lent.take()
         self._loop.drain()
-        self._stores.require_equal(data, lent.groups[0].rows, lent.number, lent.copy_to_host)
+        self._stores.require_equal(data, lent.groups[0].rows, lent.number, self._loop.copy_to_host)
         return data
 
 

@@ -12,7 +12,7 @@ from pinfeed.devices.base import Device
 from pinfeed.errors import add_note
 from pinfeed.memory.transform_memory import Nbytes, TransformMemory, linear
 from pinfeed.pipeline.epochs import EpochRunner
-from pinfeed.pipeline.host_gather import HostGather
+from pinfeed.pipeline.host_memory import host_memory
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.loop_transforms import LoopTransforms
 from pinfeed.pipeline.schedule import PrefetchSchedule
@@ -54,7 +54,7 @@ def measure_transforms(
     n_rows = min(max(2, _TRIAL_BYTES // max(1, tree.row_nbytes)), max(1, tree.n_rows // 2))
     with contextlib.ExitStack() as stack:
         if transforms.host is not None:
-            gather = stack.enter_context(contextlib.closing(HostGather((), 1)))
+            gather = stack.enter_context(contextlib.closing(host_memory((), 1)))
             transforms = dataclasses.replace(transforms, gather=gather)
         small = _run(tree, device, transforms, n_rows)
         large = _run(tree, device, transforms, min(2 * n_rows, tree.n_rows))

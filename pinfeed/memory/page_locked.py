@@ -50,7 +50,7 @@ class _Freed:
     pid: int
 
 
-_freed: deque[_Freed] = deque()
+freed: deque[_Freed] = deque()
 """Pieces to unlock: finalizers append to it at any time, and ``unlock_freed`` empties it.
 
 A deque needs no lock for this.
@@ -110,16 +110,16 @@ def unlock_freed() -> None:
     takes time.
     """
     # A loop calls this for every batch, usually with nothing to unlock.
-    while _freed:
+    while freed:
         try:
-            freed = _freed.popleft()
+            piece = freed.popleft()
         except IndexError:
             return
         try:
-            _unlock(freed)
+            _unlock(piece)
         except BaseException:
             # After an interrupt, the next call unlocks it.
-            _freed.appendleft(freed)
+            freed.appendleft(piece)
             raise
 
 
@@ -163,8 +163,8 @@ def _lock_pages(
             size = min(_LOCK_BYTES, len(memory) - start)
             lock(address, size)
             _locked.add((address, size))
-            freed = _Freed(unlock, address, size, memory, os.getpid())
-            locked.append(weakref.finalize(lease, _freed.append, freed))
+            piece = _Freed(unlock, address, size, memory, os.getpid())
+            locked.append(weakref.finalize(lease, freed.append, piece))
     except BaseException:
         # The traceback keeps the lease alive, so its finalizers are called here.
         for free in locked:

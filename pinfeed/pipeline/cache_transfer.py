@@ -130,6 +130,12 @@ class CacheTransfer:
         self._count_written(cache, cached.n_bypassed + cached.n_evicted, written)
         return written
 
+    def all_changed_rows(self, *, is_last: bool) -> Iterator[tuple[RowGroup, ChangedRows]]:
+        """Yield the chunks of ``changed_rows`` of all caches, each with the group to write."""
+        for cache in self.caches:
+            for chunk in self.changed_rows(cache, is_last=is_last):
+                yield RowGroup(chunk.rows, 0, cache.stores), chunk
+
     def changed_rows(self, cache: RowCache, *, is_last: bool) -> Iterator[ChangedRows]:
         """Yield copies of all rows in a cache that may differ from their stores, in chunks.
 

@@ -10,16 +10,20 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from pinfeed.devices.base import Device
+import numpy as np
+import numpy.typing as npt
+
+from pinfeed.devices.base import Device, Tensor
 from pinfeed.errors import ArgumentError, ClosedError
 from pinfeed.pipeline.active_run import ActiveRun, Again, is_suspended
+from pinfeed.pipeline.composition import make_loop
 from pinfeed.pipeline.depth_choice import DepthChoice
 from pinfeed.pipeline.host_transfer import HostTransfer
 from pinfeed.pipeline.kept_errors import ContinuingIterator, KeptError
 from pinfeed.pipeline.lent_batch import LentBatch
+from pinfeed.pipeline.loop import Loop
 from pinfeed.pipeline.loop_transforms import NO_TRANSFORMS, LoopTransforms
 from pinfeed.pipeline.position import EpochPosition
-from pinfeed.pipeline.prefetcher import Prefetcher
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.base import Source
 from pinfeed.pipeline.sources.guarded import guarded
@@ -88,14 +92,13 @@ class EpochRunner:
         self._position = EpochPosition(source, transforms.fingerprint)
         self._counters = Counters(timeline=Timeline() if timeline else None)
         self._starvation = StarvationMonitor(self._counters, source.hint, source.transfer_hint)
-        transfer = HostTransfer if device.unified else Transfer
         self._transforms = transforms
-        self._transfer = transfer(device, schedule.n_slots, capacity, self._counters, transforms)
+        self._transfer = _mover(device, schedule.n_slots, capacity, self._counters, transforms)
         self._active = ActiveRun()
         # If two threads request a run at the same time, only one of the threads begins it.
         self._beginning = threading.Lock()
         # Loop of the last run.
-        self._prefetcher: Prefetcher | None = None
+        self._last_loop: Loop | None = None
         self._closed = False
 
     @property
@@ -174,9 +177,9 @@ class EpochRunner:
             lend = functools.partial(self._lend_or_keep, lend)
         with self._beginning:
             self.end_last()
-            if self._prefetcher is not None:
+            if self._last_loop is not None:
                 # The reader threads have ended, unless an interrupt has cut off the wait for them.
-                self._prefetcher.end()
+                self._last_loop.end()
             self._raise_failure()
             begin()
             schedule = schedule or self._schedule
@@ -237,11 +240,17 @@ class EpochRunner:
         Raises:
             Exception: If a write-back failed; its error.
         """
-        if self._prefetcher is not None:
-            self._prefetcher.require_not_forked()
+        if self._last_loop is not None:
+            self._last_loop.require_not_forked()
             if not self._active.is_running:
-                self._prefetcher.end()
-            self._prefetcher.drain()
+                self._last_loop.end()
+            self._last_loop.drain()
+
+    def copy_to_host(
+        self, tensor: Tensor, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> npt.NDArray[Any]:
+        """Wait for the device, and return the values of a tensor of the current batch."""
+        return self._transfer.copy_to_host(tensor, shape, dtype)
 
     def close(self) -> None:
         """End the run, join its threads and complete its write-backs. It may be called again.
@@ -260,12 +269,12 @@ class EpochRunner:
         if (
             generator is not None
             and is_suspended(generator)
-            and self._prefetcher is not None
-            and self._prefetcher.consumer == threading.get_ident()
+            and self._last_loop is not None
+            and self._last_loop.consumer == threading.get_ident()
         ):
             generator.close()
-        if self._prefetcher is not None and not self._prefetcher.is_forked:
-            self._prefetcher.end()
+        if self._last_loop is not None and not self._last_loop.is_forked:
+            self._last_loop.end()
         self._transfer.close()
         self._raise_failure()
 
@@ -317,14 +326,14 @@ class EpochRunner:
         """Start the threads of a run; return its batches."""
         position = self._position
         transforms = dataclasses.replace(self._transforms, epoch=position.epoch)
-        self._prefetcher = Prefetcher(self._transfer, position.batch, choice, transforms)
         thunks = self.source.epoch(
             position.epoch,
             position.batch,
             position.checksum,
             choice.schedule.batches_per_slot,
         )
-        return self._prefetcher.lend(thunks)
+        self._last_loop = make_loop(self._transfer, thunks, position.batch, choice, transforms)
+        return self._last_loop.batches()
 
     def _lend_or_keep(self, lend: Callable[[LentBatch], Any], lent_batch: LentBatch) -> Any:
         """Return the value to yield for a batch, or the error in its place."""
@@ -370,9 +379,9 @@ class EpochRunner:
 
     def _log_failure(self) -> None:
         """Log the error of a write-back, because a loop that was left does not raise it."""
-        assert self._prefetcher is not None
-        failure = self._prefetcher.write_queue.failure
-        if failure is not None:
+        assert self._last_loop is not None
+        queue = self._last_loop.write_queue
+        if queue is not None and (failure := queue.failure) is not None:
             text = "a write_back failed after the loop was left; close() raises its error"
             # logger.exception would log the GeneratorExit.
             logger.error(text, exc_info=failure)
@@ -410,12 +419,25 @@ class EpochRunner:
         Args:
             reason: Error of the iterator after its run was ended.
         """
-        if self._prefetcher is not None:
-            self._prefetcher.require_not_forked()
+        if self._last_loop is not None:
+            self._last_loop.require_not_forked()
         if not self._active.is_running:
             return True
         return self._again == "end" and self._active.end(reason)
 
     def _raise_failure(self) -> None:
-        if self._prefetcher is not None:
-            self._prefetcher.write_queue.check()
+        if self._last_loop is not None and self._last_loop.write_queue is not None:
+            self._last_loop.write_queue.check()
+
+
+def _mover(
+    device: Any,
+    n_slots: int,
+    capacity: Sequence[int],
+    counters: Counters,
+    transforms: LoopTransforms,
+) -> Transfer | HostTransfer:
+    """Return the mover of a device, with its slots."""
+    if device.unified:
+        return HostTransfer(device, n_slots, capacity, counters)
+    return Transfer(device, n_slots, capacity, counters, transforms)

@@ -1,58 +1,41 @@
-"""LentBatch: a batch on the device that the loop has received."""
+"""LentBatch: a batch on the device that the loop has received; WritableBatch: one to write back."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from pinfeed.devices.base import Device, Tensor
+from pinfeed.devices.base import Tensor
 from pinfeed.errors import WriteBackError
+from pinfeed.pipeline.mover import Writer
 from pinfeed.pipeline.sources.base import HostBatch, RowGroup
-from pinfeed.pipeline.transfer import Transfer
 from pinfeed.pipeline.write_queue import WriteQueue
 
 
 class LentBatch:
-    """A batch on the device, until the loop requests the next one.
+    """A batch on the device.
 
     ``take`` hands its tensors over once; from then on only the user owns them.
 
     Args:
-        transfer: Transfer that takes values to be written back.
-        write_queue: Write-backs of the loop.
         host_batch: Contents of the slot, which may be several batches.
         tensors: Tensors of this batch.
         i: Position of this batch in the slot.
         number: Number of this batch in its epoch.
     """
 
-    def __init__(
-        self,
-        transfer: Transfer,
-        write_queue: WriteQueue,
-        host_batch: HostBatch,
-        tensors: list[Tensor],
-        i: int,
-        number: int,
-    ) -> None:
+    def __init__(self, host_batch: HostBatch, tensors: list[Tensor], i: int, number: int) -> None:
         self.number = number
+        self.n_rows, self.checksum = host_batch.batches[i]
         self.state = host_batch.state
         """State of the loader after the batch, if the loader has a state."""
-        self.n_rows, self.checksum = host_batch.batches[i]
         self._slot_batches = host_batch.batches
         self._slot_groups = host_batch.groups
         self._i = i
         self._host_batch = host_batch
         self._tensors = tensors
-        self._transfer = transfer
-        self._write_queue = write_queue
-        self._is_over = False
-        self._is_written = False
 
     def take(self) -> Any:
         """Return the batch in the user's structure."""
@@ -64,11 +47,6 @@ class LentBatch:
             return host_batch.rebuild(iter(tensors))
         return host_batch.complete(host_batch.data(tensors), tensors)
 
-    @property
-    def device(self) -> Device:
-        """Device of the batch."""
-        return self._transfer.device
-
     @functools.cached_property
     def groups(self) -> list[RowGroup]:
         """Rows of the batch, and their stores."""
@@ -77,11 +55,33 @@ class LentBatch:
         begin = sum(n_rows for n_rows, _ in self._slot_batches[: self._i])
         return [group.cut(begin, begin + self.n_rows) for group in self._slot_groups]
 
-    def copy_to_host(
-        self, tensor: Tensor, shape: tuple[int, ...], dtype: np.dtype[Any]
-    ) -> npt.NDArray[Any]:
-        """Wait for the device, and return the values of one of the batch's tensors."""
-        return self._transfer.copy_to_host(tensor, shape, dtype)
+
+class WritableBatch(LentBatch):
+    """A batch of a loop that writes rows back, or has caches, until the next one is requested.
+
+    Args:
+        writer: Takes values that are to be written back.
+        write_queue: Write-backs of the loop.
+        host_batch: Contents of the slot.
+        tensors: Tensors of this batch.
+        i: Position of this batch in the slot.
+        number: Number of this batch in its epoch.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        write_queue: WriteQueue,
+        host_batch: HostBatch,
+        tensors: list[Tensor],
+        i: int,
+        number: int,
+    ) -> None:
+        super().__init__(host_batch, tensors, i, number)
+        self._writer = writer
+        self._write_queue = write_queue
+        self._is_over = False
+        self._is_written = False
 
     def end(self) -> None:
         """Note that the loop has requested the next batch or has ended."""
@@ -89,8 +89,6 @@ class LentBatch:
 
     def finish(self) -> None:
         """Move rows into and out of their caches, if no write of the batch has done so."""
-        if not self._slot_groups:
-            return
         cached = [group.cached for group in self._slot_groups if group.cached is not None]
         if not cached:
             return
@@ -137,6 +135,27 @@ class LentBatch:
         is_cached = any(group.cached is not None for group in self._slot_groups)
         with self._write_queue.adding if is_cached else contextlib.nullcontext():
             self._write_queue.require_running()
-            held = self._transfer.hold(self.groups, values, self.number, copied=copied)
+            held = self._writer.hold(self.groups, values, self.number, copied=copied)
             self._write_queue.add(held, check=check)
         self._is_written = True
+
+
+def finish_each(
+    batches: Generator[WritableBatch, None, None], write_queue: WriteQueue
+) -> Iterator[WritableBatch]:
+    """Yield the batches of a loop, and end and finish each after its training step.
+
+    Raises:
+        Exception: If a write-back failed; its error, as soon as it is known.
+    """
+    # The loop ends before this generator raises an error, not when the error's traceback is freed.
+    with contextlib.closing(batches):
+        for lent_batch in batches:
+            try:
+                yield lent_batch
+            finally:
+                lent_batch.end()
+            write_queue.require_running()
+            lent_batch.finish()
+            write_queue.check()
+    write_queue.check()

@@ -39,17 +39,20 @@ class LoopThreads:
         is_named: Whether a profiler of the device should show each call under a name.
     """
 
-    def __init__(self, device: Device, schedule: PrefetchSchedule, *, is_named: bool) -> None:
+    def __init__(
+        self, device: Device, schedule: PrefetchSchedule, *, is_named: bool = False
+    ) -> None:
         self._device = device
         self._schedule = schedule
-        self._n_forks = exit_hook.n_forks
+        self.n_forks = exit_hook.n_forks
+        """Number of forks until the loop began; another number shows a forked process."""
         self.has_ended = False
         """Whether the loop has ended and its threads are joined."""
         self.call: Callable[..., Any] = self._call_named if is_named else _call
         """Makes a call ``(lane, batch, fn, *args)`` in this thread, named for a profiler."""
         self._is_named = is_named
-        # Identifiers of the threads that have made a call.
-        self._idents: set[int] = set()
+        # Identifiers of the threads that have written rows back.
+        self._writers: set[int] = set()
         self.is_inline = schedule.depth == 0
         """Whether the caller fills slots and writes rows itself, in its own thread."""
         # Another thread may close the feeder while the loop writes rows back. Without this lock, it
@@ -57,7 +60,7 @@ class LoopThreads:
         self._joining = threading.Lock()
         self._are_writers_joined = False
         self._reader: Workers | None = None
-        self._transform_thread: Workers | None = None
+        self._transformer: Workers | None = None
         self._writer: Workers | None = None
         self._scatterer: Workers | None = None
         self._scatter_helpers: Workers | None = None
@@ -68,18 +71,21 @@ class LoopThreads:
         Args:
             calls_transforms: Whether to start the transform thread, too.
         """
-        if self._schedule.depth and self._reader is None:
-            self._reader = self._device.worker("pinfeed-read", self._schedule.n_readers)
-            if calls_transforms:
-                self._transform_thread = self._device.worker("pinfeed-transform")
+        self._reader = self._device.worker("pinfeed-read", self._schedule.n_readers)
+        if calls_transforms:
+            self._transformer = self._device.worker("pinfeed-transform")
 
-    def submit_read(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
-        """Make a reader thread call ``fn(*args)`` for a batch."""
-        return self._submit(self._reader, "read", batch, fn, *args)
+    @property
+    def reader(self) -> Workers:
+        """Threads that fill slots."""
+        assert self._reader is not None
+        return self._reader
 
-    def submit_transform(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
-        """Make the transform thread call ``fn(*args)`` for a batch, in the order of submission."""
-        return self._submit(self._transform_thread, "transform", batch, fn, *args)
+    @property
+    def transformer(self) -> Workers:
+        """Thread that calls transforms."""
+        assert self._transformer is not None
+        return self._transformer
 
     def submit_write(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
         """Make the first writer thread call ``fn(*args)`` for a batch."""
@@ -109,7 +115,7 @@ class LoopThreads:
             if i % (1 + _N_SCATTER_HELPERS):
                 # If the program is ending, or no thread starts, this thread makes the call.
                 with contextlib.suppress(Exception):
-                    submitted = self._helpers().submit(self._run, call)
+                    submitted = self._helpers().submit(guarded, call)
             if submitted is None:
                 own.append(Call(call))
             else:
@@ -130,7 +136,7 @@ class LoopThreads:
 
     def join_readers(self) -> None:
         """Wait until the reader threads and the transform thread have ended."""
-        for worker in (self._reader, self._transform_thread):
+        for worker in (self._reader, self._transformer):
             if worker is not None:
                 worker.shutdown(wait=True)
 
@@ -144,13 +150,14 @@ class LoopThreads:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the current thread is one of these threads."""
-        return threading.get_ident() in self._idents
+        """Whether the current thread works for a loop, and so cannot wait for other threads."""
+        here = threading.current_thread()
+        return here.ident in self._writers or here.name.startswith("pinfeed-")
 
     @property
     def is_forked(self) -> bool:
         """Whether this process was forked while the loop ran, and so has none of its threads."""
-        return self._n_forks != exit_hook.n_forks and not self.has_ended
+        return self.n_forks != exit_hook.n_forks and not self.has_ended
 
     def require_not_forked(self) -> None:
         """Check that this is the process in which the loop began.
@@ -170,9 +177,6 @@ class LoopThreads:
         Raises:
             ClosedError: If the process is a fork, or another thread has closed the feeder.
         """
-        # The loop calls this for every batch, so the usual case is first.
-        if not self.has_ended and self._n_forks == exit_hook.n_forks:
-            return
         self.require_not_forked()
         if self.has_ended:
             raise ClosedError(_CLOSED)
@@ -186,11 +190,11 @@ class LoopThreads:
     ) -> Pending[Any]:
         assert workers is not None
         if self._is_named:
-            return workers.submit(self._run, self.call, lane, batch, fn, *args)
-        return workers.submit(self._run, fn, *args)
+            return workers.submit(self._write, self.call, lane, batch, fn, *args)
+        return workers.submit(self._write, fn, *args)
 
-    def _run(self, fn: Callable[..., Any], *args: Any) -> Any:
-        self._idents.add(threading.get_ident())
+    def _write(self, fn: Callable[..., Any], *args: Any) -> Any:
+        self._writers.add(threading.get_ident())
         return guarded(fn, *args)
 
     def _call_named(self, lane: str, batch: int, fn: Callable[..., Any], *args: Any) -> Any:

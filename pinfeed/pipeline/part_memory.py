@@ -64,7 +64,7 @@ class PartMemory:
         offsets: Mapping[int, int] = {}
         nbytes = 0
         if self._shares:
-            offsets, nbytes = _layout(sizes)
+            offsets, nbytes = layout(sizes)
         shared = self._device.empty(nbytes, stream) if nbytes else None
         return [
             Place(shared, offsets[i], size, True)
@@ -85,7 +85,7 @@ class PartMemory:
         found = reserved[i] if i < len(reserved) else None
         if found is not None and found.nbytes >= nbytes:
             return found, True
-        size = _grown(found.nbytes if found is not None else 0, nbytes)
+        size = grown(found.nbytes if found is not None else 0, nbytes)
         return Place(self._device.empty(size, stream), 0, size, False), False
 
     def allocate(self, i: int, nbytes: int, n_batches: int, stream: Any) -> Buffer:
@@ -127,7 +127,7 @@ class PartMemory:
         if len(each) <= len(self.capacity) and all(map(operator.le, each, self.capacity)):
             return
         self.capacity = [
-            _grown(*sizes) for sizes in itertools.zip_longest(self.capacity, each, fillvalue=0)
+            grown(*sizes) for sizes in itertools.zip_longest(self.capacity, each, fillvalue=0)
         ]
 
 
@@ -148,7 +148,7 @@ def shared_nbytes(places: Sequence[Place | None]) -> int:
 
 # Every batch of a loop has the same sizes.
 @functools.lru_cache
-def _layout(sizes: tuple[int, ...]) -> tuple[Mapping[int, int], int]:
+def layout(sizes: tuple[int, ...]) -> tuple[Mapping[int, int], int]:
     """Return the offset of each part in the shared buffer, by its index, and the buffer's bytes."""
     offsets = {}
     end = 0
@@ -160,7 +160,7 @@ def _layout(sizes: tuple[int, ...]) -> tuple[Mapping[int, int], int]:
     return (offsets, end) if len(offsets) > 1 else ({}, 0)
 
 
-def _grown(capacity: int, needed: int) -> int:
+def grown(capacity: int, needed: int) -> int:
     """Return the bytes to allocate for a part that took ``capacity`` bytes so far.
 
     The size of a larger part is rounded up by at most a sixteenth. Few sizes then occur, and the

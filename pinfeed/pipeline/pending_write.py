@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy.typing as npt
 
 from pinfeed.devices.base import Event, Stream, Tensor
+from pinfeed.errors import WriteBackError
 from pinfeed.pipeline.forwarding import Write, WriteLog
 from pinfeed.pipeline.sources.base import RowGroup
 from pinfeed.rows.orders import Rows
@@ -40,6 +41,23 @@ class StagedRows(NamedTuple):
         for begin in range(0, len(self.rows), step):
             piece = slice(begin, begin + step)
             yield functools.partial(self.store.scatter, self.rows[piece], self.values[piece])
+
+
+def require_distinct(
+    groups: Sequence[RowGroup], values: Sequence[Sequence[Tensor | None] | None]
+) -> None:
+    """Check that no row of a group that is written occurs twice.
+
+    Raises:
+        WriteBackError: If one does.
+    """
+    for group, tensors in zip(groups, values, strict=True):
+        if tensors is not None and group.repeated is not None:
+            raise WriteBackError(
+                f"write_back of {len(group.rows)} rows in which row {group.repeated} appears more "
+                "than once; expected each row only once; give unique rows to the feeder, or sum "
+                "the changes of each row first"
+            )
 
 
 @dataclass

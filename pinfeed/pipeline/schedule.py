@@ -52,8 +52,15 @@ class PrefetchSchedule:
     """
     writes: bool = False
     """Whether the loop may write rows back."""
+    has_caches: bool = False
+    """Whether the loop may lend rows from caches on the device."""
     repeats: bool = True
     """Whether a row may occur twice in an epoch."""
+
+    @property
+    def has_writer(self) -> bool:
+        """Whether rows may be written back, either by the loop or because they leave a cache."""
+        return self.writes or self.has_caches
 
     @property
     def measures_short_only(self) -> bool:

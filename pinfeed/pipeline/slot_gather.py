@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from pinfeed.devices.base import Buffer, Device, Tensor
 from pinfeed.pipeline.part_memory import SHARED, PartMemory, Place, known_nbytes, shared_nbytes
-from pinfeed.pipeline.slot import Slot
+from pinfeed.pipeline.slot import DeviceSlot
 from pinfeed.pipeline.sources.base import HostBatch
 from pinfeed.stores.base import HostArray, part_nbytes
 
@@ -61,7 +61,7 @@ class SlotGather:
         self._indices = indices
         self._check_stop = check_stop
 
-    def gather(self, slot: Slot, batch: HostBatch) -> Gathered:
+    def gather(self, slot: DeviceSlot, batch: HostBatch) -> Gathered:
         """Read the staged parts of a batch (reader).
 
         The slot then has a tensor for each part, and one for the positions of shared rows.
@@ -100,7 +100,7 @@ class SlotGather:
             gathered.staged.append((slot.staging[SHARED][:end], whole))
         return gathered
 
-    def _place(self, slot: Slot, i: int, part: HostArray, gathered: Gathered) -> Place | None:
+    def _place(self, slot: DeviceSlot, i: int, part: HostArray, gathered: Gathered) -> Place | None:
         """Give part ``i`` a tensor; return its memory, or None if the part itself is adopted."""
         assert slot.compute is not None
         tensor = self._device.adopt(part, slot.compute)
@@ -117,7 +117,9 @@ class SlotGather:
         slot.tensors.append(self._device.tensor(place.buffer, part.shape, part.dtype, place.offset))
         return place
 
-    def _read(self, slot: Slot, i: int, part: HostArray, place: Place, gathered: Gathered) -> None:
+    def _read(
+        self, slot: DeviceSlot, i: int, part: HostArray, place: Place, gathered: Gathered
+    ) -> None:
         """Read a part into staging memory, and add its copy."""
         if place.is_shared:
             end = place.offset + slot.needed[i]
@@ -132,7 +134,7 @@ class SlotGather:
 
     def _add_indices(
         self,
-        slot: Slot,
+        slot: DeviceSlot,
         batch: HostBatch,
         g: int,
         direct: list[tuple[HostArray, Tensor]],

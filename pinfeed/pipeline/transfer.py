@@ -133,8 +133,8 @@ from pinfeed.pipeline.cache_transfer import CacheTransfer
 from pinfeed.pipeline.forwarding import Write, WriteLog, forwards
 from pinfeed.pipeline.loop_transforms import LoopTransforms
 from pinfeed.pipeline.part_memory import PartMemory, Staging
-from pinfeed.pipeline.pending_write import HeldValues, PendingWrite, StagedRows
-from pinfeed.pipeline.slot import Cancelled, Slot
+from pinfeed.pipeline.pending_write import HeldValues, PendingWrite, StagedRows, require_distinct
+from pinfeed.pipeline.slot import Cancelled, DeviceSlot
 from pinfeed.pipeline.slot_gather import Gathered, SlotGather
 from pinfeed.pipeline.sources.base import HostBatch, RowGroup
 from pinfeed.profiling.counters import Counters
@@ -187,7 +187,7 @@ class Transfer:
         self._parts = PartMemory(device, capacity, shares=True)
         self._indices = PartMemory(device, shares=False)
         self._gather = SlotGather(device, self._parts, self._indices, self.check_stop)
-        self.slots = [Slot() for _ in range(n_slots)]
+        self.slots = [DeviceSlot() for _ in range(n_slots)]
         self._active_slots = self.slots
         self._batches_per_slot = 1
         # Bytes of the parts of the last lent batch.
@@ -206,12 +206,12 @@ class Transfer:
         self._written_s = 0.0
         self.log: WriteLog[HeldValues] = WriteLog()
         self._cache_transfer = CacheTransfer(device, counters)
-        self._is_stopping = False
+        self.is_stopping = False
         # Event after the work that the loop had queued when it last requested a batch.
         self._asked: Event | None = None
         self._lent: _TimedWork | None = None
 
-    def begin(self, n_slots: int, batches_per_slot: int) -> Sequence[Slot]:
+    def begin(self, n_slots: int, batches_per_slot: int) -> Sequence[DeviceSlot]:
         """Begin a loop. All copies and write-backs of earlier loops are completed.
 
         Args:
@@ -219,7 +219,7 @@ class Transfer:
             batches_per_slot: Number of batches in each slot.
         """
         self.log = WriteLog()
-        self._is_stopping = False
+        self.is_stopping = False
         self._was_staged = False
         self._needed = []
         self._active_slots = self.slots[:n_slots]
@@ -228,23 +228,24 @@ class Transfer:
 
     def stop(self) -> None:
         """End every fill at its next step, because the loop has ended. Any thread may call this."""
-        self._is_stopping = True
+        self.is_stopping = True
 
     def check_stop(self) -> None:
         """Raise Cancelled if ``stop`` was called."""
-        if self._is_stopping:
+        if self.is_stopping:
             raise Cancelled
 
-    def reserve(self, slot: Slot) -> None:
+    def reserve(self, slot: DeviceSlot) -> None:
         """Allocate device memory for the slot's next batches (consumer).
 
         The user owns the memory that the slot has lent before.
         """
-        # This thread does not capture a CUDA graph while it requests a batch.
-        unlock_freed()
         compute = self.device.current_stream()
         slot.batch = None
         slot.seen = self.log.completed
+        if len(self.log):
+            # Every batch that is not lent yet has seen these writes.
+            self.log.forget(min(slot.seen for slot in self._active_slots))
         slot.memory = self._parts.reserve(self._batches_per_slot, compute)
         if self._indices.capacity:
             slot.index_memory = self._indices.reserve(self._batches_per_slot, compute)
@@ -254,7 +255,7 @@ class Transfer:
         if self._lent is not None:
             self._record_device_span(slot.released)
 
-    def fill(self, slot: Slot, batch: HostBatch, number: int) -> Slot:
+    def fill(self, slot: DeviceSlot, batch: HostBatch, number: int) -> DeviceSlot:
         """Gather a batch and queue its copies to the device (reader; one thread per slot).
 
         Args:
@@ -289,7 +290,7 @@ class Transfer:
             self._timeline.add_timed("copy", number, begun, slot.filled, len(batch.batches))
         return slot
 
-    def transform(self, slot: Slot, function: Callable[[Any], Any]) -> None:
+    def transform(self, slot: DeviceSlot, function: Callable[[Any], Any]) -> None:
         """Call ``device_transform`` on the batch of a full slot (transform thread).
 
         Calls are in the order of batches.
@@ -328,7 +329,7 @@ class Transfer:
         """Return whether the device has done all work queued before the last request (consumer)."""
         return self._asked is None or self._asked.is_done()
 
-    def lend(self, slot: Slot) -> deque[list[Tensor]]:
+    def lend(self, slot: DeviceSlot) -> deque[list[Tensor]]:
         """Return the tensors of each of the slot's batches (consumer).
 
         The consumer's work from here on sees the batches as if they were gathered now.
@@ -356,7 +357,7 @@ class Transfer:
         self.counters.copy_wait_s += slot.copy_wait_s
         return self._cut(batch, tensors)
 
-    def lend_next(self, slot: Slot, tensors: Sequence[Tensor]) -> None:
+    def lend_next(self, slot: DeviceSlot, tensors: Sequence[Tensor]) -> None:
         """Lend the slot's next batch, if the loop has changed its stream (consumer).
 
         Only a loop that writes no rows has several batches in a slot.
@@ -395,13 +396,7 @@ class Transfer:
             WriteBackError: If a row occurs twice.
         """
         compute = self.device.current_stream()
-        for group, tensors in zip(groups, values, strict=True):
-            if tensors is not None and group.repeated is not None:
-                raise WriteBackError(
-                    f"write_back of {len(group.rows)} rows in which row {group.repeated} appears "
-                    "more than once; expected each row only once; give unique rows to the feeder, "
-                    "or sum the changes of each row first"
-                )
+        require_distinct(groups, values)
         held: list[list[Tensor | None]] = []
         for group, tensors in zip(groups, values, strict=True):
             kept = list(tensors) if tensors is not None else []
@@ -430,15 +425,12 @@ class Transfer:
         Args:
             is_last: Whether the loop is ending, after which no row may change.
         """
-        for cache in self._cache_transfer.caches:
-            for chunk in self._cache_transfer.changed_rows(cache, is_last=is_last):
-                # With a log of their own, these rows are written even if another write has failed,
-                # and no log keeps their values afterwards.
-                log = WriteLog[HeldValues]()
-                group = RowGroup(chunk.rows, 0, cache.stores)
-                pending = self._pending(log, chunk.batch, [group], [chunk.values])
-                pending.source = chunk.staged
-                yield pending
+        for group, chunk in self._cache_transfer.all_changed_rows(is_last=is_last):
+            # With a log of their own, these rows are written even if another write has failed, and
+            # no log keeps their values afterwards.
+            pending = self._pending(WriteLog(), chunk.batch, [group], [chunk.values])
+            pending.source = chunk.staged
+            yield pending
 
     def note_flushed(self) -> None:
         """Note that the rows of ``changed_rows`` were written (consumer)."""
@@ -549,10 +541,6 @@ class Transfer:
         compute.record().sync()  # the values may not have arrived yet
         return out
 
-    def forget(self) -> None:
-        """Drop the writes that every prefetched batch has seen (consumer)."""
-        self.log.forget(min(slot.seen for slot in self._active_slots))
-
     def settle(self) -> None:
         """Wait until the timestamps of the loop's last request are known.
 
@@ -577,17 +565,7 @@ class Transfer:
             self._asked = self.device.current_stream().record(timed=True)
             self._record_device_span(self._asked)
         for slot in self.slots:
-            slot.batch = None
-            slot.released = None
-            slot.compute = None
-            slot.error = None
-            slot.tensors = []
-            slot.made = []
-            slot.rows = None
-            slot.batch_tensors = deque()
-            slot.memory = []
-            slot.index_memory = []
-            slot.sources = []
+            slot.clear()
         self._cache_transfer.close()
         self.log = WriteLog()
 
@@ -598,7 +576,7 @@ class Transfer:
         self._write_staging = ({}, {})
         unlock_freed()
 
-    def _hand_over(self, slot: Slot, compute: Stream) -> list[Tensor]:
+    def _hand_over(self, slot: DeviceSlot, compute: Stream) -> list[Tensor]:
         """Return the slot's tensors, after copies of newer values to their rows (consumer)."""
         batch = slot.batch
         assert batch is not None
@@ -617,11 +595,6 @@ class Transfer:
             self._parts.learn(slot.needed, self._batches_per_slot)
         slot.tensors = []
         slot.batch = None
-        self.counters.read_s += slot.read_s
-        self.counters.source_s += slot.source_s
-        if slot.host_transform_s or slot.device_transform_s:
-            self.counters.host_transform_s += slot.host_transform_s
-            self.counters.device_transform_s += slot.device_transform_s
         return tensors
 
     def _own_tensors_in(self, value: Any) -> list[Tensor]:
@@ -640,7 +613,7 @@ class Transfer:
             for begin, end in batch.ranges()
         )
 
-    def _wait_for_memory(self, slot: Slot, gathered: Gathered) -> None:
+    def _wait_for_memory(self, slot: DeviceSlot, gathered: Gathered) -> None:
         """Make the copies of a fill wait until nothing else uses the slot's memory (reader)."""
         assert slot.compute is not None
         assert slot.released is not None
@@ -714,7 +687,9 @@ class Transfer:
         self.device.copy(value, tensor, compute)
         return tensor
 
-    def _forward(self, writes: Sequence[Write[HeldValues]], slot: Slot, compute: Stream) -> None:
+    def _forward(
+        self, writes: Sequence[Write[HeldValues]], slot: DeviceSlot, compute: Stream
+    ) -> None:
         """Queue copies of newer values over the rows that a batch and later writes share."""
         batch = slot.batch
         assert batch is not None

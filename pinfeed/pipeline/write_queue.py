@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from typing import Any
 
 from pinfeed.errors import WriteBackError
 from pinfeed.pipeline.loop_threads import LoopThreads
+from pinfeed.pipeline.mover import Writer
 from pinfeed.pipeline.pending_write import PendingWrite
 from pinfeed.pipeline.sources.guarded import guarded
-from pinfeed.pipeline.transfer import Transfer
 from pinfeed.threads.call import Pending
 
 
@@ -20,15 +21,15 @@ class WriteQueue:
     oldest one, which bounds the memory of all.
 
     Args:
-        transfer: Transfer that writes values to their stores.
+        writer: Writes values to their stores.
         threads: Threads of the loop.
         limit: Maximum number of write-backs in the queue. While the threads make calls in the
             caller's thread, each one completes before ``add`` returns.
     """
 
-    def __init__(self, transfer: Transfer, threads: LoopThreads, limit: int) -> None:
-        self._transfer = transfer
-        self._counters = transfer.counters
+    def __init__(self, writer: Writer, threads: LoopThreads, limit: int) -> None:
+        self._writer = writer
+        self._counters = writer.counters
         self._threads = threads
         self._limit = max(limit, 1)
         self._calls: deque[Pending[None]] = deque()
@@ -46,7 +47,7 @@ class WriteQueue:
         """Queue a write-back.
 
         Args:
-            write: Values that ``Transfer.hold`` has taken.
+            write: Values that ``Writer.hold`` has taken.
             check: Whether to raise the error of an earlier write-back first.
         """
         while len(self._calls) >= self._limit:
@@ -80,7 +81,7 @@ class WriteQueue:
         """
         while self._calls and self._is_oldest_done():
             self._take()
-        if self._has_failed and self.failure is None and self._transfer.log.has_failed:
+        if self._has_failed and self.failure is None and self._writer.log.has_failed:
             raise WriteBackError(
                 "an earlier write_back of this loop failed, so no later one is made; leave the "
                 "loop, remove the cause, and begin a new loop"
@@ -102,7 +103,7 @@ class WriteQueue:
         while self._calls:
             self._take()
         # A GPU may still work on the last training steps.
-        self._counters.count_write_wait(start, idle=self._transfer.device.unified)
+        self._counters.count_write_wait(start, idle=self._writer.device.unified)
 
     def drain(self) -> None:
         """Wait until all write-backs are completed, and raise the error of one that has failed."""
@@ -113,7 +114,7 @@ class WriteQueue:
         """Complete a write-back in this thread. Its error is raised by the next ``check``."""
         start = self._counters.now()
         is_idle = write.is_computed()
-        write_to_stores = self._transfer.write_to_stores
+        write_to_stores = self._writer.write_to_stores
         try:
             guarded(self._threads.call, "write", write.batch, write_to_stores, write)
         except Exception as error:
@@ -123,15 +124,15 @@ class WriteQueue:
 
     def _submit(self, write: PendingWrite) -> Pending[None]:
         """Submit a write-back; return its last call."""
-        transfer = self._transfer
+        writer: Any = self._writer
         threads = self._threads
-        if transfer.device.unified:
+        if writer.device.unified:
             # Without copies, a second thread has nothing to wait for.
-            return threads.submit_write(write.batch, transfer.write_to_stores, write)
+            return threads.submit_write(write.batch, writer.write_to_stores, write)
         # Only a copy of a deque is safe while another thread, which closes the feeder, changes it.
         earlier = tuple(self._calls.copy())[-2:]
-        begun = threads.submit_write(write.batch, transfer.begin_write, write, earlier)
-        finish = transfer.finish_write
+        begun = threads.submit_write(write.batch, writer.begin_write, write, earlier)
+        finish = writer.finish_write
         return threads.submit_scatter(write.batch, finish, write, begun, threads.run_all)
 
     def _may_wait(self) -> bool:

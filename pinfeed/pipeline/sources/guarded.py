@@ -17,19 +17,32 @@ def guarded(fn: Callable[..., Any], *args: Any) -> Any:
     """
     try:
         return fn(*args)
-    except (StopIteration, StopAsyncIteration, SystemExit, GeneratorExit) as error:
-        raise WorkerError(
-            f"{_where(error)} raised {error!r}, which would end the loop without an error; raise "
-            "another exception that says what is wrong"
-        ) from error
-    except RuntimeError as error:
-        # A generator turns a StopIteration into a RuntimeError.
-        if isinstance(error.__cause__, StopIteration) and not isinstance(error, WorkerError):
-            raise WorkerError(
-                f"{_where(error.__cause__)} raised {error.__cause__!r}, which would end the loop "
-                "without an error; raise another exception that says what is wrong"
-            ) from error.__cause__
+    except ENDS_SILENTLY as error:
+        raise_if_silent(error)
         raise
+
+
+ENDS_SILENTLY = (StopIteration, StopAsyncIteration, SystemExit, GeneratorExit, RuntimeError)
+"""Exceptions for ``raise_if_silent``."""
+
+
+def raise_if_silent(error: BaseException) -> None:
+    """Convert an exception of the user's code, if it would silently end the loop or program.
+
+    Raises:
+        WorkerError: If ``error`` is such an exception.
+    """
+    cause: BaseException | None = error
+    if isinstance(error, RuntimeError):
+        # A generator turns a StopIteration into a RuntimeError.
+        cause = error.__cause__
+        if not isinstance(cause, StopIteration) or isinstance(error, WorkerError):
+            return
+    assert cause is not None
+    raise WorkerError(
+        f"{_where(cause)} raised {cause!r}, which would end the loop without an error; raise "
+        "another exception that says what is wrong"
+    ) from cause
 
 
 def _where(error: BaseException) -> str:

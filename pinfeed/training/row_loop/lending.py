@@ -7,9 +7,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pinfeed.devices.base import Stream
+from pinfeed.devices.base import Device, Stream
 from pinfeed.errors import ClosedError
-from pinfeed.pipeline.lent_batch import LentBatch
+from pinfeed.pipeline.lent_batch import LentBatch, WritableBatch
 from pinfeed.training.embeddings.source import DeviceBatch
 from pinfeed.training.row_loop.evaluation import Evaluation
 from pinfeed.training.row_loop.lent_table import LentTable, require_separate
@@ -22,17 +22,23 @@ if TYPE_CHECKING:
 class RowLending:
     """Lends the rows of the current batch to the tables of a loop and their optimizers.
 
+    It is one class because all its methods work on the batch that is lent now.
+
     While a batch is lent, lookups in its tables use its rows on the device. The thread of the loop
     calls all methods.
 
     Args:
         tables: The tables.
+        device: Device of the loop.
         verify: Whether to compare all rows with those of the synchronous loop.
         writes_always: Whether a batch is written back even if nothing has changed.
     """
 
-    def __init__(self, tables: Sequence[LentTable], *, verify: bool, writes_always: bool) -> None:
+    def __init__(
+        self, tables: Sequence[LentTable], device: Device, *, verify: bool, writes_always: bool
+    ) -> None:
         self._tables = tables
+        self._device = device
         self._verify = verify
         self._writes_always = writes_always
         self._reference: SynchronousRows | None = None
@@ -247,8 +253,7 @@ class RowLending:
 
         Their memory is then not used again before that stream has done the lookups.
         """
-        assert self._lent is not None
-        device = self._lent.device
+        device = self._device
         if device.unified:
             return
         compute = device.current_stream()
@@ -314,4 +319,6 @@ class RowLending:
         if self._reference is not None:
             groups = zip(lent.groups, values, strict=True)
             self._reference.write([(group.batch_rows, tensors) for group, tensors in groups])
-        lent.write(values, copied=copied, check=check)
+        # A loop over read_rows has no values to write.
+        if isinstance(lent, WritableBatch):
+            lent.write(values, copied=copied, check=check)

@@ -117,7 +117,10 @@ class RowLoop(LoaderFeeder[T_co]):
         )
         self._replay = LoaderReplay(self._row_source)
         self._lending = RowLending(
-            tables, verify=options["verify"], writes_always=self._row_source.writes_always
+            tables,
+            self._device,
+            verify=options["verify"],
+            writes_always=self._row_source.writes_always,
         )
         # Iterator of the last loop. The reference is weak, so a loop ends when the caller drops it.
         self._iterator: weakref.ref[GeneratorType[Any, None, None]] | None = None
@@ -391,12 +394,15 @@ def _schedule(depth: int | None, tables: Sequence[LentTable], *, verify: bool) -
     measures its depth.
     """
     writes = any(lent.may_write for lent in tables)
+    has_caches = any(lent.table.device_cache is not None for lent in tables)
     if depth is not None:
-        return PrefetchSchedule(depth, n_readers=n_id_readers(depth), writes=writes)
+        n_readers = n_id_readers(depth)
+        return PrefetchSchedule(depth, n_readers=n_readers, writes=writes, has_caches=has_caches)
     is_sharded = any(isinstance(lent.table, ShardedEmbedding) for lent in tables)
     return PrefetchSchedule(
         DEFAULT_DEPTH,
         n_readers=n_id_readers(DEFAULT_DEPTH),
         writes=writes,
+        has_caches=has_caches,
         measures_depth=not verify and not is_sharded,
     )

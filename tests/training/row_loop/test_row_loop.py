@@ -52,6 +52,8 @@ def same(batch: Any) -> Any:
 class CallOrder(HostDevice):
     """Device that records the calls of ``choose_route`` and ``stream``."""
 
+    unified = False
+
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[str] = []

@@ -1,0 +1,143 @@
+"""make_loop: puts a loop together from what it needs, and from nothing else.
+
+| a loop that ... | has |
+|---|---|
+| reads | draws, a filler and a mover |
+| has several readers, or a source that calls ``host_transform`` | draws in turns |
+| writes rows back, or has caches | also a writer and its queue |
+| writes rows that may recur | also draws that compare rows |
+| calls transforms | a filler that does so |
+| records a timeline | also a wrapper that records reads, and names calls for a GPU's profiler |
+| measures its depth | a loop that changes between prefetching and the synchronous loop |
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from pinfeed.devices.base import Tensor
+from pinfeed.pipeline.compared_draws import ComparedDraws
+from pinfeed.pipeline.depth_choice import DepthChoice
+from pinfeed.pipeline.draws import BatchDraws, Draws, SharedDraws, Thunks
+from pinfeed.pipeline.filler import Filler
+from pinfeed.pipeline.host_transfer import HostTransfer
+from pinfeed.pipeline.host_writes import HostWrites
+from pinfeed.pipeline.loop import Loop, LoopParts, SynchronousLoop
+from pinfeed.pipeline.loop_transforms import LoopTransforms
+from pinfeed.pipeline.mover import Mover, Writer
+from pinfeed.pipeline.named_calls import name_calls
+from pinfeed.pipeline.prefetch_loop import MeasuredLoop, PrefetchLoop, WatchedLoop
+from pinfeed.pipeline.schedule import PrefetchSchedule
+from pinfeed.pipeline.slot import Slot
+from pinfeed.pipeline.sources.transforms import BatchTransform
+from pinfeed.pipeline.transfer import Transfer
+from pinfeed.pipeline.transforming_filler import TransformingFiller, count_calls
+from pinfeed.profiling.counters import Counters
+from pinfeed.profiling.timeline import Timeline
+
+Fill = Callable[[Slot, int], Slot | None]
+Lend = Callable[[Slot], deque[list[Tensor]]]
+
+
+def make_loop(
+    mover: Transfer | HostTransfer,
+    thunks: Thunks,
+    first: int,
+    choice: DepthChoice,
+    transforms: LoopTransforms,
+) -> Loop:
+    """Return a new loop, with its threads.
+
+    Args:
+        mover: Mover of the batches. No other loop may use it at the same time.
+        thunks: Batches of the epoch. Reader threads iterate over them, one at a time.
+        first: Number of the first batch.
+        choice: Number of batches to prefetch, and of reader threads.
+        transforms: The transforms.
+    """
+    schedule = choice.schedule
+    writer: Transfer | HostWrites | None = None
+    if schedule.has_writer:
+        writer = mover if isinstance(mover, Transfer) else HostWrites(mover)
+    # The writer of a device that uses host memory wraps methods of its mover.
+    moves: Any = mover if writer is None else writer
+    draws = _draws(mover, thunks, first, schedule, transforms, writer)
+    filler = Filler(mover, draws, moves.fill, first, schedule.batches_per_slot)
+    transforming = TransformingFiller(filler, transforms) if transforms else None
+    fill: Fill = filler.fill if transforming is None else transforming.fill
+    lend: Lend = moves.lend
+    timeline = mover.counters.timeline
+    if timeline is not None:
+        fill = functools.partial(_fill_recorded, timeline, fill)
+    parts = LoopParts(
+        mover=mover,
+        draws=draws,
+        first=first,
+        schedule=schedule,
+        fill=fill,
+        fill_now=fill,
+        lend=lend,
+        quiesce=moves.quiesce,
+        reserve=getattr(moves, "reserve", None),
+        writer=writer,
+    )
+    if transforming is not None:
+        parts.fill_now = functools.partial(transforming.fill_now, fill)
+        parts.transform = transforming.transform if transforms.are_called_in_loop else None
+        parts.lend = functools.partial(_lend_transformed, mover.counters, lend)
+    if timeline is not None and not mover.device.unified:
+        name_calls(parts)
+    if not schedule.measures_depth:
+        return PrefetchLoop(parts) if schedule.depth else SynchronousLoop(parts)
+    return MeasuredLoop(parts, choice) if schedule.depth else WatchedLoop(parts, choice)
+
+
+def _draws(
+    mover: Mover,
+    thunks: Thunks,
+    first: int,
+    schedule: PrefetchSchedule,
+    transforms: LoopTransforms,
+    writer: Writer | None,
+) -> BatchDraws:
+    """Return the draws of a loop."""
+    draws = Draws(mover, thunks)
+    # The source calls ``host_transform``, unless the loop reads the rows for it.
+    if transforms.host is not None and transforms.gather is None:
+        take_host_s = functools.partial(_take_host_s, mover.counters, transforms.host)
+        draws = SharedDraws(mover, thunks, schedule.n_readers, take_host_s)
+    elif schedule.n_readers > 1:
+        draws = SharedDraws(mover, thunks, schedule.n_readers)
+    # Batches share no written rows without writes, or if every row of an epoch is distinct.
+    if writer is not None and schedule.writes and schedule.repeats:
+        return ComparedDraws(draws, writer, first, schedule)
+    return draws
+
+
+def _take_host_s(counters: Counters, host: BatchTransform) -> float:
+    """Return the seconds of the latest calls of ``host_transform``, and record the calls."""
+    return count_calls(counters, "host_transform", host.take_calls())
+
+
+def _lend_transformed(counters: Counters, lend: Lend, slot: Slot) -> deque[list[Tensor]]:
+    """Lend a slot, and count the time of its transforms."""
+    counters.host_transform_s += slot.host_transform_s
+    counters.device_transform_s += slot.device_transform_s
+    return lend(slot)
+
+
+def _fill_recorded(timeline: Timeline, fill: Fill, slot: Slot, turn: int) -> Slot | None:
+    """Fill a slot, and record the time in which a reader has read its rows."""
+    filled = fill(slot, turn)
+    if filled is not None and filled.batch is not None:
+        n_batches = len(filled.batch.batches)
+        if filled.rows is not None:
+            begin_s, end_s = filled.made_s - filled.source_s, filled.made_s + filled.rows_s
+        else:
+            end_s = filled.ready_s
+            begin_s = end_s - filled.host_transform_s - filled.read_s
+        timeline.add("read", filled.number, begin_s, end_s, n_batches)
+    return filled

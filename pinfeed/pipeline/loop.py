@@ -1,0 +1,308 @@
+"""Loop: one loop over a source, from its first batch to its end; SynchronousLoop: without threads.
+
+A loop consists of what it needs, chosen when it begins: draws, a filler and a mover, and if it
+writes rows back also a writer and its queue. However the loop ends, the ``finally`` of its
+generator joins the threads and releases the memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import operator
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pinfeed.devices.base import Tensor
+from pinfeed.errors import ClosedError
+from pinfeed.memory import page_locked
+from pinfeed.pipeline.draws import BatchDraws
+from pinfeed.pipeline.lent_batch import LentBatch, WritableBatch, finish_each
+from pinfeed.pipeline.loop_threads import LoopThreads
+from pinfeed.pipeline.mover import Mover, Writer
+from pinfeed.pipeline.schedule import PrefetchSchedule
+from pinfeed.pipeline.slot import Cancelled, Slot
+from pinfeed.pipeline.sources.base import HostBatch
+from pinfeed.pipeline.sources.guarded import ENDS_SILENTLY, raise_if_silent
+from pinfeed.pipeline.write_queue import WriteQueue
+from pinfeed.threads.call import Pending
+from pinfeed.threads.exit import exit_hook
+
+L = TypeVar("L", bound=LentBatch)
+
+logger = logging.getLogger("pinfeed")
+
+_CLOSED_WHILE_WAITING = "the feeder was closed while its loop was waiting for a batch"
+
+
+@dataclass
+class LoopParts:
+    """The mover, the draws and the functions that a loop consists of."""
+
+    mover: Mover
+    draws: BatchDraws
+    first: int
+    """Number of the first batch."""
+    schedule: PrefetchSchedule
+    fill: Callable[[Slot, int], Slot | None]
+    """Fills a slot in a reader thread, given the number of the call."""
+    fill_now: Callable[[Slot, int], Slot | None]
+    """Does the same in the thread of the loop, with the transforms."""
+    lend: Callable[[Slot], deque[list[Tensor]]]
+    """Returns the tensors of each batch in a full slot."""
+    quiesce: Callable[[], object]
+    """Waits for queued copies, and releases the memory of the loop."""
+    reserve: Callable[[Slot], object] | None = None
+    """Makes a slot ready to be filled; None if nothing has to be done."""
+    transform: Callable[[Any], Slot | None] | None = None
+    """Calls the transforms on the batch of a slot, in a thread of their own; None for none."""
+    writer: Writer | None = None
+    """Writer of the loop; None if the loop writes no rows back and has no caches."""
+    wait: Callable[[Pending[Slot | None]], Slot | None] = operator.methodcaller("result")
+    """Waits for a call of ``fill`` or ``transform``."""
+    is_named: bool = False
+    """Whether a profiler of the device should show each write-back under a name."""
+
+
+class Loop:
+    """One loop over a source.
+
+    A subclass defines how the next slot is filled. It makes its threads in the last step of its
+    constructor.
+
+    Args:
+        parts: Mover, draws and functions of the loop.
+    """
+
+    def __init__(self, parts: LoopParts) -> None:
+        self._parts = parts
+        self._counters = parts.mover.counters
+        self.consumer: int | None = None
+        """Identifier of the thread that runs the training loop."""
+        self.owner = threading.current_thread()
+        self._reference = weakref.ref(self)
+        # The loop, close() and the garbage collector may end it at the same time.
+        self._ending = threading.RLock()
+        self._threads = LoopThreads(parts.mover.device, parts.schedule, is_named=parts.is_named)
+        self.write_queue: WriteQueue | None = None
+        if parts.writer is not None:
+            limit = parts.schedule.max_pending_writes
+            self.write_queue = WriteQueue(parts.writer, self._threads, limit)
+        # Slots that are not being filled; the last one was lent last.
+        self._free: deque[Slot] = deque()
+        # Number of batches in the slot that was lent last.
+        self._n_lent = 0
+
+    def batches(self) -> Iterator[LentBatch]:
+        """Yield the batches in order, for the training steps.
+
+        If a batch cannot be filled, its error is raised when the loop requests that batch. The
+        error of a write-back is raised as soon as it is known.
+        """
+        if self.write_queue is None or self._parts.writer is None:
+            return self._lend(LentBatch)
+        make = functools.partial(WritableBatch, self._parts.writer, self.write_queue)
+        return finish_each(self._lend(make), self.write_queue)
+
+    def _slots(self) -> Callable[[], Slot | None]:
+        """Return a function that returns the next full slot, or None after the last batch."""
+        raise NotImplementedError
+
+    def _lend(
+        self, make: Callable[[HostBatch, list[Tensor], int, int], L]
+    ) -> Generator[L, None, None]:
+        """Yield the batches that ``make`` makes of the contents of each slot."""
+        counters = self._counters
+        mover: Any = self._parts.mover
+        threads = self._threads
+        next_slot = self._slots()
+        lend = self._parts.lend
+        number = self._parts.first
+        is_unified = mover.device.unified
+        self.consumer = threading.get_ident()
+        exit_hook.loops.add(self._reference)
+        try:
+            while True:
+                try:
+                    slot = next_slot()
+                except ENDS_SILENTLY as error:
+                    raise_if_silent(error)
+                    raise
+                if slot is None:
+                    break
+                batch = slot.batch
+                if batch is None:
+                    # Another thread closes the feeder now.
+                    raise Cancelled
+                idle = is_unified or mover.is_idle()
+                tensors = lend(slot)
+                slot.batch = None
+                slot.tensors = []
+                n_batches = len(tensors)
+                nbytes = slot.nbytes // n_batches
+                counters.read_s += slot.read_s
+                counters.source_s += slot.source_s
+                for i in range(n_batches):
+                    if i and not is_unified:
+                        mover.lend_next(slot, tensors[0])
+                    lent_batch = make(batch, tensors.popleft(), i, number)
+                    if not tensors:
+                        # From now on, only the lent batch keeps the data.
+                        del batch
+                    counters.receive(number, lent_batch.n_rows, nbytes, slot.ready_s, idle=idle)
+                    yield lent_batch
+                    if page_locked.freed:
+                        # This thread captures no CUDA graph while it requests a batch.
+                        page_locked.unlock_freed()
+                    if threads.has_ended or threads.n_forks != exit_hook.n_forks:
+                        threads.require_running()
+                    # The device is not checked again for the other batches of the slot.
+                    idle = is_unified
+                    number += 1
+                if slot.error is not None:
+                    _raise_error(slot)
+                self._free.append(slot)
+                self._n_lent = n_batches
+        except Cancelled:
+            raise ClosedError(_CLOSED_WHILE_WAITING) from None
+        finally:
+            self._leave()
+
+    def end(self) -> None:
+        """Join the threads and release the loop's memory. It may be called again.
+
+        Each step runs even if an interrupt ends the previous one. A caller that continues after an
+        interrupt calls this again first.
+        """
+        with self._ending:
+            if self._threads.has_ended:
+                return
+            # The steps run in reverse order.
+            with contextlib.ExitStack() as stack:
+                stack.callback(self._parts.quiesce)
+                stack.callback(self._threads.join_writers)
+                if self.write_queue is not None:
+                    stack.callback(self.write_queue.finish)
+                    # Twice, in case an interrupt ends the first call, because only the device has
+                    # the rows.
+                    stack.callback(self.flush_caches, is_last=True)
+                    stack.callback(self.flush_caches, is_last=True)
+                stack.callback(self._parts.draws.close)
+                # Fills that have not begun are not cancelled, because each submitted fill must take
+                # its turn. Later fills would wait for it otherwise.
+                stack.callback(self._threads.join_readers)
+                self._parts.mover.stop()
+            self._threads.has_ended = True
+            exit_hook.loops.discard(self._reference)
+
+    def save(self) -> None:
+        """Queue writes of all rows in caches, because the program ends before the loop."""
+        try:
+            self.flush_caches()
+        except Exception:
+            logger.exception("the rows of a device cache could not be written at program exit")
+
+    def flush_caches(self, *, is_last: bool = False) -> None:
+        """Queue writes of all rows in caches that may differ from their stores.
+
+        Args:
+            is_last: Whether the loop is ending, after which no row may change.
+        """
+        writer = self._parts.writer
+        if writer is None or self.write_queue is None or not writer.has_caches:
+            return
+        with self.write_queue.adding:
+            for write in writer.changed_rows(is_last=is_last):
+                self.write_queue.add(write, check=False)
+        if is_last:
+            writer.note_flushed()
+
+    def drain(self) -> None:
+        """Wait until all values so far are in their stores, including those in caches.
+
+        Raises:
+            Exception: If a write-back failed; its error. The loop then writes the rows of caches
+                again when it ends.
+        """
+        self.flush_caches()
+        if self.write_queue is not None and self._parts.writer is not None:
+            self.write_queue.drain()
+            self._parts.writer.note_flushed()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process was forked while the loop ran, and so has none of its threads."""
+        return self._threads.is_forked
+
+    def require_not_forked(self) -> None:
+        """Check that this is the process in which the loop began.
+
+        Raises:
+            ClosedError: If it is another process.
+        """
+        self._threads.require_not_forked()
+
+    def _forget_slots(self) -> None:
+        """Drop all slots, because their memory belongs to the loop that ends."""
+        self._free.clear()
+
+    def _leave(self) -> None:
+        """End the loop, for whatever reason its generator has ended."""
+        self._forget_slots()
+        # A loop that was left has not requested another batch.
+        self._counters.request()
+        self._counters.receive_none()
+        if self._threads.is_forked:
+            # The threads and their work belong to the other process.
+            return
+        here = threading.current_thread()
+        is_worker = self._threads.is_inside and here.name != "pinfeed-end"
+        if here.ident != self.consumer and is_worker:
+            # The garbage collector frees the loop in one of its worker threads, maybe in one of the
+            # source. A worker thread cannot wait for itself.
+            threading.Thread(target=self.end, name="pinfeed-end").start()
+        else:
+            self.end()
+
+
+class SynchronousLoop(Loop):
+    """The loop without threads: it draws each batch, gathers it and lends it.
+
+    Args:
+        parts: Mover, draws and functions of the loop.
+    """
+
+    def __init__(self, parts: LoopParts) -> None:
+        super().__init__(parts)
+        # This loop has a single slot, which it fills again and again.
+        self._free = deque(parts.mover.begin(1, parts.schedule.batches_per_slot), maxlen=1)
+
+    def _slots(self) -> Callable[[], Slot | None]:
+        fill = functools.partial(self._parts.fill_now, self._free[0])
+        if self._parts.reserve is not None:
+            fill = functools.partial(_reserve_and_fill, self._parts, self._free[0])
+        return map(fill, itertools.count()).__next__
+
+
+def _reserve_and_fill(parts: LoopParts, slot: Slot, turn: int) -> Slot | None:
+    assert parts.reserve is not None
+    parts.reserve(slot)
+    return parts.fill_now(slot, turn)
+
+
+def _raise_error(slot: Slot) -> None:
+    """Raise the error of the batch that the slot could not carry."""
+    error = slot.error
+    slot.error = None
+    try:
+        assert error is not None
+        raise error
+    finally:
+        # The error's traceback keeps this frame, which must not keep the error.
+        del error

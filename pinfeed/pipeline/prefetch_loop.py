@@ -1,0 +1,128 @@
+"""PrefetchLoop: a loop whose next batches are filled by reader threads; MeasuredLoop: maybe.
+
+A loop is a deque of calls that reader threads make. The results of these calls carry the order,
+back-pressure, the end of the data, and errors with their tracebacks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable
+
+from pinfeed.pipeline.depth_choice import DepthChoice
+from pinfeed.pipeline.loop import Loop, LoopParts, SynchronousLoop
+from pinfeed.pipeline.slot import Slot
+from pinfeed.threads.call import Pending
+
+
+class PrefetchLoop(Loop):
+    """A loop that prefetches.
+
+    Args:
+        parts: Mover, draws and functions of the loop.
+    """
+
+    def __init__(self, parts: LoopParts) -> None:
+        super().__init__(parts)
+        schedule = parts.schedule
+        self._turns = itertools.count()
+        self._free.extend(parts.mover.begin(schedule.n_slots, schedule.batches_per_slot))
+        # Slots that are being filled or are full, in the order of their batches.
+        self._filling: deque[Pending[Slot | None]] = deque()
+        # This is the last step. An interrupt after it would leave threads to the garbage collector.
+        self._threads.start_readers(calls_transforms=parts.transform is not None)
+        self._submit = self._threads.reader.submit
+
+    def _slots(self) -> Callable[[], Slot | None]:
+        return self._next_prefetched
+
+    def _forget_slots(self) -> None:
+        super()._forget_slots()
+        # An error of a fill keeps its tensors.
+        self._filling.clear()
+
+    def _next_prefetched(self) -> Slot | None:
+        """Submit fills of all free slots, and wait for the next full slot."""
+        parts = self._parts
+        while self._free:
+            slot = self._free.popleft()
+            if parts.reserve is not None:
+                parts.reserve(slot)
+            filled = self._submit(parts.fill, slot, next(self._turns))
+            if parts.transform is not None:
+                filled = self._threads.transformer.submit(parts.transform, filled)
+            self._filling.append(filled)
+        return self._parts.wait(self._filling.popleft())
+
+
+class MeasuredLoop(PrefetchLoop):
+    """A loop that changes between prefetching and the synchronous loop, as measured times say.
+
+    To become synchronous, it lends the prefetched batches, and waits for all write-backs. From then
+    on, the thread of the loop fills one slot at a time, and completes each write-back at once. A
+    later change to prefetching therefore has nothing to wait for.
+
+    Args:
+        parts: Mover, draws and functions of the loop.
+        choice: Choice between the two ways.
+    """
+
+    def __init__(self, parts: LoopParts, choice: DepthChoice) -> None:
+        self._choice = choice
+        super().__init__(parts)
+
+    def _slots(self) -> Callable[[], Slot | None]:
+        self._choice.begin()
+        return self._next_of_choice
+
+    def _next_of_choice(self) -> Slot | None:
+        """Return the next full slot, in the way that the choice prefers now."""
+        if self._n_lent:
+            self._choice.count(self._n_lent, self._counters.requested_s)
+        is_synchronous = self._choice.is_synchronous
+        if is_synchronous and self._filling:
+            return self._parts.wait(self._filling.popleft())
+        if self._threads.is_inline != is_synchronous:
+            self._change(is_synchronous=is_synchronous)
+        return self._fill_now() if is_synchronous else self._next_prefetched()
+
+    def _fill_now(self) -> Slot | None:
+        parts = self._parts
+        slot = self._free.popleft()
+        if parts.reserve is not None:
+            parts.reserve(slot)
+        return parts.fill_now(slot, next(self._turns))
+
+    def _change(self, *, is_synchronous: bool) -> None:
+        """Change to the synchronous loop or back, when no slot is being filled."""
+        if self.write_queue is not None:
+            self.write_queue.drain()
+        self._threads.is_inline = is_synchronous
+        depth = 0 if is_synchronous else self._parts.schedule.depth
+        self._parts.draws.compare(depth)
+        self._counters.change_depth(depth)
+
+
+class WatchedLoop(SynchronousLoop):
+    """A synchronous loop by choice, which is timed, because its batches may become longer.
+
+    Args:
+        parts: Mover, draws and functions of the loop.
+        choice: The choice.
+    """
+
+    def __init__(self, parts: LoopParts, choice: DepthChoice) -> None:
+        self._choice = choice
+        super().__init__(parts)
+
+    def _slots(self) -> Callable[[], Slot | None]:
+        self._choice.begin()
+        fill_next = super()._slots()
+
+        def next_slot() -> Slot | None:
+            if self._n_lent:
+                self._choice.count(self._n_lent, self._counters.requested_s)
+            return fill_next()
+
+        return next_slot
