@@ -125,7 +125,11 @@ def _loops() -> list[Prediction]:
 
 
 def _products() -> list[Prediction]:
-    cells = [("8 thick blocks", 1.2, 1.9), ("copy engine", 1.0, 1.05)]
+    cells = [
+        ("8 thick blocks", 1.2, 1.9),
+        ("thin blocks, 1 per multiprocessor", 1.05, 2),
+        ("copy engine", 1.0, 1.05),
+    ]
     found = []
     for by, low, high in cells:
         what = f"products of 8,192 during copies by {by}, relative to alone"
