@@ -209,6 +209,27 @@ def test_warnings_do_not_fail_the_tests_of_a_gpu(tmp_path: Path) -> None:
     assert "1 warning" in found["output"][-1]
 
 
+@pytest.mark.parametrize("batch_copies", [False, True])
+def test_only_one_part_tries_copies_in_batches(
+    batch_copies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their driver may crash or hang. The settings of all tests keep to what is remembered."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests"))))
+    test = tmp_path / "test_trial.py"
+    test.write_text(
+        "from pinfeed.devices.batch_copy_safety import trial_key\n"
+        "from pinfeed.devices.route_cache import Trial, cached_trial\n"
+        "def test():\n"
+        "    tried = cached_trial(trial_key('a GPU'), lambda: Trial('tried again')).failure\n"
+        f"    assert (tried == 'tried again') == {batch_copies}\n"
+    )
+    options = ("-c", str(ROOT / "pyproject.toml"), "-p", "no:xdist", "-p", "conftest")
+    found = _pytest(60, *options, str(test), batch_copies=batch_copies)
+    assert found["counts"] == {"passed": 1}, found
+
+
 @pytest.mark.parametrize("group", ["correctness", "link", "training"])
 def test_groups_fit_a_call_of_ten_minutes(group: str) -> None:
     assert sum(one.share for one in PARTS if one.group == group) <= 560

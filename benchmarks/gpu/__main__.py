@@ -39,7 +39,7 @@ PARTS = (
     Part("routes", "link", 100, "benchmarks.gpu.link:routes"),
     Part("movers", "link", 60, "benchmarks.gpu.movers:movers"),
     # Some drivers crash or hang in these copies, so they are the last part of the link.
-    Part("batch-copies", "link", 25, "benchmarks.gpu.movers:batch_copies"),
+    Part("batch-copies", "link", 70, "benchmarks.gpu.movers:batch_copies"),
     Part("tables", "training", 240, "benchmarks.gpu.tables:tables"),
     Part("cache", "training", 120, "benchmarks.gpu.cache:caches"),
     Part("estimate", "training", 80, "benchmarks.gpu.loops:estimate"),
