@@ -1,8 +1,13 @@
 """The benchmark command for GPUs keeps its measurements, whatever happens to a part."""
 
+import contextlib
 import importlib
 import json
 import os
+import select
+import signal
+import subprocess
+import sys
 import tarfile
 import time
 from collections.abc import Iterator
@@ -10,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
-from benchmarks.gpu.__main__ import PARTS
+from benchmarks.gpu.__main__ import PARTS, _age_s
 from benchmarks.gpu.bench import Bench, Samples, as_rows, words
 from benchmarks.gpu.cache import CACHES, SkewedCell
 from benchmarks.gpu.ceilings import Ceilings
@@ -171,6 +177,32 @@ def test_a_part_that_dies_is_recorded_and_leaves_its_time_to_others(tmp_path: Pa
     assert quick["environment"].startswith("pinfeed")
     # Its share alone is 90 seconds; the rest is time that the first part did not need.
     assert 90 < quick["limit_s"] <= 120
+
+
+def test_a_program_ends_with_the_process_that_runs_it(tmp_path: Path) -> None:
+    """A call that is killed at a time limit leaves no process that keeps the GPU."""
+    number = tmp_path / "number"
+    script = f"echo $$ > {number}.aside; mv {number}.aside {number}; exec sleep 600"
+    code = "import sys; from benchmarks.gpu.processes import run_program; "
+    code += "run_program(('sh', '-c', sys.argv[1]), 600)"
+    process = subprocess.Popen([sys.executable, "-c", code, script], cwd=ROOT)
+    while not number.exists():
+        assert process.poll() is None
+    program = os.pidfd_open(int(number.read_text()))
+    try:
+        process.kill()
+        process.wait()
+        assert select.select([program], [], [], 60)[0], "the program still runs"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(program, signal.SIGKILL)
+        os.close(program)
+
+
+def test_the_time_of_a_call_begins_with_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    born = psutil.Process().create_time()
+    monkeypatch.setattr(time, "time", lambda: born + 100)
+    assert _age_s() == pytest.approx(100)
 
 
 def test_a_part_without_time_is_not_started(tmp_path: Path) -> None:
