@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,13 +30,13 @@ from benchmarks.gpu.link import routes
 from benchmarks.gpu.movers import Staging, batch_copies, movers
 from benchmarks.gpu.overlap import Overlap, overlaps
 from benchmarks.gpu.packing import packed
-from benchmarks.gpu.predictions import predictions, table
+from benchmarks.gpu.predictions import predictions, records_of, table
 from benchmarks.gpu.processes import ROOT, Part, new_file, run_part, run_parts
 from benchmarks.gpu.profiling import profile
 from benchmarks.gpu.recorder import Cell, Recorder, Run, Skipped
 from benchmarks.gpu.steady import N_WARM, Loop, rounds, timed
 from benchmarks.gpu.system import system
-from benchmarks.gpu.tables import Contest
+from benchmarks.gpu.tables import Contest, _watched
 from benchmarks.rowcells import RowCell
 from benchmarks.rowsteps import prefetched
 from pinfeed.stores.base import StoreRows
@@ -227,6 +228,30 @@ def test_results_are_packed_while_they_are_measured(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [folder, path]
 
 
+def test_results_are_packed_again_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, path = tmp_path / "results", tmp_path / "results.tar"
+    folder.mkdir()
+    failed = threading.Event()
+    replace = os.replace
+
+    def fails_once(source: Path, target: Path) -> None:
+        if (folder / "one.json").exists() and not failed.is_set():
+            failed.set()
+            raise OSError("no space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fails_once)
+    with packed(folder, path, every_s=0.001):
+        (folder / "one.json").write_text("{}")
+        assert failed.wait(60)
+        deadline = time.monotonic() + 60
+        while names_in(path) != ["one.json"]:
+            assert time.monotonic() < deadline
+    assert f"{path} was not replaced: no space left on device" in capsys.readouterr().out
+
+
 def names_in(path: Path) -> list[str]:
     with tarfile.open(path) as archive:
         return archive.getnames()
@@ -337,6 +362,8 @@ def test_the_system_is_described_by_its_programs(programs: Path, tmp_path: Path)
     assert found == {"exit_status": 3, "lines": ["Driver Version: 1.2"]}
     with pytest.raises(Skipped, match="lscpu is not installed"):
         cells["{'command': 'lscpu'}"].measure()
+    # They take long to list, and the time of the part may end.
+    assert list(cells)[-1] == "{'what': 'packages'}"
     assert cells["{'what': 'packages'}"].measure()["versions"]["numpy"] == np.__version__
 
 
@@ -464,6 +491,17 @@ def test_losses_that_prefetching_changes_are_recorded(tmp_path: Path) -> None:
     assert "different: depth 2 gives [" in overlap._compared_losses(cell, Batches(ids), 1)
 
 
+def test_a_contestant_that_fails_to_begin_gives_its_own_error() -> None:
+    def fails(*arguments: Any, loops: Any) -> Iterator[Any]:
+        raise MemoryError("the table does not fit")
+        yield
+
+    stats: list[Any] = []
+    with pytest.raises(MemoryError, match="does not fit"):
+        list(_watched(fails, 1, stats)(None, None, []))  # type: ignore[arg-type]
+    assert stats == []
+
+
 def test_times_of_readers_are_compared_with_the_link() -> None:
     cell = SkewedCell(16, 64, table_bytes=64 << 10)
     link = {"to the device": 1e-3, "to the host": 2e-3}
@@ -494,6 +532,16 @@ def test_measurements_are_compared_with_predictions() -> None:
     assert "| copy engine, to the device | 53 to 56 GB/s | 54.3 GB/s |" in lines
     assert "| copy engine, to the host | 53 to 56 GB/s | skipped: no room |" in lines
     assert lines[-1].endswith("| not measured yet |")
+
+
+def test_results_that_are_incomplete_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, cut = tmp_path / "good.json", tmp_path / "cut.json"
+    good.write_text('{"part": "rows"}')
+    cut.write_text('{"part": "ro')
+    assert list(records_of(map(str, (cut, good)))) == [{"part": "rows"}]
+    assert f"{cut} is skipped: " in capsys.readouterr().err
 
 
 def test_the_documentation_has_every_prediction() -> None:
