@@ -151,7 +151,7 @@ def _is_of_driver(code: int, failure: str) -> bool:
 
     Args:
         code: Exit status of the process, as ``subprocess`` gives it.
-        failure: What went wrong; an empty text if nothing did.
+        failure: Its fault, as from ``_failure``; empty if it has none.
     """
     if code < 0:
         return -code in {*_CRASHES, signal.SIGALRM}
