@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-# Its functions have the process group at the time of the import as a default, and keep it with its
-# file descriptors. torch's compiler imports it, possibly while a test has a process group.
+# Its functions keep the process group that is there at the time of the import, with its file
+# descriptors. torch imports it with its compiler, possibly while a test has a process group.
 import torch.distributed.nn
 from support import sharded_ranks
 from support.programs import WITHOUT_A_NETWORK, Programs
