@@ -139,7 +139,7 @@ def _watched(run: rowsteps.Run, n_warm: int, stats: list[Any]) -> rowsteps.Run:
                 yield loss
         finally:
             # A contestant that fails to begin has no loop.
-            stats.extend(loop.stats for loop in loops)
+            stats.extend(loop.stats for loop in loops[:1])
 
     return steps
 

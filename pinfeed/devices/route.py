@@ -13,8 +13,8 @@ from pinfeed.memory.units import human_rate
 # Times that differ by less count as equal. The route that uses less of the machine then wins: fewer
 # threads leave more of the GPU to the model, and a direct route leaves the CPU free.
 _TOLERANCE = 1.03
-# Thin blocks must be faster than thick ones by this factor. They fit next to the measured products,
-# but the model may have kernels that leave no room for them on any multiprocessor.
+# Thin blocks must be faster than thick ones by this factor. Even if they fit next to the measured
+# products, the model may have kernels that leave no room for them on any multiprocessor.
 _THIN_MARGIN = 1.1
 
 Mover = Literal["kernel", "copy engine"]
