@@ -1,7 +1,8 @@
 """Checks after every test that no thread and no file descriptor remains.
 
-Route measurements of the tests are separate from those of the user. The functions import torch
-themselves, because the process that only distributes the tests loads this file, too.
+Route measurements of the tests are separate from those of the user, but trials of drivers are taken
+over. The functions import torch themselves, because the process that only distributes the tests
+loads this file, too.
 """
 
 import contextlib
@@ -50,10 +51,14 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _rates_apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    from support.remembered_trials import take_over
+
     from pinfeed.devices import route_cache
 
+    apart = tmp_path_factory.getbasetemp()
+    take_over(route_cache._cache_folder(), apart)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(route_cache, "_cache_folder", lambda: tmp_path_factory.getbasetemp())
+        patch.setattr(route_cache, "_cache_folder", lambda: apart)
         yield
 
 

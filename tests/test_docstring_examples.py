@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import distributed
+
+# Its functions keep the process group that is there at the time of the import.
+import torch.distributed.nn
 
 import pinfeed
 from pinfeed.training.distributed import process_groups
@@ -61,17 +63,8 @@ def examples(name: str) -> list[doctest.DocTest]:
     return [test for test in found if test.examples]
 
 
-@pytest.fixture(scope="module")
-def gloo() -> None:
-    """Open the files that torch keeps for every later process group of gloo."""
-    store = distributed.HashStore()  # type: ignore[attr-defined]
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    distributed.new_group([0], backend="gloo")
-    distributed.destroy_process_group()
-
-
 @pytest.fixture
-def sharded_examples(gloo: None) -> Iterator[None]:
+def sharded_examples() -> Iterator[None]:
     """Drop the process groups that pinfeed made for sharded tables."""
     yield
     process_groups._rank_groups.clear()

@@ -1,19 +1,26 @@
 """The benchmark command for GPUs keeps its measurements, whatever happens to a part."""
 
+import contextlib
 import importlib
 import json
 import os
+import select
+import signal
+import subprocess
+import sys
 import tarfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
-from benchmarks.gpu.__main__ import PARTS
+from benchmarks.gpu.__main__ import PARTS, _age_s
 from benchmarks.gpu.bench import Bench, Samples, as_rows, words
 from benchmarks.gpu.cache import CACHES, SkewedCell
 from benchmarks.gpu.ceilings import Ceilings
@@ -23,13 +30,13 @@ from benchmarks.gpu.link import routes
 from benchmarks.gpu.movers import Staging, batch_copies, movers
 from benchmarks.gpu.overlap import Overlap, overlaps
 from benchmarks.gpu.packing import packed
-from benchmarks.gpu.predictions import predictions, table
+from benchmarks.gpu.predictions import predictions, records_of, table
 from benchmarks.gpu.processes import ROOT, Part, new_file, run_part, run_parts
 from benchmarks.gpu.profiling import profile
 from benchmarks.gpu.recorder import Cell, Recorder, Run, Skipped
 from benchmarks.gpu.steady import N_WARM, Loop, rounds, timed
 from benchmarks.gpu.system import system
-from benchmarks.gpu.tables import Contest
+from benchmarks.gpu.tables import Contest, _watched
 from benchmarks.rowcells import RowCell
 from benchmarks.rowsteps import prefetched
 from pinfeed.stores.base import StoreRows
@@ -173,6 +180,32 @@ def test_a_part_that_dies_is_recorded_and_leaves_its_time_to_others(tmp_path: Pa
     assert 90 < quick["limit_s"] <= 120
 
 
+def test_a_program_ends_with_the_process_that_runs_it(tmp_path: Path) -> None:
+    """A call that is killed at a time limit leaves no process that keeps the GPU."""
+    number = tmp_path / "number"
+    script = f"echo $$ > {number}.aside; mv {number}.aside {number}; exec sleep 600"
+    code = "import sys; from benchmarks.gpu.processes import run_program; "
+    code += "run_program(('sh', '-c', sys.argv[1]), 600)"
+    process = subprocess.Popen([sys.executable, "-c", code, script], cwd=ROOT)
+    while not number.exists():
+        assert process.poll() is None
+    program = os.pidfd_open(int(number.read_text()))
+    try:
+        process.kill()
+        process.wait()
+        assert select.select([program], [], [], 60)[0], "the program still runs"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(program, signal.SIGKILL)
+        os.close(program)
+
+
+def test_the_time_of_a_call_begins_with_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    born = psutil.Process().create_time()
+    monkeypatch.setattr(time, "time", lambda: born + 100)
+    assert _age_s() == pytest.approx(100)
+
+
 def test_a_part_without_time_is_not_started(tmp_path: Path) -> None:
     written = run_parts(
         [part("quick")], seconds=0, out=tmp_path, device="cpu", command="a test", prefix="test"
@@ -195,6 +228,30 @@ def test_results_are_packed_while_they_are_measured(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [folder, path]
 
 
+def test_results_are_packed_again_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, path = tmp_path / "results", tmp_path / "results.tar"
+    folder.mkdir()
+    failed = threading.Event()
+    replace = os.replace
+
+    def fails_once(source: Path, target: Path) -> None:
+        if (folder / "one.json").exists() and not failed.is_set():
+            failed.set()
+            raise OSError("no space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fails_once)
+    with packed(folder, path, every_s=0.001):
+        (folder / "one.json").write_text("{}")
+        assert failed.wait(60)
+        deadline = time.monotonic() + 60
+        while names_in(path) != ["one.json"]:
+            assert time.monotonic() < deadline
+    assert f"{path} was not replaced: no space left on device" in capsys.readouterr().out
+
+
 def names_in(path: Path) -> list[str]:
     with tarfile.open(path) as archive:
         return archive.getnames()
@@ -207,6 +264,27 @@ def test_warnings_do_not_fail_the_tests_of_a_gpu(tmp_path: Path) -> None:
     found = _pytest(60, "-c", str(ROOT / "pyproject.toml"), "-p", "no:xdist", str(test))
     assert found["counts"] == {"passed": 1}
     assert "1 warning" in found["output"][-1]
+
+
+@pytest.mark.parametrize("batch_copies", [False, True])
+def test_only_one_part_tries_copies_in_batches(
+    batch_copies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their driver may crash or hang. The settings of all tests keep to what is remembered."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests"))))
+    test = tmp_path / "test_trial.py"
+    test.write_text(
+        "from pinfeed.devices.batch_copy_safety import trial_key\n"
+        "from pinfeed.devices.route_cache import Trial, cached_trial\n"
+        "def test():\n"
+        "    tried = cached_trial(trial_key('a GPU'), lambda: Trial('tried again')).failure\n"
+        f"    assert (tried == 'tried again') == {batch_copies}\n"
+    )
+    options = ("-c", str(ROOT / "pyproject.toml"), "-p", "no:xdist", "-p", "conftest")
+    found = _pytest(60, *options, str(test), batch_copies=batch_copies)
+    assert found["counts"] == {"passed": 1}, found
 
 
 @pytest.mark.parametrize("group", ["correctness", "link", "training"])
@@ -284,6 +362,8 @@ def test_the_system_is_described_by_its_programs(programs: Path, tmp_path: Path)
     assert found == {"exit_status": 3, "lines": ["Driver Version: 1.2"]}
     with pytest.raises(Skipped, match="lscpu is not installed"):
         cells["{'command': 'lscpu'}"].measure()
+    # They take long to list, and the time of the part may end.
+    assert list(cells)[-1] == "{'what': 'packages'}"
     assert cells["{'what': 'packages'}"].measure()["versions"]["numpy"] == np.__version__
 
 
@@ -411,6 +491,17 @@ def test_losses_that_prefetching_changes_are_recorded(tmp_path: Path) -> None:
     assert "different: depth 2 gives [" in overlap._compared_losses(cell, Batches(ids), 1)
 
 
+def test_a_contestant_that_fails_to_begin_gives_its_own_error() -> None:
+    def fails(*arguments: Any, loops: Any) -> Iterator[Any]:
+        raise MemoryError("the table does not fit")
+        yield
+
+    stats: list[Any] = []
+    with pytest.raises(MemoryError, match="does not fit"):
+        list(_watched(fails, 1, stats)(None, None, []))  # type: ignore[arg-type]
+    assert stats == []
+
+
 def test_times_of_readers_are_compared_with_the_link() -> None:
     cell = SkewedCell(16, 64, table_bytes=64 << 10)
     link = {"to the device": 1e-3, "to the host": 2e-3}
@@ -441,6 +532,16 @@ def test_measurements_are_compared_with_predictions() -> None:
     assert "| copy engine, to the device | 53 to 56 GB/s | 54.3 GB/s |" in lines
     assert "| copy engine, to the host | 53 to 56 GB/s | skipped: no room |" in lines
     assert lines[-1].endswith("| not measured yet |")
+
+
+def test_results_that_are_incomplete_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, cut = tmp_path / "good.json", tmp_path / "cut.json"
+    good.write_text('{"part": "rows"}')
+    cut.write_text('{"part": "ro')
+    assert list(records_of(map(str, (cut, good)))) == [{"part": "rows"}]
+    assert f"{cut} is skipped: " in capsys.readouterr().err
 
 
 def test_the_documentation_has_every_prediction() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.gpu.processes import end
+from benchmarks.gpu.processes import bound, end
 from benchmarks.gpu.recorder import Fields
 
 _QUERY = {
@@ -111,7 +111,11 @@ def _nvidia_smi(names: Sequence[str], load: Callable[[], object] | None) -> tupl
         command.append(f"--id={bus}")
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            bound(command),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
         )
         limit_s = time.monotonic() + _LIMIT_S
         try:

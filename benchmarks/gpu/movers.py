@@ -13,6 +13,7 @@ import numpy as np
 
 from benchmarks.gpu.bench import Bench, Samples, as_rows, expected_rows, wait
 from benchmarks.gpu.conditions import gpu_state
+from benchmarks.gpu.correctness import batch_copy_tests
 from benchmarks.gpu.recorder import Cell, Fields, Run, Skipped
 from benchmarks.gpu.rows import check
 from benchmarks.gpu.steps import Products, best_s
@@ -47,12 +48,13 @@ def movers(run: Run) -> list[Cell]:
 
 
 def batch_copies(run: Run) -> list[Cell]:
-    """Return the same cells for copies in batches by the copy engine.
+    """Return the same cells for copies in batches by the copy engine, and a cell of their tests.
 
     They are a part of their own, which runs after the others: ``cuMemcpyBatchAsync`` crashes or
     hangs with some drivers (vllm-project/vllm 49276), and then only these cells are lost.
     """
-    return _cells(run, [(_IN_BATCHES, None)])
+    tests = Cell({"by": _IN_BATCHES, "run": "tests"}, functools.partial(batch_copy_tests, run))
+    return [*_cells(run, [(_IN_BATCHES, None)]), tests]
 
 
 def _cells(run: Run, ways: Sequence[tuple[str, int | None]]) -> list[Cell]:

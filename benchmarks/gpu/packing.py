@@ -25,7 +25,11 @@ def packed(folder: Path, path: Path, every_s: float = _EVERY_S) -> Iterator[None
 
     def repeat() -> None:
         while not ended.wait(every_s):
-            pack(folder, path)
+            try:
+                pack(folder, path)
+            except OSError as error:
+                # A part may have removed a file, or the disk may have room again later.
+                print(f"{path} was not replaced: {error}", flush=True)
 
     thread = threading.Thread(target=repeat)
     thread.start()

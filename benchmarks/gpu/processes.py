@@ -23,6 +23,7 @@ import psutil
 ROOT = Path(__file__).parents[2]
 LEAST_S = 12.0
 """Minimum time of a part. Most parts need some seconds to load their libraries."""
+_BOUND = Path(__file__).with_name("bound.py")
 _GRACE_S = 15.0
 _N_LINES = 60
 
@@ -139,7 +140,7 @@ def _run(part: Part, path: Path, device: str, limit_s: float) -> tuple[int | Non
     # The temporary files of a part, and its measured routes, are removed even if it is killed.
     with tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True) as folder:
         process = subprocess.Popen(
-            command,
+            bound(command),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -158,6 +159,16 @@ def _run(part: Part, path: Path, device: str, limit_s: float) -> tuple[int | Non
             end(process)
         reader.join(timeout=5)
     return exit_status, list(last)
+
+
+def bound(command: Sequence[str]) -> tuple[str, ...]:
+    """Return a command that also ends if this process is killed.
+
+    Processes of a session of their own would continue otherwise, and keep the GPU.
+    """
+    # A function that runs between fork and exec would need a copy of the page tables of a process
+    # with many GB of page-locked memory.
+    return (sys.executable, "-I", "-S", str(_BOUND), str(os.getpid()), *command)
 
 
 def end(process: subprocess.Popen[str]) -> None:
@@ -185,7 +196,7 @@ def run_program(
     """
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
-            command,
+            bound(command),
             stdout=output,
             stderr=subprocess.STDOUT,
             text=True,

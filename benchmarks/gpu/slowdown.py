@@ -29,7 +29,7 @@ def products_during_transfers(run: Run) -> list[Cell]:
     first, *others = ((f"{n} thick blocks", n, THICK) for n in (8, *(n for n in BLOCKS if n != 8)))
     ways: list[tuple[str, int, int]] = [
         first,
-        *((f"{n} thin blocks on each multiprocessor", n, THIN) for n in _THIN_BLOCKS),
+        *((f"thin blocks, {n} per multiprocessor", n, THIN) for n in _THIN_BLOCKS),
         ("copy engine", 0, 0),
         *others,
     ]

@@ -34,12 +34,13 @@ _COMMAND_S = 20.0
 
 
 def system(run: Run) -> list[Cell]:
-    """Return cells of the conditions, the packages, and what programs and files say."""
+    """Return cells of the conditions, what programs and files say, and the packages."""
     return [
         Cell({"what": "conditions"}, lambda: {**host_state(), **gpu_state()}),
-        Cell({"what": "packages"}, _packages),
         *(Cell({"command": text}, functools.partial(_said, run, text)) for text in _COMMANDS),
         *(Cell({"file": path}, functools.partial(_lines, Path(path))) for path in _FILES),
+        # This reads a file of each package, which is slow on a remote disk.
+        Cell({"what": "packages"}, _packages),
     ]
 
 

@@ -138,7 +138,8 @@ def _watched(run: rowsteps.Run, n_warm: int, stats: list[Any]) -> rowsteps.Run:
                     stats.append(loops[0].stats)
                 yield loss
         finally:
-            stats.append(loops[0].stats)
+            # A contestant that fails to begin has no loop.
+            stats.extend(loop.stats for loop in loops[:1])
 
     return steps
 

@@ -31,6 +31,12 @@ _LIMIT_S = 60.0
 # A process that hangs inside the operating system may not end, and is then left alone.
 _END_LIMIT_S = 5.0
 _VERSION_FILE = pathlib.Path("/proc/driver/nvidia/version")
+# Set in the process of a trial. An application that contains Python may be started instead of
+# Python, and must not start a trial, which would start the application again.
+_IN_TRIAL = "PINFEED_IN_BATCH_COPY_TRIAL"
+# Other signals come from users, or from the operating system if memory is short.
+_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}
+_TOO_LATE = "it did not end in time"
 
 
 @functools.cache
@@ -43,9 +49,8 @@ def is_safe(index: int, gpu: str) -> bool:
         index: Number of the GPU.
         gpu: Name of the GPU.
     """
-    driver = driver_name()
     try:
-        trial = cached_trial(f"batched copies, {gpu}, {driver}", lambda: _run_trial(index))
+        trial = cached_trial(trial_key(gpu), lambda: _run_trial(index))
     except (OSError, RuntimeError) as error:
         logger.info(
             "kernels move long rows on %s, because batched copies could not be tried in a separate "
@@ -58,9 +63,14 @@ def is_safe(index: int, gpu: str) -> bool:
         logger.warning(
             "kernels move long rows on %s, because batched copies by cuMemcpyBatchAsync of the %s "
             "failed in a trial: %s. Another driver may be faster. To repeat the trial, delete %s",
-            *(gpu, driver, trial.failure, routes_file()),
+            *(gpu, driver_name(), trial.failure, routes_file()),
         )
     return not trial.failure
+
+
+def trial_key(gpu: str) -> str:
+    """Return the key of the remembered trial of a GPU with the installed driver."""
+    return f"batched copies, {gpu}, {driver_name()}"
 
 
 def driver_name() -> str:
@@ -80,48 +90,73 @@ def _run_trial(index: int) -> Trial:
 
     Raises:
         OSError: If the process cannot start.
-        RuntimeError: If it ends before the first copy.
+        RuntimeError: If it ends before the first copy, or not because of the driver.
     """
-    if not sys.executable:
-        raise RuntimeError("sys.executable is empty")
+    if not sys.executable or getattr(sys, "frozen", False) or _IN_TRIAL in os.environ:
+        raise RuntimeError(f"sys.executable, which is {sys.executable!r}, does not start Python")
     arguments = [str(index), str(_COPIES_LIMIT_S)]
-    command = [sys.executable, "-m", "pinfeed.devices.batch_copy_trial", *arguments]
-    # The process finds the modules that this process has found.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, map(str, sys.path)))}
     process = subprocess.Popen(
-        command,
-        env=environment,
+        [sys.executable, "-m", "pinfeed.devices.batch_copy_trial", *arguments],
+        env=_environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
+    is_late = False
     try:
         written = process.communicate(timeout=_LIMIT_S)[0]
     except subprocess.TimeoutExpired as expired:
-        written = expired.output or b""
+        written, is_late = expired.output or b"", True
     finally:
         _end(process)
     before, begins, after = written.decode(errors="replace").partition(BEGINS)
-    failure = _failure(process.returncode, after or before)
+    failure = _TOO_LATE if is_late else _failure(process.returncode, after or before)
     if not begins:
         raise RuntimeError(failure or f"{sys.executable} did not run it")
+    if not (is_late or _is_of_driver(process.returncode, failure)):
+        raise RuntimeError(failure)
     return Trial(failure)
 
 
-def _failure(code: int | None, text: str) -> str:
+def _environment() -> dict[str, str]:
+    """Return the environment of the process, which finds the modules that this process finds.
+
+    Files of the current folder do not replace modules, except in Python 3.10, which does not know
+    the variable for this.
+    """
+    # The interactive interpreter may have found pinfeed in the current folder.
+    path = [*filter(None, map(str, sys.path)), str(pathlib.Path(__file__).parents[2])]
+    ours = {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1", _IN_TRIAL: "1"}
+    return {**os.environ, **ours}
+
+
+def _failure(code: int, text: str) -> str:
     """Return what went wrong in a process; an empty text if nothing did.
 
     Args:
-        code: Its exit status, as ``subprocess`` gives it; None if it has not ended.
+        code: Its exit status, as ``subprocess`` gives it.
         text: Its output.
     """
     if code == 0:
         return ""
-    if code in (None, -signal.SIGALRM, -signal.SIGKILL):
-        return "it did not end in time"
+    if code == -signal.SIGALRM:
+        return _TOO_LATE
     if code < 0:
         return f"a signal ended it ({signal.strsignal(-code)})"
     return (text.strip().splitlines() or [f"it ended with exit status {code}"])[-1]
+
+
+def _is_of_driver(code: int, failure: str) -> bool:
+    """Return whether the driver alone explains how the copies ended.
+
+    Args:
+        code: Exit status of the process, as ``subprocess`` gives it.
+        failure: Its fault, as from ``_failure``; empty if it has none.
+    """
+    if code < 0:
+        return -code in {*_CRASHES, signal.SIGALRM}
+    # Another error, such as a MemoryError, is one of the machine.
+    return not failure or failure.startswith("RuntimeError: ")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -19,12 +19,12 @@ from pinfeed.devices.cuda_clock import CudaClock, take_mark
 from pinfeed.devices.cuda_direct_access import DirectAccess
 from pinfeed.devices.cuda_memory import staging_memory
 from pinfeed.devices.cuda_streams import CudaStream, queued_in
-from pinfeed.devices.row_copies import RowCopyKernel
+from pinfeed.devices.row_copies import RowCopyKernel, row_copy_kernel
 from pinfeed.errors import DeviceError
 from pinfeed.memory.buffer_pool import BufferPool
 from pinfeed.memory.demand import OVERLAP_CHUNK_BYTES
 from pinfeed.memory.page_locked import unlock_freed
-from pinfeed.stores.base import Array, HostArray
+from pinfeed.stores.base import Array, HostArray, Store
 from pinfeed.tensors.numpy_torch import NUMPY, TORCH, to_torch
 from pinfeed.threads.pool import ThreadPool
 
@@ -80,6 +80,13 @@ class CudaDevice(DirectAccess):
 
     def _same_gpu(self) -> CudaDevice:
         return CudaDevice(self._index, priority=self._priority)
+
+    def choose_route(self, stores: Sequence[Store], n_rows: int, wanted: str | None) -> str:
+        why = super().choose_route(stores, n_rows, wanted)
+        if "kernels" in vars(self):
+            # Compiled together with the others. Otherwise, the training thread would compile it.
+            _ = self._row_copy_kernel
+        return why
 
     def stream(self, name: str) -> CudaStream:
         # If rows are read and written in turn, both are in one stream. Row indices and transforms
@@ -147,12 +154,8 @@ class CudaDevice(DirectAccess):
 
     @functools.cached_property
     def _row_copy_kernel(self) -> RowCopyKernel | None:
-        """Kernel that copies rows, compiled at the first use; None if CuPy cannot compile it."""
-        try:
-            return RowCopyKernel(self._index)
-        except Exception:
-            # CuPy is not installed, or has no compiler for this GPU. torch copies the rows then.
-            return None
+        """Kernel that copies rows; None if torch copies them."""
+        return row_copy_kernel(self._index)
 
     def adopt(self, part: HostArray, stream: CudaStream) -> Any:
         value = getattr(part, "host_value", None)

@@ -7,9 +7,12 @@ and the rest of the GPU is free for the model. Adjacent threads move adjacent wo
 warp requests whole lines of 128 bytes if the row has them.
 
 Two kinds of blocks are compiled from the same source. A few thick blocks occupy a part of some
-multiprocessors. Thin blocks of one warp run on every multiprocessor. Their registers fit next to a
-matrix product of cuBLAS that occupies a multiprocessor with 384 threads of 168 registers, which
-leaves room for one warp of 32 registers.
+multiprocessors. Thin blocks of one warp run on every multiprocessor. A warp takes registers of one
+of the four partitions of a multiprocessor, which have 16,384 each, and a thin block takes 1,024 of
+them. It therefore fits next to a matrix product with 8 warps of up to 240 registers a thread, but
+not next to one of cuBLAS with 12 warps of 168 registers, which leaves 256 in each partition. Every
+block also takes 1 KiB of shared memory. Where thin blocks do not fit, they and the product wait for
+each other on every multiprocessor.
 """
 
 from __future__ import annotations

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from pinfeed.devices.kernels import Grid
+from pinfeed.devices.kernels import THIN, Grid
 from pinfeed.memory.units import human_rate
 
 # Times that differ by less count as equal. The route that uses less of the machine then wins: fewer
 # threads leave more of the GPU to the model, and a direct route leaves the CPU free.
 _TOLERANCE = 1.03
+# Thin blocks must be faster than thick ones by this factor. Even if they fit next to the measured
+# products, the model may have kernels that leave no room for them on any multiprocessor.
+_THIN_MARGIN = 1.1
 
 Mover = Literal["kernel", "copy engine"]
 
@@ -103,6 +107,10 @@ def decide(rates: Rates, wanted: str | None) -> Route:
 
 def fastest_direct(kernel: Mapping[Grid, Timing], copy_engine: Timing | None) -> Route:
     """Return the fastest direct route: the copy engine, or as few threads as are fast."""
+    thick = {grid: timing for grid, timing in kernel.items() if grid.n_threads != THIN}
+    thick_s = min((timing.joint_s for timing in thick.values()), default=math.inf)
+    if min(timing.joint_s for timing in kernel.values()) * _THIN_MARGIN >= thick_s:
+        kernel = thick
     enough_s = _TOLERANCE * min(timing.joint_s for timing in kernel.values())
     fast = [grid for grid, timing in kernel.items() if timing.joint_s <= enough_s]
     grid = min(fast, key=lambda grid: grid.n_blocks * grid.n_threads)

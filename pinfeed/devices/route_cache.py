@@ -44,14 +44,15 @@ def cached_rates(
     return _cached(key, _parsed, measure, routes_file(folder))
 
 
-def cached_trial(key: str, run: Callable[[], Trial]) -> Trial:
+def cached_trial(key: str, run: Callable[[], Trial], folder: pathlib.Path | None = None) -> Trial:
     """Return the result of a trial of the driver, which is run if the file does not have it.
 
     Args:
         key: Name of what is tried, with the GPU and the driver.
         run: Runs the trial. Its errors are not kept.
+        folder: Folder of the file; by default, the user's cache folder.
     """
-    return _cached(key, _parsed_trial, run, routes_file())
+    return _cached(key, _parsed_trial, run, routes_file(folder))
 
 
 def routes_file(folder: pathlib.Path | None = None) -> pathlib.Path:

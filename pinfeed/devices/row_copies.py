@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -11,9 +13,12 @@ import torch
 
 from pinfeed.devices.base import RowCopy
 from pinfeed.devices.kernels import External, word_width
+from pinfeed.errors import described
+
+logger = logging.getLogger("pinfeed")
 
 MAX_COPIES = 16
-"""Largest number of copies in one launch; a cache of four stores needs as many."""
+"""Largest number of copies in one launch. A device cache needs up to three for each store."""
 N_THREADS = 256
 """Threads per block."""
 # Blocks for each multiprocessor, which hide the time of a read of device memory.
@@ -52,7 +57,7 @@ __device__ void copy_rows(const Copy& copy)
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256) copy_rows_on_device(const Copies all)
+extern "C" __global__ void __launch_bounds__(N_THREADS) copy_rows_on_device(const Copies all)
 {
     const Copy& copy = all.copies[blockIdx.y];
     switch (copy.width) {
@@ -64,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(256) copy_rows_on_device(const Copi
     }
 }
 """
-OPTIONS = ("-std=c++17", f"-DMAX_COPIES={MAX_COPIES}")
+OPTIONS = ("-std=c++17", f"-DMAX_COPIES={MAX_COPIES}", f"-DN_THREADS={N_THREADS}")
 """The compiler's options."""
 
 _COPY = np.dtype(
@@ -144,3 +149,26 @@ class RowCopyKernel:
         for n_blocks, n_copies, argument in launches(copies, self._most_blocks):
             with self._gpu, self._stream(External(stream)):
                 self._kernel((n_blocks, n_copies), (N_THREADS,), (argument,))
+
+
+@functools.cache
+def row_copy_kernel(index: int) -> RowCopyKernel | None:
+    """Return the kernel, compiled once for each GPU; None if torch must copy the rows.
+
+    An error causes a warning, unless CuPy is not installed.
+
+    Args:
+        index: Number of the GPU.
+    """
+    try:
+        return RowCopyKernel(index)
+    except ModuleNotFoundError:
+        return None
+    except Exception as error:
+        logger.warning(
+            "torch copies rows on cuda:%d in several launches, which takes longer, because the "
+            "kernel for these copies does not run (%s); install another version of CuPy",
+            index,
+            described(error),
+        )
+        return None

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from pinfeed.devices import batch_copy_safety, route_cache
-from pinfeed.devices.batch_copy_safety import driver_name, is_safe
+from pinfeed.devices.batch_copy_safety import _is_of_driver, driver_name, is_safe
 
 DRIVER = r"""
 #include <signal.h>
@@ -149,16 +149,19 @@ def test_another_driver_and_another_gpu_are_tried(use_driver: UsesDriver, tmp_pa
 @pytest.mark.parametrize(
     ("program", "fault", "reason"),
     [
-        ("", {}, "sys.executable is empty"),
+        ("", {}, "sys.executable, which is '', does not start Python"),
         ("/bin/missing", {}, "FileNotFoundError"),
         # The program of an application that has Python in it.
         ("/bin/true", {}, "/bin/true did not run it"),
         ("/bin/false", {}, "it ended with exit status 1"),
         (sys.executable, {"init": "return 100"}, "cuInit failed with CUDA error 100"),
         (sys.executable, {"init": HANGS}, "it did not end in time"),
+        # The operating system kills processes if memory is short.
+        (sys.executable, {"copy": "if (n_calls > 100) raise(SIGKILL)"}, "ended it (Killed)"),
+        (sys.executable, {"copy": "if (n_calls > 100) raise(SIGTERM)"}, "ended it (Terminated)"),
     ],
 )
-def test_a_trial_that_does_not_begin_is_not_remembered(
+def test_a_trial_is_not_remembered_unless_it_ends_by_the_driver(
     program: str,
     fault: dict[str, str],
     reason: str,
@@ -176,6 +179,53 @@ def test_a_trial_that_does_not_begin_is_not_remembered(
     assert [record.levelno for record in caplog.records] == [logging.INFO]
     assert reason in caplog.text
     assert not library.with_name("routes.json").exists()
+
+
+def test_an_error_of_the_machine_is_not_one_of_the_driver() -> None:
+    assert not _is_of_driver(1, "MemoryError: Unable to allocate 32.0 MiB")
+    assert _is_of_driver(1, "RuntimeError: cuMemcpyBatchAsync copied wrong bytes")
+
+
+def test_a_frozen_application_is_not_started(
+    use_driver: UsesDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    use_driver()
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    assert not is_safe(1, "a GPU")
+    assert "does not start Python" in caplog.text
+
+
+def test_an_application_with_python_in_it_is_started_once(
+    use_driver: UsesDriver,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It runs its own program, with a feeder of long rows, instead of the trial."""
+    caplog.set_level(logging.INFO)
+    use_driver()
+    application, starts = tmp_path / "application", tmp_path / "starts"
+    code = (
+        "import sys; from pinfeed.devices.batch_copy_safety import _run_trial; "
+        f"sys.executable = '{application}'; _run_trial(1)"
+    )
+    application.write_text(f'#!/bin/sh\necho >> {starts}\nexec {sys.executable} -c "{code}"\n')
+    application.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(application))
+    assert not is_safe(1, "a GPU")
+    assert f"which is '{application}', does not start Python" in caplog.text
+    assert starts.read_text() == "\n"
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="this Python knows no PYTHONSAFEPATH")
+def test_files_of_the_current_folder_are_not_modules_of_the_trial(
+    use_driver: UsesDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_driver()
+    (tmp_path / "numpy.py").write_text("raise SystemExit('this is not numpy')")
+    monkeypatch.chdir(tmp_path)
+    assert is_safe(1, "a GPU")
 
 
 def test_a_machine_without_a_driver_has_no_version(

@@ -230,7 +230,7 @@ def test_the_widest_word_that_fits(table: int, packed: int, row_nbytes: int, wid
 def test_they_compile_for_gpus_and_spill_no_register(
     architecture: int, n_threads: int, n_registers: int
 ) -> None:
-    """A thick block leaves half of the registers to the model, and a thin one all but 1,024."""
+    """A thick block leaves half of the registers to the model, and a thin one takes 1,024."""
     found = compiled_for_gpu(architecture, SOURCE, options(n_threads))
     assert sorted(found) == sorted(KERNELS.values())
     assert max(n for n, _ in found.values()) <= n_registers

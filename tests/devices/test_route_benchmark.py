@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.remembered_trials import take_over
 
 from pinfeed.devices import route_benchmark, route_cache
 from pinfeed.devices.kernels import THIN, Grid
@@ -96,6 +97,9 @@ def test_thin_blocks_are_chosen_where_they_leave_products_alone() -> None:
     thin = Grid(132, THIN)
     kernel = {**RATES.kernel, thin: Timing(33.0, 0.50e-3)}
     assert decide(replace(RATES, kernel=kernel), None).grid == Grid(8)
+    # The model's kernels may leave thin blocks no room, so they must be clearly faster.
+    kernel[thin] = Timing(33.0, 0.46e-3)
+    assert decide(replace(RATES, kernel=kernel), None).grid == Grid(8)
     kernel[thin] = Timing(33.0, 0.40e-3)
     route = decide(replace(RATES, kernel=kernel), None)
     assert route.grid == thin
@@ -184,6 +188,17 @@ def test_a_trial_that_does_not_begin_is_not_kept(
     with pytest.raises(RuntimeError, match="no memory"):
         cached_trial("a driver", fails)
     assert cached_trial("a driver", lambda: Trial("")) == Trial("")
+
+
+def test_tests_take_trials_over_and_no_rates(tmp_path: Path) -> None:
+    user, apart = tmp_path / "user", tmp_path / "apart"
+    take_over(user, apart)
+    assert not apart.exists()
+    cached_trial("batched copies, a GPU", lambda: Trial("it hangs"), user)
+    cached_rates("a GPU", lambda: RATES, user)
+    take_over(user, apart)
+    assert cached_trial("batched copies, a GPU", lambda: Trial(""), apart) == Trial("it hangs")
+    assert cached_rates("a GPU", lambda: SLOW, apart) == SLOW
 
 
 def test_where_nothing_can_be_written(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The kernel that copies rows on a GPU, tested without a GPU."""
 
 import ctypes
+import logging
 import sys
 import types
 from collections.abc import Callable
@@ -13,9 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cuda_compiler import ARCHITECTURES, compiled_for_cpu, compiled_for_gpu
 
-from pinfeed.devices import row_copies
+from pinfeed.devices import cuda, row_copies
 from pinfeed.devices.base import RowCopy
-from pinfeed.devices.row_copies import MAX_COPIES, N_THREADS, OPTIONS, SOURCE, launches
+from pinfeed.devices.cuda import CudaDevice
+from pinfeed.devices.cuda_direct_access import DirectAccess
+from pinfeed.devices.row_copies import (
+    MAX_COPIES,
+    N_THREADS,
+    OPTIONS,
+    SOURCE,
+    launches,
+    row_copy_kernel,
+)
 
 RUN = r"""
 extern "C" void run(unsigned n_blocks, unsigned n_copies, unsigned n_threads, const Copies* all)
@@ -34,7 +44,9 @@ Run = Callable[[int, int, int, np.ndarray], None]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("row_copies")
-    library = compiled_for_cpu(SOURCE + RUN, folder, [f"MAX_COPIES={MAX_COPIES}"])
+    library = compiled_for_cpu(
+        SOURCE + RUN, folder, [f"MAX_COPIES={MAX_COPIES}", f"N_THREADS={N_THREADS}"]
+    )
     library.run.argtypes = [*[ctypes.c_uint] * 3, ctypes.c_void_p]
     return lambda *numbers: library.run(*numbers[:-1], numbers[-1].ctypes.data)
 
@@ -83,10 +95,10 @@ def test_rows_are_copied(run: Run, described: list[Any], most_blocks: int, seed:
         assert torch.equal(copy.target, after)
 
 
-def test_a_cache_of_four_stores_takes_one_launch() -> None:
+def test_a_cache_of_five_stores_takes_one_launch() -> None:
     rows = torch.zeros(100, 8)
-    copies = [RowCopy(rows, rows.clone()) for _ in range(16)]
-    assert [(launch.n_blocks, launch.n_copies) for launch in launches(copies, 1000)] == [(1, 16)]
+    copies = [RowCopy(rows, rows.clone()) for _ in range(3 * 5)]
+    assert [(launch.n_blocks, launch.n_copies) for launch in launches(copies, 1000)] == [(1, 15)]
     (large,) = launches([RowCopy(torch.zeros(10**5, 32), torch.zeros(10**5, 32))], 1056)
     assert large.n_blocks == 1056
 
@@ -136,3 +148,46 @@ def test_a_launch_in_a_stream_of_torchs(run: Run, monkeypatch: pytest.MonkeyPatc
     kernel.copy([RowCopy(source, target, taken=torch.tensor([3, 1], dtype=torch.int32))], 77)
     assert torch.equal(target, source[[3, 1]])
     assert not current
+
+
+def test_a_kernel_that_does_not_compile_is_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(index: int) -> None:
+        raise RuntimeError("no NVRTC for compute_130")
+
+    monkeypatch.setattr(row_copies, "RowCopyKernel", fails)
+    row_copy_kernel.cache_clear()
+    for _ in range(2):
+        assert row_copy_kernel(3) is None
+    row_copy_kernel.cache_clear()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "torch copies rows on cuda:3 " in record.getMessage()
+    assert "no NVRTC for compute_130" in record.getMessage()
+
+
+def test_a_machine_without_cupy_has_no_kernel_and_no_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    row_copy_kernel.cache_clear()
+    assert row_copy_kernel(3) is None
+    row_copy_kernel.cache_clear()
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("has_kernels", [False, True])
+def test_the_kernel_is_compiled_together_with_the_others(
+    has_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first batch would compile it in the training thread."""
+    compiled: list[int] = []
+    monkeypatch.setattr(cuda, "row_copy_kernel", compiled.append)
+    # A device needs a GPU only for its streams and its memory.
+    device = object.__new__(CudaDevice)
+    DirectAccess.__init__(device, 3)
+    if has_kernels:
+        device.kernels = types.SimpleNamespace()
+    assert device.choose_route([], 0, None) == ""
+    assert compiled == [3] * has_kernels

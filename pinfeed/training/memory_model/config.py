@@ -197,6 +197,9 @@ class Config(limits.MemoryLimits):
         The first trial has the estimated batch size. Trials with smaller batches follow if it does
         not fit, and with larger ones if memory is left.
 
+        On a GPU, the probe returns the workspaces of cuBLAS to torch's allocator. Do not replay a
+        CUDA graph afterwards that was captured before, because its products may use this memory.
+
         Args:
             make_batch: Function that returns inputs and targets, given a number of samples; None
                 for random numbers, and zeros for integers.

@@ -2,21 +2,33 @@
 
 torch makes a workspace for each pair of a cuBLAS handle and a stream, and keeps it. Each thread has
 a handle of its own (``CublasHandlePool.cpp`` and ``DeviceThreadHandles.h`` of torch 2.8 to 2.13).
+Later versions allocate a workspace for each product (pytorch 194311). All products of a stream then
+use the same memory, and the estimate may count one workspace too many.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable
 
 import torch
 
+# Size of a workspace on Hopper and Blackwell (pytorch 89027 and 175344). Other GPUs take 8.1 MiB.
+# The GPU may be unknown here, and a query would initialize CUDA, which breaks later forks.
 _WORKSPACE_BYTES = 32 << 20
-"""Size of a workspace on Hopper (pytorch 89027 and 175344); other GPUs take less."""
-
-PRODUCTS = frozenset(
-    {"addmm", "addmv", "baddbmm", "bmm", "dot", "mm", "mv", "vdot", "_addmm_activation"}
+_PRODUCTS = frozenset(
+    {
+        *("addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "mm", "mv", "vdot"),
+        *("_addmm_activation", "_foreach_mm", "_grouped_mm", "_int_mm"),
+        *("_scaled_grouped_mm", "_scaled_mm", "_scaled_mm_v2"),
+    }
 )
-"""Operations that call cuBLAS."""
+
+
+def is_product(name: str) -> bool:
+    """Return whether an operation, such as ``addmm_``, calls cuBLAS."""
+    return name.removesuffix("_") in _PRODUCTS
 
 
 def workspace_bytes(phases: Iterable[str]) -> int:
@@ -29,7 +41,14 @@ def workspace_bytes(phases: Iterable[str]) -> int:
         phases: Phases of the step that multiply matrices; ``"backward"`` is the backward pass.
     """
     threads = {"autograd" if phase == "backward" else "loop" for phase in phases}
-    return len(threads) * _WORKSPACE_BYTES
+    return len(threads) * _size()
+
+
+def _size() -> int:
+    """Return the bytes of one workspace, at most."""
+    # Pairs of a size in KiB and a count, such as ":4096:2:16:8".
+    pairs = re.findall(":([0-9]+):([0-9]+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    return sum(1024 * int(size) * int(n) for size, n in pairs) if pairs else _WORKSPACE_BYTES
 
 
 def clear_workspaces() -> None:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from pinfeed.training.memory_model import workspace
 from pinfeed.training.memory_model.caching_allocator import Event
-from pinfeed.training.memory_model.cublas_workspaces import PRODUCTS
+from pinfeed.training.memory_model.cublas_workspaces import is_product
 
 _KNOWN = frozenset({"aten", "prim", "prims", "profiler", "higher_order"})
 """Namespaces of operations that allocate their results and, on the CPU, a known workspace."""
@@ -72,7 +72,7 @@ class StorageTracker(TorchDispatchMode):
         is_of_library = name.startswith(_LIBRARIES) and not name.startswith(_PLAIN)
         if func.namespace not in _KNOWN or is_of_library:
             self.foreign.add(str(func))
-        if name.split(".")[0] in PRODUCTS:
+        if is_product(name.split(".")[0]):
             self.multiplying.add(self._phase)
         if self.is_cpu:
             out = workspace.results_of(func, args, out)

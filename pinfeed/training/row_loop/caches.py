@@ -79,7 +79,7 @@ def cache_allocations(caches: Sequence[RowCache | None], device: Device) -> tupl
 def cache_notes(
     tables: Sequence[LentTable], caches: Sequence[RowCache | None], device: Device
 ) -> tuple[str, ...]:
-    """Return notes on tables that fit their caches, and on tables that get no cache."""
+    """Return notes on the memory and the copies of caches, and on tables that get no cache."""
     notes = []
     for lent, cache in zip(tables, caches, strict=True):
         name = lent.table.name
@@ -88,6 +88,12 @@ def cache_notes(
                 notes.append(
                     f"{name} fits its cache as a whole: a row is copied to the device at most once "
                     "in a loop, and copied back when the loop ends"
+                )
+            else:
+                memory = "host" if device.unified else "device"
+                notes.append(
+                    f"rows that leave the cache of {name} take {memory} memory in addition until "
+                    "they are written, at most as many as a batch has"
                 )
         elif lent.table.device_cache is not None:
             reason = "the remaining memory is smaller than a row with its optimizer state"

@@ -11,6 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
+# Its functions keep the process group that is there at the time of the import, with its file
+# descriptors. torch imports it with its compiler, possibly while a test has a process group.
+import torch.distributed.nn
 from support import sharded_ranks
 from support.programs import WITHOUT_A_NETWORK, Programs
 from support.sharded_programs import N

@@ -18,6 +18,7 @@ from support.schedules import corners, randomly
 from support.table_runs import MIXED, OPTIMIZERS, Ids, check, looked_up
 
 from pinfeed import ArrayStore, HostEmbedding, MmapStore, RowOptimizer, checkpoint, train_rows
+from pinfeed.devices.row_copies import MAX_COPIES
 from pinfeed.errors import BudgetError
 from pinfeed.pipeline.row_cache import cache as row_cache
 from pinfeed.testing import lazy
@@ -292,13 +293,18 @@ def test_a_loop_that_changes_its_stream_once(optimizer: str) -> None:
 
 
 class Counting(SimTorchDevice):
-    """Device that counts launches that copy rows by their caller, and allocations of caches."""
+    """Device that counts launches that copy rows by their caller, and allocations of caches.
+
+    It also has the largest number of copies in a launch.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.n: Counter[tuple[str, str]] = Counter()
+        self.most_copies = 0
 
     def copy_rows(self, *args: Any) -> None:
+        self.most_copies = max(self.most_copies, len(args[0]))
         self.n["launches", sys._getframe(1).f_code.co_name] += 1
         super().copy_rows(*args)
 
@@ -329,6 +335,8 @@ def test_a_step_of_a_cached_table_takes_two_launches() -> None:
             optimizer.zero_grad()
     assert batches.stats.cache_lookups > batches.stats.cache_hits > 0
     assert {name for what, name in device.n if what == "launches"} == {"lend", "put", "values"}
+    n_stores = 3
+    assert device.most_copies == 3 * n_stores <= MAX_COPIES
     assert device.n["launches", "lend"] == device.n["launches", "put"] == steps
     # The cache, the rows of each batch and those of the last flush take an allocation for each of
     # the three stores; the rows that a batch evicts and writes take one each.

@@ -47,6 +47,8 @@ def test_a_cache_is_never_larger_than_asked(size: Any, n_rows: int) -> None:
     plan = loop_over(table_of(size)).plan
     assert plan.items[0].what == f"cache of words: {n_rows} of 100 rows"
     assert plan.items[0].nbytes == n_rows * ROW_NBYTES
+    (note,) = plan.notes
+    assert note.startswith("rows that leave the cache of words take host memory in addition ")
 
 
 @pytest.mark.parametrize("size", [1.0, GiB(1)])
