@@ -35,6 +35,9 @@ class HttpFiles(ThreadingHTTPServer):
     def url(self, name: str) -> str:
         return f"http://127.0.0.1:{self.server_port}/{name}"
 
+    def handle_error(self, *args: Any) -> None:
+        """Ignore clients that close a connection."""
+
     def __enter__(self) -> HttpFiles:
         self._thread.start()
         return self
