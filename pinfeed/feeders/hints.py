@@ -23,6 +23,7 @@ _WORKER_ARGUMENTS = (
 _MEMORY_ARGUMENTS = ("pin_memory", "pin_memory_device")
 
 _LIMITS_TOGETHER = "limits are given together; give config=pinfeed.Config({}=...)"
+_STORAGE_OPTIONS = "give a store as the source: pinfeed.RemoteStore(url, storage_options=...)"
 
 FEEDER_HINTS = {
     **dict.fromkeys(
@@ -58,6 +59,7 @@ FEEDER_HINTS = {
         ("max_elements", "max_tokens"),
         "give rows=pinfeed.rows.element_batches(lengths, max_elements)",
     ),
+    "storage_options": _STORAGE_OPTIONS,
     "fetch": "to read rows by the ids of a batch, use pinfeed.wrap_loader(loader, fetch=...)",
     "generator": "give shuffle=True and seed=generator.initial_seed(), for another shuffled order",
     "in_order": "batches are always in order; leave it out",
@@ -146,6 +148,7 @@ DATASET_HINTS = {
             "prefetch_factor",
         )
     },
+    "storage_options": _STORAGE_OPTIONS,
     "transform": "apply it to the rows that the dataset returns, in the collate_fn of the "
     "DataLoader or in the loop",
 }

@@ -13,6 +13,7 @@ from pinfeed.readahead.whole_file import WholeFile
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.base import FileStore
 from pinfeed.stores.chunked import ChunkedStore
+from pinfeed.stores.remote import RemoteStore
 
 
 class InMemoryCopy(WholeFile):
@@ -28,8 +29,9 @@ class InMemoryCopy(WholeFile):
     """
 
     def __init__(self, store: FileStore) -> None:
-        # Decoding a row decodes its whole chunk, so readers wait until the chunk is loaded instead.
-        super().__init__(store, waits=isinstance(store, ChunkedStore))
+        # Decoding a row decodes its whole chunk, and a request for a row takes as long as one for
+        # many rows, so readers wait until the chunk is loaded instead.
+        super().__init__(store, waits=isinstance(store, (ChunkedStore, RemoteStore)))
         self.items = (copy_allocation(store),)
         nbytes = store.n_rows * store.row_nbytes
         array: npt.NDArray[Any] = (

@@ -26,13 +26,14 @@ from pinfeed.readahead.in_memory import InMemoryCopy, copy_allocation
 from pinfeed.readahead.mapped_file import MappedFile
 from pinfeed.readahead.page_cache import PageCacheReadahead
 from pinfeed.readahead.ragged import RaggedReads
-from pinfeed.readahead.windows import WindowReadahead
+from pinfeed.readahead.windows import SequentialReadahead, WindowReadahead
 from pinfeed.rows.orders import Order, PerRank, Sequential
 from pinfeed.rows.windows import Windows, windows
 from pinfeed.stores.array import ArrayStore
-from pinfeed.stores.base import FileStore, Store
+from pinfeed.stores.base import FileStore, Store, rows_in
 from pinfeed.stores.chunked import ChunkedStore
 from pinfeed.stores.file import MmapStore
+from pinfeed.stores.remote import RemoteStore
 from pinfeed.stores.sharded_file import AnyShardedStore, ShardedStore
 
 SEEK_BYTES = 64 << 10
@@ -47,6 +48,9 @@ BLOCKS_ALLOW = "a block_shuffled order allows long contiguous reads"
 # Chunks per block in the recommended block-shuffled order. A block may begin within a chunk, so it
 # decodes up to one more chunk. A window of 16 blocks should not be too large.
 _BLOCK_CHUNKS = 4
+
+# Rows of a remote file that are read ahead at a time, in sequence.
+_REMOTE_WINDOW_BYTES = 32 << 20
 
 Choice = tuple[ReadStrategy, str]
 """A strategy, and the reason for it as the plan shows it."""
@@ -164,6 +168,12 @@ def _choose_for_file(
     found_map = _map(store, order, share, free.page_cache, mapped)
     if found_map is not None:
         return found_map, "read through the OS page cache, by a memory map (the file fits)"
+    if isinstance(store, RemoteStore) and isinstance(order, Sequential):
+        window_rows = min(store.n_rows, rows_in(store, _REMOTE_WINDOW_BYTES))
+        item = window_allocation(window_rows, store.row_nbytes, n_batch_rows)
+        if item.total <= free.memory:
+            ahead = SequentialReadahead(store, window_rows, n_batch_rows)
+            return ahead, "read ahead in sequence, in large requests"
     if is_in_sequence(order):
         hint = f"{store.label} is read in sequence, {DISK_SPEED} {whole_file_hint(store)}"
         return DirectReads(store, hint), f"read in sequence{why}"

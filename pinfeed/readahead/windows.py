@@ -7,6 +7,7 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -30,6 +31,8 @@ RowRuns = Iterable[tuple[int, int]]
 
 # Reads that wait for the disk at the same time.
 _N_THREADS = 4
+# Parts of a window of a sequential order that are read at the same time.
+_N_PARTS = 2
 
 
 class WindowCursor(Generic[T]):
@@ -43,7 +46,7 @@ class WindowCursor(Generic[T]):
     """
 
     def __init__(
-        self, windows: Windows, start: int, stop: int, begin: Callable[[RowRuns], T]
+        self, windows: Windows | EvenWindows, start: int, stop: int, begin: Callable[[RowRuns], T]
     ) -> None:
         self._windows = windows
         self._begin = begin
@@ -98,7 +101,9 @@ class WindowReadahead:
         self._pool = BufferPool(self.items[0].count)
 
     @contextlib.contextmanager
-    def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
+    def open_epoch(
+        self, windows: Windows | EvenWindows | None, start: int, stop: int
+    ) -> Iterator[OpenBatch]:
         assert windows is not None
         with ThreadPool(_N_THREADS, "pinfeed-window") as threads:
             cursor = WindowCursor(
@@ -129,6 +134,52 @@ class WindowReadahead:
     def close(self) -> None:
         """Free the windows."""
         self._pool.close()
+
+
+class SequentialReadahead(WindowReadahead):
+    """Strategy that reads ahead the rows of a sequential order, in equal windows.
+
+    Args:
+        store: A read-only store.
+        window_rows: Rows of a window.
+        n_batch_rows: Rows of all batches that are read at the same time.
+    """
+
+    def __init__(self, store: FileStore, window_rows: int, n_batch_rows: int) -> None:
+        super().__init__(store, window_rows, n_batch_rows)
+        self._windows = EvenWindows(store.n_rows, window_rows)
+
+    @contextlib.contextmanager
+    def open_epoch(
+        self, windows: Windows | EvenWindows | None, start: int, stop: int
+    ) -> Iterator[OpenBatch]:
+        with super().open_epoch(self._windows, start, stop) as open_batch:
+            yield open_batch
+
+
+@dataclass(frozen=True)
+class EvenWindows:
+    """Windows of consecutive rows, for a sequential order."""
+
+    n_rows: int
+    window_rows: int
+
+    def spans(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Divide the positions [start, stop) by window, like ``Windows.spans``."""
+        spans = []
+        while start < stop:
+            number = start // self.window_rows
+            n = min(stop, (number + 1) * self.window_rows) - start
+            spans.append((number, n))
+            start += n
+        return spans
+
+    def runs(self, number: int) -> list[tuple[int, int]]:
+        """Return the rows of a window, in parts that are read at the same time."""
+        stop = min(self.n_rows, (number + 1) * self.window_rows)
+        step = -(-self.window_rows // _N_PARTS)
+        starts = range(number * self.window_rows, stop, step)
+        return [(start, min(stop, start + step)) for start in starts]
 
 
 class _Window:

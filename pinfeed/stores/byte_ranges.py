@@ -1,26 +1,20 @@
-"""ByteRange: a part of a remote file that one request fetches.
-
-pinfeed groups rows into ranges, requests many ranges at a time, and repeats failed requests.
-"""
+"""ByteRange: a part of a remote file that one request fetches; rows are grouped into ranges."""
 
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.errors import FileMissing, PinfeedError, ReadError
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import run_of
 from pinfeed.stores.formats.row_layout import RowLayout
+from pinfeed.stores.remote_file import RemoteFile
 
 Bytes = npt.NDArray[np.uint8]
-T = TypeVar("T")
 
 # Most bytes of one request; a multiple of every itemsize.
 RANGE_BYTES = 2 << 20
@@ -31,34 +25,6 @@ WINDOW_BYTES = 16 << 20
 _MAX_REQUESTS = 512
 # Unused bytes between two rows that cost less than one more request.
 _GAP_BYTES = 64 << 10
-# Seconds before the second attempt; the delay doubles before each further attempt.
-_FIRST_DELAY_S = 0.5
-
-# Errors for which a further attempt is useless.
-_FINAL_ERRORS = (
-    FileNotFoundError,
-    PermissionError,
-    IsADirectoryError,
-    NotImplementedError,
-    ValueError,
-)
-# HTTP client errors for which a further attempt may succeed: timeout, and too many requests.
-_RETRIED_STATUSES = (408, 429)
-# HTTP status of a range that begins after the end of the file.
-_RANGE_NOT_SATISFIABLE = 416
-
-
-@dataclass(frozen=True)
-class RemoteFile:
-    """File of an fsspec file system."""
-
-    url: str
-    fs: Any
-    path: str
-    """Path within the file system."""
-
-    def __str__(self) -> str:
-        return self.url
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +99,12 @@ def _cuts(rows: Rows, nbytes: int) -> list[int]:
     return cuts
 
 
+def first_bytes(file: RemoteFile, n: int) -> ByteRange:
+    """Return the range of the first bytes of a file, which has no rows."""
+    no_rows = np.empty(0, np.int64)
+    return ByteRange(file, 0, n, slice(0, 0), no_rows, no_rows)
+
+
 def windows_of(ranges: Iterator[ByteRange]) -> Iterator[list[ByteRange]]:
     """Group ranges into windows whose answers fit in memory at the same time."""
     window: list[ByteRange] = []
@@ -147,111 +119,3 @@ def windows_of(ranges: Iterator[ByteRange]) -> Iterator[list[ByteRange]]:
         window.append(wanted)
     if window:
         yield window
-
-
-def fetch(ranges: list[ByteRange]) -> list[Any]:
-    """Fetch ranges, and return the bytes of each, or an error."""
-    answers: dict[ByteRange, Any] = {}
-    for fs in {id(wanted.file.fs): wanted.file.fs for wanted in ranges}.values():
-        of_fs = [wanted for wanted in ranges if wanted.file.fs is fs]
-        paths = [wanted.file.path for wanted in of_fs]
-        begins = [wanted.begin for wanted in of_fs]
-        ends = [wanted.end for wanted in of_fs]
-        found = result_or_error(fs.cat_ranges, paths, begins, ends, on_error="return")
-        if isinstance(found, Exception):
-            found = [found] * len(of_fs)
-        answers |= zip(of_fs, found, strict=True)
-    return [_checked(wanted, answers[wanted]) for wanted in ranges]
-
-
-def result_or_error(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Return the result of a call, or the error that it raises."""
-    try:
-        return call(*args, **options)
-    except Exception as error:
-        # File systems raise errors of many kinds.
-        return error
-
-
-def answers_of(
-    asked: list[T], ask: Callable[[list[T]], list[Any]], attempts: int
-) -> Iterator[tuple[T, Any]]:
-    """Make requests, and repeat failed requests after a delay.
-
-    Answers are yielded in any order; this function keeps none.
-
-    Args:
-        asked: Subjects of the requests, as error messages name them.
-        ask: Makes requests, and returns an answer or an error for each.
-        attempts: Most attempts for one request.
-
-    Raises:
-        ReadError: If a request fails with an error for which a further attempt is useless, or
-            fails in every attempt.
-        FileMissing: If a file does not exist.
-        PinfeedError: If ``ask`` returns such an error.
-    """
-    for attempt in itertools.count(1):
-        answers = list(zip(asked, ask(asked), strict=True))
-        asked = []
-        while answers:
-            subject, answer = answers.pop()
-            if not isinstance(answer, BaseException):
-                yield subject, answer
-            elif attempt < attempts and _is_worth_retrying(answer):
-                asked.append(subject)
-            else:
-                _raise(subject, answer, attempt, attempts)
-            # This frees the memory of this answer for the next one.
-            del answer
-        if not asked:
-            return
-        time.sleep(_FIRST_DELAY_S * 2 ** (attempt - 1))
-
-
-def _raise(subject: Any, error: BaseException, attempt: int, attempts: int) -> NoReturn:
-    """Raise the error of a request that is not repeated."""
-    if isinstance(error, PinfeedError):
-        raise error
-    if isinstance(error, FileNotFoundError):
-        raise FileMissing(f"{subject}: the file no longer exists") from error
-    advice = ""
-    if _is_worth_retrying(error):
-        advice = f"; use RemoteStore(..., attempts={2 * attempts}) for more attempts"
-    raise ReadError(
-        f"{subject}: {type(error).__name__}: {error} (attempt {attempt} of {attempts}{advice})"
-    ) from error
-
-
-def _checked(wanted: ByteRange, answer: Any) -> Any:
-    """Return the answer, or an error if it is not as long as the range."""
-    n = 0
-    if not isinstance(answer, BaseException):
-        n = len(answer)
-    elif _status(answer) != _RANGE_NOT_SATISFIABLE:
-        return answer
-    n_wanted = wanted.end - wanted.begin
-    if n == n_wanted:
-        return answer
-    if n < n_wanted:
-        return ReadError(
-            f"{wanted}: only {n} of these bytes exist, because the file has shrunk; do not "
-            "rewrite a file while it is streamed"
-        )
-    return ReadError(
-        f"{wanted}: got {n} bytes, because the server does not support range requests; copy the "
-        "file to a server that does"
-    )
-
-
-def _is_worth_retrying(error: BaseException) -> bool:
-    if isinstance(error, (PinfeedError, *_FINAL_ERRORS)):
-        return False
-    status = _status(error)
-    return not 400 <= status < 500 or status in _RETRIED_STATUSES
-
-
-def _status(error: Any) -> int:
-    """Return the HTTP status of an error; 0 if it has none."""
-    status = getattr(error, "status", 0)
-    return status if isinstance(status, int) else 0

@@ -49,7 +49,10 @@ def local_paths(path: Path | Sequence[Path]) -> list[str]:
             return [name]
         found = sorted(glob.glob(name))
         if not found:
-            raise FileMissing(f"{name}: no file matches this pattern (looked in {os.getcwd()})")
+            raise FileMissing(
+                f"{name}: no file matches this pattern (looked in {os.getcwd()})"
+                + pattern_hint(name) * ("{" in name)
+            )
         return found
     try:
         names = [local_path(p) for p in path]
@@ -61,3 +64,12 @@ def local_paths(path: Path | Sequence[Path]) -> list[str]:
     if not names:
         raise ArgumentError("an empty list of files; expected at least one .npy file")
     return names
+
+
+def pattern_hint(path: str) -> str:
+    """Return what to do if the name of a missing file looks like a pattern; empty if not."""
+    if "{" in path:
+        return "; braces are not expanded; give a pattern with *, or a list of files"
+    if glob.has_magic(path):
+        return "; patterns in a list are not expanded; give one pattern alone, or all files by name"
+    return ""

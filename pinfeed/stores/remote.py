@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import io
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
@@ -26,16 +28,16 @@ from pinfeed.stores.byte_ranges import (
     RANGE_BYTES,
     WINDOW_BYTES,
     ByteRange,
-    RemoteFile,
-    answers_of,
-    fetch,
+    first_bytes,
     ranges_of,
-    result_or_error,
     windows_of,
 )
 from pinfeed.stores.formats.npy import header_of
 from pinfeed.stores.formats.row_layout import RowLayout
-from pinfeed.stores.paths import has_protocol
+from pinfeed.stores.paths import has_protocol, pattern_hint
+from pinfeed.stores.range_requests import fetch
+from pinfeed.stores.remote_file import RemoteFile, version_of
+from pinfeed.stores.retries import answers_of, require_connected, result_or_error
 from pinfeed.stores.sharded_file import ShardedStore, as_bytes
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.threads.pool import ThreadPool
@@ -47,8 +49,8 @@ _MAX_SORTED_ROWS = 1 << 16
 # Gathers that run at the same time, each with many requests: one waits while the other copies.
 _MAX_GATHERS = 2
 _HEADERS_AT_ONCE = 16
-# Bytes that a file system may read ahead of the header.
-_HEADER_BYTES = 64 << 10
+# The longest header, and what precedes it.
+_HEADER_BYTES = (64 << 10) + 12
 
 
 # No shard is ever open, because each request is independent.
@@ -56,8 +58,10 @@ class RemoteStore(ShardedStore[NoReturn]):
     """Read-only rows of remote .npy files. Any thread may gather.
 
     One request reads rows that are close together in a file. If the file system supports it, as
-    object stores and web servers do, many requests run at the same time. Raw and safetensors files
-    must be local; see ``MmapStore``.
+    object stores and web servers do, many requests run at the same time. If a file is replaced
+    while the store is open, a gather raises ``ReadError``, provided that the file system reports an
+    ETag, a generation or a time of modification. Raw and safetensors files must be local; see
+    ``MmapStore``.
 
     Args:
         path: A URL (``"s3://bucket/x.npy"``), a pattern (``"gs://bucket/x-*.npy"``, in sorted
@@ -65,13 +69,14 @@ class RemoteStore(ShardedStore[NoReturn]):
             their number of rows.
         dtype: Dtype of the items, of the same size as in the file. By default, it is the dtype in
             the file. Only ``"bfloat16"`` needs this argument, because a .npy file cannot name it.
-        storage_options: Arguments of fsspec's file system, such as credentials and endpoints.
+        storage_options: Arguments of fsspec's file system, such as credentials and endpoints:
+            ``{"anon": True}`` for a public bucket of S3.
         attempts: Most attempts per request before the store raises a temporary error (a lost
             connection, a busy server).
 
     Raises:
-        ArgumentError: If ``path`` is not a URL, fsspec does not know its file system, or
-            ``attempts`` is below 1.
+        ArgumentError: If ``path`` is not a URL, fsspec does not know its file system,
+            ``storage_options`` is not a dict, or ``attempts`` is below 1.
         MissingDependency: If fsspec, or a package that it needs for the URL, is not installed.
         FileMissing: If a file, or every file of a pattern, is missing.
         ReadError: If a file cannot be read.
@@ -100,8 +105,15 @@ class RemoteStore(ShardedStore[NoReturn]):
     ) -> None:
         self._attempts = whole_number(attempts, "attempts")
         wanted = None if dtype is None else dtype_of(dtype, "RemoteStore")
-        self._files = self._find(path, dict(storage_options or {}))
-        super().__init__(self._headers(wanted))
+        if not isinstance(storage_options, (Mapping, type(None))):
+            raise ArgumentError(
+                f"storage_options={type(storage_options).__name__}; expected a dict, such as "
+                '{"anon": True}'
+            )
+        files = self._find(path, dict(storage_options or {}))
+        found = self._headers(files, wanted)
+        self._files = [file for file, _ in found]
+        super().__init__([layout for _, layout in found])
 
     def __enter__(self) -> RemoteStore:
         return self
@@ -118,7 +130,7 @@ class RemoteStore(ShardedStore[NoReturn]):
             positions: Positions in ``out``, shape (m,).
 
         Raises:
-            ReadError: If a file has shrunk or cannot be read.
+            ReadError: If a file was replaced or has shrunk, or cannot be read.
             FileMissing: If a file was removed since the store was opened.
         """
         if self._closed:
@@ -153,17 +165,21 @@ class RemoteStore(ShardedStore[NoReturn]):
         if not isinstance(path, str) or not _is_pattern(files[0]):
             return files
         [(_, found)] = answers_of(
-            files, lambda files: [result_or_error(_matches, file) for file in files], self._attempts
+            files, lambda files: [_opened(_matches, file) for file in files], self._attempts
         )
         if not found:
-            raise FileMissing(f"{path}: no file matches this pattern")
+            raise FileMissing(
+                f"{path}: no file matches this pattern" + pattern_hint(path) * ("{" in path)
+            )
         return list(found)
 
-    def _headers(self, dtype: np.dtype[Any] | None) -> list[RowLayout]:
-        """Read the header of each file."""
-        # A file may be given twice, and two threads must not read one file of fsspec.
-        distinct = list(dict.fromkeys(self._files))
-        read_header = functools.partial(result_or_error, _header, dtype=dtype)
+    def _headers(
+        self, files: list[RemoteFile], dtype: np.dtype[Any] | None
+    ) -> list[tuple[RemoteFile, RowLayout]]:
+        """Read the version and the header of each file."""
+        # A file may be given twice.
+        distinct = list(dict.fromkeys(files))
+        read_header = functools.partial(_opened, functools.partial(_header, dtype=dtype))
         # The first file is read alone, because it opens the session that the other files share.
         found = dict(
             answers_of(
@@ -175,7 +191,7 @@ class RemoteStore(ShardedStore[NoReturn]):
                 found |= answers_of(
                     distinct[1:], lambda files: list(pool.map(read_header, files)), self._attempts
                 )
-        return [found[file] for file in self._files]
+        return [found[file] for file in files]
 
 
 def _urls(path: str | Sequence[str]) -> list[str]:
@@ -194,7 +210,7 @@ def _urls(path: str | Sequence[str]) -> list[str]:
 
 def _is_pattern(file: RemoteFile) -> bool:
     """Return whether the path has wildcards; a question mark is one, except in a web address."""
-    return re.search(r"[*[]" if "http" in file.fs.protocol else r"[*?[]", file.path) is not None
+    return re.search(r"[*[]" if file.is_http else r"[*?[]", file.path) is not None
 
 
 def _matches(file: RemoteFile) -> list[RemoteFile]:
@@ -205,21 +221,22 @@ def _matches(file: RemoteFile) -> list[RemoteFile]:
     return [RemoteFile(fs.unstrip_protocol(name), fs, name) for name in sorted(fs.glob(file.path))]
 
 
-def _header(file: RemoteFile, dtype: np.dtype[Any] | None) -> RowLayout:
+def _header(file: RemoteFile, dtype: np.dtype[Any] | None) -> tuple[RemoteFile, RowLayout]:
+    """Return the file with its version, and the layout of its rows."""
     try:
-        with file.fs.open(file.path, "rb", block_size=_HEADER_BYTES) as opened:
-            size = getattr(opened, "size", None) or file.fs.size(file.path)
-            if size is None:
-                raise StoreError(
-                    f"{file}: the server does not report its size, and does not support range "
-                    "requests; copy the file to a server that does"
-                )
-            layout = header_of(file.url, opened, size, dtype)
-            if "http" in file.fs.protocol:
-                # fsspec raises an error here if the server always sends the whole file.
-                opened.seek(size - 1)
-                opened.read(1)
-            return layout
+        # The version comes first: if the file is replaced after this, its rows are refused.
+        info = file.fs.info(file.path)
+        if info.get("type") == "directory":
+            raise StoreError(_no_file(file))
+        size = info["size"]
+        if size is None:
+            raise StoreError(
+                f"{file}: the server does not report its size, and does not support range "
+                "requests; copy the file to a server that does"
+            )
+        start = _first_bytes(file, min(size, _HEADER_BYTES))
+        layout = header_of(file.url, io.BytesIO(start), size, dtype)
+        return dataclasses.replace(file, version=version_of(info)), layout
     except FileNotFoundError as error:
         cause = error.__cause__
         is_missing = (
@@ -227,16 +244,40 @@ def _header(file: RemoteFile, dtype: np.dtype[Any] | None) -> RowLayout:
             or isinstance(cause, FileNotFoundError)
             or getattr(cause, "status", None) == 404
         )
-        if "http" in file.fs.protocol and not is_missing:
+        if file.is_http and not is_missing:
             # fsspec also says "not found" if it cannot reach the server.
             raise cause from None  # type: ignore[misc]
         raise FileMissing(
             f"{file}: no such file; expected a .npy file, as numpy.save writes it"
+            + pattern_hint(file.url) * ("{" in file.url or _is_pattern(file))
         ) from None
     except IsADirectoryError:
-        raise StoreError(
-            f"{file} is a directory; expected a .npy file, or a pattern such as {file}/*.npy"
-        ) from None
+        raise StoreError(_no_file(file)) from None
+
+
+def _first_bytes(file: RemoteFile, n: int) -> bytes:
+    if not n:
+        return b""
+    [answer] = fetch([first_bytes(file, n)])
+    if isinstance(answer, BaseException):
+        raise answer
+    return bytes(answer)
+
+
+def _no_file(file: RemoteFile) -> str:
+    url = file.url.rstrip("/")
+    return (
+        f"{file} is a directory, a bucket or a prefix of names; expected a .npy file, or a pattern "
+        f"such as {url}/*.npy"
+    )
+
+
+def _opened(call: Callable[[RemoteFile], Any], file: RemoteFile) -> Any:
+    """Return the result of a call that opens a file, or its error."""
+    answer = result_or_error(call, file)
+    if not isinstance(answer, Exception):
+        return answer
+    return result_or_error(require_connected, file, answer) or answer
 
 
 def _file(url: str, options: dict[str, Any]) -> RemoteFile:
@@ -251,6 +292,11 @@ def _file(url: str, options: dict[str, Any]) -> RemoteFile:
         raise MissingDependency(f"{url}: fsspec is needed; {install_line('remote')}") from error
     try:
         return RemoteFile(url, *url_to_fs(url, **options))
+    except TypeError as error:
+        raise ArgumentError(
+            f"{url}: {error}; storage_options has {sorted(options)}; expected arguments of "
+            "fsspec's file system for this URL"
+        ) from error
     except ImportError as error:
         raise MissingDependency(f"{url}: {error}") from error
     except FileNotFoundError as error:

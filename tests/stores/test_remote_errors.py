@@ -1,5 +1,6 @@
 """Remote files that fail, and requests that are repeated."""
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from support.remote_files import Shaky, fresh_file_systems, npy, put
 from support.stores import gathered
 
-from pinfeed import MmapStore, PinnedStore, RemoteStore, errors
+from pinfeed import Feeder, MmapStore, PinnedStore, RemoteStore, errors
+from pinfeed.readahead import select
 from pinfeed.stores.paths import has_protocol
 from pinfeed.testing.suites import sample
 
@@ -83,6 +85,10 @@ class HttpError(Exception):
         self.status = status
 
 
+class NoCredentialsError(Exception):
+    """Error of a class of botocore."""
+
+
 @pytest.mark.parametrize(
     ("fault", "error"),
     [
@@ -90,6 +96,8 @@ class HttpError(Exception):
         (ValueError("cannot be"), errors.ReadError),
         (NotImplementedError("no ranges"), errors.ReadError),
         (HttpError(403), errors.ReadError),
+        (NoCredentialsError("Unable to locate credentials"), errors.ReadError),
+        (TypeError("unexpected keyword argument 'colour'"), errors.ReadError),
         (FileNotFoundError("x.npy"), errors.FileMissing),
     ],
     ids=repr,
@@ -105,6 +113,38 @@ def test_permanent_faults_are_not_retried(fault: Exception, error: type[Exceptio
         RemoteStore("shaky://x.npy")
 
 
+@pytest.mark.parametrize(
+    ("fault", "advice"),
+    [
+        (NoCredentialsError("none"), "NoCredentialsError: none; give credentials by .*anon"),
+        (PermissionError("not yours"), "give credentials by .*storage_options"),
+        (HttpError(401), "give credentials"),
+        (TypeError("unexpected 'colour'"), "check the names in storage_options"),
+    ],
+    ids=repr,
+)
+def test_a_permanent_fault_advises_no_more_attempts(fault: Exception, advice: str) -> None:
+    put(np.arange(100), "shaky://x.npy")
+    Shaky.faults.append(fault)
+    with pytest.raises(errors.ReadError, match=advice) as caught:
+        RemoteStore("shaky://x.npy")
+    assert "attempt" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [ConnectionRefusedError(111, "refused"), socket.gaierror(socket.EAI_NONAME, "unknown name")],
+    ids=repr,
+)
+def test_a_server_that_cannot_be_reached_is_refused_only_at_first(fault: Exception) -> None:
+    store = RemoteStore(put(np.arange(100), "shaky://x.npy"))
+    Shaky.faults.append(fault)
+    assert gathered(store, [5]).tolist() == [5], "a server may be started again"
+    Shaky.faults.append(fault)
+    with pytest.raises(errors.ReadError, match=r"no connection to the server .*check the address"):
+        RemoteStore("shaky://x.npy")
+
+
 @pytest.mark.parametrize("status", [408, 429, 500, 503])
 def test_a_busy_web_server_is_asked_again(status: int) -> None:
     store = RemoteStore(put(np.arange(100), "shaky://x.npy"))
@@ -112,27 +152,55 @@ def test_a_busy_web_server_is_asked_again(status: int) -> None:
     assert gathered(store, [5]).tolist() == [5]
 
 
-@pytest.mark.parametrize(("fault", "n"), [(0, 0), (7, 7), (HttpError(416), 0)], ids=str)
-def test_a_range_that_is_short_means_that_the_file_has_shrunk(fault: Any, n: int) -> None:
+@pytest.mark.parametrize("n", [0, 7])
+def test_an_answer_that_is_short_is_retried(n: int) -> None:
+    store = RemoteStore(put(np.arange(100), "shaky://x.npy"), attempts=3)
+    Shaky.faults.extend([n, n])
+    assert gathered(store, [5]).tolist() == [5]
+    assert len(Shaky.requests) == 3
+    Shaky.faults.extend([n] * 3)
+    with pytest.raises(errors.ReadError, match=rf"bytes 168 to 176: .*got {n} of 8 bytes"):
+        gathered(store, [5])
+
+
+def test_a_range_after_the_end_means_that_the_file_has_shrunk() -> None:
     store = RemoteStore(put(np.arange(100), "shaky://x.npy"))
-    Shaky.faults.append(fault)
-    with pytest.raises(
-        errors.ReadError,
-        match=rf"shaky://x\.npy, bytes 168 to 176: only {n} of these bytes .* has shrunk",
-    ):
+    Shaky.faults.append(HttpError(416))
+    with pytest.raises(errors.ReadError, match=r"shaky://x\.npy, bytes 168 to 176: .* has shrunk"):
         gathered(store, [5])
     assert len(Shaky.requests) == 1
 
 
-def test_a_remote_file_that_is_replaced_by_a_shorter_one() -> None:
-    store = RemoteStore(put(np.arange(100)))
-    put(np.arange(50))
-    assert gathered(store, [49]).tolist() == [49]
-    with pytest.raises(errors.ReadError, match="has shrunk"):
-        gathered(store, [49, 50])
-    MemoryFileSystem.store.clear()
+@pytest.mark.parametrize("n_rows", [50, 100])
+def test_a_remote_file_that_is_replaced(n_rows: int) -> None:
+    array = np.arange(100)
+    store = RemoteStore(put(array, "shaky://x.npy"))
+    put(array[:n_rows] + 1, "shaky://x.npy")
+    with pytest.raises(errors.ReadError, match=r"shaky://x\.npy: the file was replaced"):
+        gathered(store, [3, 49])
+    assert len(Shaky.requests) == 1, "the file stays replaced, so there is no second attempt"
+    Shaky.store.clear()
     with pytest.raises(errors.FileMissing, match="no longer exists"):
         gathered(store, [49])
+
+
+def test_a_loop_over_a_file_that_is_replaced_never_mixes_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A window is a batch. Otherwise, all rows are read at once.
+    monkeypatch.setattr(select, "_REMOTE_WINDOW_BYTES", 80)
+    array = np.arange(1000)
+    seen: list[int] = []
+    put(array, "shaky://x.npy")
+    with (
+        Feeder("shaky://x.npy", batch_size=10, device="cpu") as feeder,
+        pytest.raises(errors.ReadError, match="was replaced"),
+    ):
+        for i, batch in enumerate(feeder):
+            seen += batch.tolist()
+            if i == 5:
+                put(-array, "shaky://x.npy")
+    assert seen == array[: len(seen)].tolist()
 
 
 def test_a_server_that_gives_more_than_a_range() -> None:
@@ -166,6 +234,51 @@ def test_remote_files_that_cannot_be_served() -> None:
 def test_a_remote_directory(tmp_path: Path) -> None:
     with pytest.raises(errors.StoreError, match="is a directory"):
         RemoteStore(f"file://{tmp_path}")
+
+
+class Bucket(MemoryFileSystem):
+    """Object store, in which a prefix of names is a directory of size 0."""
+
+    protocol = "bucket"
+
+    def info(self, path: str, **options: Any) -> dict[str, Any]:
+        return {"name": path, "size": 0, "type": "directory"}
+
+    def open(self, path: str, *args: Any, **options: Any) -> Any:
+        raise ValueError(f"Attempt to open non key-like path: {path}")
+
+
+fsspec.register_implementation("bucket", Bucket, clobber=True)
+
+
+@pytest.mark.parametrize("url", ["bucket://name", "bucket://name/", "bucket://name/prefix/"])
+def test_a_bucket_and_a_prefix_are_no_files(url: str) -> None:
+    message = rf"{url} is a directory, a bucket or .* such as {url.rstrip('/')}/\*\.npy"
+    with pytest.raises(errors.StoreError, match=message):
+        RemoteStore(url)
+
+
+def test_patterns_that_are_not_expanded_have_a_hint(tmp_path: Path) -> None:
+    url = put(np.arange(3))
+    for pattern in ("x-{0..3}.npy", "x-{0,1}-*.npy"):
+        for store, place in ((RemoteStore, "memory://"), (MmapStore, f"{tmp_path}/")):
+            with pytest.raises(errors.FileMissing, match="braces are not expanded; give a pattern"):
+                store(place + pattern)
+    with pytest.raises(errors.FileMissing, match="patterns in a list are not expanded"):
+        RemoteStore([url, "memory://x-*.npy"])
+    with pytest.raises(errors.FileMissing, match="patterns in a list are not expanded"):
+        MmapStore([tmp_path / "x-*.npy"])
+
+
+@pytest.mark.parametrize("options", ["x", ["key", "secret"], 3], ids=repr)
+def test_storage_options_are_a_dict(options: Any) -> None:
+    with pytest.raises(errors.ArgumentError, match=r"storage_options=.*expected a dict, such as"):
+        RemoteStore(put(np.arange(3)), storage_options=options)
+
+
+def test_storage_options_of_a_feeder_are_those_of_a_store() -> None:
+    with pytest.raises(errors.UnknownArgument, match=r"source.*RemoteStore\(url, storage_options="):
+        Feeder("memory://x.npy", batch_size=2, storage_options={})  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize(

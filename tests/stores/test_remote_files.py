@@ -15,6 +15,7 @@ from support.remote_files import PROTOCOLS, Crowd, Shaky, fresh_file_systems, np
 from support.stores import gathered
 
 from pinfeed import Feeder, RemoteStore, errors, rows
+from pinfeed.readahead import select
 from pinfeed.stores import byte_ranges
 from pinfeed.tensors.dtypes import DTYPES
 from pinfeed.testing.suites import ROW_SHAPES, sample
@@ -203,7 +204,9 @@ def test_a_feeder_of_urls(depth: int) -> None:
             )
 
 
-def test_an_error_of_a_remote_file_reaches_the_loop() -> None:
+def test_an_error_of_a_remote_file_reaches_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A window is a batch. Otherwise, all rows are read at once.
+    monkeypatch.setattr(select, "_REMOTE_WINDOW_BYTES", 80)
     put(np.arange(1000.0), "shaky://x.npy")
     with (
         Feeder("shaky://x.npy", batch_size=10, device="cpu") as feeder,

@@ -19,6 +19,7 @@ import numpy as np
 
 from pinfeed.errors import FileMissing, StoreError, described
 from pinfeed.stores.formats.row_layout import RowLayout, require_regular
+from pinfeed.stores.paths import pattern_hint
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.suggestions import of_file
 
@@ -86,7 +87,7 @@ def _missing(path: str) -> str:
     text = f"{path}: no such file (looked in {os.getcwd()})"
     if os.path.splitext(path)[1].lower() in ("", ".npy"):
         text += "; expected a .npy file, as numpy.save writes it"
-    return text
+    return text + pattern_hint(path)
 
 
 def create(path: str, shape: tuple[int, ...], dtype: np.dtype[Any], *, overwrite: bool) -> None:

@@ -1,0 +1,57 @@
+"""Remote rows are read in few large requests, in sequence and in random order."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from support.remote_files import Shaky, fresh_file_systems, put
+
+from pinfeed import Config, Feeder, rows
+from pinfeed.readahead import select, whole_file
+
+ARRAY = np.arange(4000 * 256, dtype=np.int32).reshape(4000, 256)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    with fresh_file_systems():
+        put(ARRAY, "shaky://x.npy")
+        yield
+
+
+def test_rows_in_random_order_that_fit_are_never_requested_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Without this, only a slow server shows whether rows are requested one by one.
+    monkeypatch.setattr(whole_file, "_MAX_WAIT_S", 0.0)
+    order = rows.shuffled(0).bind(4000, 0)(np.arange(4000))
+    with Feeder("shaky://x.npy", batch_size=100, shuffle=True, device="cpu") as feeder:
+        found = np.concatenate([batch.numpy() for batch in feeder])
+    np.testing.assert_array_equal(found, ARRAY[order])
+    assert len(Shaky.requests) == 2, "4 MB are two ranges"
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_rows_in_sequence_are_read_ahead_in_windows(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A window has 650 rows, so most batches of 100 rows end within a window, and some do not.
+    monkeypatch.setattr(select, "_REMOTE_WINDOW_BYTES", 650 << 10)
+    with Feeder("shaky://x.npy", batch_size=100, depth=depth, device="cpu") as feeder:
+        assert "read ahead in sequence" in str(feeder.plan)
+        batches = iter(feeder)
+        found = [next(batches).numpy().copy() for _ in range(13)]
+        state = feeder.state_dict()
+        feeder.load_state_dict(state)
+        found += [batch.numpy().copy() for batch in feeder]
+        np.testing.assert_array_equal(np.concatenate(found), ARRAY)
+        Shaky.requests.clear()
+        np.testing.assert_array_equal(np.concatenate([b.numpy().copy() for b in feeder]), ARRAY)
+    assert len(Shaky.requests) <= 16, "two parts of each of seven windows"
+
+
+def test_without_memory_for_windows_rows_are_read_in_sequence() -> None:
+    config = Config(cpu_memory_limit=64 << 20, preferred_batch_size=100)
+    with Feeder("shaky://x.npy", config=config, device="cpu") as feeder:
+        assert "read ahead" not in str(feeder.plan)
+        np.testing.assert_array_equal(np.concatenate([b.numpy() for b in feeder]), ARRAY)
