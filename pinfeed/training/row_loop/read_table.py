@@ -89,8 +89,7 @@ class ReadTable(LentTable):
             WriteBackError: If the rows have changed.
         """
         assert self._rows is not None
-        # With max_norm, lookups change the rows of a batch.
-        if self.table.max_norm is None and self._rows.touched:
+        if self._rows.touched:
             raise WriteBackError(
                 f"rows of {self.table.name} were changed in a loop over read_rows, which writes "
                 "nothing back; change them in a loop over train_rows, or change a clone"
