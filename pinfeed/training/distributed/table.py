@@ -91,9 +91,11 @@ class ShardedEmbedding(HostEmbedding):
         if gradients not in get_args(Gradients):
             raise ArgumentError(f"gradients={gradients!r}: expected 'mean' or 'sum'")
         for option, reason in _REFUSED.items():
-            if options.get(option):
+            value = options.get(option)
+            # max_norm=0 is a limit, too.
+            if value is not None and value is not False:
                 raise ArgumentError(
-                    f"{option}={options[option]!r} of a sharded table: it {reason}; "
+                    f"{option}={value!r} of a sharded table: it {reason}; "
                     "omit it, or use a HostEmbedding"
                 )
         group = rank_group_of(process_group)

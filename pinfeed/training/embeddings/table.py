@@ -72,8 +72,10 @@ class HostEmbedding(nn.Module):
         num_embeddings: Number of rows.
         embedding_dim: Length of a row.
         padding_idx: Row that begins as zeros and whose gradient is zero, as in ``nn.Embedding``.
-        max_norm: Largest norm of a row, as in ``nn.Embedding``. A lookup renormalizes longer rows.
-            In a loop over ``train_rows``, the renormalized rows are written to the table.
+        max_norm: Largest norm of a row, as in ``nn.Embedding``. A lookup renormalizes longer rows
+            that it returns. In a loop over ``train_rows``, a lookup in training mode with gradients
+            also renormalizes them in the table. In eval mode or without gradients, and outside such
+            a loop, a lookup never changes the table.
         norm_type: Order p of the norm that ``max_norm`` limits.
         scale_grad_by_freq: Whether gradients are divided by the frequency of their id in the batch,
             as in ``nn.Embedding``.
@@ -500,6 +502,11 @@ class HostEmbedding(nn.Module):
         """Whether lookups give the rows of the current batch sparse gradients."""
         return self._batch_rows is not None and self._batch_rows.sparse
 
+    @property
+    def _is_trained(self) -> bool:
+        """Whether a lookup now is one of a training step: in training mode, with gradients."""
+        return self.training and torch.is_grad_enabled()
+
     def _running_lender(self) -> RowLender | None:
         """Return the loop that lends rows of the table now."""
         if self._lender is not None and not self._lender.is_running:
@@ -516,8 +523,12 @@ class HostEmbedding(nn.Module):
             look_for = rows.find if self._may_read_others() else rows.positions
             positions = look_for(ids, self.name)
             if positions is not None:
-                return positions, rows.weight, rows.position_of(self.padding_idx)
-        if not every and self.training and self.trainable and torch.is_grad_enabled():
+                weight: torch.Tensor = rows.weight
+                if self.max_norm is not None and not (lent is not None and self._is_trained):
+                    # torch renormalizes the rows of a lookup in place.
+                    weight = weight.clone()
+                return positions, weight, rows.position_of(self.padding_idx)
+        if not every and self.trainable and self._is_trained:
             self._refuse_in_evaluation("a lookup in training mode with gradients")
             raise ClosedError(
                 f"{self.name} was called in training mode outside a loop over train_rows, where "

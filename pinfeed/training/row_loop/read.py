@@ -91,8 +91,7 @@ def read_rows(
     training loop keep their memory. You can create the loop once and iterate over it in each
     evaluation, or create a new one each time. The results are the same.
 
-    A lookup renormalizes rows of the batch on the device if the table has ``max_norm``. The table
-    itself does not change.
+    With ``max_norm``, a lookup renormalizes a copy of the rows. The table does not change.
 
     Args:
         loader: A DataLoader, or any iterable of batches on the host, as for ``wrap_loader``.

@@ -93,8 +93,7 @@ class ReadTable(LentTable):
         Raises:
             WriteBackError: If the rows have changed.
         """
-        # With max_norm, lookups change the rows of a batch.
-        if self.table.max_norm is None and self.batch_rows.touched:
+        if self.batch_rows.touched:
             raise WriteBackError(
                 f"rows of {self.table.name} were changed in a loop over read_rows, which writes "
                 "nothing back; change them in a loop over train_rows, or change a clone"

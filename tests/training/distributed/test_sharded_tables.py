@@ -80,6 +80,7 @@ def test_invalid_sharded_tables_are_refused() -> None:
         ),
         ({"init": lambda t: t.normal_().uniform_()}, "init draws the same numbers 2 times"),
         ({"max_norm": 1.0}, "max_norm=1.0 of a sharded table: it would change rows"),
+        ({"max_norm": 0.0}, "max_norm=0.0 of a sharded table: it would change rows"),
         ({"scale_grad_by_freq": True}, "needs the id counts of the batches of all ranks"),
         ({"gradients": "max"}, "gradients='max': expected 'mean' or 'sum'"),
         ({"num_embeddings": 3}, "3 rows over 4 ranks"),

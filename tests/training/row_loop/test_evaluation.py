@@ -339,6 +339,26 @@ def test_lookups_of_other_rows_in_a_step(depth: int, max_norm: float | None) -> 
     assert store.array[9].tolist() == [3] * DIM
 
 
+@pytest.mark.parametrize("kind", [HostEmbedding, HostEmbeddingBag])
+@pytest.mark.parametrize(
+    ("mode", "ids"),
+    [("eval", [0, 1]), ("no_grad", [0, 1]), ("both", [0, 1]), ("both", [0, 10])],
+)
+def test_max_norm_changes_the_table_in_training_alone(kind: Any, mode: str, ids: Any) -> None:
+    """The ids are announced, or some of them are not."""
+    table = kind(N, DIM, init="ones", max_norm=1.0)
+    for _ in train_rows([torch.tensor([0, 1])], {table: itself}):
+        table.train(mode == "no_grad")
+        with torch.set_grad_enabled(mode == "eval"):
+            found = table(torch.tensor([ids]))
+        assert found.norm(dim=-1).max() < 1.01
+        assert table.weight.tolist() == [[1] * DIM] * 2
+        if mode == "eval":
+            found.sum().backward()
+            assert table.weight.grad is not None
+    assert table.read(np.arange(N)).tolist() == [[1] * DIM] * N
+
+
 @pytest.mark.parametrize("cache", [None, 0.5])
 @pytest.mark.parametrize("depth", [0, 1, 2, 5])
 def test_rows_that_are_read_at_any_depth(tmp_path: Path, depth: int, cache: Any) -> None:
@@ -429,6 +449,7 @@ def test_invalid_uses_of_read_rows_are_refused() -> None:
     longer = ones(max_norm=1.0)
     for ids in read_rows(TESTS, {longer: itself}, device="cpu"):
         assert longer(ids).norm(dim=1).max() < 1.001
+        assert longer.weight.max() == 1
     assert longer.read([1]).tolist() == [[1] * DIM]
 
 
