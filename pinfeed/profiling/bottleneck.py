@@ -55,10 +55,10 @@ def bottleneck_of(totals: Totals) -> Bottleneck:
     """Return the part of the pipeline that the others wait for."""
     if totals.starved < NOTABLE:
         return "computing"
-    if totals.depth == 0:
-        return "depth"
     if totals.write_wait_s > totals.wait_s + totals.overhead_s:
         return "writing"
+    if totals.depth == 0:
+        return _longest_stage(totals) if totals.is_measured else "depth"
     if totals.first_batch_s > totals.starved_s / 2:
         return "start"
     is_light = totals.compute_s < LIGHT_LOOP * totals.seconds and not totals.asynchronous
@@ -79,15 +79,27 @@ def verdict_of(totals: Totals) -> str:
         return "no loop has run"
     bottleneck = bottleneck_of(totals)
     because = _SENTENCES[bottleneck]
-    if bottleneck == "depth" and totals.is_measured:
-        because = "prefetching was measured to be slower (depth=0)"
-    elif bottleneck == "depth" and totals.measures_depth:
+    if bottleneck == "depth" and totals.measures_depth:
         because = "pinfeed timed the loop without prefetching, to choose the depth (depth=0)"
     if bottleneck == "reading" and totals.starved < STARVED:
         because = "reading takes about as long as computing"
     if bottleneck == "copying" and totals.device_transform_s and totals.watched == "loop":
         because = "copying to the device, or device_transform after it, is the bottleneck"
+    if totals.depth == 0 and totals.is_measured:
+        because += "; prefetching was measured to be slower (depth=0)"
     return f"the {totals.watched} waited {totals.starved:.0%} of the time: {because}"
+
+
+def _longest_stage(totals: Totals) -> Bottleneck:
+    """Return the stage that takes most of the time of a synchronous loop's requests."""
+    seconds: dict[Bottleneck, float] = {
+        "reading": totals.read_s,
+        "host_transform": totals.host_transform_s,
+        "copying": totals.copy_wait_s,
+        "device_transform": totals.device_transform_s,
+        "overhead": totals.overhead_s,
+    }
+    return max(seconds, key=lambda stage: seconds[stage])
 
 
 def _slow_function(totals: Totals) -> Literal["host_transform", "device_transform"] | None:

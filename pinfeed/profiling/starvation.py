@@ -96,8 +96,7 @@ class StarvationMonitor:
         """Note that a loop ends, and judge it.
 
         Args:
-            is_excused: Whether the loop has waited because of a measurement or its result; it is
-                not judged then.
+            is_excused: Whether the loop has waited because of a measurement; it is not judged then.
         """
         if self._last is not None and not self._has_warned and not is_excused:
             self._judge()

@@ -239,9 +239,38 @@ def test_a_loop_with_a_measured_depth_gets_no_hint_to_change_it() -> None:
 
 def test_the_verdict_says_that_the_depth_was_measured() -> None:
     found = Totals(**{**BASE, **CAUSES["depth"][0], "is_measured": True})
-    assert found.verdict.endswith("prefetching was measured to be slower (depth=0)")
+    assert found.verdict.endswith(
+        "reading is the bottleneck; prefetching was measured to be slower (depth=0)"
+    )
     timed = dataclasses.replace(found, is_measured=False, measures_depth=True)
     assert timed.verdict.endswith("without prefetching, to choose the depth (depth=0)")
+
+
+@pytest.mark.parametrize(
+    ("counted", "cause", "words"),
+    [
+        ({"write_wait_s": 5.0, "read_s": 1.0}, "writing", "Writing rows back takes"),
+        ({"wait_s": 5.0, "read_s": 1.0, "host_transform_s": 4.0}, "host_transform", "cheaper"),
+        ({"wait_s": 5.0, "read_s": 1.0, "device_transform_s": 4.0}, "device_transform", "cheaper"),
+        ({"wait_s": 5.0, "read_s": 4.0, "host_transform_s": 1.0}, "reading", "source knows"),
+        ({"wait_s": 1.0, "overhead_s": 4.0, "read_s": 1.0}, "overhead", "Larger batches"),
+    ],
+)
+def test_a_measured_synchronous_loop_names_its_longest_stage(
+    counted: dict[str, Any], cause: str, words: str
+) -> None:
+    found = Totals(**{**BASE, "depth": 0, "is_measured": True, "starved_s": 5.0, **counted})
+    assert found.bottleneck == cause
+    text = explanation(found, lambda share: "the source knows")
+    assert words in text
+    # Prefetching was measured to be slower.
+    assert "depth=2" not in text
+    assert "higher depth" not in text
+
+
+def test_a_synchronous_loop_that_waits_for_writes_says_so() -> None:
+    found = Totals(**{**BASE, "depth": 0, "starved_s": 5.0, "write_wait_s": 5.0})
+    assert found.bottleneck == "writing"
 
 
 def test_a_device_without_timed_work_is_not_called_idle() -> None:
