@@ -116,7 +116,9 @@ class Prefetcher:
                     if not tensors:
                         # From now on, only the lent batch keeps the data.
                         del host_batch
-                    counters.receive(number, lent_batch.n_rows, nbytes, slot.ready_s, idle=idle)
+                    counters.receive(
+                        number, lent_batch.n_rows, nbytes, slot.ready_s, idle=idle, stages=slot
+                    )
                     yield lent_batch
                     lent_batch.end()
                     threads.require_running()

@@ -70,7 +70,7 @@ def bottleneck_of(totals: Totals) -> Bottleneck:
         return "copying"
     if is_light:
         return "loop"
-    return "reading" if totals.readers_busy >= BUSY_READERS else "unevenness"
+    return "reading" if totals.readers_busy >= BUSY_READERS else _late_stage(totals)
 
 
 def verdict_of(totals: Totals) -> str:
@@ -83,11 +83,23 @@ def verdict_of(totals: Totals) -> str:
         because = "pinfeed timed the loop without prefetching, to choose the depth (depth=0)"
     if bottleneck == "reading" and totals.starved < STARVED:
         because = "reading takes about as long as computing"
+    is_transform = bottleneck in ("host_transform", "device_transform")
+    if is_transform and totals.depth and _slow_function(totals) is None:
+        because = f"some batches are late, because {bottleneck} takes long for them"
     if bottleneck == "copying" and totals.device_transform_s and totals.watched == "loop":
         because = "copying to the device, or device_transform after it, is the bottleneck"
     if totals.depth == 0 and totals.is_measured:
         because += "; prefetching was measured to be slower (depth=0)"
     return f"the {totals.watched} waited {totals.starved:.0%} of the time: {because}"
+
+
+def _late_stage(totals: Totals) -> Bottleneck:
+    """Return the transform for which most of the time in late batches was spent, if any."""
+    if 2 * totals.late_host_transform_s > totals.wait_s:
+        return "host_transform"
+    if 2 * totals.late_device_transform_s > totals.wait_s:
+        return "device_transform"
+    return "unevenness"
 
 
 def _longest_stage(totals: Totals) -> Bottleneck:

@@ -9,12 +9,21 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import Any, Protocol
 
 from pinfeed.profiling.stats import FeederStats, MeasuredDepth, ProcessMemory, Totals
 from pinfeed.profiling.timeline import CacheCounts, Timeline
 
 _CACHE_COUNTS = [field.name for field in fields(Totals) if field.name.startswith("cache_")]
+
+
+class StageTimes(Protocol):
+    """Seconds that the stages of a batch, or of the batches of a slot, took."""
+
+    read_s: float
+    host_transform_s: float
+    device_transform_s: float
+    copy_wait_s: float
 
 
 class Counters:
@@ -41,6 +50,8 @@ class Counters:
         self.rows = 0
         self.bytes = 0
         self.late = 0
+        self.late_host_transform_s = 0.0
+        self.late_device_transform_s = 0.0
         self.wait_s = 0.0
         self.overhead_s = 0.0
         self.write_wait_s = 0.0
@@ -121,7 +132,16 @@ class Counters:
         if self.timeline is not None and not self._is_first:
             self.timeline.add("compute", self._batch[0], self._lent_s, now)
 
-    def receive(self, number: int, rows: int, nbytes: int, ready_s: float, *, idle: bool) -> None:
+    def receive(
+        self,
+        number: int,
+        rows: int,
+        nbytes: int,
+        ready_s: float,
+        *,
+        idle: bool,
+        stages: StageTimes | None = None,
+    ) -> None:
         """Count the batch of the running request.
 
         Args:
@@ -130,6 +150,7 @@ class Counters:
             nbytes: Bytes of the batch.
             ready_s: Time at which the batch was ready.
             idle: Whether the device is idle.
+            stages: Times of the batch, which say why it is late; None if they are unknown.
         """
         self._ready_s = ready_s
         self._is_idle = idle
@@ -138,6 +159,8 @@ class Counters:
         self.bytes += nbytes
         if ready_s > self.requested_s:
             self.late += 1
+            if stages is not None:
+                self._blame(stages, ready_s - self.requested_s)
         if self.timeline is not None:
             self._batch = (number, rows, nbytes)
 
@@ -226,6 +249,8 @@ class Counters:
             copy_wait_s=self.copy_wait_s,
             write_s=self.write_s,
             late=self.late,
+            late_host_transform_s=self.late_host_transform_s,
+            late_device_transform_s=self.late_device_transform_s,
             **self._cache,
             depth=self._depth,
             n_readers=self._n_readers,
@@ -236,6 +261,14 @@ class Counters:
     def stats(self) -> FeederStats:
         """Return the counts since the counters were made, and the memory of the process."""
         return FeederStats(**vars(self.totals()), memory=ProcessMemory.now())
+
+    def _blame(self, stages: StageTimes, waited_s: float) -> None:
+        """Count the wait for a late batch, if a transform is its longest stage."""
+        others_s = max(stages.read_s, stages.copy_wait_s)
+        if stages.host_transform_s > max(others_s, stages.device_transform_s):
+            self.late_host_transform_s += waited_s
+        elif stages.device_transform_s > others_s:
+            self.late_device_transform_s += waited_s
 
     def _end_request(self, now: float) -> None:
         requested_s = self.requested_s

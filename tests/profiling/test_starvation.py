@@ -24,6 +24,7 @@ from pinfeed.profiling.starvation import (
 )
 from pinfeed.profiling.stats import Totals
 from pinfeed.readahead import FreeMemory, choose
+from pinfeed.readahead.base import IN_MEMORY_HINT, main_hint
 from pinfeed.testing import favour
 
 
@@ -276,6 +277,9 @@ def test_sources_know_what_to_change(tmp_path: Path) -> None:
     assert "read in sequence" in hint(pinfeed.rows.sequential(), 1 << 30)
     assert "page cache" in hint(blocks, 0)
     assert "Windows of x.npy" in hint(blocks, 240_000)
+    # Rows in memory are never the reason if other rows are in a file.
+    pairs = [(4096.0, IN_MEMORY_HINT), (8.0, hint(blocks, 0))]
+    assert main_hint(pairs) == main_hint(pairs[::-1]) == hint(blocks, 0)
     own = choose([OfMyOwn()], shuffled, 100, FreeMemory(0, 0)).strategies[0].hint
     assert own.startswith("The loop waits for gather() of the OfMyOwn")
     assert (

@@ -10,6 +10,7 @@ from typing import Any
 
 from pinfeed.pipeline.sources.base import ArrayPart, BatchThunk, HostBatch, RowGroup
 from pinfeed.readahead import HostRows, RaggedReads, ReadStrategy
+from pinfeed.readahead.base import main_hint
 from pinfeed.rows.batches import RowBatches, RowIndices
 from pinfeed.rows.epoch_hooks import EpochHooks
 from pinfeed.rows.orders import Rows
@@ -78,7 +79,7 @@ class RowSource:
         pairs = zip(self.stores, self.strategies, strict=True)
         found = [(float(row_nbytes(store)), strategy.hint) for store, strategy in pairs]
         found += [(reads.store.mean_row_nbytes, reads.hint) for reads in self.ragged]
-        return max(found)[1]
+        return main_hint(found)
 
     def transfer_hint(self) -> str:
         """Return an empty text, because every byte of the batches must be copied."""
