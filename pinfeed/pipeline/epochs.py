@@ -87,7 +87,9 @@ class EpochRunner:
         self._progress = progress
         self._position = EpochPosition(source, transforms.fingerprint)
         self._counters = Counters(timeline=Timeline() if timeline else None)
-        self._starvation = StarvationMonitor(self._counters, source.hint, source.transfer_hint)
+        self._starvation = StarvationMonitor(
+            self._counters, source.hint, source.transfer_hint, source.depth_caution
+        )
         transfer = HostTransfer if device.unified else Transfer
         self._transforms = transforms
         self._transfer = transfer(device, schedule.n_slots, capacity, self._counters, transforms)

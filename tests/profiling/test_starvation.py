@@ -1,5 +1,6 @@
 """The data stall warning: when it is given, and what it says."""
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -254,6 +255,48 @@ def test_a_feeder_that_keeps_up_does_not_warn(caplog: pytest.LogCaptureFixture) 
     assert feeder.stats.bottleneck != "computing"
     feeder.close()
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_cautious"),
+    [
+        (None, False),
+        (pinfeed.rows.shuffled(0), False),
+        (torch.utils.data.RandomSampler(range(1000)), False),
+        (torch.arange(1000), False),
+        # A loop may append to the list from which this generator draws.
+        ((row for row in range(1000)), True),
+    ],
+    ids=["all", "order", "sampler", "tensor", "generator"],
+)
+def test_no_depth_is_advised_for_rows_of_an_iterator(rows: Any, is_cautious: bool) -> None:
+    found = Totals(batches=10, seconds=10.0, wait_s=6.0, starved_s=6.0, read_s=6.0)
+    late = dataclasses.replace(found, depth=2, read_s=1.0)
+    overhead = dataclasses.replace(late, wait_s=0.0, overhead_s=6.0)
+    with pinfeed.Feeder(np.zeros((1000, 2)), rows=rows, batch_size=10, depth=0) as feeder:
+        source = feeder._loop.source
+        texts = [
+            explanation(totals, str, source.transfer_hint, source.depth_caution)
+            for totals in (found, late, overhead)
+        ]
+    advice = ["depth=2 prefetches", "A higher depth", "depth=0 needs no threads"]
+    given = [words in text for words, text in zip(advice, texts, strict=True)]
+    assert given == [not is_cautious] * 3
+    assert all(("pinfeed advises no depth" in text) == is_cautious for text in texts[:2])
+    assert not any("same results" in text for text in texts)
+
+
+def test_no_depth_is_advised_for_batches_of_an_iterator() -> None:
+    class Growing(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+        pass
+
+    data = torch.zeros(10)
+    drawn = [LoaderSource(loader).depth_caution() for loader in (iter([1]), DataLoader(Growing()))]
+    assert all("before these steps" in text for text in drawn)
+    own = DataLoader(data, sampler=iter([1]))  # type: ignore[arg-type]
+    assert LoaderSource(own).depth_caution()
+    torchs = DataLoader(data), DataLoader(data, shuffle=True), DataLoader(data, batch_size=None)
+    assert not any(LoaderSource(loader).depth_caution() for loader in torchs)
 
 
 def test_sources_know_what_to_change(tmp_path: Path) -> None:

@@ -88,6 +88,10 @@ class ReaderSource:
             )
         return f"The loop waits for {names}. {change}, or make the functions cheaper."
 
+    def depth_caution(self) -> str:
+        """Return an empty text, because pinfeed draws the order itself."""
+        return ""
+
     def transfer_hint(self) -> str:
         """Return an empty text, because every byte of the batches must be copied."""
         return ""
