@@ -37,12 +37,17 @@ class Counters:
     thread.
 
     Args:
+        depth: Depth that is reported before the first loop.
         timeline: Timeline that records the spans; None records none.
         now: The clock, in seconds, which the events of the device use too.
     """
 
     def __init__(
-        self, *, timeline: Timeline | None = None, now: Callable[[], float] = time.perf_counter
+        self,
+        *,
+        depth: int = 0,
+        timeline: Timeline | None = None,
+        now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.timeline = timeline
         self.now = now
@@ -81,7 +86,7 @@ class Counters:
         self._entered: float | None = None
         # Whether the running loop has received no batch yet.
         self._is_first = False
-        self._depth = 0
+        self._depth = depth
         self._n_readers = 1
         self._asynchronous = False
         self._describe_depth: Callable[[int], MeasuredDepth] = lambda depth: {}

@@ -30,7 +30,7 @@ _HINTS: dict[Bottleneck, str] = {
     "copying": "Copy fewer bytes (a smaller dtype, uint8 images that are converted on the device), "
     "or keep the rows in a PinnedStore, which GPU kernels can read directly.",
     "writing": "The store's writes are slower than the loop. Rows in memory are written faster "
-    "than rows in a file. With write_back, None in place of unchanged values leaves less to write.",
+    "than rows in a file, and fewer written values take less time.",
     "overhead": "Larger batches need less of this work per row.",
     "unevenness": "A higher depth keeps more batches ready for when one is late.",
     "start": "Each loop waits for its first batch. Run longer loops, with more batches per epoch.",

@@ -299,6 +299,31 @@ def test_no_depth_is_advised_for_batches_of_an_iterator() -> None:
     assert not any(LoaderSource(loader).depth_caution() for loader in torchs)
 
 
+def test_more_readers_than_cores_are_not_advised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
+    hints = []
+    for n_readers in (1, 2, 3):
+        feeder = wrap_readers(
+            [1] * 4,
+            [1] * 4,
+            read_input=lambda i: [i],
+            get_output=lambda i: [i],
+            batch_size=4,
+            n_readers=n_readers,
+            device="cpu",
+        )
+        hints.append(feeder._loop.source.hint(0.0))
+        feeder.close()
+    assert ["Raise n_readers" in hint for hint in hints] == [True, False, False]
+    assert "n_readers=2 already uses all 2 cores" in hints[1]
+
+
+def test_writing_is_explained_without_a_method_of_some_loops() -> None:
+    found = Totals(batches=9, seconds=9.0, starved_s=6.0, write_wait_s=6.0, depth=2)
+    assert found.bottleneck == "writing"
+    assert "write_back" not in explanation(found, str)
+
+
 def test_sources_know_what_to_change(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.zeros((1000, 64), np.float32))
     store = MmapStore(tmp_path / "x.npy", keep_cache=False)

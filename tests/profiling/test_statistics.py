@@ -316,6 +316,11 @@ def test_a_loop_counts_late_batches_of_its_host_transform() -> None:
     assert stats.bottleneck == "host_transform"
 
 
+def test_the_depth_is_known_before_the_first_loop() -> None:
+    with Feeder(np.zeros((1000, 2)), batch_size=10, depth=7) as feeder:
+        assert feeder.stats.depth == 7
+
+
 def test_a_device_without_timed_work_is_not_called_idle() -> None:
     counted = {**BASE, "wait_s": 9.8, "starved_s": 9.8, "read_s": 19.0, "asynchronous": True}
     assert Totals(**counted).bottleneck == "reading"
