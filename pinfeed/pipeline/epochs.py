@@ -86,7 +86,8 @@ class EpochRunner:
         self._choices = {schedule: self._choice}
         self._progress = progress
         self._position = EpochPosition(source, transforms.fingerprint)
-        self._counters = Counters(depth=schedule.depth, timeline=Timeline() if timeline else None)
+        self._counters = Counters(timeline=Timeline() if timeline else None)
+        self._counters.depth = schedule.depth
         self._starvation = StarvationMonitor(
             self._counters, source.hint, source.transfer_hint, source.depth_caution
         )

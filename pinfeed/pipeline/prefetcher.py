@@ -94,9 +94,7 @@ class Prefetcher:
         """
         counters = self._counters
         transfer = self._transfer
-        threads = self._threads
         is_unified = transfer.device.unified
-        write_queue = self.write_queue
         number = self._first
         lent_batch: LentBatch | None = None
         slots = self._begin(thunks)
@@ -106,12 +104,12 @@ class Prefetcher:
                 host_batch = slot.batch
                 assert host_batch is not None
                 idle = is_unified or transfer.is_idle()
-                tensors = threads.call("lend", number, transfer.lend, slot)
+                tensors = self._threads.call("lend", number, transfer.lend, slot)
                 n_batches = len(tensors)
                 nbytes = slot.nbytes // n_batches
                 for i in range(n_batches):
                     lent_batch = LentBatch(
-                        transfer, write_queue, host_batch, tensors.popleft(), i, number
+                        transfer, self.write_queue, host_batch, tensors.popleft(), i, number
                     )
                     if not tensors:
                         # From now on, only the lent batch keeps the data.
@@ -121,12 +119,12 @@ class Prefetcher:
                     )
                     yield lent_batch
                     lent_batch.end()
-                    threads.require_running()
+                    self._threads.require_running()
                     lent_batch.finish()
                     # The device is not checked again for the other batches of the slot.
                     idle = is_unified
                     number += 1
-                    write_queue.check()
+                    self.write_queue.check()
                 _raise_error(slot)
                 self._reuse(slots, slot, n_batches)
                 if len(transfer.log):
@@ -135,7 +133,7 @@ class Prefetcher:
             raise ClosedError(_CLOSED_WHILE_WAITING) from None
         finally:
             self._leave(lent_batch)
-        write_queue.check()
+        self.write_queue.check()
 
     def end(self) -> None:
         """Join the threads and release the loop's memory. It may be called again.

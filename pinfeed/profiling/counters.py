@@ -15,6 +15,7 @@ from pinfeed.profiling.stats import FeederStats, MeasuredDepth, ProcessMemory, T
 from pinfeed.profiling.timeline import CacheCounts, Timeline
 
 _CACHE_COUNTS = [field.name for field in fields(Totals) if field.name.startswith("cache_")]
+_LATE_TIMES = ("late_host_transform_s", "late_device_transform_s")
 
 
 class StageTimes(Protocol):
@@ -33,21 +34,18 @@ class Counters:
     begins when the loop calls ``next()`` on its iterator, and ends when it receives the batch.
     Until the batch is ready, the loop waits for data; the rest of the request is overhead.
 
+    It is one class, because each event of a loop changes several counts.
+
     Each number belongs to one thread: ``write_s`` to the writer thread, the others to the training
     thread.
 
     Args:
-        depth: Depth that is reported before the first loop.
         timeline: Timeline that records the spans; None records none.
         now: The clock, in seconds, which the events of the device use too.
     """
 
     def __init__(
-        self,
-        *,
-        depth: int = 0,
-        timeline: Timeline | None = None,
-        now: Callable[[], float] = time.perf_counter,
+        self, *, timeline: Timeline | None = None, now: Callable[[], float] = time.perf_counter
     ) -> None:
         self.timeline = timeline
         self.now = now
@@ -55,8 +53,7 @@ class Counters:
         self.rows = 0
         self.bytes = 0
         self.late = 0
-        self.late_host_transform_s = 0.0
-        self.late_device_transform_s = 0.0
+        self._late_s: dict[str, Any] = dict.fromkeys(_LATE_TIMES, 0.0)
         self.wait_s = 0.0
         self.overhead_s = 0.0
         self.write_wait_s = 0.0
@@ -86,7 +83,7 @@ class Counters:
         self._entered: float | None = None
         # Whether the running loop has received no batch yet.
         self._is_first = False
-        self._depth = depth
+        self.depth = 0
         self._n_readers = 1
         self._asynchronous = False
         self._describe_depth: Callable[[int], MeasuredDepth] = lambda depth: {}
@@ -109,7 +106,7 @@ class Counters:
                 depth, which may change while the loop runs.
         """
         self._describe_depth = describe_depth
-        self._depth = depth
+        self.depth = depth
         self._n_readers = n_readers
         self._asynchronous = asynchronous
         self._is_first = True
@@ -121,7 +118,7 @@ class Counters:
 
     def change_depth(self, depth: int) -> None:
         """Note that the running loop prefetches another number of batches from now on."""
-        self._depth = depth
+        self.depth = depth
         if self.timeline is not None:
             self.timeline.change_depth(self.now(), depth)
 
@@ -164,8 +161,8 @@ class Counters:
         self.bytes += nbytes
         if ready_s > self.requested_s:
             self.late += 1
-            if stages is not None:
-                self._blame(stages, ready_s - self.requested_s)
+            if stages is not None and (name := _longest_transform(stages)):
+                self._late_s[name] += ready_s - self.requested_s
         if self.timeline is not None:
             self._batch = (number, rows, nbytes)
 
@@ -254,26 +251,17 @@ class Counters:
             copy_wait_s=self.copy_wait_s,
             write_s=self.write_s,
             late=self.late,
-            late_host_transform_s=self.late_host_transform_s,
-            late_device_transform_s=self.late_device_transform_s,
+            **self._late_s,
             **self._cache,
-            depth=self._depth,
+            depth=self.depth,
             n_readers=self._n_readers,
             asynchronous=self._asynchronous,
-            **self._describe_depth(self._depth),
+            **self._describe_depth(self.depth),
         )
 
     def stats(self) -> FeederStats:
         """Return the counts since the counters were made, and the memory of the process."""
         return FeederStats(**vars(self.totals()), memory=ProcessMemory.now())
-
-    def _blame(self, stages: StageTimes, waited_s: float) -> None:
-        """Count the wait for a late batch, if a transform is its longest stage."""
-        others_s = max(stages.read_s, stages.copy_wait_s)
-        if stages.host_transform_s > max(others_s, stages.device_transform_s):
-            self.late_host_transform_s += waited_s
-        elif stages.device_transform_s > others_s:
-            self.late_device_transform_s += waited_s
 
     def _end_request(self, now: float) -> None:
         requested_s = self.requested_s
@@ -298,3 +286,11 @@ class Counters:
         self.timeline.add("wait", number, self.requested_s, ready_s)
         self.timeline.add("lend", number, ready_s, now, 1, rows, nbytes)
         self._lent_s = now
+
+
+def _longest_transform(stages: StageTimes) -> str:
+    """Return the count of late batches for a transform; empty if another stage is longer."""
+    others_s = max(stages.read_s, stages.copy_wait_s)
+    if stages.host_transform_s > max(others_s, stages.device_transform_s):
+        return "late_host_transform_s"
+    return "late_device_transform_s" if stages.device_transform_s > others_s else ""

@@ -288,7 +288,7 @@ def test_no_depth_is_advised_for_rows_of_an_iterator(rows: Any, is_cautious: boo
 
 def test_no_depth_is_advised_for_batches_of_an_iterator() -> None:
     class Growing(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
-        pass
+        def __iter__(self) -> Any: ...
 
     data = torch.zeros(10)
     drawn = [LoaderSource(loader).depth_caution() for loader in (iter([1]), DataLoader(Growing()))]

@@ -282,7 +282,7 @@ def test_late_batches_are_blamed_on_the_stage_that_was_late(name: str) -> None:
     for number in range(100):
         is_slow = number % 10 == 9
         times = {"read_s": 0.01, "copy_wait_s": 0.0, "host_transform_s": 0.0}
-        times |= {"device_transform_s": 0.0, name: 0.3 if is_slow else 0.001}
+        times |= {"device_transform_s": 0.0, f"{name}_s": 0.3 if is_slow else 0.001}
         clock.pass_s(0.3 if is_slow else 0.0)
         counters.read_s += 0.01
         ready_s = clock.s if is_slow else -1.0
