@@ -70,7 +70,8 @@ def plan(
                 name = feeder.device
         except BudgetError as error:
             return Report(values, head, (f"the plan does not fit: {error}",))
-        row_nbytes = min(store.row_nbytes for store in stores)
+        # Long runs of the largest rows matter most.
+        row_nbytes = max(store.row_nbytes for store in stores)
     is_default = batch_size is None and "batch_size" in arguments
     remarks += _remarks(made, name, row_nbytes, is_default=is_default, gpu_limit=gpu_limit)
     values |= {"device": name, "plan": plan_values(made)}

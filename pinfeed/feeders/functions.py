@@ -93,8 +93,9 @@ def wrap_readers(
         batch_size: Samples per batch, a multiple of ``one_read_count``.
         one_read_count: Samples per input; 1 by default.
         n_readers: Number of inputs of a batch that are read at the same time, each in a thread;
-            1 by default, at most 1,024. With more than one, the functions must be thread-safe. The
-            synchronous loop, ``depth=0``, has no threads.
+            1 by default, at most 1,024. With more than one, the functions must be thread-safe, and
+            their calls run in no fixed order: random numbers from a shared generator differ in
+            every run. The synchronous loop, ``depth=0``, has no threads.
         depth: Number of batches to prefetch; 2 by default, at most 1,024; 0 is the synchronous
             loop.
         device: Target device, as for ``Feeder``.

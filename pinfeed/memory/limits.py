@@ -14,6 +14,7 @@ from pinfeed.errors import ArgumentError, BudgetError, NotEnoughCPUMemory, NotEn
 from pinfeed.memory.demand import Demand, plan_allocations
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth
 from pinfeed.memory.plan import Plan
+from pinfeed.memory.size_field import SizeField
 from pinfeed.memory.units import human
 from pinfeed.validation.arguments import whole_number
 from pinfeed.validation.safe_repr import safe_repr
@@ -31,11 +32,11 @@ class MemoryLimits:
     Users create a ``pinfeed.Config``, a subclass that also accepts a model.
 
     Args:
-        cpu_memory_limit: Host memory that the feeder may use, in bytes, including the files that it
-            maps. None is the free memory minus ``headroom``; the processes that torchrun starts on
-            a machine share it.
-        gpu_memory_limit: GPU memory that the feeder may use for batches, in bytes. None is the free
-            memory minus ``headroom``. Batches in host memory do not count.
+        cpu_memory_limit: Host memory that the feeder may use, in bytes or as text (``"2GiB"``),
+            including the files that it maps. None is the free memory minus ``headroom``; the
+            processes that torchrun starts on a machine share it.
+        gpu_memory_limit: GPU memory that the feeder may use for batches, in bytes or as text. None
+            is the free memory minus ``headroom``. Batches in host memory do not count.
         preferred_batch_size: Most rows per batch; the feeder takes the largest batch that fits, up
             to this size. None is 65,536 rows or 64 MiB, whichever is less, because larger batches
             need more memory and move no more rows per second.
@@ -49,25 +50,19 @@ class MemoryLimits:
             in [0, 1).
     """
 
-    cpu_memory_limit: int | None = None
-    gpu_memory_limit: int | None = None
+    cpu_memory_limit: SizeField = SizeField()
+    gpu_memory_limit: SizeField = SizeField()
     preferred_batch_size: int | None = None
     depth: int | None = None
     headroom: float = 0.1
 
     def __post_init__(self) -> None:
-        limit_note = " (bytes: pinfeed.GiB(1), pinfeed.MiB(256)), or None"
-        self._check_whole("cpu_memory_limit", limit_note)
-        self._check_whole("gpu_memory_limit", limit_note)
-        self._check_whole("preferred_batch_size", ", or None")
+        if self.preferred_batch_size is not None:
+            size = whole_number(self.preferred_batch_size, "preferred_batch_size", note=", or None")
+            object.__setattr__(self, "preferred_batch_size", size)
         object.__setattr__(self, "depth", check_optional_depth(self.depth))
         if not hasattr(self.headroom, "__float__") or not 0 <= self.headroom < 1:
             raise ArgumentError(f"headroom={self.headroom!r}: expected a share in [0, 1)")
-
-    def _check_whole(self, name: str, note: str) -> None:
-        value = getattr(self, name)
-        if value is not None:
-            object.__setattr__(self, name, whole_number(value, name, note=note))
 
     @safe_repr
     def __repr__(self) -> str:

@@ -1,10 +1,21 @@
-"""Byte units, and sizes, rates and times as text."""
+"""Byte units, sizes that users give, and sizes, rates and times as text."""
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 from pinfeed.errors import ArgumentError
+from pinfeed.validation.arguments import whole_number
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{k}ib": 1 << 10 * i for i, k in enumerate("kmgt", 1)},
+    **{f"{k}b": 1000**i for i, k in enumerate("kmgt", 1)},
+}
+_SIZE = re.compile(r"([0-9]+\.?[0-9]*(?:e\+?[0-9]+)?)\s*([kmgt]?i?b?)", re.IGNORECASE)
 
 
 def KiB(count: float = 1) -> int:
@@ -27,6 +38,29 @@ def _bytes(count: Any, shift: int, unit: str) -> int:
         # A string times a number would give a long string.
         raise ArgumentError(f"{unit}({count!r}): expected a number, such as {unit}(64)")
     return int(count * (1 << shift))
+
+
+def parse_size(value: Any, name: str, *, least: int = 1, note: str = "") -> int:
+    """Return a number of bytes that a user gives as an int or as text.
+
+    Text is a number and a unit, such as ``"2GiB"`` and ``"512MiB"`` (powers of 1024), ``"2GB"``
+    (powers of 1000), or bytes without a unit (``"1.5e9"``). Fractions of a byte are cut off.
+
+    Args:
+        value: The user's argument.
+        name: The argument's name.
+        least: The smallest number of bytes that is accepted.
+        note: Text that the error appends to the expected sizes.
+
+    Raises:
+        ArgumentError: If ``value`` is no size, or is below ``least``.
+    """
+    if isinstance(value, str) and (found := _SIZE.fullmatch(value.strip())) is not None:
+        nbytes = float(found[1]) * _UNITS.get(found[2].lower(), math.nan)
+        if least <= nbytes < 1 << 63:
+            return int(nbytes)
+    sizes = " (bytes: pinfeed.GiB(2)), or text such as '2GiB', '512MiB' or '1.5e9'"
+    return whole_number(value, name, least=least, note=f"{sizes}{note}")
 
 
 def human(nbytes: float) -> str:

@@ -124,8 +124,7 @@ def _take_host_s(counters: Counters, host: BatchTransform) -> float:
 
 def _lend_transformed(counters: Counters, lend: Lend, slot: Slot) -> deque[list[Tensor]]:
     """Lend a slot, and count the time of its transforms."""
-    counters.host_transform_s += slot.host_transform_s
-    counters.device_transform_s += slot.device_transform_s
+    counters.count_transforms(slot)
     return lend(slot)
 
 

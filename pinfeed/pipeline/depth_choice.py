@@ -102,15 +102,17 @@ class DepthChoice:
 
     @property
     def excuses_waiting(self) -> bool:
-        """Whether the measurement or its result is the reason that the loop waits for batches.
+        """Whether the measurement is the reason that the loop waits for batches.
 
-        The measurement of short batches takes too little time to excuse waits.
+        The measurement of short batches takes too little time to excuse waits while prefetching.
         """
         schedule = self._schedule
         if not schedule.measures_depth:
             return False
-        # A synchronous loop reads this for every batch, so the usual case is first.
-        return self.is_synchronous or (self.is_measuring and not schedule.measures_short_only)
+        if self.is_synchronous:
+            # An epoch without threads stays synchronous, even if prefetching is chosen.
+            return not self._has_chosen_synchronous
+        return self.is_measuring and not schedule.measures_short_only
 
     @property
     def reason(self) -> str:

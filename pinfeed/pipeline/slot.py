@@ -45,6 +45,8 @@ class Slot:
     """Seconds that making the batch and gathering its parts took."""
     ready_s: float = 0.0
     """Time at which the host had filled the slot."""
+    copy_wait_s: float = 0.0
+    """Seconds between ``made_s`` and the gather, mostly a wait for the last copies of the slot."""
     rows: Any = None
     """Rows for ``host_transform`` on the host, in the structure of their source."""
     rows_s: float = 0.0
@@ -91,8 +93,6 @@ class DeviceSlot(Slot):
     """Event after the copies of the last fill, and after ``device_transform``."""
     made: list[Tensor] = field(default_factory=list)
     """Tensors that ``device_transform`` has returned."""
-    copy_wait_s: float = 0.0
-    """Seconds between ``made_s`` and the gather, mostly a wait for the last copies of the slot."""
 
     def clear(self) -> None:
         """Drop the batches and the memory of the device; staging memory stays."""

@@ -55,10 +55,10 @@ def bottleneck_of(totals: Totals) -> Bottleneck:
     """Return the part of the pipeline that the others wait for."""
     if totals.starved < NOTABLE:
         return "computing"
-    if totals.depth == 0:
-        return "depth"
     if totals.write_wait_s > totals.wait_s + totals.overhead_s:
         return "writing"
+    if totals.depth == 0:
+        return _longest_stage(totals) if totals.is_measured else "depth"
     if totals.first_batch_s > totals.starved_s / 2:
         return "start"
     is_light = totals.compute_s < LIGHT_LOOP * totals.seconds and not totals.asynchronous
@@ -70,7 +70,7 @@ def bottleneck_of(totals: Totals) -> Bottleneck:
         return "copying"
     if is_light:
         return "loop"
-    return "reading" if totals.readers_busy >= BUSY_READERS else "unevenness"
+    return "reading" if totals.readers_busy >= BUSY_READERS else _late_stage(totals)
 
 
 def verdict_of(totals: Totals) -> str:
@@ -79,15 +79,39 @@ def verdict_of(totals: Totals) -> str:
         return "no loop has run"
     bottleneck = bottleneck_of(totals)
     because = _SENTENCES[bottleneck]
-    if bottleneck == "depth" and totals.is_measured:
-        because = "prefetching was measured to be slower (depth=0)"
-    elif bottleneck == "depth" and totals.measures_depth:
+    if bottleneck == "depth" and totals.measures_depth:
         because = "pinfeed timed the loop without prefetching, to choose the depth (depth=0)"
     if bottleneck == "reading" and totals.starved < STARVED:
         because = "reading takes about as long as computing"
+    is_transform = bottleneck in ("host_transform", "device_transform")
+    if is_transform and totals.depth and _slow_function(totals) is None:
+        because = f"some batches are late, because {bottleneck} takes long for them"
     if bottleneck == "copying" and totals.device_transform_s and totals.watched == "loop":
         because = "copying to the device, or device_transform after it, is the bottleneck"
+    if totals.depth == 0 and totals.is_measured:
+        because += "; prefetching was measured to be slower (depth=0)"
     return f"the {totals.watched} waited {totals.starved:.0%} of the time: {because}"
+
+
+def _late_stage(totals: Totals) -> Bottleneck:
+    """Return the transform for which most of the time in late batches was spent, if any."""
+    if 2 * totals.late_host_transform_s > totals.wait_s:
+        return "host_transform"
+    if 2 * totals.late_device_transform_s > totals.wait_s:
+        return "device_transform"
+    return "unevenness"
+
+
+def _longest_stage(totals: Totals) -> Bottleneck:
+    """Return the stage that takes most of the time of a synchronous loop's requests."""
+    seconds: dict[Bottleneck, float] = {
+        "reading": totals.read_s,
+        "host_transform": totals.host_transform_s,
+        "copying": totals.copy_wait_s,
+        "device_transform": totals.device_transform_s,
+        "overhead": totals.overhead_s,
+    }
+    return max(seconds, key=lambda stage: seconds[stage])
 
 
 def _slow_function(totals: Totals) -> Literal["host_transform", "device_transform"] | None:

@@ -9,12 +9,24 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import Any, Protocol
 
 from pinfeed.profiling.stats import FeederStats, MeasuredDepth, ProcessMemory, Totals
 from pinfeed.profiling.timeline import CacheCounts, Timeline
 
 _CACHE_COUNTS = [field.name for field in fields(Totals) if field.name.startswith("cache_")]
+_LATE_TIMES = ("late_host_transform_s", "late_device_transform_s")
+
+
+class StageTimes(Protocol):
+    """Seconds that the stages of a batch, or of the batches of a slot, took."""
+
+    read_s: float
+    host_transform_s: float
+    device_transform_s: float
+    copy_wait_s: float
+    ready_s: float
+    """Time at which the batch was ready."""
 
 
 class Counters:
@@ -23,6 +35,8 @@ class Counters:
     The time within a loop is divided into training steps and requests for batches. A request
     begins when the loop calls ``next()`` on its iterator, and ends when it receives the batch.
     Until the batch is ready, the loop waits for data; the rest of the request is overhead.
+
+    It is one class, because each event of a loop changes several counts.
 
     Each number belongs to one thread: ``write_s`` to the writer thread, the others to the training
     thread.
@@ -41,6 +55,7 @@ class Counters:
         self.rows = 0
         self.bytes = 0
         self.late = 0
+        self._late_s: dict[str, Any] = dict.fromkeys(_LATE_TIMES, 0.0)
         self.wait_s = 0.0
         self.overhead_s = 0.0
         self.write_wait_s = 0.0
@@ -70,7 +85,7 @@ class Counters:
         self._entered: float | None = None
         # Whether the running loop has received no batch yet.
         self._is_first = False
-        self._depth = 0
+        self.depth = 0
         self._n_readers = 1
         self._asynchronous = False
         self._describe_depth: Callable[[int], MeasuredDepth] = lambda depth: {}
@@ -93,7 +108,7 @@ class Counters:
                 depth, which may change while the loop runs.
         """
         self._describe_depth = describe_depth
-        self._depth = depth
+        self.depth = depth
         self._n_readers = n_readers
         self._asynchronous = asynchronous
         self._is_first = True
@@ -105,7 +120,7 @@ class Counters:
 
     def change_depth(self, depth: int) -> None:
         """Note that the running loop prefetches another number of batches from now on."""
-        self._depth = depth
+        self.depth = depth
         if self.timeline is not None:
             self.timeline.change_depth(self.now(), depth)
 
@@ -140,6 +155,18 @@ class Counters:
             self.late += 1
         if self.timeline is not None:
             self._batch = (number, rows, nbytes)
+
+    def count_transforms(self, stages: StageTimes) -> None:
+        """Count the transforms of a batch that the loop is about to receive.
+
+        Args:
+            stages: Times of the batch, which say why it is late, if it is.
+        """
+        self.host_transform_s += stages.host_transform_s
+        self.device_transform_s += stages.device_transform_s
+        late_s = stages.ready_s - self.requested_s
+        if late_s > 0 and (name := _longest_transform(stages)):
+            self._late_s[name] += late_s
 
     def fail(self) -> None:
         """Do not count the batch of the running request, which failed."""
@@ -226,11 +253,12 @@ class Counters:
             copy_wait_s=self.copy_wait_s,
             write_s=self.write_s,
             late=self.late,
+            **self._late_s,
             **self._cache,
-            depth=self._depth,
+            depth=self.depth,
             n_readers=self._n_readers,
             asynchronous=self._asynchronous,
-            **self._describe_depth(self._depth),
+            **self._describe_depth(self.depth),
         )
 
     def stats(self) -> FeederStats:
@@ -260,3 +288,11 @@ class Counters:
         self.timeline.add("wait", number, self.requested_s, ready_s)
         self.timeline.add("lend", number, ready_s, now, 1, rows, nbytes)
         self._lent_s = now
+
+
+def _longest_transform(stages: StageTimes) -> str:
+    """Return the count of late batches for a transform; empty if another stage is longer."""
+    others_s = max(stages.read_s, stages.copy_wait_s)
+    if stages.host_transform_s > max(others_s, stages.device_transform_s):
+        return "late_host_transform_s"
+    return "late_device_transform_s" if stages.device_transform_s > others_s else ""

@@ -30,11 +30,11 @@ _HINTS: dict[Bottleneck, str] = {
     "copying": "Copy fewer bytes (a smaller dtype, uint8 images that are converted on the device), "
     "or keep the rows in a PinnedStore, which GPU kernels can read directly.",
     "writing": "The store's writes are slower than the loop. Rows in memory are written faster "
-    "than rows in a file. With write_back, None in place of unchanged values leaves less to write.",
+    "than rows in a file, and fewer written values take less time.",
     "overhead": "Larger batches need less of this work per row.",
     "unevenness": "A higher depth keeps more batches ready for when one is late.",
     "start": "Each loop waits for its first batch. Run longer loops, with more batches per epoch.",
-    "depth": "depth=2 prefetches two batches, with the same results.",
+    "depth": "depth=2 prefetches two batches.",
 }
 
 _WITHOUT_THREADS = "depth=0 needs no threads, which compete with the training step for the cores."
@@ -53,6 +53,7 @@ class StarvationMonitor:
             that the source takes to make batches.
         transfer_hint: Returns how to copy fewer bytes, for loops that stall on copying or writing;
             empty if it is unknown.
+        depth_caution: Returns why no other depth is advised; empty if there is no such reason.
 
     Attributes:
         look_at: The number of batches at which to call ``look`` again.
@@ -63,10 +64,12 @@ class StarvationMonitor:
         counters: Counters,
         hint: Callable[[float], str],
         transfer_hint: Callable[[], str] = str,
+        depth_caution: Callable[[], str] = str,
     ) -> None:
         self._counters = counters
         self._hint = hint
         self._transfer_hint = transfer_hint
+        self._depth_caution = depth_caution
         # Counts of the stretch to judge, which may span several loops.
         self._stretch = Totals()
         # Counts at the last look at the running loop; None before the first.
@@ -96,8 +99,7 @@ class StarvationMonitor:
         """Note that a loop ends, and judge it.
 
         Args:
-            is_excused: Whether the loop has waited because of a measurement or its result; it is
-                not judged then.
+            is_excused: Whether the loop has waited because of a measurement; it is not judged then.
         """
         if self._last is not None and not self._has_warned and not is_excused:
             self._judge()
@@ -113,7 +115,7 @@ class StarvationMonitor:
         if self._stretch.seconds < STRETCH_S or self._stretch.batches < STRETCH_BATCHES:
             return
         if self._stretch.starved > STARVED:
-            text = explanation(self._stretch, self._hint, self._transfer_hint)
+            text = explanation(self._stretch, self._hint, self._transfer_hint, self._depth_caution)
             logger.warning("%s", text)
             self._has_warned = True
             self.look_at = math.inf
@@ -124,6 +126,7 @@ def explanation(
     totals: Totals,
     hint: Callable[[float], str],
     transfer_hint: Callable[[], str] = str,
+    depth_caution: Callable[[], str] = str,
 ) -> str:
     """Return the verdict, the numbers behind it, and advice.
 
@@ -131,6 +134,7 @@ def explanation(
         totals: Counts of the stretch.
         hint: As for ``StarvationMonitor``.
         transfer_hint: As for ``StarvationMonitor``.
+        depth_caution: As for ``StarvationMonitor``.
     """
     cause = totals.bottleneck
     change = _HINTS.get(cause) or hint(totals.source_s / totals.read_s if totals.read_s else 0.0)
@@ -141,7 +145,9 @@ def explanation(
         change = f"{change} {transfer_hint()}".rstrip()
     if cause == "copying" and totals.device_transform_s:
         change += f" {_OR_TRANSFORM}"
-    if cause == "overhead" and not totals.is_measured:
+    if cause in ("depth", "unevenness"):
+        change = depth_caution() or change
+    if cause == "overhead" and not totals.is_measured and not depth_caution():
         change += f" {_WITHOUT_THREADS}"
     verdict = totals.verdict.replace("of the time", f"of the last {totals.seconds:.1f} s", 1)
     return f"{verdict[0].upper()}{verdict[1:]}. {_numbers(totals, cause)} {change}"

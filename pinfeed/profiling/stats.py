@@ -103,6 +103,8 @@ class Totals:
     copy_wait_s: float = 0.0
     write_s: float = 0.0
     late: int = 0
+    late_host_transform_s: float = 0.0
+    late_device_transform_s: float = 0.0
     cache_lookups: int = 0
     cache_hits: int = 0
     cache_evictions: int = 0
@@ -296,6 +298,9 @@ class FeederStats(Totals):
             work of ``device_transform`` on them, summed over the threads.
         write_s: Time in which the writer threads wrote rows back.
         late: Batches that were not ready when the loop requested them.
+        late_host_transform_s: Time in which loops waited for late batches that spent most of their
+            time in ``host_transform``.
+        late_device_transform_s: The same for ``device_transform``.
         cache_lookups: Distinct rows per batch of tables with a cache on the device, summed over the
             batches.
         cache_hits: Looked-up rows that were in a cache; the others were read from their stores.

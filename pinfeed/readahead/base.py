@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -83,6 +83,18 @@ IN_MEMORY_HINT = (
     "the device), and more cores copy faster."
 )
 """Advice for a loop that waits for rows that are in memory."""
+
+
+def main_hint(hints: Iterable[tuple[float, str]]) -> str:
+    """Return the advice for the rows that most likely take longest to read.
+
+    Rows in memory are faster than rows in files, and shorter rows than longer ones.
+
+    Args:
+        hints: For each store, the bytes of a row and the advice.
+    """
+    return max(hints, key=lambda hint: (hint[1] != IN_MEMORY_HINT, hint[0]))[1]
+
 
 DISK_SPEED = "at the speed of the disk. A smaller dtype leaves less to read."
 """End of a sentence of advice about a file that is read at the speed of its disk."""

@@ -145,15 +145,13 @@ class WholeFile:
     def hint(self) -> str:
         if self._complete and time.monotonic() - self._loaded_s > _RECENT_S:
             return IN_MEMORY_HINT
-        if self._complete:
-            return (
-                f"{self._store.label} was still being loaded into memory in this time, "
-                f"{DISK_SPEED} Later epochs run at the speed of memory."
-            )
-        return (
-            f"{self._store.label} is still being loaded into memory, {DISK_SPEED} Later epochs "
-            "run at the speed of memory."
-        )
+        speed = DISK_SPEED
+        if isinstance(self._store, ChunkedStore):
+            speed = "at the speed of its codec."
+        state = "was still being loaded into memory in this time"
+        if not self._complete:
+            state = "is still being loaded into memory"
+        return f"{self._store.label} {state}, {speed} Later epochs run at the speed of memory."
 
     def close(self) -> None:
         """Free the memory; a gather that is running keeps it until it ends."""

@@ -44,6 +44,11 @@ class RowBatches(EpochHooks, ABC):
         return False
 
     @property
+    def are_from_user(self) -> bool:
+        """Whether an iterable of the user, which may depend on the loop, gives the row indices."""
+        return False
+
+    @property
     @abstractmethod
     def fingerprint(self) -> dict[str, Any]:
         """Plain values that are equal exactly if a saved position stands for the same batch."""

@@ -22,6 +22,8 @@ _EPOCHS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 If a sampler reports another epoch, its owner has set it.
 """
 
+_LIBRARIES = ("pinfeed.", "torch", "numpy")
+
 
 class SamplerBatches(RowBatches):
     """Batches of a user's sampler, batch sampler, array or list.
@@ -59,6 +61,8 @@ class SamplerBatches(RowBatches):
         # The epoch of a BatchSampler is that of its sampler.
         samplers: list[Any] = [rows, getattr(rows, "sampler", None)]
         self._samplers = [sampler for sampler in samplers if hasattr(sampler, "set_epoch")]
+        # Samplers of torch, and indices in arrays, do not depend on the loop.
+        self._modules = [type(one).__module__ for one in samplers if one is not None]
         if isinstance(rows, (np.ndarray, Sequence)):
             self._rows = self._checked(rows)
         if isinstance(rows, ElementBatches) and len(rows.lengths) != n_rows:
@@ -66,6 +70,10 @@ class SamplerBatches(RowBatches):
                 f"rows={rows!r}: {len(rows.lengths):,} lengths for {n_rows:,} rows; expected a "
                 "length for each row of the source"
             )
+
+    @property
+    def are_from_user(self) -> bool:
+        return not all(name.startswith(_LIBRARIES) for name in self._modules)
 
     def _checked(self, rows: Any) -> Any:
         """Check an array or a list before any thread starts."""

@@ -14,8 +14,13 @@ def check_function(value: Any, name: str) -> Callable[..., Any] | None:
     """Return ``value``, if it is a function or None.
 
     Raises:
-        ArgumentError: If it is neither.
+        ArgumentError: If it is neither, or if it is a generator function.
     """
+    if inspect.isgeneratorfunction(value) or inspect.isasyncgenfunction(value):
+        raise ArgumentError(
+            f"{name}={value!r} is a generator function, so each call returns a generator; expected "
+            "a function that takes a batch and returns one; replace yield by return"
+        )
     if value is None or callable(value):
         function: Callable[..., Any] | None = value
         return function

@@ -10,7 +10,7 @@ from typing import Any
 
 _COPY = (
     "copy it in pieces into pinfeed.MmapStore.create(path, shape, dtype), "
-    "as shown under 'Other files' in the guide, or write a Store for it"
+    "as shown under 'Data of other libraries' in the guide, or write a Store for it"
 )
 _LOADER = "give pinfeed.wrap_loader(DataLoader(dataset, batch_size=...))"
 _FEEDER = "it is already a feeder; iterate it"
@@ -107,7 +107,10 @@ def of_object(value: Any) -> str:
     if found := next((hint for key, hint in _BY_TYPE.items() if key in kinds), None):
         return found
     if any(package == "scipy" for package, _ in kinds):
-        return "a sparse matrix has no dense rows; give matrix.toarray() if that fits in memory"
+        return (
+            "a sparse matrix has no dense rows; give matrix.toarray() if that fits in memory, or a "
+            "Store with gather(rows, out) that copies matrix[rows].toarray()"
+        )
     if isinstance(value, (Number, range)):
         return "for a list of numbers, give np.asarray(list)"
     if isinstance(value, Iterator):

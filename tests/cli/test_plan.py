@@ -100,6 +100,14 @@ def test_plan_of_parallel_sources() -> None:
     assert max(map(len, shown.splitlines())) <= 80
 
 
+def test_plan_advises_blocks_for_the_largest_rows() -> None:
+    np.save("large.npy", np.zeros((40_000, 64), np.float32))
+    np.save("labels.npy", np.zeros(40_000))
+    options = ["--with", "labels.npy", "--shuffle", "--cpu-limit", "6MiB"]
+    said = values("plan", "large.npy", *options)["remarks"]
+    assert any("With --block-rows 1024," in remark for remark in said)
+
+
 def test_plan_remarks_that_a_random_order_is_slow() -> None:
     np.save("large.npy", np.zeros((40_000, 64), np.float32))
     said = values("plan", "large.npy", "--shuffle", "--cpu-limit", "6MiB")["remarks"]

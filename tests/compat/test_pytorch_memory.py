@@ -510,6 +510,11 @@ def test_limits_that_cannot_hold_a_read_are_refused_at_once() -> None:
         small(cpu_memory_limit=MiB(4), one_read_count=100_000)
 
 
+def test_limits_may_be_text() -> None:
+    assert small(cpu_memory_limit="512MiB").cpu_memory_limit == MiB(512)
+    assert small(gpu_memory_limit=float(MiB(512))).gpu_memory_limit == MiB(512)
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
@@ -518,8 +523,8 @@ def test_limits_that_cannot_hold_a_read_are_refused_at_once() -> None:
         ({"model_class": 3}, "expected a torch module"),
         ({"input_shape": (3,)}, "cannot be predicted"),
         ({"input_dtype": "floaty"}, "floaty"),
-        ({"gpu_memory_limit": None}, "expected bytes"),
-        ({"cpu_memory_limit": 0}, "expected bytes"),
+        ({"gpu_memory_limit": None}, "gpu_memory_limit=None: expected a whole number"),
+        ({"cpu_memory_limit": 0}, "cpu_memory_limit=0: expected a whole number, at least 1"),
         ({"total_sample_count": 0}, "total_sample_count=0"),
         ({"one_read_count": 1.5}, "one_read_count=1.5"),
         ({"depth": -1}, "depth=-1"),

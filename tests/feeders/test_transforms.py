@@ -345,6 +345,9 @@ def test_changed_batches_cannot_be_written_back() -> None:
 
 
 def test_bad_arguments_are_refused() -> None:
+    def generated(batch: Any) -> Iterator[Any]:
+        yield batch
+
     def refused(match: str, make: Callable[..., Any], **options: Any) -> None:
         with pytest.raises(ArgumentError, match=match):
             make(**options)
@@ -356,6 +359,7 @@ def test_bad_arguments_are_refused() -> None:
     for make in (rows, of_loader, of_table):
         refused("^host_transform=3: expected a function", make, host_transform=3)
         refused("^device_transform='x': ", make, device_transform="x")
+        refused("is a generator function.* replace yield", make, host_transform=generated)
     refused("^verify=True was given with", rows, verify=True, device_transform=abs)
     refused("^route='direct' was given with", rows, route="direct", host_transform=abs)
     refused("^seed=1 was given without shuffle", rows, seed=1, host_transform=abs)

@@ -1,6 +1,7 @@
 """From memory limits to a batch size: the largest that fits, never one byte more."""
 
 import dataclasses
+import pickle
 import re
 from typing import Any
 
@@ -8,12 +9,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pinfeed import Config, GiB, KiB, MiB
+from pinfeed import Config, GiB, HostEmbedding, KiB, MiB, Offload
 from pinfeed.errors import ArgumentError, BudgetError
 from pinfeed.memory.demand import Demand, plan_allocations
 from pinfeed.memory.depth import check_depth
 from pinfeed.memory.plan import Plan
-from pinfeed.memory.units import human, human_rate
+from pinfeed.memory.units import human, human_rate, parse_size
 
 # More free memory than any limit in these tests.
 FREE = GiB(1000)
@@ -408,6 +409,37 @@ def test_units() -> None:
     assert KiB(0.1) == 102, "rounded down"
     assert (KiB(0), MiB(0.0)) == (0, 0)
     assert all(type(unit(1.5)) is int for unit in (KiB, MiB, GiB))
+
+
+@pytest.mark.parametrize("text", ["128MiB", " 128 mib", "134217728", "134217728B"])
+def test_sizes_may_be_text_everywhere(text: str) -> None:
+    config = Config(cpu_memory_limit=text, gpu_memory_limit=text, device_cache=text)
+    sizes = config.cpu_memory_limit, config.gpu_memory_limit, config.device_cache
+    assert sizes == (MiB(128),) * 3
+    assert Config(cpu_memory_limit=text) == Config(cpu_memory_limit=MiB(128))
+    assert pickle.loads(pickle.dumps(config)) == config == dataclasses.replace(config)
+    assert HostEmbedding(2, 2, device_cache=text).device_cache == MiB(128)
+    Offload("cpu", host_limit=text, threshold=text, window=text).close()
+
+
+@pytest.mark.parametrize("text", ["2G", "0", "-1", "GiB", "1e999", "half"])
+def test_text_that_is_no_size_is_refused(text: str) -> None:
+    expected = re.escape(
+        f"={text!r}: expected a whole number, at least 1 (bytes: pinfeed.GiB(2)), or text such as "
+        "'2GiB', '512MiB' or '1.5e9', or "
+    )
+    with pytest.raises(ArgumentError, match="^cpu_memory_limit" + expected):
+        Config(cpu_memory_limit=text)
+    with pytest.raises(ArgumentError, match="^device_cache" + expected):
+        HostEmbedding(2, 2, device_cache=text)
+    with pytest.raises(ArgumentError, match=f"^window={text!r}: expected a whole number"):
+        Offload("cpu", window=text)
+
+
+@pytest.mark.parametrize("value", [True, 1.0, None])
+def test_other_objects_are_no_sizes(value: Any) -> None:
+    with pytest.raises(ArgumentError, match=f"^limit={value}: expected a whole number"):
+        parse_size(value, "limit")
 
 
 @pytest.mark.parametrize(

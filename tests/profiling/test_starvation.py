@@ -1,5 +1,6 @@
 """The data stall warning: when it is given, and what it says."""
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from pinfeed.profiling.starvation import (
 )
 from pinfeed.profiling.stats import Totals
 from pinfeed.readahead import FreeMemory, choose
+from pinfeed.readahead.base import IN_MEMORY_HINT, main_hint
 from pinfeed.testing import favour
 
 
@@ -255,6 +257,73 @@ def test_a_feeder_that_keeps_up_does_not_warn(caplog: pytest.LogCaptureFixture) 
     assert not caplog.records
 
 
+@pytest.mark.parametrize(
+    ("rows", "is_cautious"),
+    [
+        (None, False),
+        (pinfeed.rows.shuffled(0), False),
+        (torch.utils.data.RandomSampler(range(1000)), False),
+        (torch.arange(1000), False),
+        # A loop may append to the list from which this generator draws.
+        ((row for row in range(1000)), True),
+    ],
+    ids=["all", "order", "sampler", "tensor", "generator"],
+)
+def test_no_depth_is_advised_for_rows_of_an_iterator(rows: Any, is_cautious: bool) -> None:
+    found = Totals(batches=10, seconds=10.0, wait_s=6.0, starved_s=6.0, read_s=6.0)
+    late = dataclasses.replace(found, depth=2, read_s=1.0)
+    overhead = dataclasses.replace(late, wait_s=0.0, overhead_s=6.0)
+    with pinfeed.Feeder(np.zeros((1000, 2)), rows=rows, batch_size=10, depth=0) as feeder:
+        source = feeder._loop.source
+        texts = [
+            explanation(totals, str, source.transfer_hint, source.depth_caution)
+            for totals in (found, late, overhead)
+        ]
+    advice = ["depth=2 prefetches", "A higher depth", "depth=0 needs no threads"]
+    given = [words in text for words, text in zip(advice, texts, strict=True)]
+    assert given == [not is_cautious] * 3
+    assert all(("pinfeed advises no depth" in text) == is_cautious for text in texts[:2])
+    assert not any("same results" in text for text in texts)
+
+
+def test_no_depth_is_advised_for_batches_of_an_iterator() -> None:
+    class Growing(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Any: ...
+
+    data = torch.zeros(10)
+    drawn = [LoaderSource(loader).depth_caution() for loader in (iter([1]), DataLoader(Growing()))]
+    assert all("before these steps" in text for text in drawn)
+    own = DataLoader(data, sampler=iter([1]))  # type: ignore[arg-type]
+    assert LoaderSource(own).depth_caution()
+    torchs = DataLoader(data), DataLoader(data, shuffle=True), DataLoader(data, batch_size=None)
+    assert not any(LoaderSource(loader).depth_caution() for loader in torchs)
+
+
+def test_more_readers_than_cores_are_not_advised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
+    hints = []
+    for n_readers in (1, 2, 3):
+        feeder = wrap_readers(
+            [1] * 4,
+            [1] * 4,
+            read_input=lambda i: [i],
+            get_output=lambda i: [i],
+            batch_size=4,
+            n_readers=n_readers,
+            device="cpu",
+        )
+        hints.append(feeder._loop.source.hint(0.0))
+        feeder.close()
+    assert ["Raise n_readers" in hint for hint in hints] == [True, False, False]
+    assert "n_readers=2 already uses all 2 cores" in hints[1]
+
+
+def test_writing_is_explained_without_a_method_of_some_loops() -> None:
+    found = Totals(batches=9, seconds=9.0, starved_s=6.0, write_wait_s=6.0, depth=2)
+    assert found.bottleneck == "writing"
+    assert "write_back" not in explanation(found, str)
+
+
 def test_sources_know_what_to_change(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.zeros((1000, 64), np.float32))
     store = MmapStore(tmp_path / "x.npy", keep_cache=False)
@@ -276,6 +345,9 @@ def test_sources_know_what_to_change(tmp_path: Path) -> None:
     assert "read in sequence" in hint(pinfeed.rows.sequential(), 1 << 30)
     assert "page cache" in hint(blocks, 0)
     assert "Windows of x.npy" in hint(blocks, 240_000)
+    # Rows in memory are never the reason if other rows are in a file.
+    pairs = [(4096.0, IN_MEMORY_HINT), (8.0, hint(blocks, 0))]
+    assert main_hint(pairs) == main_hint(pairs[::-1]) == hint(blocks, 0)
     own = choose([OfMyOwn()], shuffled, 100, FreeMemory(0, 0)).strategies[0].hint
     assert own.startswith("The loop waits for gather() of the OfMyOwn")
     assert (

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import itertools
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -239,9 +240,86 @@ def test_a_loop_with_a_measured_depth_gets_no_hint_to_change_it() -> None:
 
 def test_the_verdict_says_that_the_depth_was_measured() -> None:
     found = Totals(**{**BASE, **CAUSES["depth"][0], "is_measured": True})
-    assert found.verdict.endswith("prefetching was measured to be slower (depth=0)")
+    assert found.verdict.endswith(
+        "reading is the bottleneck; prefetching was measured to be slower (depth=0)"
+    )
     timed = dataclasses.replace(found, is_measured=False, measures_depth=True)
     assert timed.verdict.endswith("without prefetching, to choose the depth (depth=0)")
+
+
+@pytest.mark.parametrize(
+    ("counted", "cause", "words"),
+    [
+        ({"write_wait_s": 5.0, "read_s": 1.0}, "writing", "Writing rows back takes"),
+        ({"wait_s": 5.0, "read_s": 1.0, "host_transform_s": 4.0}, "host_transform", "cheaper"),
+        ({"wait_s": 5.0, "read_s": 1.0, "device_transform_s": 4.0}, "device_transform", "cheaper"),
+        ({"wait_s": 5.0, "read_s": 4.0, "host_transform_s": 1.0}, "reading", "source knows"),
+        ({"wait_s": 1.0, "overhead_s": 4.0, "read_s": 1.0}, "overhead", "Larger batches"),
+    ],
+)
+def test_a_measured_synchronous_loop_names_its_longest_stage(
+    counted: dict[str, Any], cause: str, words: str
+) -> None:
+    found = Totals(**{**BASE, "depth": 0, "is_measured": True, "starved_s": 5.0, **counted})
+    assert found.bottleneck == cause
+    text = explanation(found, lambda share: "the source knows")
+    assert words in text
+    # Prefetching was measured to be slower.
+    assert "depth=2" not in text
+    assert "higher depth" not in text
+
+
+def test_a_synchronous_loop_that_waits_for_writes_says_so() -> None:
+    found = Totals(**{**BASE, "depth": 0, "starved_s": 5.0, "write_wait_s": 5.0})
+    assert found.bottleneck == "writing"
+
+
+@pytest.mark.parametrize("name", ["host_transform", "device_transform"])
+def test_late_batches_are_blamed_on_the_stage_that_was_late(name: str) -> None:
+    clock = Clock()
+    counters = Counters(now=clock)
+    counters.enter(2, 1, asynchronous=False)
+    for number in range(100):
+        is_slow = number % 10 == 9
+        times = {"read_s": 0.01, "copy_wait_s": 0.0, "host_transform_s": 0.0}
+        times |= {"device_transform_s": 0.0, f"{name}_s": 0.3 if is_slow else 0.001}
+        clock.pass_s(0.3 if is_slow else 0.0)
+        counters.read_s += 0.01
+        ready_s = clock.s if is_slow else -1.0
+        counters.count_transforms(SimpleNamespace(**times, ready_s=ready_s))
+        counters.receive(number, 1, 4, ready_s, idle=True)
+        counters.lend()
+        clock.pass_s(0.03)
+        counters.request()
+    found = counters.totals()
+    assert found.late == 10
+    assert found.bottleneck == name
+    assert found.verdict.endswith(f"some batches are late, because {name} takes long for them")
+    assert f"The loop waits for your {name}" in explanation(found, str)
+    # If reading took longer, the transform is not the cause.
+    whole = dataclasses.replace(found, late_host_transform_s=0.0, late_device_transform_s=0.0)
+    assert whole.bottleneck == "unevenness"
+
+
+def test_a_loop_counts_late_batches_of_its_host_transform() -> None:
+    feeder, clock, _ = simulated(
+        favour("read", "compute"),
+        host_transform=lambda batch: (clock.pass_s(0.3 if next(calls) % 10 == 9 else 0.0), batch)[
+            1
+        ],
+    )
+    calls = itertools.count()
+    for _ in feeder:
+        clock.pass_s(0.05)
+    stats = feeder.stats
+    feeder.close()
+    assert stats.late_host_transform_s > 0
+    assert stats.bottleneck == "host_transform"
+
+
+def test_the_depth_is_known_before_the_first_loop() -> None:
+    with Feeder(np.zeros((1000, 2)), batch_size=10, depth=7) as feeder:
+        assert feeder.stats.depth == 7
 
 
 def test_a_device_without_timed_work_is_not_called_idle() -> None:

@@ -55,6 +55,9 @@ class CachedSource:
     def hint(self, source_share: float) -> str:
         return ""
 
+    def depth_caution(self) -> str:
+        return ""
+
     def transfer_hint(self) -> str:
         return ""
 

@@ -67,7 +67,6 @@ def test_the_largest_depth_feeds_the_same_batches() -> None:
         (read, "one_read_count"),
         (Config, "preferred_batch_size"),
         (Config, "depth"),
-        (Config, "gpu_memory_limit"),
         (Config, "one_read_count"),
         (lambda **arguments: rows.block_shuffled(**{"block_rows": 2, **arguments}), "block_rows"),
         (

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from pinfeed import (
     StoreError,
     wrap_loader,
 )
+from pinfeed.validation import suggestions
 
 X = np.arange(12, dtype=np.float32).reshape(4, 3)
 
@@ -147,6 +149,18 @@ def refusal(source: Any) -> str:
 )
 def test_an_object_that_is_no_source(source: Any, hint: str) -> None:
     assert hint in refusal(source)
+
+
+def test_the_advice_names_a_section_of_the_guide() -> None:
+    section = re.search("'(.*)' in the guide", suggestions._COPY)
+    assert section is not None
+    guide = Path(__file__).parents[2] / "docs" / "formats.md"
+    assert f"## {section[1]}\n" in guide.read_text()
+
+
+def test_a_sparse_matrix_may_be_read_by_a_store() -> None:
+    matrix = type("csr_matrix", (), {"__module__": "scipy.sparse"})()
+    assert "matrix[rows].toarray()" in suggestions.of_object(matrix)
 
 
 def test_the_advice_for_a_dataframe_works() -> None:

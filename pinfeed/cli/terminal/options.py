@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from typing import Any
 
 import click
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    **{f"{k}ib": 1 << 10 * i for i, k in enumerate("kmgt", 1)},
-    **{f"{k}b": 1000**i for i, k in enumerate("kmgt", 1)},
-}
-_NUMBER = re.compile(r"([0-9]+\.?[0-9]*(?:e\+?[0-9]+)?)\s*([kmgt]?i?b?)", re.IGNORECASE)
+from pinfeed.errors import ArgumentError
+from pinfeed.memory.units import parse_size
 
 
 def size(text: str) -> int:
@@ -24,13 +18,12 @@ def size(text: str) -> int:
     Raises:
         click.BadParameter: If the text is no size, or the size is below 1.
     """
-    found = _NUMBER.fullmatch(text.strip())
-    nbytes = float(found[1]) * _UNITS.get(found[2].lower(), math.nan) if found else math.nan
-    if not 1 <= nbytes < 1 << 63:
+    try:
+        return parse_size(text, "size")
+    except ArgumentError:
         raise click.BadParameter(
             f"{text!r} is not a size; expected bytes, at least 1, such as 2GiB, 512MiB or 1.5e9"
-        )
-    return int(nbytes)
+        ) from None
 
 
 def counts(text: str) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from pinfeed.errors import ArgumentError, NotEnoughCPUMemory
 from pinfeed.memory.demand import Demand, plan_allocations
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_depth
 from pinfeed.memory.plan import Allocation
-from pinfeed.memory.units import human
+from pinfeed.memory.units import human, parse_size
 from pinfeed.training.memory_model import config
 from pinfeed.training.memory_model.budget import Budget, largest_that_fits
 from pinfeed.training.memory_model.tensor_specs import SampleSpec, samples_of
@@ -43,8 +43,9 @@ class Config:
         (256, 8)
 
     Args:
-        cpu_memory_limit: Limit of the samples in host memory, in bytes.
-        gpu_memory_limit: Limit of the training step and of prefetched batches on the GPU, in bytes.
+        cpu_memory_limit: Limit of the samples in host memory, in bytes or as text (``"2GiB"``).
+        gpu_memory_limit: Limit of the training step and of prefetched batches on the GPU, in bytes
+            or as text.
         input_shape: Shape of an input sample, or of a batch of one.
         output_shape: Shape of an output sample; None without outputs.
         model_class: The network, or a class or function that makes it.
@@ -73,8 +74,8 @@ class Config:
 
     # It is one class because its attributes are those of the original.
 
-    cpu_memory_limit: int
-    gpu_memory_limit: int
+    cpu_memory_limit: float | str
+    gpu_memory_limit: float | str
     input_shape: Any
     output_shape: Any
     model_class: Any = None
@@ -97,8 +98,9 @@ class Config:
             object.__setattr__(self, "model_class", network)
         for name in ("cpu_memory_limit", "gpu_memory_limit"):
             value = getattr(self, name)
-            if not isinstance(value, (int, float, np.number)) or not 1 <= value < math.inf:
-                raise ArgumentError(f"{name}={value!r}: expected bytes, such as GiB(1.5)")
+            # The original also takes a float, such as 1.5 * GiB().
+            is_real = isinstance(value, (float, np.floating)) and math.isfinite(value)
+            object.__setattr__(self, name, parse_size(int(value) if is_real else value, name))
         for name in ("total_sample_count", "one_read_count"):
             whole_number(getattr(self, name), name)
         check_depth(self.depth)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, WorkerError
-from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, failed_batch
+from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, drawn_early, failed_batch
 from pinfeed.pipeline.sources.fetch import RowFetch
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.pipeline.sources.transforms import BatchTransform
@@ -22,6 +22,9 @@ from pinfeed.rows.epoch_hooks import EpochHooks
 from pinfeed.stores.base import CheckStop, never
 from pinfeed.tensors.pytree import Rebuild, flatten
 from pinfeed.validation.suggestions import is_array_like
+
+# An IterableDataset has a sampler of another module.
+_TORCH_SAMPLERS = ("torch.utils.data.sampler", "torch.utils.data.distributed")
 
 
 class HostLeaf:
@@ -217,6 +220,14 @@ class LoaderSource:
             f"process may use {len(os.sched_getaffinity(0))} cores), or make the dataset's "
             "__getitem__ and collate_fn cheaper."
         )
+
+    def depth_caution(self) -> str:
+        """Return a caution unless torch's samplers choose the samples of a DataLoader."""
+        samplers = [getattr(self.loader, name, None) for name in ("sampler", "batch_sampler")]
+        modules = [type(sampler).__module__ for sampler in samplers if sampler is not None]
+        if modules and all(module in _TORCH_SAMPLERS for module in modules):
+            return ""
+        return drawn_early(f"your loader ({type(self.loader).__name__})")
 
     def transfer_hint(self) -> str:
         """Return an empty text, because every byte of the batches must be copied."""

@@ -15,6 +15,7 @@ from pinfeed.devices.base import Device, RowCopy, Tensor
 from pinfeed.pipeline.sources.base import ArrayPart, HostBatch, RowGroup
 from pinfeed.pipeline.sources.ids import IdsOf, ids_array
 from pinfeed.readahead import HostRows, ReadStrategy
+from pinfeed.readahead.base import main_hint
 from pinfeed.rows.distinct import first_occurrences
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
@@ -153,7 +154,7 @@ class RowFetch:
             for store, strategy in zip(spec.stores, spec.strategies, strict=True)
         ]
         names = ", ".join(spec.name for spec in self._specs)
-        return f"Gathering rows of {names} takes most of the time. {max(pairs)[1]}"
+        return f"Gathering rows of {names} takes most of the time. {main_hint(pairs)}"
 
     def _add_rows(
         self,

@@ -80,13 +80,22 @@ class ReaderSource:
                 f"Each of the {n_inputs} inputs of a batch has a thread already, so a larger "
                 "n_readers has no effect. Give a smaller one_read_count or a larger batch_size"
             )
+        elif self._n_threads >= (n_cores := len(os.sched_getaffinity(0))):
+            change = (
+                f"n_readers={self._n_threads} already uses all {n_cores} cores of this process. A "
+                "larger one helps only if the functions wait for files or a network. Otherwise, "
+                "run on more cores"
+            )
         else:
             change = (
-                f"Raise n_readers (now {self._n_threads}; this process may use "
-                f"{len(os.sched_getaffinity(0))} cores) to read more inputs at the same time, if "
-                "the functions are thread-safe"
+                f"Raise n_readers (now {self._n_threads}; this process may use {n_cores} cores) to "
+                "read more inputs at the same time, if the functions are thread-safe"
             )
         return f"The loop waits for {names}. {change}, or make the functions cheaper."
+
+    def depth_caution(self) -> str:
+        """Return an empty text, because pinfeed draws the order itself."""
+        return ""
 
     def transfer_hint(self) -> str:
         """Return an empty text, because every byte of the batches must be copied."""

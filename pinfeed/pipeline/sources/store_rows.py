@@ -8,8 +8,9 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pinfeed.pipeline.sources.base import ArrayPart, BatchThunk, HostBatch, RowGroup
+from pinfeed.pipeline.sources.base import ArrayPart, BatchThunk, HostBatch, RowGroup, drawn_early
 from pinfeed.readahead import AnyBatch, HostRows, RaggedReads, ReadStrategy
+from pinfeed.readahead.base import main_hint
 from pinfeed.rows.batches import RowBatches, RowIndices
 from pinfeed.rows.epoch_hooks import EpochHooks
 from pinfeed.rows.orders import Rows
@@ -83,7 +84,11 @@ class RowSource:
         pairs = zip(self.stores, self.strategies, strict=True)
         found = [(float(row_nbytes(store)), strategy.hint) for store, strategy in pairs]
         found += [(reads.store.mean_row_nbytes, reads.hint) for reads in self.ragged]
-        return max(found)[1]
+        return main_hint(found)
+
+    def depth_caution(self) -> str:
+        """Return a caution if the user's own iterable gives the row indices."""
+        return drawn_early("rows=") if self.batches.are_from_user else ""
 
     def transfer_hint(self) -> str:
         """Return an empty text, because every byte of the batches must be copied."""

@@ -120,7 +120,8 @@ class BatchRows:
         wanted = ids.to(self.ids.device, torch.int64, non_blocking=True)
         if not len(self.rows):
             return wanted, torch.zeros_like(wanted, dtype=torch.bool)
-        positions = torch.searchsorted(self.ids, wanted).clamp_(max=len(self.rows) - 1)
+        # torch warns of ids that are not contiguous, such as a column of a batch.
+        positions = torch.searchsorted(self.ids, wanted.contiguous()).clamp_(max=len(self.rows) - 1)
         return positions, self.ids[positions] == wanted
 
     def collect_gradients(self, every: Sequence[Any]) -> None:

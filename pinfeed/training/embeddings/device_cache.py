@@ -6,13 +6,16 @@ import numbers
 from typing import Any, Literal
 
 from pinfeed.errors import ArgumentError
-from pinfeed.memory.units import human
+from pinfeed.memory.units import human, parse_size
 
-DeviceCacheSize = int | float | Literal["auto"]
-"""Bytes as an int, a share of the rows as a float, or ``"auto"`` to fit the memory limits."""
+DeviceCacheSize = int | float | str
+"""Bytes as an int or as text such as ``"4GiB"``, a share of the rows as a float, or ``"auto"``.
+
+``"auto"`` fits the memory limits.
+"""
 
 
-def check_device_cache(size: Any) -> DeviceCacheSize | None:
+def check_device_cache(size: Any) -> int | float | Literal["auto"] | None:
     """Return the size of a cache as an int, a float or ``"auto"``, or None for no cache.
 
     Raises:
@@ -22,15 +25,11 @@ def check_device_cache(size: Any) -> DeviceCacheSize | None:
         return None
     if isinstance(size, str) and size == "auto":
         return "auto"
-    if isinstance(size, numbers.Integral):
-        if int(size) >= 1 and size is not True:
-            return int(size)
-    elif isinstance(size, numbers.Real) and 0 < float(size) <= 1:
+    is_share = isinstance(size, numbers.Real) and not isinstance(size, numbers.Integral)
+    if is_share and 0 < float(size) <= 1:
         return float(size)
-    raise ArgumentError(
-        f"device_cache={size!r}; expected bytes as an int of at least 1 (pinfeed.GiB(4)), a share "
-        "of the rows as a float above 0 and up to 1.0 (0.1), 'auto', or None for no cache"
-    )
+    note = ", or a share of the rows as a float above 0 and up to 1.0 (0.1), 'auto' or None"
+    return parse_size(size, "device_cache", note=note)
 
 
 def n_cached_rows(size: int | float, n_rows: int, row_nbytes: int, name: str) -> int:

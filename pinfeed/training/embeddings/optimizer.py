@@ -405,6 +405,12 @@ def _layouts(
             dim = table.embedding_dim
             own = group_options(group)
             found[table] = discover(optimizer_class, options, dim, dtype, own, gradients)
+            if found[table].sparse and getattr(table, "mode", None) == "max":
+                raise ArgumentError(
+                    f"{table.name} has mode='max', for which torch computes dense gradients only; "
+                    "expected mode='sum' or 'mean' for sparse gradients; give gradients='dense', "
+                    "or an optimizer that takes dense gradients"
+                )
             if gradients is None and not found[table].sparse:
                 require_one_rule(OptimizerTrial(optimizer_class, options, own), dim, dtype)
     return found

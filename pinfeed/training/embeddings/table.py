@@ -93,8 +93,8 @@ class HostEmbedding(nn.Module):
         overwrite: Whether an existing file is replaced by a new one immediately.
         name: Name of the table in errors and checkpoints. The default is its type and shape.
         device_cache: Size of a cache that keeps frequently used rows and their optimizer state on
-            the device during a loop: bytes as an int (``pinfeed.GiB(4)``), or a share of the rows
-            as a float (``0.1``). ``"auto"`` takes a part of the memory that
+            the device during a loop: bytes as an int or as text (``"4GiB"``), or a share of the
+            rows as a float (``0.1``). ``"auto"`` takes a part of the memory that
             ``train_rows(config=...)`` or the free memory leaves. Results are the same with and
             without a cache. None is no cache.
 

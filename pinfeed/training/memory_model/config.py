@@ -16,6 +16,7 @@ from pinfeed.errors import ArgumentError, DeviceError
 from pinfeed.memory import limits
 from pinfeed.memory.depth import DEFAULT_DEPTH, n_batches
 from pinfeed.memory.host import free_host_bytes
+from pinfeed.memory.size_field import SizeField
 from pinfeed.memory.units import GiB
 from pinfeed.training.memory_model.batch_search import BatchBounds, BatchSearch
 from pinfeed.training.memory_model.budget import Budget
@@ -58,11 +59,11 @@ class Config(limits.MemoryLimits):
         batches of 65536 samples...
 
     Args:
-        cpu_memory_limit: Limit of host memory, in bytes; None for the free memory less
-            ``headroom``, divided among the processes that torchrun starts on the machine. It
-            includes the training step if there is a model and training is on the CPU; otherwise it
-            limits the memory of the feeder only.
-        gpu_memory_limit: Limit of device memory, in bytes; None for the free memory less
+        cpu_memory_limit: Limit of host memory, in bytes or as text (``"2GiB"``); None for the free
+            memory less ``headroom``, divided among the processes that torchrun starts on the
+            machine. It includes the training step if there is a model and training is on the CPU;
+            otherwise it limits the memory of the feeder only.
+        gpu_memory_limit: Limit of device memory, in bytes or as text; None for the free memory less
             ``headroom``. It includes the training step if there is a model; otherwise it limits
             batches only. It has no effect on a feeder whose batches are on the CPU.
         preferred_batch_size: Upper bound of the batch size, in samples, at least
@@ -92,9 +93,9 @@ class Config(limits.MemoryLimits):
             ``"cpu"`` or ``"auto"``. ``"auto"`` is a GPU if the machine has one or
             ``gpu_memory_limit`` is given. It does not choose the device of a feeder or a loop,
             which have an argument ``device`` of their own.
-        device_cache: Device memory for the caches of tables in ``train_rows``, in bytes, which
-            ``gpu_memory_limit`` includes. Tables with ``device_cache="auto"`` share the part that
-            tables with caches of a given size leave.
+        device_cache: Device memory for the caches of tables in ``train_rows``, in bytes or as
+            text, which ``gpu_memory_limit`` includes. Tables with ``device_cache="auto"`` share the
+            part that tables with caches of a given size leave.
         seen: Measured memory of a step, relative to the estimate; ``probe`` sets it.
 
     Raises:
@@ -105,6 +106,9 @@ class Config(limits.MemoryLimits):
         NotEnoughCPUMemory: If not even the samples of one read fit on the host.
     """
 
+    # Declared again, because mypy takes the type of an inherited field from its setter.
+    cpu_memory_limit: SizeField = SizeField()
+    gpu_memory_limit: SizeField = SizeField()
     total_sample_count: int | None = None
     input_shape: Any = None
     output_shape: Any = None
@@ -117,12 +121,11 @@ class Config(limits.MemoryLimits):
     optimizer: Any = None
     autocast: torch.dtype | None = None
     device: Any = "auto"
-    device_cache: int | None = None
+    device_cache: SizeField = SizeField()
     seen: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_whole("device_cache", " (bytes: pinfeed.GiB(1)), or None")
         if self.gpu_memory_limit is not None and (self.device_cache or 0) > self.gpu_memory_limit:
             raise ArgumentError(
                 f"device_cache={self.device_cache}: expected at most gpu_memory_limit, "

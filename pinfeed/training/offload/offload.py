@@ -16,9 +16,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from pinfeed.devices import resolve
 from pinfeed.devices.base import Device
-from pinfeed.errors import ArgumentError, ClosedError
+from pinfeed.errors import ClosedError
 from pinfeed.memory.host import free_host_bytes
-from pinfeed.memory.units import KiB, MiB
+from pinfeed.memory.units import KiB, MiB, parse_size
 from pinfeed.tensors.numpy_torch import version_of
 from pinfeed.training.offload.offload_transfer import OffloadTransfer
 from pinfeed.training.offload.pinned_pool import PinnedPool
@@ -106,18 +106,20 @@ class Offload:
     kernels); such changes must not touch saved tensors. If another stream reads a saved tensor
     without saving it, call ``record_stream`` on the tensor, as if the graph did not keep it.
 
+    Sizes are in bytes, as an int or as text such as ``"64MiB"``.
+
     Args:
         device: Device of the model: ``"auto"``, ``"cuda"``, ``"cuda:1"``, ``"cpu"`` (for tests), or
             a Device.
-        host_limit: Limit of pinned memory in bytes, free blocks included. Tensors beyond it stay
+        host_limit: Limit of pinned memory, free blocks included. Tensors beyond it stay
             on the device. None is half of the free host memory.
-        threshold: Smallest storage that is offloaded, in bytes; smaller ones stay on the device.
-        window: Device memory in bytes that the tensors saved last may hold while they are copied
+        threshold: Smallest storage that is offloaded; smaller ones stay on the device.
+        window: Device memory that the tensors saved last may hold while they are copied
             to the host. Tensors that are prefetched to the device may hold as much again. It
             should be enough for a few layers; if it is too small, computation waits for copies.
 
     Raises:
-        ArgumentError: If a size is too small.
+        ArgumentError: If a size is invalid or too small.
         DeviceError: If the device does not exist.
     """
 
@@ -128,13 +130,14 @@ class Offload:
         self,
         device: Any = "auto",
         *,
-        host_limit: int | None = None,
-        threshold: int = KiB(64),
-        window: int = MiB(256),
+        host_limit: int | str | None = None,
+        threshold: int | str = KiB(64),
+        window: int | str = MiB(256),
     ) -> None:
-        _check_bytes("host_limit", host_limit, least=0)
-        _check_bytes("threshold", threshold, least=0)
-        _check_bytes("window", window, least=1)
+        if host_limit is not None:
+            host_limit = parse_size(host_limit, "host_limit", least=0, note=", or None")
+        threshold = parse_size(threshold, "threshold", least=0)
+        window = parse_size(window, "window")
         self.device: Device = resolve(device, n_spare=0)
         self._owns_device = self.device is not device
         self._storages = self.storages(self.device.name)
@@ -308,8 +311,3 @@ class Offload:
         while len(served) > 1 and sum(other.nbytes for other in served) > self._window:
             self._transfer.forget(served.pop(0))
         self._served = [weakref.ref(other) for other in served]
-
-
-def _check_bytes(name: str, value: int | None, *, least: int) -> None:
-    if value is not None and value < least:
-        raise ArgumentError(f"{name}={value}: expected a number of bytes, at least {least}")

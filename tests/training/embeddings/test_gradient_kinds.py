@@ -12,7 +12,7 @@ from support.row_wise_adagrad import RowWiseAdagrad
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, SparseAdam
 
-from pinfeed import HostEmbedding, HostEmbeddingBag, RowOptimizer, checkpoint, errors
+from pinfeed import HostEmbedding, HostEmbeddingBag, RowOptimizer, checkpoint, errors, read_rows
 
 N, DIM = 60, 8
 
@@ -239,3 +239,22 @@ def test_a_run_is_resumed(tmp_path: Path) -> None:
     rest, resumed = run(n=7, resume=True)
     assert first + rest == whole
     assert torch.equal(resumed, result)
+
+
+@pytest.mark.parametrize(("optimizer", "kind"), [(SGD, "sparse"), (SparseAdam, None)])
+def test_bags_of_maxima_refuse_sparse_gradients_at_once(optimizer: Any, kind: Any) -> None:
+    bag = HostEmbeddingBag(N, DIM, mode="max", name="words")
+    with pytest.raises(errors.ArgumentError, match=r"words has mode='max'.* or an optimizer"):
+        RowOptimizer(optimizer, bag, lr=0.1, gradients=kind)
+    RowOptimizer(SGD, bag, lr=0.1, gradients="dense")
+
+
+def test_ids_in_a_column_of_a_batch_cause_no_warning() -> None:
+    table = HostEmbedding(N, DIM)
+    was = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        for batch in read_rows([torch.arange(8).reshape(4, 2)], {table: lambda batch: batch}):
+            torch.testing.assert_close(table(batch[:, 0]), table(batch)[:, 0])
+    finally:
+        torch.set_warn_always(was)
