@@ -22,7 +22,7 @@ from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan, check_route
 from pinfeed.memory.transform_memory import TransformMemory
 from pinfeed.pipeline.epochs import EpochRunner
-from pinfeed.pipeline.host_memory import host_memory
+from pinfeed.pipeline.host_transfer import rows_on_host
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.loop_transforms import LoopTransforms
 from pinfeed.pipeline.planner import PlanRequest, make_plan, part_capacity
@@ -360,7 +360,7 @@ class Feeder(ResumableFeeder[T_co]):
         self._capacity = part_capacity(request, plan.batch_size)
         self._transforms = transforms
         if transforms.host is not None:
-            gather = host_memory(self._capacity, schedule.n_slots + 1)
+            gather = rows_on_host(self._capacity, schedule.n_slots + 1)
             self._transforms = dataclasses.replace(transforms, gather=gather)
         if selection.shard is not None:
             self._plan = plan_of_rank(selection.shard, plan, n_rows)
@@ -397,7 +397,7 @@ class Feeder(ResumableFeeder[T_co]):
 
     def _close_sources(self, stack: contextlib.ExitStack) -> None:
         if self._transforms.gather is not None:
-            stack.callback(self._transforms.gather.close)
+            stack.callback(self._transforms.gather.device.close)
         stack.callback(self._stores.close)
         for close in self._read_plan.closes:
             stack.callback(close)

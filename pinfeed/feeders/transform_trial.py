@@ -12,7 +12,7 @@ from pinfeed.devices.base import Device
 from pinfeed.errors import add_note
 from pinfeed.memory.transform_memory import Nbytes, TransformMemory, linear
 from pinfeed.pipeline.epochs import EpochRunner
-from pinfeed.pipeline.host_memory import host_memory
+from pinfeed.pipeline.host_transfer import rows_on_host
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.loop_transforms import LoopTransforms
 from pinfeed.pipeline.schedule import PrefetchSchedule
@@ -54,7 +54,8 @@ def measure_transforms(
     n_rows = min(max(2, _TRIAL_BYTES // max(1, tree.row_nbytes)), max(1, tree.n_rows // 2))
     with contextlib.ExitStack() as stack:
         if transforms.host is not None:
-            gather = stack.enter_context(contextlib.closing(host_memory((), 1)))
+            gather = rows_on_host((), 1)
+            stack.callback(gather.device.close)
             transforms = dataclasses.replace(transforms, gather=gather)
         small = _run(tree, device, transforms, n_rows)
         large = _run(tree, device, transforms, min(2 * n_rows, tree.n_rows))

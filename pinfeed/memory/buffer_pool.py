@@ -6,6 +6,7 @@ and a kept batch keeps its block.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -41,10 +42,14 @@ class BufferPool:
 
         It belongs to the caller until the last array on it dies.
         """
+        # Most batches take a block of the same size as the block that was freed last.
+        try:
+            block: Block | None = self._free.pop()
+        except IndexError:
+            block = None
         # A block has at least one page.
-        block = self._find(nbytes or 1)
-        if block is None:
-            block = Block(self._make(nbytes))
+        if block is None or not 0 <= block.nbytes - (nbytes or 1) < PAGE:
+            block = self._other(block, nbytes)
         lease = Lease(block)
         reference = weakref.ref(lease, self._give)
         self._leased[id(reference)] = reference, block
@@ -54,19 +59,24 @@ class BufferPool:
         """Unmap the free blocks; those in use are unmapped when their last array dies."""
         self._free = deque(maxlen=0)
 
-    def _find(self, nbytes: int) -> Block | None:
-        """Take a free block with the number of pages for ``nbytes``; None if there is none."""
+    def _other(self, unfit: Block | None, nbytes: int) -> Block:
+        """Take a free block with the number of pages for ``nbytes``, or make one.
+
+        Args:
+            unfit: Free block of another size, if there was one.
+            nbytes: Bytes that are needed.
+        """
         free = self._free
-        try:
-            for _ in range(len(free)):
-                block = free.pop()
-                if 0 <= block.nbytes - nbytes < PAGE:
-                    return block
-                free.appendleft(block)
-        except IndexError:
-            # Another thread has taken the last block.
-            return None
-        return None
+        if unfit is not None:
+            free.appendleft(unfit)
+            # If another thread takes the last block, there is none.
+            with contextlib.suppress(IndexError):
+                for _ in range(len(free) - 1):
+                    block = free.pop()
+                    if 0 <= block.nbytes - (nbytes or 1) < PAGE:
+                        return block
+                    free.appendleft(block)
+        return Block(self._make(nbytes))
 
     def _give(self, reference: weakref.ref[Lease]) -> None:
         # If an array dies late while the interpreter exits, the names of this module may be gone.

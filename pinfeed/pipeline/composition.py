@@ -80,11 +80,13 @@ def make_loop(
         fill=fill,
         fill_now=fill,
         lend=lend,
+        stop=mover.stop,
         quiesce=moves.quiesce,
         reserve=getattr(moves, "reserve", None),
         writer=writer,
     )
     if transforming is not None:
+        parts.stop = transforming.stop
         parts.fill_now = functools.partial(transforming.fill_now, fill)
         parts.transform = transforming.transform if transforms.are_called_in_loop else None
         parts.lend = functools.partial(_lend_transformed, mover.counters, lend)

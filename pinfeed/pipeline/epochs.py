@@ -290,6 +290,7 @@ class EpochRunner:
         self._require_open()
         position = self._position
         counters = self._counters
+        starvation = self._starvation
         is_unified = self._transfer.device.unified
         entered_s = self._enter(choice)
         # A batch that was prefetched on the CPU is kept until the loop requests the second batch
@@ -302,7 +303,12 @@ class EpochRunner:
             bar = self._begin_watching()
             # No variable holds the inner generator, so it has ended when an except clause runs.
             for lent_batch in self._lend(choice):
-                self._follow(lent_batch, choice, bar)
+                position.batch = lent_batch.number + 1
+                position.checksum = lent_batch.checksum
+                if counters.batches >= starvation.look_at and not choice.excuses_waiting:
+                    starvation.look()
+                if bar is not None:
+                    bar.update()
                 kept.append(lend(lent_batch))
                 counters.lend()
                 is_kept = is_unified and not choice.is_synchronous
@@ -362,16 +368,6 @@ class EpochRunner:
         bar = self._bar() if self._progress else None
         self._starvation.begin()
         return bar
-
-    def _follow(self, lent_batch: LentBatch, choice: DepthChoice, bar: Any) -> None:
-        """Note the position of a batch that is about to be lent, and draw the progress bar."""
-        self._position.batch = lent_batch.number + 1
-        self._position.checksum = lent_batch.checksum
-        starvation = self._starvation
-        if self._counters.batches >= starvation.look_at and not choice.excuses_waiting:
-            starvation.look()
-        if bar is not None:
-            bar.update()
 
     def _end_watching(self, bar: Any, choice: DepthChoice) -> None:
         """Close the progress bar and judge the run, for whatever reason it has ended."""

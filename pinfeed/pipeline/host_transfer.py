@@ -6,17 +6,18 @@ stream, so no thread waits for an event.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pinfeed.devices.base import Tensor
 from pinfeed.memory.page_locked import unlock_freed
-from pinfeed.pipeline.host_memory import HostMemory
+from pinfeed.pipeline.part_memory import grown, known_nbytes, layout
 from pinfeed.pipeline.slot import Cancelled, Slot
 from pinfeed.pipeline.sources.base import HostBatch
 from pinfeed.profiling.counters import Counters
@@ -25,8 +26,20 @@ if TYPE_CHECKING:
     from pinfeed.devices.cpu import HostDevice
 
 
+class _Places(NamedTuple):
+    """The places in memory of the parts of a slot."""
+
+    parts: Sequence[tuple[int, int | None]]
+    """Bytes of each part, and its offset in the shared block; None for a part with its own."""
+    shared_nbytes: int
+    """Bytes of the shared block; 0 for none."""
+
+
 class HostTransfer:
     """Gathers batches into memory of the host, for one loop at a time.
+
+    All batches take blocks of the same sizes, so that freed blocks are reused. A part that is
+    larger than any before gets a block of its own, and later batches take blocks of that size.
 
     Args:
         device: Device on the host.
@@ -43,7 +56,9 @@ class HostTransfer:
     ) -> None:
         self.device = device
         self.counters = counters
-        self.memory = HostMemory(device, capacity)
+        self._capacity = list(capacity)
+        self._n_batches = 1
+        self._places = _places(self._capacity, 1)
         self.slots: list[Slot] = [Slot() for _ in range(n_slots)]
         self.active_slots: Sequence[Slot] = ()
         """Slots that the running loop uses."""
@@ -58,7 +73,8 @@ class HostTransfer:
         """
         unlock_freed()
         self.is_stopping = False
-        self.memory.begin(batches_per_slot)
+        self._n_batches = batches_per_slot
+        self._places = _places(self._capacity, batches_per_slot)
         self.active_slots = self.slots[:n_slots]
         return self.active_slots
 
@@ -72,7 +88,9 @@ class HostTransfer:
             raise Cancelled
 
     def fill(self, slot: Slot, batch: HostBatch, number: int) -> Slot:
-        """Gather a batch (reader; one thread per slot).
+        """Gather a batch, with a tensor for each part (reader; one thread per slot).
+
+        A part that is a tensor already is not copied.
 
         Args:
             slot: The slot.
@@ -82,9 +100,34 @@ class HostTransfer:
         Raises:
             Cancelled: If ``stop`` was called.
         """
-        tensors, slot.nbytes = self.memory.read(batch.parts, self.check_stop)
+        device = self.device
+        places, shared_nbytes = self._places
+        shared = device.empty(shared_nbytes, None) if shared_nbytes else None
+        tensors: list[Tensor] = []
+        total = 0
+        for i, part in enumerate(batch.parts):
+            if getattr(part, "host_value", None) is not None:
+                tensors.append(device.adopt(part, None))
+                total += known_nbytes(tensors[-1])
+                continue
+            shape = part.shape
+            dtype = part.dtype
+            nbytes = math.prod(shape) * dtype.itemsize
+            total += nbytes
+            full, offset = places[i] if i < len(places) else (0, None)
+            if nbytes > full:
+                full = self._grow(i, nbytes)
+                offset = None
+            out: npt.NDArray[Any]
+            if offset is None:
+                out = np.ndarray(shape, dtype, device.empty(full, None))
+            else:
+                out = np.ndarray(shape, dtype, shared, offset)
+            part.read(out, self.check_stop)
+            tensors.append(device.wrap(out))
         slot.number = number
         slot.batch = batch
+        slot.nbytes = total
         slot.tensors = tensors
         slot.batch_tensors = (
             deque((tensors,)) if len(batch.batches) == 1 else self._cut(batch, tensors)
@@ -115,6 +158,12 @@ class HostTransfer:
         batch.rebuild = lambda tensors: made
         slot.ready_s = self.counters.now()
 
+    def array(self, i: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        """Return an array in a block of its own, of the size that part ``i`` of a batch takes."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        full = self._capacity[i] if i < len(self._capacity) else 0
+        return np.ndarray(shape, dtype, self.device.empty(max(nbytes, full), None))
+
     def copy_to_host(
         self, tensor: Tensor, shape: tuple[int, ...], dtype: np.dtype[Any]
     ) -> npt.NDArray[Any]:
@@ -143,3 +192,31 @@ class HostTransfer:
             [self.device.cut(tensor, begin, end) for tensor in tensors]
             for begin, end in batch.ranges()
         )
+
+    def _grow(self, i: int, nbytes: int) -> int:
+        """Note that part ``i`` of a slot has more bytes than before; return the bytes to take."""
+        capacity = [*self._capacity, *[0] * (i + 1 - len(self._capacity))]
+        capacity[i] = grown(capacity[i], -(-nbytes // self._n_batches))
+        # If two threads do this at the same time, a later batch does it again.
+        self._capacity = capacity
+        self._places = _places(capacity, self._n_batches)
+        return max(nbytes, capacity[i] * self._n_batches)
+
+
+def _places(capacity: Sequence[int], n_batches: int) -> _Places:
+    sizes = tuple(nbytes * n_batches for nbytes in capacity)
+    offsets, shared_nbytes = layout(sizes)
+    return _Places([(nbytes, offsets.get(i)) for i, nbytes in enumerate(sizes)], shared_nbytes)
+
+
+def rows_on_host(capacity: Sequence[int], n_batches: int) -> HostTransfer:
+    """Return a transfer for rows that ``host_transform`` takes, on a device of its own.
+
+    Args:
+        capacity: Bytes of each part of a full batch; empty if they are unknown.
+        n_batches: Number of batches for which blocks are kept for reuse.
+    """
+    from pinfeed.devices.cpu import HostDevice
+
+    device = HostDevice(n_spare=n_batches * max(1, len(capacity)))
+    return HostTransfer(device, 0, capacity, Counters())

@@ -143,7 +143,7 @@ class HostWrites:
         """Copy values of a group's store ``i`` into an array, which ``write`` also accepts."""
         store = group.stores[i]
         shape = (len(group.rows), *store.row_shape)
-        out = self._transfer.memory.array(group.first + i, shape, store.dtype)
+        out = self._transfer.array(group.first + i, shape, store.dtype)
         self.device.copy(value, out, self._stream)
         return out
 

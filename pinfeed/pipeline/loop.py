@@ -56,6 +56,8 @@ class LoopParts:
     """Does the same in the thread of the loop, with the transforms."""
     lend: Callable[[Slot], deque[list[Tensor]]]
     """Returns the tensors of each batch in a full slot."""
+    stop: Callable[[], object]
+    """Ends every fill at its next step."""
     quiesce: Callable[[], object]
     """Waits for queued copies, and releases the memory of the loop."""
     reserve: Callable[[Slot], object] | None = None
@@ -197,7 +199,7 @@ class Loop:
                 # Fills that have not begun are not cancelled, because each submitted fill must take
                 # its turn. Later fills would wait for it otherwise.
                 stack.callback(self._threads.join_readers)
-                self._parts.mover.stop()
+                self._parts.stop()
             self._threads.has_ended = True
             exit_hook.loops.discard(self._reference)
 

@@ -12,7 +12,7 @@ from typing import Any
 from pinfeed.devices.base import Tensor
 from pinfeed.memory.plan import Plan
 from pinfeed.memory.transform_memory import TransformMemory, constant
-from pinfeed.pipeline.host_memory import HostMemory
+from pinfeed.pipeline.host_transfer import HostTransfer
 from pinfeed.pipeline.sources.base import HostBatch, RowGroup
 from pinfeed.pipeline.sources.dataloader import load_of
 from pinfeed.pipeline.sources.transforms import BatchTransform
@@ -26,7 +26,7 @@ class LoopTransforms:
     """``host_transform``; None if the user gave none."""
     device: BatchTransform | None = None
     """``device_transform``; None if the user gave none."""
-    gather: HostMemory | None = None
+    gather: HostTransfer | None = None
     """Reads the rows for ``host``; None if the source calls ``host``, and not the loop."""
     epoch: int = 0
     """Number of the running epoch."""

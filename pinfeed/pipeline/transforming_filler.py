@@ -25,6 +25,14 @@ class TransformingFiller:
         self._filler = filler
         self._mover = filler.mover
         self._transforms = transforms
+        if transforms.gather is not None:
+            transforms.gather.begin(0, 1)
+
+    def stop(self) -> None:
+        """End every fill at its next step, because the loop has ended. Any thread may call this."""
+        self._mover.stop()
+        if self._transforms.gather is not None:
+            self._transforms.gather.stop()
 
     def fill(self, slot: Slot, turn: int) -> Slot | None:
         """Fill a slot with the next batch (reader).
@@ -38,11 +46,12 @@ class TransformingFiller:
         batch = self._filler.draws.make(slot, turn)
         if batch is None:
             return None
-        tensors, _ = gather.read(batch.parts, self._mover.check_stop)
-        slot.number = self._filler.number(turn)
-        slot.batch = batch
-        slot.rows = batch.data(tensors)
-        slot.rows_s = self._mover.counters.now() - slot.made_s
+        made_s = slot.made_s
+        gather.fill(slot, batch, self._filler.number(turn))
+        slot.rows = batch.data(slot.tensors)
+        slot.tensors = []
+        slot.batch_tensors.clear()
+        slot.rows_s = self._mover.counters.now() - made_s
         return slot
 
     def transform(self, filled: Pending[Slot | None]) -> Slot | None:

@@ -101,7 +101,10 @@ class RowSource:
         ragged: Sequence[Callable[[Rows], RaggedParts]] = (),
     ) -> HostBatch:
         rows = indices.rows()
-        host_parts: list[HostArray] = [make(rows) for make in parts]
+        host_parts: list[HostArray] = []
+        for make in parts:
+            # A comprehension would be another call in Python, for each batch.
+            host_parts.append(make(rows))  # noqa: PERF401
         for make_ragged in ragged:
             items, bounds = make_ragged(rows)
             host_parts += [items, ArrayPart(bounds)]

@@ -86,7 +86,11 @@ class FileMap:
         Raises:
             ReadError: If the file has shrunk.
         """
-        if out.nbytes > SMALL_GATHER_BYTES and (run := run_of(rows)) is not None:
+        if (
+            out.nbytes > SMALL_GATHER_BYTES
+            and rows.item(-1) - rows.item(0) == len(rows) - 1
+            and (run := run_of(rows)) is not None
+        ):
             self.read_run(run.start, out)
             return
         self._check_size()
