@@ -50,7 +50,9 @@ class BufferPool:
         # A block has at least one page.
         if block is None or not 0 <= block.nbytes - (nbytes or 1) < PAGE:
             block = self._other(block, nbytes)
-        lease = Lease(block)
+        lease = Lease()
+        lease.block = block
+        lease.__array_interface__ = block.interface
         reference = weakref.ref(lease, self._give)
         self._leased[id(reference)] = reference, block
         return np.asarray(lease)[:nbytes]

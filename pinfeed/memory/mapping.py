@@ -89,13 +89,13 @@ class Block:
 class Lease:
     """The base of every array on a block of memory; the block is free when this object dies.
 
-    Args:
-        block: The block.
+    Set ``block`` and ``__array_interface__`` after making one. A constructor would be another call
+    in Python for each batch.
     """
 
-    __slots__ = ("__array_interface__", "__weakref__", "_block")
+    __slots__ = ("__array_interface__", "__weakref__", "block")
 
-    def __init__(self, block: Block) -> None:
-        # The address below is valid as long as this reference exists.
-        self._block = block
-        self.__array_interface__ = block.interface
+    block: Block
+    """The block. Its address is valid as long as this reference exists."""
+    __array_interface__: dict[str, Any]
+    """The interface of the block."""

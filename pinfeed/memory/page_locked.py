@@ -155,7 +155,9 @@ def _lock_pages(
     advise_huge_pages(mapping)
     memory = np.frombuffer(mapping, np.uint8)
     _touch(memory)
-    lease = Lease(Block(memory))
+    lease = Lease()
+    lease.block = Block(memory)
+    lease.__array_interface__ = lease.block.interface
     locked: list[weakref.finalize[..., Lease]] = []
     try:
         for start in range(0, len(memory), _LOCK_BYTES):

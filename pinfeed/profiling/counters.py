@@ -177,13 +177,30 @@ class Counters:
         """Note that the running request found no further batch, or that the loop was left."""
         self._ready_s = self.now()
 
-    def lend(self) -> None:
-        """End the running request, because the loop receives its batch now."""
+    def lend(self, *, is_last: bool = False) -> None:
+        """End the running request, because the loop receives its batch now.
+
+        Args:
+            is_last: Whether the loop ends without a batch instead.
+        """
         now = self.now()
-        self._end_request(now)
-        self._is_first = False
-        if self.timeline is not None:
-            self._record_request(now)
+        requested_s = self.requested_s
+        ready_s = self._ready_s
+        if ready_s > requested_s:
+            ready_s = min(ready_s, now)
+            self.wait_s += ready_s - requested_s
+            self.overhead_s += now - ready_s
+        else:
+            self.overhead_s += now - requested_s
+        if self._is_idle:
+            self.starved_s += now - requested_s
+            if self._is_first:
+                self.first_batch_s += now - requested_s
+        self._is_requesting = False
+        if not is_last:
+            self._is_first = False
+            if self.timeline is not None:
+                self._record_request(now)
 
     def count_write_wait(self, start: float, *, idle: bool, batch: int | None = None) -> None:
         """Count the time since ``start``, in which the loop waited for earlier writes.
@@ -224,9 +241,9 @@ class Counters:
         """Count a loop that ends."""
         if self._entered is None:
             return
-        now = self.now()
         if self._is_requesting:
-            self._end_request(now)
+            self.lend(is_last=True)
+        now = self.now()
         self._seconds += now - self._entered
         self._entered = None
 
@@ -264,21 +281,6 @@ class Counters:
     def stats(self) -> FeederStats:
         """Return the counts since the counters were made, and the memory of the process."""
         return FeederStats(**vars(self.totals()), memory=ProcessMemory.now())
-
-    def _end_request(self, now: float) -> None:
-        requested_s = self.requested_s
-        ready_s = self._ready_s
-        if ready_s > requested_s:
-            ready_s = min(ready_s, now)
-            self.wait_s += ready_s - requested_s
-            self.overhead_s += now - ready_s
-        else:
-            self.overhead_s += now - requested_s
-        if self._is_idle:
-            self.starved_s += now - requested_s
-            if self._is_first:
-                self.first_batch_s += now - requested_s
-        self._is_requesting = False
 
     def _record_request(self, now: float) -> None:
         """Record the request that ends now as spans."""

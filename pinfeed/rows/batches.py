@@ -35,6 +35,10 @@ class RowIndices(NamedTuple):
     """Computes the row indices, shape (n_rows,). Any thread may call it."""
 
 
+# The constructor of a NamedTuple is a Python function; this makes one without it.
+_row_indices = functools.partial(tuple.__new__, RowIndices)
+
+
 class RowBatches(EpochHooks, ABC):
     """The batches of every epoch, as row indices."""
 
@@ -197,7 +201,7 @@ class OrderBatches(RowBatches):
                 n = min(slot_rows, run_rows - i)
                 batches = full if n == slot_rows else _sizes(n, size)
                 ahead = next_run if i == 0 else None
-                yield RowIndices(n, batches, functools.partial(run.part, i, i + n, ahead))
+                yield _row_indices((n, batches, functools.partial(run.part, i, i + n, ahead)))
             run = next_run
 
     def windows(self, number: int, start: int) -> tuple[Windows | None, int, int]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
-from pinfeed.stores.base import Array, checked_gather
+from pinfeed.stores.base import Array, Gather, checked_gather
 from pinfeed.stores.disk.file_map import FileMap
 from pinfeed.stores.formats.row_layout import RowLayout
 from pinfeed.stores.sharded_file import ShardedStore
@@ -42,16 +42,16 @@ class MappedFileStore(ShardedStore[FileMap]):
         """
         self.gather_unchecked(checked_gather(self, rows, out), out)
 
-    def gather_unchecked(self, rows: Rows, out: Array) -> None:
-        """Copy rows into ``out``. The caller has checked all arguments.
+    @property
+    def gather_unchecked(self) -> Gather:
+        """Function that copies rows into an array. The caller has checked all arguments.
 
-        Raises:
-            ReadError: If a file has shrunk.
+        It raises a ReadError if a file has shrunk.
         """
-        if self._only is not None and len(rows):
-            self._only.read_all(rows, out.view(np.uint8).reshape(len(rows), -1))
-        else:
-            self.gather_at(rows, out, np.arange(len(rows)))
+        return self._gather_shards if self._only is None else self._only.read_all
+
+    def _gather_shards(self, rows: Rows, out: Array) -> None:
+        self.gather_at(rows, out, np.arange(len(rows)))
 
     def gather_runs(self, runs: Runs, out: Array) -> None:
         """Copy runs of rows to their positions in ``out``. The caller has checked all arguments.

@@ -62,14 +62,16 @@ class Call(Generic[R]):
             # arguments.
             del fn, args, self
         else:
-            self._end()
+            self._done = True
+            self._running.release()
 
     def fail(self, error: BaseException) -> None:
         """End the call with ``error``, without calling the function."""
         self._fn = None
         self._args = ()
         self._error = error
-        self._end()
+        self._done = True
+        self._running.release()
 
     def done(self) -> bool:
         """Return whether the function has returned or raised."""
@@ -77,7 +79,8 @@ class Call(Generic[R]):
 
     def exception(self) -> BaseException | None:
         """Wait until the function has ended; return its error, or None."""
-        self._wait()
+        if not self._done:
+            self._wait()
         return self._error
 
     def result(self) -> R:
@@ -86,7 +89,8 @@ class Call(Generic[R]):
         Raises:
             Exception: If the function raised it.
         """
-        self._wait()
+        if not self._done:
+            self._wait()
         if self._error is None:
             return self._value
         try:
@@ -96,10 +100,5 @@ class Call(Generic[R]):
             del self
 
     def _wait(self) -> None:
-        if not self._done:
-            with self._running:
-                pass
-
-    def _end(self) -> None:
-        self._done = True
-        self._running.release()
+        with self._running:
+            pass

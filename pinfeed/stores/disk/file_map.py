@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,12 +46,14 @@ class FileMap:
     has dropped. For cold rows, ``populate`` reports such a failure as an error.
 
     Args:
-        fd: Descriptor of the file, used only to map it.
+        fd: Descriptor of the file, used to map it and to check its size.
         layout: Layout of the rows of the file, at least one.
-        check_size: Raises an error if the file has shrunk.
+        check_size: Raises an error if the file has shrunk, and keeps the descriptor open.
     """
 
     def __init__(self, fd: int, layout: RowLayout, check_size: Callable[[], None]) -> None:
+        self._fd = fd
+        self._end = layout.end
         self._layout = layout
         self._check_size = check_size
         self._can_tell = can_tell(fd)
@@ -80,29 +83,37 @@ class FileMap:
         self._check_size()
         out[...] = self._rows[first : first + len(out)]
 
-    def read_all(self, rows: Rows, out: Bytes) -> None:
-        """Copy rows in any order into ``out``, shape (n, row_nbytes).
+    def read_all(self, rows: Rows, out: npt.NDArray[Any]) -> None:
+        """Copy rows in any order into ``out``.
+
+        Args:
+            rows: Row indices in range, shape (n,).
+            out: C-contiguous array of n rows, in the dtype of the file or as bytes.
 
         Raises:
             ReadError: If the file has shrunk.
         """
+        n = len(rows)
+        if not n:
+            return
+        # This is faster than check_size, which is called for its error.
+        if os.lseek(self._fd, 0, os.SEEK_END) < self._end:
+            self._check_size()
+        out = out.view(np.uint8).reshape(n, -1)
         if (
             out.nbytes > SMALL_GATHER_BYTES
-            and rows.item(-1) - rows.item(0) == len(rows) - 1
+            and rows.item(-1) - rows.item(0) == n - 1
             and (run := run_of(rows)) is not None
         ):
-            self.read_run(run.start, out)
-            return
-        self._check_size()
-        if self._items is None:
+            out[...] = self._rows[run]
+        elif self._items is None:
             # With mode="raise", numpy would gather into a temporary buffer first.
             self._rows.take(rows, axis=0, out=out, mode="clip")
-            return
-        if self._copies_single_rows:
-            self._copy_rows(rows, out, range(len(rows)))
-            return
-        for piece in self._pieces(len(rows)):
-            out[piece] = self._take(rows[piece])
+        elif self._copies_single_rows:
+            self._copy_rows(rows, out, range(n))
+        else:
+            for piece in self._pieces(n):
+                out[piece] = self._take(rows[piece])
 
     def read_rows(self, rows: Rows, out: Bytes, positions: Rows) -> None:
         """Copy rows in any order into ``out[positions]``.
