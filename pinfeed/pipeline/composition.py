@@ -48,6 +48,8 @@ def make_loop(
     first: int,
     choice: DepthChoice,
     transforms: LoopTransforms,
+    *,
+    is_of_stores: bool,
 ) -> Loop:
     """Return a new loop, with its threads.
 
@@ -57,6 +59,7 @@ def make_loop(
         first: Number of the first batch.
         choice: Number of batches to prefetch, and of reader threads.
         transforms: The transforms.
+        is_of_stores: Whether the batches are rows of stores, which no code of the user draws.
     """
     schedule = choice.schedule
     writer: Transfer | HostWrites | None = None
@@ -84,6 +87,8 @@ def make_loop(
         quiesce=moves.quiesce,
         reserve=getattr(moves, "reserve", None),
         writer=writer,
+        # A fill on a GPU may wait for copies, and the code of the user may need its own thread.
+        may_help=mover.device.unified and is_of_stores and not transforms,
     )
     if transforming is not None:
         parts.stop = transforming.stop

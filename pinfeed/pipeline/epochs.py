@@ -27,6 +27,7 @@ from pinfeed.pipeline.position import EpochPosition
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.base import Source
 from pinfeed.pipeline.sources.guarded import guarded
+from pinfeed.pipeline.sources.store_rows import RowSource
 from pinfeed.pipeline.transfer import Transfer
 from pinfeed.profiling.counters import Counters
 from pinfeed.profiling.starvation import StarvationMonitor
@@ -341,7 +342,14 @@ class EpochRunner:
             position.checksum,
             choice.schedule.batches_per_slot,
         )
-        self._last_loop = make_loop(self._transfer, thunks, position.batch, choice, transforms)
+        self._last_loop = make_loop(
+            self._transfer,
+            thunks,
+            position.batch,
+            choice,
+            transforms,
+            is_of_stores=isinstance(self.source, RowSource),
+        )
         return self._last_loop.batches()
 
     def _lend_or_keep(self, lend: Callable[[LentBatch], Any], lent_batch: LentBatch) -> Any:

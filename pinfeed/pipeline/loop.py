@@ -68,6 +68,8 @@ class LoopParts:
     """Writer of the loop; None if the loop writes no rows back and has no caches."""
     wait: Callable[[Pending[Slot | None]], Slot | None] = operator.methodcaller("result")
     """Waits for a call of ``fill`` or ``transform``."""
+    may_help: bool = False
+    """Whether the thread of the loop may fill a slot that no reader thread has begun to fill."""
     is_named: bool = False
     """Whether a profiler of the device should show each write-back under a name."""
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from pinfeed.pipeline.depth_choice import DepthChoice
 from pinfeed.pipeline.loop import Loop, LoopParts, SynchronousLoop
 from pinfeed.pipeline.slot import Slot
-from pinfeed.threads.call import Pending
+from pinfeed.threads.call import Call, Pending
+from pinfeed.threads.pool import ThreadPool
 
 
 class PrefetchLoop(Loop):
@@ -33,6 +35,10 @@ class PrefetchLoop(Loop):
         # This is the last step. An interrupt after it would leave threads to the garbage collector.
         self._threads.start_readers(calls_transforms=parts.transform is not None)
         self._submit = self._threads.reader.submit
+        self._wait: Callable[[Any], Slot | None] = parts.wait
+        if parts.may_help and isinstance(self._threads.reader, ThreadPool):
+            # Waking a reader thread takes longer than filling a small slot.
+            self._wait = Call.finish
 
     def _slots(self) -> Callable[[], Slot | None]:
         return self._next_prefetched
@@ -53,7 +59,7 @@ class PrefetchLoop(Loop):
             if parts.transform is not None:
                 filled = self._threads.transformer.submit(parts.transform, filled)
             self._filling.append(filled)
-        return self._parts.wait(self._filling.popleft())
+        return self._wait(self._filling.popleft())
 
 
 class MeasuredLoop(PrefetchLoop):
@@ -82,7 +88,7 @@ class MeasuredLoop(PrefetchLoop):
             self._choice.count(self._n_lent, self._counters.requested_s)
         is_synchronous = self._choice.is_synchronous
         if is_synchronous and self._filling:
-            return self._parts.wait(self._filling.popleft())
+            return self._wait(self._filling.popleft())
         if self._threads.is_inline != is_synchronous:
             self._change(is_synchronous=is_synchronous)
         return self._fill_now() if is_synchronous else self._next_prefetched()

@@ -35,11 +35,11 @@ class Call(Generic[R]):
     ``Future`` waits in Python code, and an interrupt within it may leave its lock held.
     """
 
-    __slots__ = ("__weakref__", "_args", "_done", "_error", "_fn", "_running", "_value")
+    __slots__ = ("__weakref__", "_done", "_error", "_running", "_value", "_work")
 
     def __init__(self, fn: Callable[..., R], *args: Any) -> None:
-        self._fn: Callable[..., R] | None = fn
-        self._args: tuple[Any, ...] = args
+        # The function and its arguments, until a thread takes them. ``list.pop`` is atomic.
+        self._work: list[tuple[Callable[..., R], tuple[Any, ...]]] = [(fn, args)]
         # Held until the function has ended.
         self._running = threading.Lock()
         self._running.acquire()
@@ -48,16 +48,18 @@ class Call(Generic[R]):
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Call the function."""
-        fn = self._fn
-        args = self._args
-        self._fn = None
-        self._args = ()
-        assert fn is not None
+        """Call the function, or wait until the thread that calls it already has done so."""
+        try:
+            fn, args = self._work.pop()
+        except IndexError:
+            self._wait()
+            return
         try:
             self._value = fn(*args)
         except BaseException as error:
-            self.fail(error)
+            self._error = error
+            self._done = True
+            self._running.release()
             # The error's traceback keeps this frame, which must not keep the error or the
             # arguments.
             del fn, args, self
@@ -67,8 +69,7 @@ class Call(Generic[R]):
 
     def fail(self, error: BaseException) -> None:
         """End the call with ``error``, without calling the function."""
-        self._fn = None
-        self._args = ()
+        self._work.clear()
         self._error = error
         self._done = True
         self._running.release()
@@ -98,6 +99,16 @@ class Call(Generic[R]):
         finally:
             # The error's traceback keeps this frame, which must not keep the error.
             del self
+
+    def finish(self) -> R:
+        """Call the function in this thread unless another one calls it; return its result.
+
+        Raises:
+            Exception: If the function raised it.
+        """
+        if not self._done:
+            self.run()
+        return self.result()
 
     def _wait(self) -> None:
         with self._running:
