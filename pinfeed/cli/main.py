@@ -15,9 +15,10 @@ import click
 
 from pinfeed import __version__
 from pinfeed.cli.terminal.options import counts, order_options, size, with_option
-from pinfeed.cli.terminal.output import Report, json_of, wrapped
+from pinfeed.cli.terminal.output import Report, json_of
 from pinfeed.errors import PinfeedError
 from pinfeed.memory.depth import MAX_DEPTH
+from pinfeed.validation.wrapping import wrapped
 
 FINDING = 1
 FAILED = 3

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pinfeed.cli.terminal.options import order_of
-from pinfeed.cli.terminal.output import Report, facts, sections, table, wrapped
+from pinfeed.cli.terminal.output import Report, facts, sections, table
 from pinfeed.cli.terminal.sources import (
     all_described,
     open_sources,
@@ -23,6 +23,7 @@ from pinfeed.memory.plan import Plan
 from pinfeed.memory.units import human
 from pinfeed.readahead.base import usual_block_rows
 from pinfeed.readahead.select import BLOCKS_ALLOW
+from pinfeed.validation.wrapping import wrapped
 
 _PLACES = {
     "host": "host",

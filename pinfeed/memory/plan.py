@@ -9,6 +9,7 @@ from typing import Literal
 from pinfeed.errors import ArgumentError
 from pinfeed.memory.units import human
 from pinfeed.validation.safe_repr import safe_repr
+from pinfeed.validation.wrapping import wrapped
 
 Place = Literal["host", "pinned", "page cache", "device"]
 Route = Literal["staged", "direct"]
@@ -19,6 +20,9 @@ _PLACE_NAMES: dict[Place, str] = {
     "page cache": "OS page cache",
     "device": "device",
 }
+
+# A use of memory has an indent of two spaces, so the rest of a long line has four.
+_REST = "    "
 
 
 def check_route(route: str | None) -> str | None:
@@ -139,17 +143,13 @@ class Plan:
 
     @safe_repr
     def __repr__(self) -> str:
-        return f"<Plan: {self}>"
+        return str(self)
 
     def __str__(self) -> str:
-        size = f"up to {self.batch_size} rows"
-        if not self.batch_size:
-            size = "unknown size, whose memory is not counted"
-        head = [f"batches of {size}", self.depth_in_words, self.route_in_words]
         host = f"host memory: {_with_limit(self.host_bytes, self.cpu_memory_limit)}"
         if self.pinned_bytes:
             host += f", {human(self.pinned_bytes)} of it page-locked (pinned)"
-        lines = [", ".join(filter(None, head)), host]
+        lines = [self._batches_in_words, host]
         if self.page_cache_bytes:
             text = "which the kernel may drop and all processes share"
             lines.append(f"OS page cache: {human(self.page_cache_bytes)}, {text}")
@@ -159,7 +159,16 @@ class Plan:
             f"  {item.place}: {item.count} x {human(item.nbytes)} for {item.what}"
             for item in self.items
         ]
-        return "\n".join([*lines, *self.notes])
+        return "\n".join(wrapped(line, rest=_REST) for line in [*lines, *self.notes])
+
+    @property
+    def _batches_in_words(self) -> str:
+        """The size of the batches, the depth and the route, in one line."""
+        size = f"up to {self.batch_size} rows"
+        if not self.batch_size:
+            size = "unknown size, whose memory is not counted"
+        head = [f"batches of {size}", self.depth_in_words, self.route_in_words]
+        return ", ".join(filter(None, head))
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: a table of every use of memory, and the totals."""
@@ -187,7 +196,7 @@ class Plan:
             tablefmt="html",
             disable_numparse=True,
         )
-        lines = [str(self).splitlines()[0], *self.notes]
+        lines = [self._batches_in_words, *self.notes]
         return table + "".join(f"<p>{html.escape(line)}</p>" for line in lines)
 
 

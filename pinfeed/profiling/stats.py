@@ -12,6 +12,7 @@ from pinfeed.memory.host import resident_bytes
 from pinfeed.memory.page_locked import locked_bytes
 from pinfeed.memory.units import duration, human, human_rate
 from pinfeed.profiling.bottleneck import Bottleneck, bottleneck_of, verdict_of
+from pinfeed.validation.wrapping import wrapped
 
 T = TypeVar("T", bound="Totals")
 
@@ -242,10 +243,16 @@ class Totals:
         transforms = self.transforms_in_words
         per_batch = f"; transforms, per batch: {transforms}" if transforms else ""
         cache = f"; cache: {self.cache_in_words}" if self.cache_lookups else ""
-        return (
+        return wrapped(
             f"{self.batches} batches, {self.rows} rows in {seconds}: {self.rates}; {self.verdict}"
-            f"{per_batch}{cache}"
+            f"{per_batch}{cache}{self._memory_in_words}",
+            rest="  ",
         )
+
+    @property
+    def _memory_in_words(self) -> str:
+        """End of the text that describes memory; totals of a loop have none."""
+        return ""
 
 
 _COUNTED = [
@@ -331,8 +338,9 @@ class FeederStats(Totals):
             numbers[f"memory_{name}_bytes"] = math.nan if nbytes is None else nbytes
         return numbers
 
-    def __str__(self) -> str:
-        return f"{super().__str__()}; memory: {self.memory}"
+    @property
+    def _memory_in_words(self) -> str:
+        return f"; memory: {self.memory}"
 
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows: the verdict, and a table of the numbers."""

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow
 import torch
+from support.unwrapped import unwrapped
 from torch.utils.data import DataLoader, TensorDataset
 
 import pinfeed
@@ -142,9 +143,22 @@ def test_a_plan_as_a_table() -> None:
 
 
 def test_a_plan_in_a_terminal() -> None:
-    plan = Plan(64, 2, "staged", (Allocation("numbers", "host", 1, KiB(512)),))
-    assert repr(plan) == f"<Plan: {plan}>"
-    assert "host: 1 x 512.0 KiB for numbers" in repr(plan)
+    """A long line is wrapped at 80 columns, and its other lines have an indent."""
+    item = Allocation("values of every row " * 5, "host", 1, KiB(512))
+    note = f"{'x' * 40}.npy, 1.0 MiB: read in sequence, because {'it is so ' * 10}long"
+    plan = Plan(64, 2, "staged", (item,), notes=(note,))
+    lines = str(plan).splitlines()
+    assert lines[:2] == [
+        "batches of up to 64 rows, depth=2, staged route",
+        "host memory: 512.0 KiB",
+    ]
+    assert "  host: 1 x 512.0 KiB for values of every row" in lines[2]
+    assert [i for i, line in enumerate(lines) if not line.startswith(" ")] == [0, 1, 4]
+    assert all(line.startswith("    ") for line in (lines[3], *lines[5:]))
+    assert max(map(len, lines)) <= 80
+    assert note in unwrapped(plan)
+    assert f"<p>{note}</p>" in plan._repr_html_()
+    assert repr(plan) == str(plan)
 
 
 def test_a_config_in_a_terminal() -> None:

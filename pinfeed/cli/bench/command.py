@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pinfeed.cli.bench.timing import Rate, Timing
 from pinfeed.cli.bench.trial import Trial
 from pinfeed.cli.terminal.options import order_of
-from pinfeed.cli.terminal.output import Report, sections, table, wrapped
+from pinfeed.cli.terminal.output import Report, sections, table
 from pinfeed.cli.terminal.sources import (
     all_described,
     open_sources,
@@ -20,6 +20,7 @@ from pinfeed.errors import ArgumentError
 from pinfeed.memory.units import human
 from pinfeed.stores import MmapStore
 from pinfeed.stores.paths import has_protocol
+from pinfeed.validation.wrapping import wrapped
 
 if TYPE_CHECKING:
     from pinfeed.cli.terminal.sources import OpenedFile
