@@ -12,12 +12,13 @@ from pinfeed.memory.host import resident_bytes
 from pinfeed.memory.page_locked import locked_bytes
 from pinfeed.memory.units import duration, human, human_rate
 from pinfeed.profiling.bottleneck import Bottleneck, bottleneck_of, verdict_of
+from pinfeed.validation.safe_repr import safe_repr
 from pinfeed.validation.wrapping import wrapped
 
 T = TypeVar("T", bound="Totals")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ProcessMemory:
     """Resident memory of the process in bytes, by kind, for pinfeed and all other code together.
 
@@ -56,6 +57,10 @@ class ProcessMemory:
             anonymous = max(0, anonymous - locked)
         return cls(anonymous, resident["file"], resident["shared"], locked, resident["peak"])
 
+    @safe_repr
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         return ", ".join(f"{name} {text}" for name, text in self._texts())
 
@@ -72,7 +77,7 @@ class MeasuredDepth(TypedDict, total=False):
     is_measured: bool
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Totals:
     """Counts and times of a feeder's loops; ``later - earlier`` counts the time between the two.
 
@@ -238,6 +243,10 @@ class Totals:
         changed = {name: getattr(self, name) + getattr(other, name) for name in _COUNTED}
         return dataclasses.replace(self, **changed)
 
+    @safe_repr
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         seconds = f"{self.seconds:.2f} s" if self.seconds >= 0.1 else f"{1e3 * self.seconds:.1f} ms"
         transforms = self.transforms_in_words
@@ -263,7 +272,7 @@ _COUNTED = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class FeederStats(Totals):
     """Totals since the feeder was made, or between two moments as ``later - earlier``.
 
