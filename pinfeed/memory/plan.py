@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -65,6 +67,16 @@ class Allocation:
         return self.count * self.nbytes
 
 
+def joined(items: Iterable[Allocation]) -> list[Allocation]:
+    """Join equal buffers, such as those of many columns, by adding their counts."""
+    counts: Counter[tuple[str, Place, int]] = Counter()
+    for item in items:
+        counts[item.what, item.place, item.nbytes] += item.count
+    return [
+        Allocation(what, place, count, nbytes) for (what, place, nbytes), count in counts.items()
+    ]
+
+
 @dataclass(frozen=True, repr=False)
 class Plan:
     """Memory that a feeder needs, listed by use; print it to read it.
@@ -87,7 +99,7 @@ class Plan:
         gpu_memory_limit: Limit of GPU memory, in bytes; None without a limit, and for batches on
             the CPU.
         notes: Sentences that say how the rows of each file are read, and why; and settings that
-            have no effect.
+            have no effect. More than four files that are read alike share a sentence.
         measures_depth: Whether a loop measures if the synchronous loop is faster. If it is, the
             loop prefetches nothing; ``depth`` stays the planned one.
     """
@@ -157,7 +169,7 @@ class Plan:
             lines.append(f"GPU memory: {_with_limit(self.device_bytes, self.gpu_memory_limit)}")
         lines += [
             f"  {item.place}: {item.count} x {human(item.nbytes)} for {item.what}"
-            for item in self.items
+            for item in joined(self.items)
         ]
         return "\n".join(wrapped(line, rest=_REST) for line in [*lines, *self.notes])
 
@@ -181,7 +193,7 @@ class Plan:
                 f"{item.count} × {human(item.nbytes)}",
                 human(item.total),
             )
-            for item in self.items
+            for item in joined(self.items)
         ]
         host = _with_limit(self.host_bytes, self.cpu_memory_limit)
         rows.append(("total", "host memory", "", host))

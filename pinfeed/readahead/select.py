@@ -24,6 +24,7 @@ from pinfeed.readahead.base import (
 from pinfeed.readahead.chunk_reads import ChunkReads
 from pinfeed.readahead.in_memory import InMemoryCopy, copy_allocation
 from pinfeed.readahead.mapped_file import MappedFile
+from pinfeed.readahead.notes import ReadNote, notes_of
 from pinfeed.readahead.page_cache import PageCacheReadahead
 from pinfeed.readahead.ragged import RaggedReads
 from pinfeed.readahead.windows import WindowReadahead
@@ -58,7 +59,7 @@ class ReadPlan:
 
     strategies: Sequence[ReadStrategy]
     notes: tuple[str, ...]
-    """A line for each file: the strategy, and the reason for it."""
+    """Sentences with the strategy for each file, and the reason for it; see ``notes_of``."""
     ragged: Sequence[RaggedReads] = ()
     """Method of reading the rows of each ragged store."""
     resident: tuple[Allocation, ...] = ()
@@ -106,7 +107,7 @@ def choose(stores: Sequence[Store], order: Any, n_batch_rows: int, free: FreeMem
         free: Memory that may be used for rows of files.
     """
     strategies: list[ReadStrategy] = []
-    notes: list[str] = []
+    notes: list[ReadNote] = []
     mapped: list[AnyShardedStore] = []
     for store in stores:
         file = file_of(store)
@@ -120,7 +121,7 @@ def choose(stores: Sequence[Store], order: Any, n_batch_rows: int, free: FreeMem
             for item in strategy.items:
                 free = free.without(item)
             label = store.label if isinstance(store, ChunkedStore) else file.label
-            notes.append(f"{label}, {human(file.nbytes)}: {reason}")
+            notes.append(ReadNote(label, file.nbytes, reason))
         elif isinstance(store, ArrayStore):
             strategy = DirectReads(store)
         else:
@@ -130,7 +131,7 @@ def choose(stores: Sequence[Store], order: Any, n_batch_rows: int, free: FreeMem
             )
             strategy = DirectReads(store, hint)
         strategies.append(strategy)
-    return ReadPlan(strategies, tuple(notes))
+    return ReadPlan(strategies, notes_of(notes))
 
 
 def window_sizes(stores: Sequence[Store], order: Any) -> tuple[tuple[int, int], ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tabulate import tabulate
 
 from pinfeed.errors import BudgetError, NotEnoughCPUMemory, NotEnoughGPUMemory
-from pinfeed.memory.plan import Allocation, Plan
+from pinfeed.memory.plan import Allocation, Plan, joined
 from pinfeed.memory.units import human
 from pinfeed.training.memory_model.report import Estimate
 from pinfeed.validation.safe_repr import safe_repr
@@ -86,7 +86,7 @@ class Budget:
     def __str__(self) -> str:
         rows = [
             (item.place, item.what, item.count, human(item.nbytes), human(item.total))
-            for item in self.items
+            for item in joined(self.items)
         ]
         table = tabulate(
             rows,
