@@ -50,8 +50,8 @@ class Allocation:
 
     Attributes:
         what: Use of the memory, such as ``"batches"``.
-        place: ``"host"``, ``"pinned"`` (page-locked host memory), ``"page cache"`` (file rows in
-            the OS page cache) or ``"device"`` (GPU memory).
+        place: ``"host"``, ``"pinned"`` (page-locked host memory), ``"page cache"`` (mapped
+            files in the OS page cache) or ``"device"`` (GPU memory).
         count: Number of buffers.
         nbytes: Bytes of each buffer.
     """
@@ -142,7 +142,11 @@ class Plan:
 
     @property
     def page_cache_bytes(self) -> int:
-        """Rows of files in the OS page cache, which is not memory of the process."""
+        """Mapped files in the OS page cache, which is not memory of the process.
+
+        Files that are read through the page cache without a map are not counted, because the kernel
+        keeps their pages only in memory that is free.
+        """
         return self._sum("page cache")
 
     @property
@@ -163,8 +167,8 @@ class Plan:
             host += f", {human(self.pinned_bytes)} of it page-locked (pinned)"
         lines = [self._batches_in_words, host]
         if self.page_cache_bytes:
-            text = "which the kernel may drop and all processes share"
-            lines.append(f"OS page cache: {human(self.page_cache_bytes)}, {text}")
+            text = "of mapped files, which the kernel may drop and all processes share"
+            lines.append(f"OS page cache: {human(self.page_cache_bytes)} {text}")
         if self.device_bytes:
             lines.append(f"GPU memory: {_with_limit(self.device_bytes, self.gpu_memory_limit)}")
         lines += [

@@ -25,7 +25,7 @@ from pinfeed.readahead.chunk_reads import ChunkReads
 from pinfeed.readahead.in_memory import InMemoryCopy, copy_allocation
 from pinfeed.readahead.mapped_file import MappedFile
 from pinfeed.readahead.notes import ReadNote, notes_of
-from pinfeed.readahead.page_cache import PageCacheReadahead
+from pinfeed.readahead.page_cache import UNCOUNTED_CACHE, PageCacheReadahead
 from pinfeed.readahead.ragged import RaggedReads
 from pinfeed.readahead.windows import WindowReadahead
 from pinfeed.rows.orders import Order, PerRank, Sequential
@@ -194,7 +194,7 @@ def _read_windows(
     else:
         strategy = WindowReadahead(store, windows.window_rows, n_batch_rows)
         return strategy, f"read ahead window by window, in long contiguous reads{why}"
-    reason = f"read through the OS page cache, prefetched one window ahead ({problem})"
+    reason = f"{UNCOUNTED_CACHE}, prefetched one window ahead ({problem})"
     return PageCacheReadahead(store), reason
 
 
@@ -280,7 +280,7 @@ def _read_in_any_order(store: AnyShardedStore, share: float, why: str) -> Choice
     """Read rows that are neither in memory nor in windows."""
     advice = block_hint(store.nbytes / store.n_rows)
     if isinstance(store, MmapStore) and store.keep_cache and _is_read_whole(store, share):
-        how = "read through the OS page cache, prefetched sequentially in the background"
+        how = f"{UNCOUNTED_CACHE}, prefetched sequentially in the background"
         strategy: ReadStrategy = PageCacheReadahead(store, advice)
     else:
         how = "read row by row, with many reads at a time"

@@ -15,7 +15,7 @@ from pinfeed.readahead.base import (
 from pinfeed.readahead.in_memory import InMemoryCopy, copy_allocation
 from pinfeed.readahead.mapped_file import MappedFile
 from pinfeed.readahead.notes import ReadNote
-from pinfeed.readahead.page_cache import PageCacheReadahead
+from pinfeed.readahead.page_cache import UNCOUNTED_CACHE, PageCacheReadahead
 from pinfeed.readahead.ragged import RaggedReads
 from pinfeed.readahead.select import FreeMemory, file_of, is_in_sequence
 from pinfeed.rows.orders import Order
@@ -105,10 +105,10 @@ def _unmapped(
         hint = f"{items.label} is read in sequence, {DISK_SPEED} {whole_file_hint(items)}"
         return DirectReads(items, hint), "read in sequence"
     if isinstance(order, Order) and windows(order, store.n_rows, 0) is not None:
-        reason = "read through the OS page cache, prefetched one window ahead"
+        reason = f"{UNCOUNTED_CACHE}, prefetched one window ahead"
         return PageCacheReadahead(items), reason
     if items.keep_cache:
-        reason = "read through the OS page cache, prefetched sequentially"
+        reason = f"{UNCOUNTED_CACHE}, prefetched sequentially"
         advice = block_hint(store.mean_row_nbytes)
         return PageCacheReadahead(items, advice), f"{reason} in the background"
     hint = (

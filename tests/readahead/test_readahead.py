@@ -385,6 +385,21 @@ def test_the_plan_says_what_was_chosen_and_counts_it(path: Path) -> None:
         )
 
 
+def test_a_file_that_passes_through_the_page_cache_is_not_counted(
+    path: Path, tmp_path: Path
+) -> None:
+    """The plan with a limit counts the file that is mapped, and says what it does not count."""
+    np.save(tmp_path / "y.npy", np.arange(N))
+    config = Config(cpu_memory_limit=KiB(4000), preferred_batch_size=16, depth=2)
+    with Feeder((path, tmp_path / "y.npy"), shuffle=True, config=config, device="cpu") as feeder:
+        x, y = feeder.plan.notes
+        assert feeder.plan.page_cache_bytes == 8 * N
+        said = unwrapped(feeder.plan)
+    assert "x.npy, 1.2 MiB: read through the OS page cache, which the plan does not count" in x
+    assert "y.npy, 39.1 KiB: read through the OS page cache, by a memory map" in y
+    assert "OS page cache: 39.1 KiB of mapped files, which the kernel may drop" in said
+
+
 def test_processes_on_one_machine_share_free_memory(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
