@@ -175,7 +175,8 @@ def plan(**options: Any) -> Report:
     type=click.FloatRange(0, min_open=True),
     default=1.0,
     show_default=True,
-    help="Time for the later epochs of each loader; a first epoch may take 4 times as long.",
+    help="Time for the later epochs of each loader; a first epoch may take 4 times as long. "
+    "At least 8 batches are timed.",
 )
 @click.option(
     "--step-ms",

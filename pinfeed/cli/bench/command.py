@@ -55,7 +55,8 @@ def bench(
     """Time a feeder and DataLoaders over files.
 
     The first epoch of each is timed for up to ``4 * seconds``, later ones for ``seconds``, and for
-    as long again with a training step. The arguments are the options of the command.
+    as long again with a training step. At least 8 batches are timed. The arguments are the options
+    of the command.
 
     Returns:
         The rates; with a finding if batches are not the rows of the files.
