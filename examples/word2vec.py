@@ -124,7 +124,7 @@ def main() -> None:
     losses = ahead.run(loop)
     print(
         f"{time.perf_counter() - start:.1f} s, "
-        f"loss {np.mean(losses[:5]):.3f} -> {np.mean(losses[-5:]):.3f}; {loop.stats}"
+        f"loss {np.mean(losses[:5]):.3f} -> {np.mean(losses[-5:]):.3f}\n{loop.stats}"
     )
 
     compare(losses, loader, len(words), steps, arguments.dim, loop.device)

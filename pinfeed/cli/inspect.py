@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pinfeed.cli.terminal.output import Report, facts, saying, sections, table, wrapped
+from pinfeed.cli.terminal.output import Report, facts, saying, sections, table
 from pinfeed.cli.terminal.sources import expanded, names_dataset, shell_hint
 from pinfeed.errors import PinfeedError, described
 from pinfeed.memory.units import human
@@ -23,6 +23,7 @@ from pinfeed.stores import MmapStore
 from pinfeed.stores.formats.npy import Header, parse_header, read_header, strange
 from pinfeed.stores.paths import has_protocol
 from pinfeed.validation.suggestions import of_file
+from pinfeed.validation.wrapping import wrapped
 
 _INSIDE = {
     "*.npy": "its files",

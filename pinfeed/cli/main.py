@@ -15,9 +15,10 @@ import click
 
 from pinfeed import __version__
 from pinfeed.cli.terminal.options import counts, order_options, size, with_option
-from pinfeed.cli.terminal.output import Report, json_of, wrapped
+from pinfeed.cli.terminal.output import Report, json_of
 from pinfeed.errors import PinfeedError
 from pinfeed.memory.depth import MAX_DEPTH
+from pinfeed.validation.wrapping import wrapped
 
 FINDING = 1
 FAILED = 3
@@ -174,7 +175,8 @@ def plan(**options: Any) -> Report:
     type=click.FloatRange(0, min_open=True),
     default=1.0,
     show_default=True,
-    help="Time for the later epochs of each loader; a first epoch may take 4 times as long.",
+    help="Time for the later epochs of each loader; a first epoch may take 4 times as long. "
+    "At least 8 batches are timed.",
 )
 @click.option(
     "--step-ms",

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pinfeed.cli.terminal.options import order_of
-from pinfeed.cli.terminal.output import Report, facts, sections, table, wrapped
+from pinfeed.cli.terminal.output import Report, facts, sections, table
 from pinfeed.cli.terminal.sources import (
     all_described,
     open_sources,
@@ -19,10 +19,11 @@ from pinfeed.cli.terminal.sources import (
 from pinfeed.errors import BudgetError
 from pinfeed.feeders.feeder import Feeder
 from pinfeed.memory.limits import MemoryLimits
-from pinfeed.memory.plan import Plan
+from pinfeed.memory.plan import Plan, joined
 from pinfeed.memory.units import human
 from pinfeed.readahead.base import usual_block_rows
 from pinfeed.readahead.select import BLOCKS_ALLOW
+from pinfeed.validation.wrapping import wrapped
 
 _PLACES = {
     "host": "host",
@@ -155,7 +156,7 @@ def plan_values(made: Plan) -> dict[str, Any]:
 def _text(made: Plan, order_name: str, device: str) -> str:
     items = [
         (_PLACES[item.place], item.what, f"{item.count:,}", human(item.nbytes), human(item.total))
-        for item in sorted(made.items, key=lambda item: list(_PLACES).index(item.place))
+        for item in sorted(joined(made.items), key=lambda item: list(_PLACES).index(item.place))
     ]
     host = human(made.host_bytes) + _limit(made.cpu_memory_limit)
     if made.pinned_bytes:

@@ -74,7 +74,7 @@ def _run(tree: StoreTree, device: Device, transforms: LoopTransforms, n_rows: in
     from pinfeed.tensors.trial import trial
 
     reads = [DirectReads(store) for store in tree.stores]
-    ragged = [RaggedReads(one, DirectReads(one.items), one.items, "") for one in tree.ragged]
+    ragged = [RaggedReads(one, DirectReads(one.items), one.items, None) for one in tree.ragged]
     batches = OrderBatches(sequential(), n_rows, n_rows, False)
     source = RowSource(tree.stores, reads, tree.rebuild, batches, ragged)
     runner = EpochRunner(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import html
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from pinfeed.errors import ArgumentError
 from pinfeed.memory.units import human
 from pinfeed.validation.safe_repr import safe_repr
+from pinfeed.validation.wrapping import wrapped
 
 Place = Literal["host", "pinned", "page cache", "device"]
 Route = Literal["staged", "direct"]
@@ -19,6 +22,9 @@ _PLACE_NAMES: dict[Place, str] = {
     "page cache": "OS page cache",
     "device": "device",
 }
+
+# A use of memory has an indent of two spaces, so the rest of a long line has four.
+_REST = "    "
 
 
 def check_route(route: str | None) -> str | None:
@@ -44,8 +50,8 @@ class Allocation:
 
     Attributes:
         what: Use of the memory, such as ``"batches"``.
-        place: ``"host"``, ``"pinned"`` (page-locked host memory), ``"page cache"`` (file rows in
-            the OS page cache) or ``"device"`` (GPU memory).
+        place: ``"host"``, ``"pinned"`` (page-locked host memory), ``"page cache"`` (mapped
+            files in the OS page cache) or ``"device"`` (GPU memory).
         count: Number of buffers.
         nbytes: Bytes of each buffer.
     """
@@ -59,6 +65,16 @@ class Allocation:
     def total(self) -> int:
         """Bytes of all buffers together."""
         return self.count * self.nbytes
+
+
+def joined(items: Iterable[Allocation]) -> list[Allocation]:
+    """Join equal buffers, such as those of many columns, by adding their counts."""
+    counts: Counter[tuple[str, Place, int]] = Counter()
+    for item in items:
+        counts[item.what, item.place, item.nbytes] += item.count
+    return [
+        Allocation(what, place, count, nbytes) for (what, place, nbytes), count in counts.items()
+    ]
 
 
 @dataclass(frozen=True, repr=False)
@@ -83,7 +99,7 @@ class Plan:
         gpu_memory_limit: Limit of GPU memory, in bytes; None without a limit, and for batches on
             the CPU.
         notes: Sentences that say how the rows of each file are read, and why; and settings that
-            have no effect.
+            have no effect. More than four files that are read alike share a sentence.
         measures_depth: Whether a loop measures if the synchronous loop is faster. If it is, the
             loop prefetches nothing; ``depth`` stays the planned one.
     """
@@ -126,7 +142,11 @@ class Plan:
 
     @property
     def page_cache_bytes(self) -> int:
-        """Rows of files in the OS page cache, which is not memory of the process."""
+        """Mapped files in the OS page cache, which is not memory of the process.
+
+        Files that are read through the page cache without a map are not counted, because the kernel
+        keeps their pages only in memory that is free.
+        """
         return self._sum("page cache")
 
     @property
@@ -139,27 +159,32 @@ class Plan:
 
     @safe_repr
     def __repr__(self) -> str:
-        return f"<Plan: {self}>"
+        return str(self)
 
     def __str__(self) -> str:
-        size = f"up to {self.batch_size} rows"
-        if not self.batch_size:
-            size = "unknown size, whose memory is not counted"
-        head = [f"batches of {size}", self.depth_in_words, self.route_in_words]
         host = f"host memory: {_with_limit(self.host_bytes, self.cpu_memory_limit)}"
         if self.pinned_bytes:
             host += f", {human(self.pinned_bytes)} of it page-locked (pinned)"
-        lines = [", ".join(filter(None, head)), host]
+        lines = [self._batches_in_words, host]
         if self.page_cache_bytes:
-            text = "which the kernel may drop and all processes share"
-            lines.append(f"OS page cache: {human(self.page_cache_bytes)}, {text}")
+            text = "of mapped files, which the kernel may drop and all processes share"
+            lines.append(f"OS page cache: {human(self.page_cache_bytes)} {text}")
         if self.device_bytes:
             lines.append(f"GPU memory: {_with_limit(self.device_bytes, self.gpu_memory_limit)}")
         lines += [
             f"  {item.place}: {item.count} x {human(item.nbytes)} for {item.what}"
-            for item in self.items
+            for item in joined(self.items)
         ]
-        return "\n".join([*lines, *self.notes])
+        return "\n".join(wrapped(line, rest=_REST) for line in [*lines, *self.notes])
+
+    @property
+    def _batches_in_words(self) -> str:
+        """The size of the batches, the depth and the route, in one line."""
+        size = f"up to {self.batch_size} rows"
+        if not self.batch_size:
+            size = "unknown size, whose memory is not counted"
+        head = [f"batches of {size}", self.depth_in_words, self.route_in_words]
+        return ", ".join(filter(None, head))
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: a table of every use of memory, and the totals."""
@@ -172,7 +197,7 @@ class Plan:
                 f"{item.count} × {human(item.nbytes)}",
                 human(item.total),
             )
-            for item in self.items
+            for item in joined(self.items)
         ]
         host = _with_limit(self.host_bytes, self.cpu_memory_limit)
         rows.append(("total", "host memory", "", host))
@@ -187,7 +212,7 @@ class Plan:
             tablefmt="html",
             disable_numparse=True,
         )
-        lines = [str(self).splitlines()[0], *self.notes]
+        lines = [self._batches_in_words, *self.notes]
         return table + "".join(f"<p>{html.escape(line)}</p>" for line in lines)
 
 

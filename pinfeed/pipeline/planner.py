@@ -24,6 +24,7 @@ from pinfeed.memory.units import human
 from pinfeed.pipeline.ragged_sizes import RaggedSizes
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.readahead import FreeMemory, ReadPlan, choose, choose_ragged, file_of, window_sizes
+from pinfeed.readahead.notes import notes_of
 from pinfeed.rows.orders import Order, is_distinct
 from pinfeed.rows.ragged_batches import ElementBatches
 from pinfeed.rows.sampler_batches import largest_batch
@@ -209,7 +210,7 @@ def _choose_reads(request: PlanRequest, n_batch_rows: int, free: FreeMemory) -> 
         for item in reads.items:
             free = free.without(item)
         ragged.append(reads)
-    notes = tuple(reads.note for reads in ragged if reads.note)
+    notes = notes_of(reads.note for reads in ragged if reads.note is not None)
     return dataclasses.replace(choice, notes=choice.notes + notes, ragged=ragged)
 
 

@@ -12,11 +12,13 @@ from pinfeed.memory.host import resident_bytes
 from pinfeed.memory.page_locked import locked_bytes
 from pinfeed.memory.units import duration, human, human_rate
 from pinfeed.profiling.bottleneck import Bottleneck, bottleneck_of, verdict_of
+from pinfeed.validation.safe_repr import safe_repr
+from pinfeed.validation.wrapping import wrapped
 
 T = TypeVar("T", bound="Totals")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ProcessMemory:
     """Resident memory of the process in bytes, by kind, for pinfeed and all other code together.
 
@@ -55,6 +57,10 @@ class ProcessMemory:
             anonymous = max(0, anonymous - locked)
         return cls(anonymous, resident["file"], resident["shared"], locked, resident["peak"])
 
+    @safe_repr
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         return ", ".join(f"{name} {text}" for name, text in self._texts())
 
@@ -71,7 +77,7 @@ class MeasuredDepth(TypedDict, total=False):
     is_measured: bool
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Totals:
     """Counts and times of a feeder's loops; ``later - earlier`` counts the time between the two.
 
@@ -237,15 +243,25 @@ class Totals:
         changed = {name: getattr(self, name) + getattr(other, name) for name in _COUNTED}
         return dataclasses.replace(self, **changed)
 
+    @safe_repr
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         seconds = f"{self.seconds:.2f} s" if self.seconds >= 0.1 else f"{1e3 * self.seconds:.1f} ms"
         transforms = self.transforms_in_words
         per_batch = f"; transforms, per batch: {transforms}" if transforms else ""
         cache = f"; cache: {self.cache_in_words}" if self.cache_lookups else ""
-        return (
+        return wrapped(
             f"{self.batches} batches, {self.rows} rows in {seconds}: {self.rates}; {self.verdict}"
-            f"{per_batch}{cache}"
+            f"{per_batch}{cache}{self._memory_in_words}",
+            rest="  ",
         )
+
+    @property
+    def _memory_in_words(self) -> str:
+        """End of the text that describes memory; totals of a loop have none."""
+        return ""
 
 
 _COUNTED = [
@@ -256,7 +272,7 @@ _COUNTED = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class FeederStats(Totals):
     """Totals since the feeder was made, or between two moments as ``later - earlier``.
 
@@ -331,8 +347,9 @@ class FeederStats(Totals):
             numbers[f"memory_{name}_bytes"] = math.nan if nbytes is None else nbytes
         return numbers
 
-    def __str__(self) -> str:
-        return f"{super().__str__()}; memory: {self.memory}"
+    @property
+    def _memory_in_words(self) -> str:
+        return f"; memory: {self.memory}"
 
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows: the verdict, and a table of the numbers."""

@@ -15,6 +15,9 @@ from pinfeed.stores.base import StoreRows, rows_in
 from pinfeed.stores.sharded_file import AnyShardedStore
 from pinfeed.threads.pool import ThreadPool
 
+UNCOUNTED_CACHE = "read through the OS page cache, which the plan does not count"
+"""Beginning of the reason for this strategy, which maps no page."""
+
 # The strategy advises the kernel in chunks, because each call may block until the disk has accepted
 # it, and the loop may end in between.
 _CHUNK_BYTES = 8 << 20

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from pinfeed.memory.plan import Allocation
 from pinfeed.readahead.base import ReadStrategy
+from pinfeed.readahead.notes import ReadNote
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.windows import Windows
 from pinfeed.stores.base import Gatherable
@@ -26,11 +27,11 @@ class RaggedReads:
         store: The ragged rows.
         strategy: Strategy of the items.
         source: Rows of the strategy from which runs are gathered.
-        note: A line for the plan: the strategy, and the reason for it; empty for none.
+        note: The strategy, and the reason for it, for the plan; None if it has none.
     """
 
     def __init__(
-        self, store: RaggedStore, strategy: ReadStrategy, source: Gatherable, note: str
+        self, store: RaggedStore, strategy: ReadStrategy, source: Gatherable, note: ReadNote | None
     ) -> None:
         self.store = store
         self.items: tuple[Allocation, ...] = strategy.items

@@ -24,7 +24,8 @@ from pinfeed.readahead.base import (
 from pinfeed.readahead.chunk_reads import ChunkReads
 from pinfeed.readahead.in_memory import InMemoryCopy, copy_allocation
 from pinfeed.readahead.mapped_file import MappedFile
-from pinfeed.readahead.page_cache import PageCacheReadahead
+from pinfeed.readahead.notes import ReadNote, notes_of
+from pinfeed.readahead.page_cache import UNCOUNTED_CACHE, PageCacheReadahead
 from pinfeed.readahead.ragged import RaggedReads
 from pinfeed.readahead.windows import SequentialReadahead, WindowReadahead
 from pinfeed.rows.orders import Order, PerRank, Sequential
@@ -62,7 +63,7 @@ class ReadPlan:
 
     strategies: Sequence[ReadStrategy]
     notes: tuple[str, ...]
-    """A line for each file: the strategy, and the reason for it."""
+    """Sentences with the strategy for each file, and the reason for it; see ``notes_of``."""
     ragged: Sequence[RaggedReads] = ()
     """Method of reading the rows of each ragged store."""
     resident: tuple[Allocation, ...] = ()
@@ -110,7 +111,7 @@ def choose(stores: Sequence[Store], order: Any, n_batch_rows: int, free: FreeMem
         free: Memory that may be used for rows of files.
     """
     strategies: list[ReadStrategy] = []
-    notes: list[str] = []
+    notes: list[ReadNote] = []
     mapped: list[AnyShardedStore] = []
     for store in stores:
         file = file_of(store)
@@ -124,7 +125,7 @@ def choose(stores: Sequence[Store], order: Any, n_batch_rows: int, free: FreeMem
             for item in strategy.items:
                 free = free.without(item)
             label = store.label if isinstance(store, ChunkedStore) else file.label
-            notes.append(f"{label}, {human(file.nbytes)}: {reason}")
+            notes.append(ReadNote(label, file.nbytes, reason))
         elif isinstance(store, ArrayStore):
             strategy = DirectReads(store)
         else:
@@ -134,7 +135,7 @@ def choose(stores: Sequence[Store], order: Any, n_batch_rows: int, free: FreeMem
             )
             strategy = DirectReads(store, hint)
         strategies.append(strategy)
-    return ReadPlan(strategies, tuple(notes))
+    return ReadPlan(strategies, notes_of(notes))
 
 
 def window_sizes(stores: Sequence[Store], order: Any) -> tuple[tuple[int, int], ...]:
@@ -203,7 +204,7 @@ def _read_windows(
     else:
         strategy = WindowReadahead(store, windows.window_rows, n_batch_rows)
         return strategy, f"read ahead window by window, in long contiguous reads{why}"
-    reason = f"read through the OS page cache, prefetched one window ahead ({problem})"
+    reason = f"{UNCOUNTED_CACHE}, prefetched one window ahead ({problem})"
     return PageCacheReadahead(store), reason
 
 
@@ -289,7 +290,7 @@ def _read_in_any_order(store: AnyShardedStore, share: float, why: str) -> Choice
     """Read rows that are neither in memory nor in windows."""
     advice = block_hint(store.nbytes / store.n_rows)
     if isinstance(store, MmapStore) and store.keep_cache and _is_read_whole(store, share):
-        how = "read through the OS page cache, prefetched sequentially in the background"
+        how = f"{UNCOUNTED_CACHE}, prefetched sequentially in the background"
         strategy: ReadStrategy = PageCacheReadahead(store, advice)
     else:
         how = "read row by row, with many reads at a time"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from pinfeed.memory.units import human
 from pinfeed.readahead.base import (
     DISK_SPEED,
     DirectReads,
@@ -15,7 +14,8 @@ from pinfeed.readahead.base import (
 )
 from pinfeed.readahead.in_memory import InMemoryCopy, copy_allocation
 from pinfeed.readahead.mapped_file import MappedFile
-from pinfeed.readahead.page_cache import PageCacheReadahead
+from pinfeed.readahead.notes import ReadNote
+from pinfeed.readahead.page_cache import UNCOUNTED_CACHE, PageCacheReadahead
 from pinfeed.readahead.ragged import RaggedReads
 from pinfeed.readahead.select import FreeMemory, file_of, is_in_sequence
 from pinfeed.rows.orders import Order
@@ -38,21 +38,25 @@ def choose_ragged(store: RaggedStore, rows: Any, free: FreeMemory) -> RaggedRead
     """
     items = file_of(store.items)
     if items is None or not items.row_nbytes:
-        return RaggedReads(store, DirectReads(store.items), store.items, "")
+        return RaggedReads(store, DirectReads(store.items), store.items, None)
     label = store.items.label if isinstance(store.items, ChunkedStore) else items.label
-    name = f"{label}, {human(items.nbytes)}: ragged rows"
+    note = ReadNote(label, items.nbytes, "ragged rows")
     order = rows.order if isinstance(rows, ElementBatches) else rows
     in_sequence = is_in_sequence(order)
     if not isinstance(items, LocalFileStore):
-        return _slow_items(store, items, order, free, name)
+        return _slow_items(store, items, order, free, note)
     if items.nbytes <= free.page_cache and items.can_map:
         # The system may refuse address space. A file that has changed is an error when it is read.
         with contextlib.suppress(OSError):
             mapped = MappedFile(items, in_sequence=in_sequence)
             reason = "read through the OS page cache, by a memory map (the file fits)"
-            return RaggedReads(store, mapped, mapped, f"{name}, {reason}")
+            return RaggedReads(store, mapped, mapped, _because(note, reason))
     strategy, reason = _unmapped(store, items, order, in_sequence=in_sequence)
-    return RaggedReads(store, strategy, items, f"{name}, {reason}")
+    return RaggedReads(store, strategy, items, _because(note, reason))
+
+
+def _because(note: ReadNote, reason: str) -> ReadNote:
+    return note._replace(reason=f"{note.reason}, {reason}")
 
 
 def _slow_items(
@@ -60,7 +64,7 @@ def _slow_items(
     items: AnyShardedStore | ChunkedStore,
     order: Any,
     free: FreeMemory,
-    name: str,
+    note: ReadNote,
 ) -> RaggedReads:
     """Read items that are decoded or remote: once into memory, if that is worth it."""
     in_chunks = isinstance(items, ChunkedStore)
@@ -68,13 +72,13 @@ def _slow_items(
     if is_in_sequence(order):
         hint = f"{items.label} is {verb} in sequence. A copy in a local .npy file is read faster."
         reason = "decoded in sequence, each chunk once" if in_chunks else "read in sequence"
-        return RaggedReads(store, DirectReads(items, hint), items, f"{name}, {reason}")
+        return RaggedReads(store, DirectReads(items, hint), items, _because(note, reason))
     if _share(store, order) > 0.5 and copy_allocation(items).total <= free.memory:
         # The system may refuse memory that it reports as free.
         with contextlib.suppress(MemoryError):
             copy = InMemoryCopy(items)
             reason = f"{verb} into RAM during the first epoch (it fits in {free.origin})"
-            return RaggedReads(store, copy, copy, f"{name}, {reason}")
+            return RaggedReads(store, copy, copy, _because(note, reason))
     if in_chunks:
         how = "decodes the whole chunks of its rows"
         advice = "A copy of the items in a .npy file needs no decoding."
@@ -82,7 +86,7 @@ def _slow_items(
         how = "requests its rows"
         advice = block_hint(store.mean_row_nbytes)
     hint = f"Each batch {how} of {items.label}. {advice} {whole_file_hint(items)}"
-    return RaggedReads(store, DirectReads(items, hint), items, f"{name}, each batch {how}")
+    return RaggedReads(store, DirectReads(items, hint), items, _because(note, f"each batch {how}"))
 
 
 def _share(store: RaggedStore, order: Any) -> float:
@@ -101,10 +105,10 @@ def _unmapped(
         hint = f"{items.label} is read in sequence, {DISK_SPEED} {whole_file_hint(items)}"
         return DirectReads(items, hint), "read in sequence"
     if isinstance(order, Order) and windows(order, store.n_rows, 0) is not None:
-        reason = "read through the OS page cache, prefetched one window ahead"
+        reason = f"{UNCOUNTED_CACHE}, prefetched one window ahead"
         return PageCacheReadahead(items), reason
     if items.keep_cache:
-        reason = "read through the OS page cache, prefetched sequentially"
+        reason = f"{UNCOUNTED_CACHE}, prefetched sequentially"
         advice = block_hint(store.mean_row_nbytes)
         return PageCacheReadahead(items, advice), f"{reason} in the background"
     hint = (

@@ -1,5 +1,6 @@
 """``pinfeed bench``: a feeder compared with DataLoaders on equal rows; the page cache."""
 
+import contextlib
 import functools
 import os
 from collections.abc import Iterator
@@ -152,7 +153,33 @@ def test_waits_are_counted_by_the_clock_of_the_loop(monkeypatch: pytest.MonkeyPa
     assert whole == Rate(32, 34.0, 96, True, 14.0)
     assert whole.waited == 14 / 34
     now[0] = 0.0
+    monkeypatch.setattr(trials, "_LEAST_TIMED", 2)
     assert trial._rate(batches(), 0.0, 10, lambda: work(5)) == Rate(16, 16.0, 96, False, 6.0)
+
+
+def test_rates_of_slow_loaders_are_of_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the time to leave the first epoch nor a single batch is a rate of later epochs."""
+    now = [0.0]
+    monkeypatch.setattr(trials.time, "perf_counter", lambda: now[0])
+
+    def epoch(number: int) -> Iterator[torch.Tensor]:
+        # Workers still read batches of the epoch that was left.
+        now[0] += 16.0 * (number > 0)
+        for _ in range(100):
+            now[0] += 2.0
+            yield torch.zeros(32, 3, 8)
+
+    @contextlib.contextmanager
+    def slow() -> Iterator[trials.Epochs]:
+        yield epoch
+
+    with MmapStore("x.npy") as store:
+        trial = trials.Trial([store], rows.shuffled(1), 32, "cpu", 0.5)
+    monkeypatch.setattr(trial, "_gives_the_rows", lambda _: True)
+    monkeypatch.setattr(trial, "_settle", lambda: None)
+    timing = trial._timed("slow", slow)
+    assert timing.first == Rate(256, 16.0, 96, False, 16.0)
+    assert timing.later == Rate(256, 16.0, 96, False, 16.0)
 
 
 def test_step_ms_of_zero_measures_no_step(quick: list[str]) -> None:

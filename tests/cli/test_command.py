@@ -14,7 +14,8 @@ import pinfeed
 from pinfeed import GiB, KiB, MiB
 from pinfeed.cli.main import reporting
 from pinfeed.cli.terminal import options
-from pinfeed.cli.terminal.output import Report, json_of, wrapped
+from pinfeed.cli.terminal.output import Report, json_of
+from pinfeed.validation.wrapping import wrapped
 
 
 def test_as_a_program() -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.depth_choices import script
 from support.simulated_loops import Clock, simulated
+from support.unwrapped import unwrapped
 
 from pinfeed import ArrayStore, Config, Feeder, wrap_loader, wrap_readers
 from pinfeed.errors import ArgumentError
@@ -139,7 +140,9 @@ def measured_feeder(**options: Any) -> tuple[Feeder, Clock]:
 def test_short_batches_are_measured_on_the_cpu(tmp_path: Path, ahead_s: float, chosen: str) -> None:
     feeder, clock = measured_feeder(timeline=True)
     assert feeder.depth_reason == "depth=31, not measured yet"
-    assert "depth=31 (0 if measured to be faster), rows are copied straight" in str(feeder.plan)
+    assert "depth=31 (0 if measured to be faster), rows are copied straight" in unwrapped(
+        feeder.plan
+    )
     run(feeder, clock, ahead_s, 3e-4 - ahead_s, 80)
     assert "measure" not in feeder.stats._repr_html_()
     run(feeder, clock, ahead_s, 3e-4 - ahead_s)

@@ -1,5 +1,6 @@
 """One-line descriptions of feeders, stores and plans, and their tables in a notebook."""
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow
 import torch
+from support.unwrapped import unwrapped
 from torch.utils.data import DataLoader, TensorDataset
 
 import pinfeed
@@ -15,6 +17,7 @@ from pinfeed.feeders.dataloader import LoaderFeeder
 from pinfeed.feeders.functions import ReaderFeeder
 from pinfeed.feeders.restartable import Restartable
 from pinfeed.memory.plan import Allocation
+from pinfeed.profiling.stats import Totals
 from pinfeed.profiling.timeline import Timeline
 from pinfeed.training.row_loop.loop import RowLoop
 
@@ -142,12 +145,56 @@ def test_a_plan_as_a_table() -> None:
 
 
 def test_a_plan_in_a_terminal() -> None:
-    plan = Plan(64, 2, "staged", (Allocation("numbers", "host", 1, KiB(512)),))
-    assert repr(plan) == f"<Plan: {plan}>"
-    assert "host: 1 x 512.0 KiB for numbers" in repr(plan)
+    """A long line is wrapped at 80 columns, and its other lines have an indent."""
+    item = Allocation("values of every row " * 5, "host", 1, KiB(512))
+    note = f"{'x' * 40}.npy, 1.0 MiB: read in sequence, because {'it is so ' * 10}long"
+    plan = Plan(64, 2, "staged", (item,), notes=(note,))
+    lines = str(plan).splitlines()
+    assert lines[:2] == [
+        "batches of up to 64 rows, depth=2, staged route",
+        "host memory: 512.0 KiB",
+    ]
+    assert "  host: 1 x 512.0 KiB for values of every row" in lines[2]
+    assert [i for i, line in enumerate(lines) if not line.startswith(" ")] == [0, 1, 4]
+    assert all(line.startswith("    ") for line in (lines[3], *lines[5:]))
+    assert max(map(len, lines)) <= 80
+    assert note in unwrapped(plan)
+    assert f"<p>{note}</p>" in plan._repr_html_()
+    assert repr(plan) == str(plan)
 
 
 def test_a_config_in_a_terminal() -> None:
     assert repr(pinfeed.Config()) == "<Config: all by default>"
     config = pinfeed.Config(cpu_memory_limit=pinfeed.GiB(1.5), depth=3, total_sample_count=4)
     assert repr(config) == "<Config: cpu_memory_limit=1.5 GiB, depth=3, total_sample_count=4>"
+
+
+def printed(value: Any) -> bool:
+    """Return whether the ``repr`` of a frozen dataclass is what ``print`` prints."""
+    return dataclasses.is_dataclass(value) and repr(value) == str(value)
+
+
+def test_what_is_printed_for_people_is_shown_in_a_terminal() -> None:
+    with Feeder(np.zeros((100, 3)), batch_size=10, device="cpu") as feeder:
+        for _ in feeder:
+            pass
+        stats = feeder.stats
+        assert printed(feeder.plan)
+    assert printed(stats)
+    assert repr(stats).startswith("10 batches, 100 rows in ")
+    assert printed(stats - stats)
+    assert printed(stats.memory)
+    assert dataclasses.replace(stats) == stats
+    totals = Totals(batches=10, rows=100)
+    assert printed(totals)
+    assert totals != Totals(batches=10, rows=101)
+    model = torch.nn.Linear(8, 1)
+    assert printed(pinfeed.estimate(model, 4, input_shape=(8,)))
+    with pinfeed.BigBatch(model, torch.nn.MSELoss(), chunk_size=2) as big_batch:
+        assert printed(big_batch.check(torch.ones(4, 8), torch.ones(4, 1)))
+        big_batch.backward(torch.ones(4, 8), torch.ones(4, 1))
+        assert printed(big_batch.chosen)
+    config = pinfeed.Config(
+        model=model, input_shape=(8,), total_sample_count=10, cpu_memory_limit=MiB(256)
+    )
+    assert printed(config.budget)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.simulated_loops import Clock, simulated
+from support.unwrapped import unwrapped
 
 from pinfeed import ArrayStore, Feeder
 from pinfeed.pipeline.forwarding import WriteLog
@@ -44,10 +45,20 @@ def test_statistics_of_an_interval_as_a_dict() -> None:
     assert not any(key.startswith("cache") for key in found)
 
 
+def test_statistics_are_wrapped_at_80_columns() -> None:
+    totals = Totals(batches=10, rows=100, seconds=2.0, wait_s=2.0, starved_s=2.0, read_s=4.0)
+    for stats in (totals, FeederStats(**vars(totals), memory=ProcessMemory.now())):
+        first, *others = str(stats).splitlines()
+        assert first.startswith("10 batches, 100 rows in 2.00 s")
+        assert others
+        assert all(line.startswith("  ") for line in others)
+        assert max(map(len, (first, *others))) <= 80
+
+
 def test_statistics_of_transforms() -> None:
     totals = Totals(batches=10, rows=100, host_transform_s=0.02, device_transform_s=0.0005)
     text = "host_transform 2 ms, device_transform 50 µs"
-    assert f"; transforms, per batch: {text}" in str(totals)
+    assert f"; transforms, per batch: {text}" in unwrapped(totals)
     assert f"<td>{text}" in FeederStats(**vars(totals), memory=ProcessMemory.now())._repr_html_()
     assert (totals + totals).as_dict()["host_transform_s"] == 0.04
     assert (totals + totals - totals).as_dict()["device_transform_s"] == 0.0005
@@ -66,7 +77,7 @@ def test_statistics_of_caches() -> None:
         "(1.0 KiB), wrote 90 (922 B) and evicted 50"
     )
     assert totals.cache_in_words == text
-    assert str(totals).endswith(f"; cache: {text}")
+    assert unwrapped(totals).endswith(f"; cache: {text}")
     found = totals.as_dict()
     assert found["cache_hit_percent"] == 75
     assert found["cache_read_rows"] == 2000
@@ -365,7 +376,7 @@ def test_bytes_are_left_out_if_none_were_moved(nbytes: int, rates: str) -> None:
     totals = FeederStats(
         batches=1, rows=100, bytes=nbytes, seconds=2.0, memory=ProcessMemory(0, 0, 0, 0, 0)
     )
-    assert f"100 rows in 2.00 s: {rates}; the loop" in str(totals)
+    assert f"100 rows in 2.00 s: {rates}; the loop" in unwrapped(totals)
     assert bool(re.search(r"<td>bytes *</td>", totals._repr_html_())) == (nbytes > 0)
 
 

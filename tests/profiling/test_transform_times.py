@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.simulated_loops import Clock
+from support.unwrapped import unwrapped
 
 from pinfeed import Feeder, wrap_loader
 from pinfeed.profiling.plot_bars import place
@@ -57,7 +58,7 @@ def test_transforms_of_a_wrapped_loader_have_times_of_their_own(tmp_path: Path) 
     stats = loader.stats
     assert (stats.source_s, stats.host_transform_s, stats.read_s) == (2.5, 10.0, 2.5)
     assert (stats.device_transform_s, stats.wait_s) == (5.0, 17.5)
-    assert "host_transform 2,000 ms, device_transform 1,000 ms" in str(stats)
+    assert "host_transform 2,000 ms, device_transform 1,000 ms" in unwrapped(stats)
     spans = loader.timeline.spans
     assert Counter(span.lane for span in spans) == dict.fromkeys(
         ("read", "host_transform", "device_transform", "wait", "lend", "compute"), 5

@@ -16,6 +16,7 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.unwrapped import unwrapped
 
 from pinfeed import Config, Feeder, KiB, MiB, MmapStore, errors, rows
 from pinfeed.readahead import FreeMemory, choose, whole_file
@@ -228,7 +229,7 @@ def test_a_file_that_was_written_is_loaded_again(tmp_path: Path, array: np.ndarr
         Feeder(store, batch_size=1000, shuffle=True) as feeder,
         MmapStore(tmp_path / "x.npy", mode="r+") as other,
     ):
-        assert "loaded into RAM" in str(feeder.plan)
+        assert "loaded into RAM" in unwrapped(feeder.plan)
         assert sum(float(x.double().sum()) for x in feeder) == array.sum(dtype=float)
         other.scatter(np.arange(N), np.ones((N, WIDTH), np.float32))
         assert sum(float(x.double().sum()) for x in feeder) == N * WIDTH
@@ -243,7 +244,7 @@ def test_an_error_of_a_load_is_raised_with_the_batch_that_needs_the_rows(
 
     for order in (rows.shuffled(0), rows.block_shuffled(0, block_rows=BLOCK)):
         with Broken(path) as store, Feeder(store, rows=order, batch_size=100) as feeder:
-            assert "loaded into RAM" in str(feeder.plan)
+            assert "loaded into RAM" in unwrapped(feeder.plan)
             with pytest.raises(errors.ReadError, match="bad sector"):
                 list(feeder)
 
@@ -376,11 +377,26 @@ def test_the_plan_says_what_was_chosen_and_counts_it(path: Path) -> None:
         assert feeder.plan.notes == (
             "x.npy, 1.2 MiB: loaded into RAM during the first epoch (it fits in the free memory)",
         )
-        assert feeder.plan.notes[0] in str(feeder.plan)
+        assert feeder.plan.notes[0] in unwrapped(feeder.plan)
         assert any(
             item.what == "rows of a file" and item.total >= N * WIDTH * 4
             for item in feeder.plan.items
         )
+
+
+def test_a_file_that_passes_through_the_page_cache_is_not_counted(
+    path: Path, tmp_path: Path
+) -> None:
+    """The plan with a limit counts the file that is mapped, and says what it does not count."""
+    np.save(tmp_path / "y.npy", np.arange(N))
+    config = Config(cpu_memory_limit=KiB(4000), preferred_batch_size=16, depth=2)
+    with Feeder((path, tmp_path / "y.npy"), shuffle=True, config=config, device="cpu") as feeder:
+        x, y = feeder.plan.notes
+        assert feeder.plan.page_cache_bytes == 8 * N
+        said = unwrapped(feeder.plan)
+    assert "x.npy, 1.2 MiB: read through the OS page cache, which the plan does not count" in x
+    assert "y.npy, 39.1 KiB: read through the OS page cache, by a memory map" in y
+    assert "OS page cache: 39.1 KiB of mapped files, which the kernel may drop" in said
 
 
 def test_processes_on_one_machine_share_free_memory(

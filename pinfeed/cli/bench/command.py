@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pinfeed.cli.bench.timing import Rate, Timing
 from pinfeed.cli.bench.trial import Trial
 from pinfeed.cli.terminal.options import order_of
-from pinfeed.cli.terminal.output import Report, sections, table, wrapped
+from pinfeed.cli.terminal.output import Report, sections, table
 from pinfeed.cli.terminal.sources import (
     all_described,
     open_sources,
@@ -20,6 +20,7 @@ from pinfeed.errors import ArgumentError
 from pinfeed.memory.units import human
 from pinfeed.stores import MmapStore
 from pinfeed.stores.paths import has_protocol
+from pinfeed.validation.wrapping import wrapped
 
 if TYPE_CHECKING:
     from pinfeed.cli.terminal.sources import OpenedFile
@@ -54,7 +55,8 @@ def bench(
     """Time a feeder and DataLoaders over files.
 
     The first epoch of each is timed for up to ``4 * seconds``, later ones for ``seconds``, and for
-    as long again with a training step. The arguments are the options of the command.
+    as long again with a training step. At least 8 batches are timed. The arguments are the options
+    of the command.
 
     Returns:
         The rates; with a finding if batches are not the rows of the files.

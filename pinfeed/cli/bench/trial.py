@@ -35,6 +35,8 @@ from pinfeed.stores import MmapStore
 _WARM_S = 10.0
 # Batches that are compared.
 _CHECKED = 4
+# Fewer batches than these say little about a rate, so a slow contestant takes longer than asked.
+_LEAST_TIMED = 8
 # The first epoch may take this many times as long as later ones.
 _FIRST = 4
 _COPIED_BYTES = 256 << 20
@@ -57,7 +59,7 @@ class Trial:
         batch_size: Rows of a batch.
         device: Device of the batches.
         seconds: Time for the later epochs of each contestant, and for those with a step; the first
-            epoch may take 4 times that.
+            epoch may take 4 times that. At least 8 batches are timed, or the whole first epoch.
         step_s: Approximate duration of a training step in seconds; 0 leaves the step out.
     """
 
@@ -204,6 +206,9 @@ class Trial:
             with_step = None
             if self.warm:
                 batches = itertools.chain.from_iterable(map(epochs, itertools.count(1)))
+                # If the first epoch was left before its end, a DataLoader first waits for all
+                # batches that its workers have begun to read.
+                next(batches)
                 later = self._rate(batches, time.perf_counter(), self.seconds)
                 if self.step is not None:
                     with _one_thread():
@@ -254,13 +259,13 @@ class Trial:
         complete = True
         waited_s = 0.0
         asked = begin
-        for batch in batches:
+        for n_batches, batch in enumerate(batches, 1):
             waited_s += time.perf_counter() - asked
             n_rows += len(parts_of(batch)[0])
             if step is not None:
                 step()
             asked = time.perf_counter()
-            if asked - begin > seconds:
+            if asked - begin > seconds and n_batches >= _LEAST_TIMED:
                 complete = False
                 break
         # The loop also waits for the end of the last epoch.

@@ -10,9 +10,10 @@ from pinfeed.cli.doctor.advice import Advice, Ceilings, Data, spelled
 from pinfeed.cli.doctor.cache import CacheAdvice
 from pinfeed.cli.doctor.disk import Disk
 from pinfeed.cli.doctor.machine import Gpu, Host, Package, limit_values
-from pinfeed.cli.terminal.output import facts, sections, table, wrapped
+from pinfeed.cli.terminal.output import facts, sections, table
 from pinfeed.memory.units import human, human_rate
 from pinfeed.validation.requirements import install_line
+from pinfeed.validation.wrapping import wrapped
 
 _WAYS = {
     "to_device_pinned": "to the GPU, page-locked",

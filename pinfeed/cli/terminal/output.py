@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import sys
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import click
 from tabulate import tabulate
 
-WIDTH = 80
+from pinfeed.validation.wrapping import wrapped
 
 
 @dataclass(frozen=True)
@@ -68,18 +67,6 @@ def facts(pairs: Iterable[tuple[str, str]]) -> str:
     width = max((len(name) for name, _ in shown), default=0) + 4
     return "\n".join(
         wrapped(value, first=f"  {name}".ljust(width), rest=" " * width) for name, value in shown
-    )
-
-
-def wrapped(text: str, first: str = "", rest: str = "") -> str:
-    """Wrap a paragraph at ``WIDTH`` columns; a path or a command is never broken."""
-    return textwrap.fill(
-        text,
-        WIDTH,
-        initial_indent=first,
-        subsequent_indent=rest,
-        break_long_words=False,
-        break_on_hyphens=False,
     )
 
 

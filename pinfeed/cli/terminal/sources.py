@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pinfeed.cli.terminal.output import wrapped
 from pinfeed.errors import FileMissing, StoreError
 from pinfeed.memory.units import human
+from pinfeed.validation.wrapping import wrapped
 
 if TYPE_CHECKING:
     from pinfeed.stores.chunked import ChunkedStore

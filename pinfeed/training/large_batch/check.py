@@ -16,12 +16,13 @@ from pinfeed.training.large_batch.strategies.recompute import (
     replayed_buffers,
 )
 from pinfeed.training.large_batch.strategies.step_spec import StepSpec
+from pinfeed.validation.safe_repr import safe_repr
 
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _DEFAULT_ROUNDING = 1e-4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Check:
     """Differences between a strategy and the plain step; ``str(check)`` is a sentence.
 
@@ -49,6 +50,10 @@ class Check:
 
     def __bool__(self) -> bool:
         return self.is_exact
+
+    @safe_repr
+    def __repr__(self) -> str:
+        return str(self)
 
     def __str__(self) -> str:
         verdict = "equal except for rounding" if self.is_exact else "NOT equal"

@@ -16,12 +16,13 @@ from pinfeed.training.large_batch.memory_predictor import MemoryPredictor
 from pinfeed.training.large_batch.strategies.batch_norms import batch_norms
 from pinfeed.training.large_batch.strategies.micro_batches import NEED_ROWS
 from pinfeed.training.large_batch.strategies.recompute import can_be_recomputed
+from pinfeed.validation.safe_repr import safe_repr
 
 Strategy = Literal["plain", "accumulate", "two_pass", "checkpoint", "offload"]
 STRATEGIES: tuple[Strategy, ...] = ("plain", "accumulate", "two_pass", "checkpoint", "offload")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StrategyChoice:
     """Strategy that a BigBatch has chosen for a batch; ``str(chosen)`` says why.
 
@@ -45,6 +46,10 @@ class StrategyChoice:
     chunk_size: int
     why: str
     device_bytes: dict[str, int | None]
+
+    @safe_repr
+    def __repr__(self) -> str:
+        return str(self)
 
     def __str__(self) -> str:
         sentence = f"{self.strategy}, {self.chunk_size} samples at a time: {self.why}"

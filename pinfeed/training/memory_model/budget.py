@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from tabulate import tabulate
 
 from pinfeed.errors import BudgetError, NotEnoughCPUMemory, NotEnoughGPUMemory
-from pinfeed.memory.plan import Allocation, Plan
+from pinfeed.memory.plan import Allocation, Plan, joined
 from pinfeed.memory.units import human
 from pinfeed.training.memory_model.report import Estimate
+from pinfeed.validation.safe_repr import safe_repr
 
 CACHES = "caches of tables"
 """Use of the memory that ``Config(device_cache=...)`` reserves."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Budget:
     """Memory of a training step and its feeder; ``str(budget)`` is a table.
 
@@ -78,10 +79,14 @@ class Budget:
         """Memory of the step without its batch, in bytes."""
         return self.step.reserved_bytes - self.step.breakdown["batch"] + self.margin
 
+    @safe_repr
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         rows = [
             (item.place, item.what, item.count, human(item.nbytes), human(item.total))
-            for item in self.items
+            for item in joined(self.items)
         ]
         table = tabulate(
             rows,

@@ -10,6 +10,7 @@ from tabulate import tabulate
 from torch import nn
 
 from pinfeed.memory.units import human
+from pinfeed.validation.safe_repr import safe_repr
 
 Confidence = Literal["exact", "close", "low"]
 Kind = Literal["cuda", "cpu"]
@@ -42,7 +43,7 @@ class Layer:
     nbytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Estimate:
     """Peak memory of a training step; ``str(estimate)`` is a table.
 
@@ -78,6 +79,10 @@ class Estimate:
     layers: tuple[Layer, ...]
     confidence: Confidence
     notes: tuple[str, ...]
+
+    @safe_repr
+    def __repr__(self) -> str:
+        return str(self)
 
     def __str__(self) -> str:
         rows = [
