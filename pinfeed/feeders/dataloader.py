@@ -67,10 +67,13 @@ class LoaderFeeder(BaseFeeder[T_co]):
         if fetch is not None:
             source.fetch = fetch.on(self._device)
         seed = options["seed"]
-        source.host_transform = batch_transform("host_transform", options, seed, "cpu")
+        is_limited = fetch is not None and fetch.is_limited
+        source.host_transform = batch_transform(
+            "host_transform", options, seed, "cpu", is_limited=is_limited
+        )
         self._transforms = LoopTransforms(
             source.host_transform,
-            batch_transform("device_transform", options, seed, self.device),
+            batch_transform("device_transform", options, seed, self.device, is_limited=is_limited),
         )
         self._loop = EpochRunner(
             source,

@@ -389,10 +389,17 @@ class Feeder(ResumableFeeder[T_co]):
         self, options: FeederOptions, selection: RowSelection, seed: int
     ) -> LoopTransforms:
         """Return the transforms, without the ``gather`` that reads rows for them."""
-        rank = None if selection.shard is None else selection.shard.rank
+        config = selection.config
+        transform = functools.partial(
+            batch_transform,
+            options=options,
+            seed=seed,
+            rank=None if selection.shard is None else selection.shard.rank,
+            is_limited=config is not None and config.cpu_memory_limit is not None,
+        )
         return LoopTransforms(
-            batch_transform("host_transform", options, seed, "cpu", rank),
-            batch_transform("device_transform", options, seed, self.device, rank),
+            transform("host_transform", device="cpu"),
+            transform("device_transform", device=self.device),
         )
 
     def _close_sources(self, stack: contextlib.ExitStack) -> None:

@@ -64,6 +64,11 @@ class FetchStores:
             self._are_in_memory = all(tree.are_in_memory for tree in trees)
             self._opened = stack.pop_all()
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether the host memory has a limit."""
+        return self._config is not None and self._config.cpu_memory_limit is not None
+
     def schedule(self, depth: int | None) -> PrefetchSchedule:
         """Return the schedule of a loop, which may measure its depth if no depth was given.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.options import TRANSFORMS
+from pinfeed.memory.heap import trim_heap
 from pinfeed.pipeline.sources.transforms import BatchTransform, Seed
 from pinfeed.validation.arguments import check_seed
 from pinfeed.validation.functions import takes_generator
@@ -36,7 +37,13 @@ def check_seed_of_transforms(options: Mapping[str, Any]) -> None:
 
 
 def batch_transform(
-    name: str, options: Mapping[str, Any], seed: int | None, device: str, rank: int | None = None
+    name: str,
+    options: Mapping[str, Any],
+    seed: int | None,
+    device: str,
+    rank: int | None = None,
+    *,
+    is_limited: bool = False,
 ) -> BatchTransform | None:
     """Return a transform; None if the user gave none.
 
@@ -46,9 +53,13 @@ def batch_transform(
         seed: Seed of the generators; None for 0.
         device: Name of the device that the generators draw on.
         rank: Rank of this process, if several processes share the epoch.
+        is_limited: Whether the loop has a ``cpu_memory_limit``.
     """
     function = options[name]
     if function is None:
         return None
     number = 0 if seed is None else check_seed(seed)
-    return BatchTransform(name, function, Seed(number, TRANSFORMS.index(name), rank), device)
+    # Otherwise, malloc keeps several times the memory of the plan after a few calls.
+    after_call = trim_heap if is_limited and device == "cpu" else None
+    which = TRANSFORMS.index(name)
+    return BatchTransform(name, function, Seed(number, which, rank), device, after_call)

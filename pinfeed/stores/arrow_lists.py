@@ -8,6 +8,7 @@ import numpy as np
 
 from pinfeed.errors import MissingDependency, StoreError
 from pinfeed.rows.orders import Rows
+from pinfeed.stores.formats.arrow_chunk import values_of
 
 
 def items_and_offsets(column: Any) -> tuple[Any, Rows]:
@@ -47,7 +48,7 @@ def items_and_offsets(column: Any) -> tuple[Any, Rows]:
     items = []
     begin = 0
     for chunk in chunks:
-        found = chunk.offsets.to_numpy()
+        found = values_of(chunk.offsets)
         first = int(found[0])
         items.append(chunk.values.slice(first, int(found[-1]) - first))
         end = begin + len(chunk)

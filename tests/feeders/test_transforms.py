@@ -13,8 +13,19 @@ import torch
 from support.depth_choices import script
 from torch.utils.data import DataLoader
 
-from pinfeed import ArrayStore, Feeder, HostEmbedding, Ranks, RowOptimizer, train_rows, wrap_loader
+from pinfeed import (
+    ArrayStore,
+    Config,
+    Feeder,
+    HostEmbedding,
+    MiB,
+    Ranks,
+    RowOptimizer,
+    train_rows,
+    wrap_loader,
+)
 from pinfeed.errors import ArgumentError, RowIndexError, WorkerError, WriteBackError
+from pinfeed.feeders import transforms
 from pinfeed.tensors.tensors_in import tensors_in
 
 N, SIZE = 26, 4
@@ -297,6 +308,47 @@ def test_the_host_function_sees_the_batch_of_the_loader_itself() -> None:
     got = list(wrap_loader(batches, device="cpu", host_transform=note, depth=1))
     assert all(ours is theirs for ours, theirs in zip(seen, batches, strict=True))
     assert [batch["name"] for batch in got] == ["a", "b"]
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("kind", ["feeder", "fetch"])
+def test_freed_memory_returns_to_the_system_after_each_call_only_with_a_limit(
+    kind: str, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The threads of the two transforms may call them at the same time.
+    events: dict[int, list[str]] = collections.defaultdict(list)
+
+    def note(event: str) -> None:
+        events[threading.get_ident()].append(event)
+
+    def host(batch: Any) -> Any:
+        note("call")
+        return batch
+
+    def device(batch: Any, generator: torch.Generator) -> Any:
+        note("call")
+        return on_device(batch, generator)
+
+    monkeypatch.setattr(transforms, "trim_heap", lambda: note("trim"))
+    functions: dict[str, Any] = {"host_transform": host, "device_transform": device}
+    rows = (X, "id") if kind == "fetch" else {"x": X, "id": IDS}
+    for config, is_limited in (
+        (Config(cpu_memory_limit=MiB(64), preferred_batch_size=SIZE), True),
+        (Config(preferred_batch_size=SIZE), False),
+        (None, False),
+    ):
+        options: Any = {"device": "cpu", "depth": depth, "config": config, **functions}
+        if kind == "fetch":
+            feeder = wrap_loader(loader(), fetch={"row": rows}, **options)
+        else:
+            feeder = Feeder(rows, batch_size=None if config else SIZE, **options)
+        events.clear()
+        with feeder:
+            n = len(list(feeder))
+        cycle = ["call", "trim"] if is_limited else ["call"]
+        assert sum(map(len, events.values())) == 2 * n * len(cycle)
+        for found in events.values():
+            assert found == cycle * (len(found) // len(cycle))
 
 
 @pytest.mark.parametrize("depth", [0, 2])

@@ -2,6 +2,7 @@
 
 import decimal
 import pickle
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 from pinfeed import Feeder, ParquetStore, errors
 from pinfeed.stores import parquet
-from pinfeed.stores.formats.arrow_chunk import rows_of_chunk
+from pinfeed.stores.formats.arrow_chunk import rows_of_chunk, values_of
 from pinfeed.tensors.dtypes import DTYPES
 from pinfeed.testing.suites import ReadOnlyStoreTests
 
@@ -190,3 +191,23 @@ def test_a_row_group_is_decoded_in_pieces(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(parquet, "rows_of_chunk", rows_of_piece)
     np.testing.assert_array_equal(gathered(store, np.arange(200)), X)
     assert lengths == [7] * 12 + [6] + [7] * 12 + [6] + [7] * 2 + [6]
+
+
+def test_reading_does_not_import_pandas(tmp_path: Path) -> None:
+    """pyarrow's own conversion to numpy imports pandas, whose memory no limit counts."""
+    path = written(tmp_path / "x.parquet", x=column(X, fixed=False))
+    program = (
+        "import sys\n"
+        "import numpy as np\n"
+        "from pinfeed.stores.parquet import ParquetStore\n"
+        "store = ParquetStore(sys.argv[1], 'x')\n"
+        "store.gather(np.arange(3), np.empty((3, *store.row_shape), store.dtype))\n"
+        "assert 'pyarrow' in sys.modules and 'pandas' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program, path], check=True)
+
+
+def test_rows_on_the_memory_of_an_arrow_array_are_read_only() -> None:
+    values = values_of(column(X[:, 0]).slice(2, 5))
+    np.testing.assert_array_equal(values, X[2:7, 0])
+    assert not values.flags.writeable

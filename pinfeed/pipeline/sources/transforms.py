@@ -49,13 +49,21 @@ class BatchTransform:
         function: The user's function.
         seed: Numbers that seed the generators.
         device: Name of the device that the generators draw on.
+        after_call: Called after each call of the function; None for nothing.
     """
 
-    def __init__(self, name: str, function: Callable[..., Any], seed: Seed, device: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        seed: Seed,
+        device: str,
+        after_call: Callable[[], object] | None = None,
+    ) -> None:
         self.takes_generator = takes_generator(function)
         self.seed = seed
         self._name = name
-        self._function = function
+        self._function = function if after_call is None else _followed_by(function, after_call)
         self._device = device
         self._calls: list[TransformCall] = []
         self.returned_nbytes = 0
@@ -117,3 +125,16 @@ class BatchTransform:
         calls = self._calls
         self._calls = []
         return calls
+
+
+def _followed_by(
+    function: Callable[..., Any], after_call: Callable[[], object]
+) -> Callable[..., Any]:
+    """Return a function that calls ``function``, and then ``after_call``."""
+
+    def call(batch: Any, **generator: Any) -> Any:
+        made = function(batch, **generator)
+        after_call()
+        return made
+
+    return call

@@ -88,11 +88,19 @@ def rows_of_chunk(array: Any, name: str) -> Array | PackedBooleans:
             shape = (*shape, kind.list_size)
             array = array.values.slice(array.offset * kind.list_size, math.prod(shape))
         elif pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
-            offsets = array.offsets.to_numpy()
+            offsets = values_of(array.offsets)
             shape = (*shape, _length(offsets, name))
             array = array.values.slice(int(offsets[0]), math.prod(shape))
         else:
             return _numbers(array, shape[:-1] + tail if tail else shape, name)
+
+
+def values_of(array: Any) -> Array:
+    """Return the values of an Arrow array of numbers without nulls, on its memory, read-only."""
+    # ``to_numpy`` would import pandas, which takes 27 MiB that no limit counts.
+    values = np.from_dlpack(array)
+    values.flags.writeable = False
+    return values
 
 
 def _tensor_shape(kind: Any, name: str) -> tuple[int, ...]:
@@ -140,8 +148,7 @@ def _numbers(array: Any, shape: tuple[int, ...], name: str) -> Array | PackedBoo
             np.frombuffer(array.buffers()[1] or b"", np.uint8), array.offset, shape
         )
     if pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind):
-        values: Array = array.to_numpy().reshape(shape)
-        return values
+        return values_of(array).reshape(shape)
     advice = next(
         (advice for test, advice in _REFUSED.items() if getattr(pyarrow.types, test)(kind)),
         "convert it to numbers",

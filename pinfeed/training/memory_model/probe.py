@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes
 import gc
 import pathlib
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from pinfeed.errors import EstimateError
+from pinfeed.memory.heap import trim_heap
 from pinfeed.memory.host import resident_bytes
 from pinfeed.tensors import rng_state
 from pinfeed.training.memory_model.cublas_workspaces import clear_workspaces
@@ -101,9 +101,8 @@ def _peak_growth(device: torch.device) -> Iterator[Callable[[], int]]:
         reserved = torch.cuda.memory_reserved(device)
         yield lambda: torch.cuda.max_memory_reserved(device) - reserved
         return
-    # The heap keeps freed memory, and the peak does not show its reuse. Only glibc has malloc_trim.
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+    # The heap keeps freed memory, and the peak does not show its reuse.
+    trim_heap()
     try:
         # Writing 5 resets the peak, see proc(5).
         pathlib.Path("/proc/self/clear_refs").write_text("5")
