@@ -69,7 +69,7 @@ class Callbacks:
 
 @contextlib.contextmanager
 def progress_bar(
-    shown: bool, source: Any, epoch: int
+    shown: bool, source: Any, epoch: int, n_done: int
 ) -> Iterator[Callable[[torch.Tensor | None], None]]:
     """Show the progress of an epoch.
 
@@ -79,6 +79,7 @@ def progress_bar(
         shown: Whether there is a bar.
         source: The batches; the bar shows their number if ``len(source)`` exists.
         epoch: Number of the epoch.
+        n_done: Number of batches of the epoch that are done.
 
     Yields:
         A function to call after every batch, with its loss.
@@ -98,5 +99,5 @@ def progress_bar(
             bar.set_postfix(loss=f"{loss.item():.4g}", refresh=False)
         bar.update()
 
-    with tqdm(total=total, unit="batch", desc=f"epoch {epoch}") as bar:
+    with tqdm(total=total, initial=n_done, unit="batch", desc=f"epoch {epoch}") as bar:
         yield update

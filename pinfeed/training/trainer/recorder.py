@@ -12,6 +12,7 @@ import torch
 
 from pinfeed.memory.host import resident_bytes
 from pinfeed.training.trainer.history import History
+from pinfeed.training.trainer.partial_epoch import PartialEpoch
 from pinfeed.training.trainer.record import Record
 
 _STACKED_LOSSES = 256
@@ -48,6 +49,8 @@ class Recorder:
     Attributes:
         history: History that receives the records of an epoch when the epoch ends.
         n_epochs: Number of epochs that have begun.
+        epoch: Number of the epoch that runs or was left before its end, otherwise of the next one.
+        done: Progress of this epoch; ``read`` adds the losses.
         is_recording: Whether an epoch is running.
         loss: Loss of the last backward pass of the current batch; None before it.
     """
@@ -55,11 +58,13 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pending = PendingRecords()
-        self._records: list[Record] = []
         self._epoch_began_s = 0.0
         self._last_batch_s = 0.0
+        self._is_resumed = False
         self.history = History()
         self.n_epochs = 0
+        self.epoch = 0
+        self.done = PartialEpoch()
         self.is_recording = False
         self.loss: torch.Tensor | None = None
 
@@ -69,8 +74,19 @@ class Recorder:
         self._epoch_began_s = now
         self._last_batch_s = now
         self.is_recording = True
+        if not self._is_resumed:
+            self.done = PartialEpoch()
+        self._is_resumed = False
+        self.epoch = self.n_epochs
         self.n_epochs += 1
-        return self.n_epochs - 1
+        return self.epoch
+
+    def resume(self, epoch: int, done: PartialEpoch) -> None:
+        """Make the next epoch continue with what is done of it."""
+        self._is_resumed = True
+        self.n_epochs = epoch
+        self.epoch = epoch
+        self.done = done
 
     def add(self, loss: torch.Tensor, n_samples: int) -> None:
         """Record a backward pass."""
@@ -81,8 +97,8 @@ class Recorder:
             self._last_batch_s = now
             record = Record(
                 "batch",
-                self.n_epochs - 1,
-                len(self._pending),
+                self.epoch,
+                self.done.n_backward + len(self._pending),
                 math.nan,
                 n_samples,
                 seconds,
@@ -90,24 +106,33 @@ class Recorder:
             )
             self._pending.add(record, loss)
 
+    def read(self) -> None:
+        """Wait for the device, and add the records of the batches so far to the history."""
+        records = self._pending.read()
+        self.history.rows += records
+        self.done.n_backward += len(records)
+        for record in records:
+            self.done.n_samples += record.samples
+            # Not sum(), which compensates rounding and could not be continued.
+            self.done.loss += record.loss * record.samples
+
     def end(self) -> None:
         """End the epoch, also after an error, and add the records of its batches to the history."""
         self.is_recording = False
         self.loss = None
-        self._records = self._pending.read()
-        self.history.rows += self._records
+        self.read()
 
     def summary(self) -> Record:
         """Return the record of the epoch that has ended, and add it to the history."""
-        n = sum(record.samples for record in self._records)
-        loss = math.nan
-        if n:
-            loss = sum(record.loss * record.samples for record in self._records) / n
+        done = self.done
+        loss = done.loss / done.n_samples if done.n_samples else math.nan
         seconds = time.perf_counter() - self._epoch_began_s
-        epoch = self.n_epochs - 1
-        return self._add_to_history(
-            Record("epoch", epoch, None, loss, n, seconds, **memory_use(self._device))
+        record = Record(
+            "epoch", self.epoch, None, loss, done.n_samples, seconds, **memory_use(self._device)
         )
+        self.epoch = self.n_epochs
+        self.done = PartialEpoch()
+        return self._add_to_history(record)
 
     def evaluation(
         self, loss: float, n_samples: int, seconds: float, metrics: Mapping[str, float]

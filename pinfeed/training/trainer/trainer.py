@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +13,9 @@ from torch import nn
 
 from pinfeed.devices import torch_device
 from pinfeed.errors import ArgumentError, ClosedError
+from pinfeed.feeders.base import BaseFeeder
 from pinfeed.feeders.dataloader import LoaderFeeder
-from pinfeed.feeders.feeder import Feeder
+from pinfeed.feeders.restartable import Restartable
 from pinfeed.feeders.wrap_loader import wrap_loader
 from pinfeed.memory import limits
 from pinfeed.pipeline.sources.dataloader import check_loader
@@ -26,6 +27,12 @@ from pinfeed.training.trainer.callbacks import Callbacks, progress_bar
 from pinfeed.training.trainer.evaluate import Evaluator, Metrics, check_metrics, pair_of
 from pinfeed.training.trainer.history import History
 from pinfeed.training.trainer.optimizers import OptimizerGroup
+from pinfeed.training.trainer.partial_epoch import (
+    PartialEpoch,
+    has_state,
+    load_position,
+    remaining_batches,
+)
 from pinfeed.training.trainer.record import Record
 from pinfeed.training.trainer.recorder import Recorder
 from pinfeed.training.trainer.step_options import StepOptions
@@ -166,6 +173,7 @@ class Trainer:
         self._strategy_options = strategy_options
         self._progress = progress
         self._feeder = _prefetched(loader, self._device, strategy_options)
+        self._source = loader if self._feeder is None else self._feeder
         self._loop_check = self._optimizers.missing_step_check()
         self._recorder = Recorder(self._device)
         self._is_training = False
@@ -197,7 +205,11 @@ class Trainer:
 
     @property
     def n_epochs(self) -> int:
-        """Number of epochs that have begun."""
+        """Number of epochs that have begun.
+
+        After ``load_state_dict``, an epoch that will be continued does not count. Therefore
+        ``train(10 - trainer.n_epochs)`` completes ten epochs.
+        """
         return self._recorder.n_epochs
 
     @property
@@ -248,19 +260,15 @@ class Trainer:
             ClosedError: If the trainer is closed, or another loop over it is running.
         """
         self._require_open()
-        if self._recorder.is_recording:
-            raise ClosedError(
-                "another loop over this trainer is running; end that loop, or close() its "
-                "iterator, before calling batches() again"
-            )
+        self._require_idle("batches() again")
         self._is_stopped = self._is_training and self._is_stopped
         epoch = self._recorder.begin()
         try:
             self._optimizers.zero_grad()
             self._loop_check.epoch_begins()
             self._callbacks("on_epoch_begin", self, epoch)
-            n_batches = yield from self._epoch_batches(epoch)
-            if not n_batches and not self._is_stopped:
+            yield from self._epoch_batches(epoch, self._recorder.done)
+            if not self._recorder.done.n_batches and not self._is_stopped:
                 raise ArgumentError(
                     f"loader={self.loader!r} yielded no batch; expected at least one; give a "
                     "loader that can be iterated again (an iterator is exhausted after one epoch), "
@@ -301,6 +309,62 @@ class Trainer:
         Callbacks and loops over ``batches`` may call it.
         """
         self._is_stopped = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the training run, with that of the loader, as plain values.
+
+        Save it in ``on_batch_end`` or ``on_epoch_end`` of the last callback, together with the
+        model, optimizers, schedulers and scaler: ``checkpoint.save(path, model=model,
+        optimizer=optimizer, trainer=trainer)``. It waits for the losses of the epoch so far. It
+        contains neither the history nor a call of ``stop``.
+
+        Raises:
+            ArgumentError: If an epoch is running, and the loader has no ``state_dict``.
+        """
+        recorder = self._recorder
+        done = recorder.done
+        epoch = recorder.epoch
+        if has_state(self._source):
+            recorder.read()
+        elif not recorder.is_recording:
+            # The loader cannot continue an epoch that was left; its next loop is a new epoch.
+            done = PartialEpoch()
+            epoch = recorder.n_epochs
+        elif done.n_batches:
+            raise ArgumentError(
+                f"state_dict() in the middle of an epoch, after batch {done.n_batches - 1}; "
+                f"loader={self.loader!r} has no state_dict(), so the epoch could not be continued; "
+                "save in on_epoch_end, or give a StatefulDataLoader, a Feeder or a loop over "
+                "train_rows"
+            )
+        position = self._source.state_dict() if has_state(self._source) else None
+        return {"epoch": epoch, "done": dataclasses.asdict(done), "loader": position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make the next epoch continue at a saved position.
+
+        If the state was saved after the last batch of an epoch, the next epoch has no batches. It
+        still steps the schedulers and calls ``on_epoch_end``.
+
+        Args:
+            state: Return value of ``state_dict``.
+
+        Raises:
+            ArgumentError: If ``state`` is not such a state, or belongs to another kind of loader.
+            ClosedError: If a loop over this trainer is running, or the trainer is closed.
+        """
+        self._require_open()
+        self._require_idle("load_state_dict()")
+        try:
+            epoch = int(state["epoch"])
+            done = PartialEpoch(**state["done"])
+            position = state["loader"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ArgumentError(
+                f"not a state of a Trainer ({error!r}); expected the return value of state_dict()"
+            ) from None
+        load_position(self._source, position, done)
+        self._recorder.resume(epoch, done)
 
     def evaluate(self, loader: Any, metrics: Metrics | None = None) -> dict[str, float]:
         """Return loss and metrics of other batches, in eval mode and without gradients.
@@ -346,28 +410,37 @@ class Trainer:
             return self.chosen.chunk_size
         return None
 
-    def _epoch_batches(self, epoch: int) -> Generator[tuple[Any, Any], None, int]:
-        """Yield the batches of an epoch, and return their number."""
-        n_batches = 0
-        source = self.loader if self._feeder is None else self._feeder
-        with progress_bar(self._progress, source, epoch) as update, contextlib.ExitStack() as stack:
-            batches = iter(source)
+    def _epoch_batches(
+        self, epoch: int, done: PartialEpoch
+    ) -> Generator[tuple[Any, Any], None, None]:
+        """Yield the remaining batches of an epoch."""
+        with (
+            progress_bar(self._progress, self._source, epoch, done.n_batches) as update,
+            contextlib.ExitStack() as stack,
+        ):
+            batches = remaining_batches(self._source, done)
             if hasattr(batches, "close"):
                 # The reader thread ends with the loop, also after a break.
                 stack.callback(batches.close)
-            for number, batch in enumerate(batches):
-                n_batches = number + 1
+            for number, batch in enumerate(batches, done.n_batches):
+                done.n_batches = number + 1
                 yield pair_of(batch)
                 update(self._recorder.loss)
                 self._callbacks("on_batch_end", self, number, self._recorder.loss)
                 self._recorder.loss = None
                 if self._is_stopped:
                     break
-        return n_batches
 
     def _require_open(self) -> None:
         if self._is_closed:
             raise ClosedError("the trainer is closed; make a new one")
+
+    def _require_idle(self, call: str) -> None:
+        if self._recorder.is_recording:
+            raise ClosedError(
+                "another loop over this trainer is running; end that loop, or close() its "
+                f"iterator, before calling {call}"
+            )
 
     def _context(self) -> contextlib.AbstractContextManager[Any]:
         if self._strategy_options.autocast is None:
@@ -377,7 +450,7 @@ class Trainer:
 
 def _is_feeder(loader: Any) -> bool:
     """Return whether a loader yields batches on the device already."""
-    return isinstance(loader, (Feeder, LoaderFeeder))
+    return isinstance(loader, (BaseFeeder, Restartable))
 
 
 def _prefetched(
