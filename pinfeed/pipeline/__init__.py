@@ -1,1 +1,1 @@
-"""Prefetching engine: sources, prefetcher, transfer to the device, lent batches, write queue."""
+"""Prefetching engine: sources, draws, fillers, movers to the device, lent batches, write queue."""
