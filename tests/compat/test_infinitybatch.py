@@ -498,3 +498,39 @@ def test_a_history_is_copied() -> None:
     history = CudaHistory()
     history.append("here")
     assert [name for name, _ in copy.deepcopy(history)] == ["here"]
+
+
+def chunked_run() -> tuple[nn.Module, Any, torch.Tensor]:
+    model = nn.Linear(8, 1)
+    run = infinitybatch.InfinityBatch(
+        model, None, nn.MSELoss(), [], verbose=False, chunk_size=16, strategy="two_pass"
+    )
+    return model, run, torch.randn(64, 8)
+
+
+@pytest.mark.filterwarnings("ignore::pinfeed.compat.infinitybatch.InfinityBatchWarning")
+def test_evaluation_without_gradients() -> None:
+    model, run, inputs = chunked_run()
+    model.eval()
+    with torch.no_grad():
+        outputs = run.batch_(inputs)
+        assert torch.equal(outputs, model(inputs))
+    assert not outputs.requires_grad
+
+
+@pytest.mark.filterwarnings("ignore::pinfeed.compat.infinitybatch.InfinityBatchWarning")
+def test_a_weight_that_changes_before_the_backward_pass_is_refused() -> None:
+    model, run, inputs = chunked_run()
+    outputs = run.batch_(inputs)
+    with torch.no_grad():
+        model.weight.add_(1)
+    with pytest.raises(RuntimeError, match=r"parameters \(weight\) have changed since the forward"):
+        outputs.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore::pinfeed.compat.infinitybatch.InfinityBatchWarning")
+def test_the_number_of_epochs_is_checked() -> None:
+    _, run, _ = chunked_run()
+    for n in (2.5, -1):
+        with pytest.raises(pinfeed.errors.ArgumentError, match="num_epochs"):
+            run(n)

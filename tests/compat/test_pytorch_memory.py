@@ -331,6 +331,8 @@ def test_a_pair_of_inputs() -> None:
 
 
 def test_full_batches_of_a_feeder_and_all_of_generate_epoch() -> None:
+    with pytest.raises(errors.ArgumentError, match="epoch_count=-1"):
+        feeder().generate_epochs(-1)
     for epoch in feeder().generate_epochs(2):
         assert labels(epoch) == [[0, 1, 2, 3], [4, 5, 6, 7]]
         assert labels(epoch) == []

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from pinfeed.tensors import rng_state
+from pinfeed.tensors.numpy_torch import version_of
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training.large_batch.strategies.micro_batches import (
     check_output_rows,
@@ -59,6 +60,7 @@ class _Chunks:
             for start in range(0, n_samples(inputs), size)
         ]
         self._rng_states: list[dict[str, Any]] = []
+        self._versions = _versions(model)
         self._buffers = buffers_of([model])
         kind = device.type
         self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -76,7 +78,19 @@ class _Chunks:
         return [leaf for _, leaf in leaves]
 
     def backward(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
-        """Add to the gradients of the parameters, given the gradients of the outputs."""
+        """Add to the gradients of the parameters, given the gradients of the outputs.
+
+        Raises:
+            RuntimeError: If a parameter has changed since the forward pass.
+        """
+        now = _versions(self._model)
+        changed = [name for name, version in self._versions.items() if now.get(name) != version]
+        if changed:
+            raise RuntimeError(
+                f"parameters ({', '.join(changed[:3])}) have changed since the forward pass of "
+                "this batch, whose chunks the backward pass computes again; expected unchanged "
+                "parameters; call backward before the step of the optimizer"
+            )
         start = 0
         with replayed_buffers(self._buffers):
             for chunk, state in zip(self._chunks, self._rng_states, strict=True):
@@ -90,6 +104,11 @@ class _Chunks:
         if self._autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, self._autocast)
+
+
+def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return the identity of each parameter, and how often it was changed in place."""
+    return {name: (id(one), version_of(one)) for name, one in model.named_parameters()}
 
 
 def _backward(

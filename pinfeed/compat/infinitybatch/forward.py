@@ -98,7 +98,9 @@ class BatchForward:
             back: Device of the outputs.
         """
         inputs = as_tensors(inputs)
-        choice = self._choose(model, inputs, optimizer, device)
+        # The strategies are compared by their gradients, also before an evaluation.
+        with torch.enable_grad():
+            choice = self._choose(model, inputs, optimizer, device)
         self.chosen = choice
         if choice.strategy == "two_pass":
             return outputs_in_chunks(model, inputs, choice.chunk_size, device, back)

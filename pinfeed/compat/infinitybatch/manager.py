@@ -14,6 +14,7 @@ from pinfeed.training.large_batch.select import StrategyChoice
 from pinfeed.training.large_batch.strategies.micro_batches import as_tensors, n_samples
 from pinfeed.training.memory_model.tensor_specs import to_device
 from pinfeed.training.trainer.evaluate import pair_of
+from pinfeed.validation.arguments import whole_number
 
 
 class InfinityBatch(Settings):
@@ -73,7 +74,12 @@ class InfinityBatch(Settings):
         self.train(num_epochs)
 
     def train(self, num_epochs: int) -> None:
-        """Clear the containers and train for ``num_epochs`` epochs."""
+        """Clear the containers and train for ``num_epochs`` epochs.
+
+        Raises:
+            ArgumentError: If ``num_epochs`` is not a whole number, or is negative.
+        """
+        num_epochs = whole_number(num_epochs, "num_epochs", least=0)
         self.clearcontainers_()
         self._print(f"Training for {num_epochs} epochs.")
         for epoch in range(num_epochs):

@@ -14,6 +14,7 @@ from pinfeed.errors import ArgumentError
 from pinfeed.feeders.functions import ReaderFeeder, wrap_readers
 from pinfeed.tensors.numpy_torch import memory_of
 from pinfeed.training.memory_model.tensor_specs import SampleSpec
+from pinfeed.validation.arguments import whole_number
 
 Apply = Callable[[Iterator[Any]], Any]
 Read = Callable[[Any], Iterable[Any]]
@@ -128,11 +129,17 @@ class Feeder:
         """Yield ``epoch_count`` epochs; each one is read when it is iterated.
 
         With ``shuffle``, the orders continue those of the last call.
+
+        Raises:
+            ArgumentError: If ``epoch_count`` is not a whole number, or is negative.
         """
-        for _ in range(epoch_count):
-            number = self._n_epochs
-            self._n_epochs += 1
-            yield Epoch(self._reader, number)
+        n = whole_number(epoch_count, "epoch_count", least=0)
+        return (self._next_epoch() for _ in range(n))
+
+    def _next_epoch(self) -> Epoch:
+        number = self._n_epochs
+        self._n_epochs += 1
+        return Epoch(self._reader, number)
 
 
 def generate_epoch(

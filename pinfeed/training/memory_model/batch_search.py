@@ -14,7 +14,7 @@ from pinfeed.memory import limits
 from pinfeed.memory.demand import Demand, plan_allocations
 from pinfeed.memory.plan import Allocation, Place, Plan
 from pinfeed.training.memory_model.budget import CACHES, Budget, largest_that_fits, refusal
-from pinfeed.training.memory_model.estimate import StepEstimator
+from pinfeed.training.memory_model.estimate import MOST_SAMPLES, StepEstimator
 from pinfeed.training.memory_model.probe import measure_steps
 
 _INEXACT_MARGIN = 0.06
@@ -159,7 +159,8 @@ class BatchSearch:
         preferred = None
         if bounds.preferred_batch_size is not None:
             preferred = max(1, bounds.preferred_batch_size // one_read)
-        most = [one for one in (preferred, bounds.total_sample_count) if one is not None]
+        given = (preferred, bounds.total_sample_count)
+        most = [min(one, MOST_SAMPLES // one_read) for one in given if one is not None]
         found = largest_that_fits(need, 1.0, min(most, default=None))
         if preferred is None:
             # Without this bound, a small model on a large machine would get a batch that is too

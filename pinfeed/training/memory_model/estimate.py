@@ -18,7 +18,7 @@ from pinfeed.tensors.pytree import flatten
 from pinfeed.training.memory_model.caching_allocator import CachingAllocator
 from pinfeed.training.memory_model.confidence import confidence_in
 from pinfeed.training.memory_model.cublas_workspaces import workspace_bytes
-from pinfeed.training.memory_model.models import copies_without_data
+from pinfeed.training.memory_model.models import copies_without_data, require_initialized
 from pinfeed.training.memory_model.optimizer_copy import (
     optimizer_for,
     state_tensors,
@@ -53,7 +53,7 @@ _PATCHING_LOCK = threading.RLock()
 """Held while functions of torch are replaced, for the whole process."""
 _N_STEPS = 2
 """Number of steps to run; the state of the optimizer exists from the end of the first step on."""
-_MOST_SAMPLES = 1 << 40
+MOST_SAMPLES = 1 << 40
 """Largest batch size to predict; sizes in bytes of larger batches overflow in torch."""
 _ROUND = {"cuda": 512, "cpu": 64}
 """Bytes to which an allocation is rounded up."""
@@ -146,6 +146,8 @@ class StepEstimator:
             raise ArgumentError(
                 f"model={model!r}: expected a torch module, or a class or function that makes one"
             )
+        if isinstance(model, nn.Module):
+            require_initialized(model)
         if device not in ("cuda", "cpu"):
             raise ArgumentError(f"device={device!r}: expected 'cuda' or 'cpu'")
         check_autocast(autocast)
@@ -176,6 +178,12 @@ class StepEstimator:
             model: The copy.
             stand_ins: Tensors of the copy, by the id of the original tensor.
         """
+        if self._optimizer is None and not any(p.requires_grad for p in model.parameters()):
+            raise EstimateError(
+                "the model has no parameter that requires a gradient, so a training step cannot be "
+                "estimated; unfreeze parameters, or leave out the model and give "
+                "preferred_batch_size"
+            )
         return optimizer_for(model, self._optimizer, stand_ins)
 
     def at(self, batch_size: int, step: Step = plain_step) -> Estimate:
@@ -185,7 +193,7 @@ class StepEstimator:
             ArgumentError: If ``batch_size`` is not a whole number from 1 to 2**40.
             EstimateError: If the step cannot run on tensors without data.
         """
-        batch_size = whole_number(batch_size, "batch_size", most=_MOST_SAMPLES)
+        batch_size = whole_number(batch_size, "batch_size", most=MOST_SAMPLES)
         if (batch_size, step) not in self._estimates:
             self._estimates[batch_size, step] = self._estimate(batch_size, step)
         return self._estimates[batch_size, step]
@@ -195,9 +203,15 @@ class StepEstimator:
         try:
             with _silent_fake_tensors():
                 layers, confidence, notes = self._run(tracker, batch_size, step)
-        except ArgumentError:
+        except (ArgumentError, EstimateError):
             raise
         except Exception as error:
+            if "UninitializedParameter" in str(error):
+                raise ArgumentError(
+                    f"model={self.model!r} makes a lazy module, which has uninitialized "
+                    "parameters; expected parameters with known shapes; use modules that are not "
+                    "lazy"
+                ) from error
             phase = tracker.marks[-1][1] if tracker.marks else "beginning"
             raise EstimateError(self._refusal(error, batch_size, phase)) from error
         peak = peak_of(tracker, _ROUND[self.device])

@@ -29,10 +29,27 @@ def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
         yield from (value for value in vars(one).values() if isinstance(value, torch.Tensor))
 
 
+def require_initialized(model: nn.Module) -> None:
+    """Check that the shapes of all parameters are known.
+
+    Raises:
+        ArgumentError: If a lazy module has not seen a batch yet.
+    """
+    kind = nn.parameter.UninitializedParameter
+    lazy = [name for name, one in model.named_parameters() if isinstance(one, kind)]
+    if lazy:
+        raise ArgumentError(
+            f"the model has uninitialized parameters ({', '.join(lazy[:3])}), because a lazy "
+            "module has not seen a batch; expected parameters with known shapes; call the model "
+            "with one batch first, or use modules that are not lazy"
+        )
+
+
 def bytes_on_device(model: Any, device: torch.device) -> int:
     """Return the bytes of a model's tensors and gradients on the device."""
     if not isinstance(model, nn.Module):
         return 0
+    require_initialized(model)
     gradients = (p.grad for p in model.parameters() if p.grad is not None)
     tensors = {id(tensor): tensor for tensor in (*tensors_of(model), *gradients)}
     on_device = [one for one in tensors.values() if one.device.type == device.type]

@@ -478,3 +478,33 @@ def test_the_plan_of_a_feeder_on_the_cpu_says_that_gpu_limits_have_no_effect(
         found = [line for line in feeder.plan.notes if "has no effect on the feeder" in line]
     assert len(found) == bool(note)
     assert all(line.startswith(note) for line in found)
+
+
+def lazy_model() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(1))
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        (
+            lazy_model,
+            errors.ArgumentError,
+            "call the model with one batch first",
+        ),
+        (lambda: lazy_model, errors.ArgumentError, "makes a lazy module"),
+        (nn.ReLU, errors.EstimateError, "no parameter that requires a gradient"),
+    ],
+    ids=["lazy", "makes a lazy one", "nothing to train"],
+)
+def test_models_without_parameters_to_train(model: Any, error: Any, message: str) -> None:
+    limits = {"cpu_memory_limit": "1GiB", "gpu_memory_limit": "1GiB"}
+    with pytest.raises(error, match=message):
+        Config(**limits, model=model(), input_shape=(8,)).batch_size  # noqa: B018
+
+
+def test_more_samples_than_any_batch_has_only_bound_the_batch() -> None:
+    limits = {"cpu_memory_limit": "1GiB", "gpu_memory_limit": "1GiB"}
+    shapes = {"input_shape": (8,), "total_sample_count": 10**15}
+    assert Config(**limits, model=nn.Linear(8, 1), **shapes).batch_size > 1
