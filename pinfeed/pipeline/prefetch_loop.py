@@ -6,6 +6,7 @@ back-pressure, the end of the data, and errors with their tracebacks.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import deque
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any
 
 from pinfeed.pipeline.depth_choice import DepthChoice
 from pinfeed.pipeline.loop import Loop, LoopParts, SynchronousLoop
-from pinfeed.pipeline.slot import Slot
+from pinfeed.pipeline.slot import Cancelled, Slot
 from pinfeed.threads.call import Call, Pending
 from pinfeed.threads.pool import ThreadPool
 
@@ -32,19 +33,24 @@ class PrefetchLoop(Loop):
         self._free.extend(parts.mover.begin(schedule.n_slots, schedule.batches_per_slot))
         # Slots that are being filled or are full, in the order of their batches.
         self._filling: deque[Pending[Slot | None]] = deque()
+        # The call that this thread has finished last.
+        self._helped: list[Call[Slot | None]] = []
         # This is the last step. An interrupt after it would leave threads to the garbage collector.
         self._threads.start_readers(calls_transforms=parts.transform is not None)
         self._submit = self._threads.reader.submit
         self._wait: Callable[[Any], Slot | None] = parts.wait
         if parts.may_help and isinstance(self._threads.reader, ThreadPool):
             # Waking a reader thread takes longer than filling a small slot.
-            self._wait = Call.finish
+            self._wait = functools.partial(_finish, self._helped)
 
     def _slots(self) -> Callable[[], Slot | None]:
         return self._next_prefetched
 
     def _forget_slots(self) -> None:
         super()._forget_slots()
+        while self._helped:
+            # A reader thread may wait for this call, which an interrupt may have cut off.
+            self._helped.pop().abandon(Cancelled())
         # An error of a fill keeps its tensors.
         self._filling.clear()
 
@@ -132,3 +138,9 @@ class WatchedLoop(SynchronousLoop):
             return fill_next()
 
         return next_slot
+
+
+def _finish(helped: list[Call[Slot | None]], filled: Call[Slot | None]) -> Slot | None:
+    """Fill a slot in this thread, unless a reader thread has begun to; note its call."""
+    helped[:] = (filled,)
+    return filled.finish()

@@ -35,11 +35,14 @@ class Call(Generic[R]):
     ``Future`` waits in Python code, and an interrupt within it may leave its lock held.
     """
 
-    __slots__ = ("__weakref__", "_done", "_error", "_running", "_value", "_work")
+    __slots__ = ("__weakref__", "_args", "_done", "_error", "_fn", "_running", "_takers", "_value")
 
     def __init__(self, fn: Callable[..., R], *args: Any) -> None:
-        # The function and its arguments, until a thread takes them. ``list.pop`` is atomic.
-        self._work: list[tuple[Callable[..., R], tuple[Any, ...]]] = [(fn, args)]
+        self._fn: Callable[..., R] | None = fn
+        self._args: tuple[Any, ...] = args
+        # Identifiers of the threads in ``run``. The first one calls the function; ``list.append``
+        # is atomic.
+        self._takers: list[int] = []
         # Held until the function has ended.
         self._running = threading.Lock()
         self._running.acquire()
@@ -49,11 +52,16 @@ class Call(Generic[R]):
 
     def run(self) -> None:
         """Call the function, or wait until the thread that calls it already has done so."""
-        try:
-            fn, args = self._work.pop()
-        except IndexError:
+        me = threading.get_ident()
+        self._takers.append(me)
+        if self._takers[0] != me:
             self._wait()
             return
+        fn = self._fn
+        args = self._args
+        self._fn = None
+        self._args = ()
+        assert fn is not None
         try:
             self._value = fn(*args)
         except BaseException as error:
@@ -69,10 +77,16 @@ class Call(Generic[R]):
 
     def fail(self, error: BaseException) -> None:
         """End the call with ``error``, without calling the function."""
-        self._work.clear()
+        self._fn = None
+        self._args = ()
         self._error = error
         self._done = True
         self._running.release()
+
+    def abandon(self, error: BaseException) -> None:
+        """End the call with ``error``, if an interrupt has cut off ``run`` in this thread."""
+        if self._takers[:1] == [threading.get_ident()] and self._running.locked():
+            self.fail(error)
 
     def done(self) -> bool:
         """Return whether the function has returned or raised."""
