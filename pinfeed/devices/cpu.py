@@ -73,6 +73,8 @@ class HostDevice:
     _stream = HostStream()
     wrap = staticmethod(to_torch)
     """Returns a tensor on the memory of an array."""
+    from_numpy = staticmethod(torch.from_numpy)
+    """Does the same for an array of any dtype of numpy's own."""
 
     def __init__(self, *, n_spare: int = 4) -> None:
         self._pool = BufferPool(n_spare, huge)

@@ -29,7 +29,7 @@ from pinfeed.pipeline.loop import Loop, LoopParts, SynchronousLoop
 from pinfeed.pipeline.loop_transforms import LoopTransforms
 from pinfeed.pipeline.mover import Mover, Writer
 from pinfeed.pipeline.named_calls import name_calls
-from pinfeed.pipeline.prefetch_loop import MeasuredLoop, PrefetchLoop, WatchedLoop
+from pinfeed.pipeline.prefetch_loop import MeasuredLoop, PrefetchLoop
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Slot
 from pinfeed.pipeline.sources.transforms import BatchTransform
@@ -97,9 +97,9 @@ def make_loop(
         parts.lend = functools.partial(_lend_transformed, mover.counters, lend)
     if timeline is not None and not mover.device.unified:
         name_calls(parts)
-    if not schedule.measures_depth:
-        return PrefetchLoop(parts) if schedule.depth else SynchronousLoop(parts)
-    return MeasuredLoop(parts, choice) if schedule.depth else WatchedLoop(parts, choice)
+    if schedule.measures_depth:
+        return MeasuredLoop(parts, choice)
+    return PrefetchLoop(parts) if schedule.depth else SynchronousLoop(parts)
 
 
 def _draws(

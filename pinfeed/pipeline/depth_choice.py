@@ -9,12 +9,11 @@ A schedule may say that only short batches are timed both ways. A loop with long
 prefetches, and never stalls because of the measurement, which begins when batches become short. If
 batches become longer after the synchronous loop was chosen, the measurement begins again.
 
-If epochs have few batches, whole epochs are timed, with their threads.
+If epochs have few batches, whole epochs are timed, with starting and ending their threads.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import statistics
 
@@ -60,12 +59,13 @@ class DepthChoice:
     The consumer thread calls every method.
 
     Args:
-        schedule: Schedule of a loop that prefetches. It says whether the choice is measured;
-            otherwise this schedule is the choice.
+        schedule: Schedule of the loop if it prefetches. It says whether the choice is measured;
+            otherwise its depth is the choice.
     """
 
     def __init__(self, schedule: PrefetchSchedule) -> None:
-        self._schedule = schedule
+        self.schedule = schedule
+        """Schedule of the loop if it prefetches."""
         n_in_slots = schedule.n_slots * schedule.batches_per_slot
         self._n_warm_up = max(WARM_UP_BATCHES, n_in_slots)
         least = SHORT_STRETCH_BATCHES if schedule.measures_short_only else STRETCH_BATCHES
@@ -73,7 +73,7 @@ class DepthChoice:
         self.is_measuring = schedule.measures_depth
         """Whether the choice is not made yet."""
         self.is_synchronous = schedule.depth == 0
-        """Whether the next batch is gathered when the loop requests it."""
+        """Whether the next batch is gathered when the loop requests it, also in the next loop."""
         self._has_chosen_synchronous = False
         # Whether batches are timed: until the choice is made, and then to see that they stay short.
         self._is_timing = schedule.measures_depth
@@ -83,8 +83,6 @@ class DepthChoice:
         # Number of long stretches in a row until now, and seconds of a batch in the last one.
         self._n_long = 0
         self._long_s = 0.0
-        # Whether the running epoch can prefetch; an epoch that begins with depth 0 has no threads.
-        self._has_threads = True
         # Whether each epoch is one stretch, because the last epoch was too short for several.
         self._are_epochs_short = False
         self._has_stretch = False
@@ -93,12 +91,9 @@ class DepthChoice:
         self._start_s = 0.0
 
     @property
-    def schedule(self) -> PrefetchSchedule:
-        """Schedule of the next epoch."""
-        is_whole_epoch = not self.is_measuring or self._are_epochs_short
-        if self._is_next_synchronous and is_whole_epoch:
-            return dataclasses.replace(self._schedule, depth=0, n_readers=1)
-        return self._schedule
+    def depth(self) -> int:
+        """Number of batches that the loop prefetches now, or that the next loop begins with."""
+        return 0 if self.is_synchronous else self.schedule.depth
 
     @property
     def excuses_waiting(self) -> bool:
@@ -106,29 +101,27 @@ class DepthChoice:
 
         The measurement of short batches takes too little time to excuse waits while prefetching.
         """
-        schedule = self._schedule
+        schedule = self.schedule
         if not schedule.measures_depth:
             return False
         if self.is_synchronous:
-            # An epoch without threads stays synchronous, even if prefetching is chosen.
             return not self._has_chosen_synchronous
         return self.is_measuring and not schedule.measures_short_only
 
     @property
     def reason(self) -> str:
         """The depth, and the measured times; empty if the choice is not measured."""
-        return str(self) if self._schedule.measures_depth else ""
+        return str(self) if self.schedule.measures_depth else ""
 
     def __str__(self) -> str:
         """Describe the depth and why it was chosen, for the ``repr`` of a feeder."""
-        depth = f"depth={self._schedule.depth}"
-        if not self._schedule.measures_depth:
+        depth = f"depth={self.schedule.depth}"
+        if not self.schedule.measures_depth:
             return depth
         if self.is_measuring and self._n_long:
-            limit = duration(self._schedule.measured_below_s)
+            limit = duration(self.schedule.measured_below_s)
             long = duration(self._long_s)
-            why = f"{long} per batch; depth=0 is timed only below {limit}"
-            return f"{depth}{self._begins}: {why}"
+            return f"{depth}: {long} per batch; depth=0 is timed only below {limit}"
         if self.is_measuring:
             return f"{depth}, not measured yet"
         ahead_time = duration(statistics.median(self._ahead_s))
@@ -139,16 +132,14 @@ class DepthChoice:
 
     def describe(self, depth: int) -> MeasuredDepth:
         """Return whether the choice is measured, and whether it is this depth."""
-        measures_depth = self._schedule.measures_depth
+        measures_depth = self.schedule.measures_depth
         is_made = measures_depth and not self.is_measuring
-        is_measured = is_made and depth == self.schedule.depth
+        is_measured = is_made and depth == self.depth
         return {"measures_depth": measures_depth, "is_measured": is_measured}
 
     def begin(self) -> None:
-        """Note that an epoch begins with the current ``schedule``."""
-        self._has_threads = self.schedule.depth > 0
+        """Note that an epoch begins."""
         self._has_stretch = False
-        self.is_synchronous = self._is_next_synchronous or not self._has_threads
         self._skip(self._n_warm_up)
 
     def end(self, n_batches: int, seconds: float) -> None:
@@ -175,7 +166,7 @@ class DepthChoice:
             n_batches: Number of batches.
             now: Time at which the loop requested the next batch.
         """
-        if not self._is_timing or (self.is_measuring and not self._has_threads):
+        if not self._is_timing:
             return
         if self._n_untimed > 0:
             self._n_untimed -= n_batches
@@ -195,7 +186,7 @@ class DepthChoice:
         if self.is_measuring and self.is_synchronous:
             self._synchronous_s.append(batch_s)
             self._judge()
-        elif batch_s > self._schedule.measured_below_s:
+        elif batch_s > self.schedule.measured_below_s:
             self._n_long += 1
             self._long_s = batch_s
             if not self.is_measuring and self._n_long == MIN_ROUNDS:
@@ -209,11 +200,6 @@ class DepthChoice:
             self._change()
 
     @property
-    def _begins(self) -> str:
-        """Text that says when prefetching begins, for a running epoch that has no threads."""
-        return "" if self._has_threads else " from the next epoch on"
-
-    @property
     def _is_next_synchronous(self) -> bool:
         """Whether the next stretch is one of the synchronous loop."""
         if self.is_measuring:
@@ -221,14 +207,14 @@ class DepthChoice:
         return self._has_chosen_synchronous
 
     def _change(self) -> None:
-        """Begin a stretch of the next way; an epoch without threads stays synchronous."""
-        self.is_synchronous = self._is_next_synchronous or not self._has_threads
-        self._skip(self._n_in_transition() * self._schedule.batches_per_slot)
+        """Begin a stretch of the next way."""
+        self.is_synchronous = self._is_next_synchronous
+        self._skip(self._n_in_transition() * self.schedule.batches_per_slot)
 
     def _restart(self) -> None:
         """Forget the choice of the synchronous loop, because its batches have become long."""
         took = duration(self._long_s)
-        logger.info("depth=None prefetches again%s, because batches take %s", self._begins, took)
+        logger.info("depth=None prefetches again, because batches take %s", took)
         self.is_measuring = True
         self._has_chosen_synchronous = False
         self._are_epochs_short = False
@@ -242,7 +228,7 @@ class DepthChoice:
         A synchronous loop first lends the prefetched slots, and completes write-backs. A loop that
         prefetches again fills its slots, and may queue as many batches on the device.
         """
-        n_slots = self._schedule.n_slots
+        n_slots = self.schedule.n_slots
         return n_slots + 1 if self.is_synchronous else 2 * n_slots
 
     def _skip(self, n_batches: int) -> None:
@@ -256,7 +242,7 @@ class DepthChoice:
         synchronous_s = self._synchronous_s
         if len(synchronous_s) < MIN_ROUNDS:
             return
-        is_usual = self._schedule.measures_short_only
+        is_usual = self.schedule.measures_short_only
         usual_s, other_s = (synchronous_s, ahead_s) if is_usual else (ahead_s, synchronous_s)
         if max(usual_s) <= min(other_s):
             self._settle(is_synchronous=is_usual)
@@ -269,6 +255,6 @@ class DepthChoice:
     def _settle(self, *, is_synchronous: bool) -> None:
         self.is_measuring = False
         self._has_chosen_synchronous = is_synchronous
-        self._is_timing = is_synchronous and self._schedule.measures_short_only
-        self.is_synchronous = is_synchronous or not self._has_threads
+        self._is_timing = is_synchronous and self.schedule.measures_short_only
+        self.is_synchronous = is_synchronous
         logger.info("depth=None chose %s", self)

@@ -362,10 +362,9 @@ class EpochRunner:
 
     def _enter(self, choice: DepthChoice) -> float:
         """Count a loop that begins; return the time."""
-        schedule = choice.schedule
         self._counters.enter(
-            schedule.depth,
-            schedule.n_readers,
+            choice.depth,
+            choice.schedule.n_readers if choice.depth else 1,
             asynchronous=not self._transfer.device.unified,
             describe_depth=choice.describe,
         )

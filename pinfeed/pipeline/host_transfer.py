@@ -124,7 +124,8 @@ class HostTransfer:
             else:
                 out = np.ndarray(shape, dtype, shared, offset)
             part.read(out, self.check_stop)
-            tensors.append(device.wrap(out))
+            # numpy does not have bfloat16, whose kind is "V".
+            tensors.append(device.wrap(out) if dtype.kind == "V" else device.from_numpy(out))
         slot.number = number
         slot.batch = batch
         slot.nbytes = total

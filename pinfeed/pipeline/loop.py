@@ -77,8 +77,7 @@ class LoopParts:
 class Loop:
     """One loop over a source.
 
-    A subclass defines how the next slot is filled. It makes its threads in the last step of its
-    constructor.
+    A subclass defines how the next slot is filled.
 
     Args:
         parts: Mover, draws and functions of the loop.
@@ -125,13 +124,14 @@ class Loop:
         counters = self._counters
         mover: Any = self._parts.mover
         threads = self._threads
-        next_slot = self._slots()
         lend = self._parts.lend
         number = self._parts.first
         is_unified = mover.device.unified
         self.consumer = threading.get_ident()
         exit_hook.loops.add(self._reference)
         try:
+            # This may start threads, which the end of the loop joins.
+            next_slot = self._slots()
             while True:
                 try:
                     slot = next_slot()

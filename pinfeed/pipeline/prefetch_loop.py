@@ -1,4 +1,4 @@
-"""PrefetchLoop: a loop whose next batches are filled by reader threads; MeasuredLoop: maybe.
+"""PrefetchLoop: a loop whose next batches reader threads fill; MeasuredLoop: maybe they do.
 
 A loop is a deque of calls that reader threads make. The results of these calls carry the order,
 back-pressure, the end of the data, and errors with their tracebacks.
@@ -6,14 +6,13 @@ back-pressure, the end of the data, and errors with their tracebacks.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from pinfeed.pipeline.depth_choice import DepthChoice
-from pinfeed.pipeline.loop import Loop, LoopParts, SynchronousLoop
+from pinfeed.pipeline.loop import Loop, LoopParts
 from pinfeed.pipeline.slot import Cancelled, Slot
 from pinfeed.threads.call import Call, Pending
 from pinfeed.threads.pool import ThreadPool
@@ -35,16 +34,25 @@ class PrefetchLoop(Loop):
         self._filling: deque[Pending[Slot | None]] = deque()
         # The call that this thread has finished last.
         self._helped: list[Call[Slot | None]] = []
-        # This is the last step. An interrupt after it would leave threads to the garbage collector.
-        self._threads.start_readers(calls_transforms=parts.transform is not None)
-        self._submit = self._threads.reader.submit
-        self._wait: Callable[[Any], Slot | None] = parts.wait
-        if parts.may_help and isinstance(self._threads.reader, ThreadPool):
-            # Waking a reader thread takes longer than filling a small slot.
-            self._wait = functools.partial(_finish, self._helped)
+        self._result: Callable[[Any], Slot | None] = parts.wait
 
     def _slots(self) -> Callable[[], Slot | None]:
+        self._start_readers()
         return self._next_prefetched
+
+    def _start_readers(self) -> None:
+        """Start the reader threads, which ``end`` joins."""
+        parts = self._parts
+        self._threads.start_readers(calls_transforms=parts.transform is not None)
+        self._submit = self._threads.reader.submit
+        if parts.may_help and isinstance(self._threads.reader, ThreadPool):
+            # Waking a reader thread takes longer than filling a small slot.
+            self._result = self._finish
+
+    def _finish(self, filled: Call[Slot | None]) -> Slot | None:
+        """Fill a slot in this thread, unless a reader thread has begun to."""
+        self._helped[:] = (filled,)
+        return filled.finish()
 
     def _forget_slots(self) -> None:
         super()._forget_slots()
@@ -65,7 +73,7 @@ class PrefetchLoop(Loop):
             if parts.transform is not None:
                 filled = self._threads.transformer.submit(parts.transform, filled)
             self._filling.append(filled)
-        return self._wait(self._filling.popleft())
+        return self._result(self._filling.popleft())
 
 
 class MeasuredLoop(PrefetchLoop):
@@ -73,7 +81,8 @@ class MeasuredLoop(PrefetchLoop):
 
     To become synchronous, it lends the prefetched batches, and waits for all write-backs. From then
     on, the thread of the loop fills one slot at a time, and completes each write-back at once. A
-    later change to prefetching therefore has nothing to wait for.
+    later change to prefetching therefore has nothing to wait for. The reader threads start when the
+    loop first prefetches.
 
     Args:
         parts: Mover, draws and functions of the loop.
@@ -83,9 +92,11 @@ class MeasuredLoop(PrefetchLoop):
     def __init__(self, parts: LoopParts, choice: DepthChoice) -> None:
         self._choice = choice
         super().__init__(parts)
+        self._has_readers = False
 
     def _slots(self) -> Callable[[], Slot | None]:
         self._choice.begin()
+        self._change(is_synchronous=self._choice.is_synchronous)
         return self._next_of_choice
 
     def _next_of_choice(self) -> Slot | None:
@@ -94,7 +105,7 @@ class MeasuredLoop(PrefetchLoop):
             self._choice.count(self._n_lent, self._counters.requested_s)
         is_synchronous = self._choice.is_synchronous
         if is_synchronous and self._filling:
-            return self._wait(self._filling.popleft())
+            return self._result(self._filling.popleft())
         if self._threads.is_inline != is_synchronous:
             self._change(is_synchronous=is_synchronous)
         return self._fill_now() if is_synchronous else self._next_prefetched()
@@ -107,40 +118,14 @@ class MeasuredLoop(PrefetchLoop):
         return parts.fill_now(slot, next(self._turns))
 
     def _change(self, *, is_synchronous: bool) -> None:
-        """Change to the synchronous loop or back, when no slot is being filled."""
+        """Begin, or change to the synchronous loop or back, when no slot is being filled."""
         if self.write_queue is not None:
             self.write_queue.drain()
+        if not is_synchronous and not self._has_readers:
+            self._start_readers()
+            self._has_readers = True
         self._threads.is_inline = is_synchronous
         depth = 0 if is_synchronous else self._parts.schedule.depth
         self._parts.draws.compare(depth)
-        self._counters.change_depth(depth)
-
-
-class WatchedLoop(SynchronousLoop):
-    """A synchronous loop by choice, which is timed, because its batches may become longer.
-
-    Args:
-        parts: Mover, draws and functions of the loop.
-        choice: The choice.
-    """
-
-    def __init__(self, parts: LoopParts, choice: DepthChoice) -> None:
-        self._choice = choice
-        super().__init__(parts)
-
-    def _slots(self) -> Callable[[], Slot | None]:
-        self._choice.begin()
-        fill_next = super()._slots()
-
-        def next_slot() -> Slot | None:
-            if self._n_lent:
-                self._choice.count(self._n_lent, self._counters.requested_s)
-            return fill_next()
-
-        return next_slot
-
-
-def _finish(helped: list[Call[Slot | None]], filled: Call[Slot | None]) -> Slot | None:
-    """Fill a slot in this thread, unless a reader thread has begun to; note its call."""
-    helped[:] = (filled,)
-    return filled.finish()
+        if depth != self._counters.depth:
+            self._counters.change_depth(depth)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -112,24 +113,23 @@ class _OrderRun:
         self._n_rows = n_rows
         self._begin = begin
         self._end = end
-        self._rows: Rows | None = None
+        self.computed: Rows | None = None
+        """The row indices; None before they are first needed."""
 
     def part(self, begin: int, end: int, next_run: _OrderRun | None) -> Rows:
         """Return rows [begin, end) of the run, and compute the next run before it is needed."""
-        rows = self._rows
-        if rows is None:
-            rows = self.rows()
+        rows = self.rows()
         if next_run is not None:
             next_run.rows()
         return rows[begin:end]
 
     def rows(self) -> Rows:
         """Return the row indices of the run."""
-        if self._rows is None:
+        if self.computed is None:
             with self._lock:
-                if self._rows is None:
-                    self._rows = self._compute()
-        return self._rows
+                if self.computed is None:
+                    self.computed = self._compute()
+        return self.computed
 
     def _compute(self) -> Rows:
         rows = np.empty(self._end - self._begin, np.int64)
@@ -200,8 +200,14 @@ class OrderBatches(RowBatches):
             for i in range(0, run_rows, slot_rows):
                 n = min(slot_rows, run_rows - i)
                 batches = full if n == slot_rows else _sizes(n, size)
-                ahead = next_run if i == 0 else None
-                yield _row_indices((n, batches, functools.partial(run.part, i, i + n, ahead)))
+                # Most batches need no Python code for their row indices.
+                make: Callable[[], Any] = functools.partial(
+                    operator.getitem, run.computed, slice(i, i + n)
+                )
+                if run.computed is None or i == 0:
+                    ahead = next_run if i == 0 else None
+                    make = functools.partial(run.part, i, i + n, ahead)
+                yield _row_indices((n, batches, make))
             run = next_run
 
     def windows(self, number: int, start: int) -> tuple[Windows | None, int, int]:

@@ -122,7 +122,7 @@ class Call(Generic[R]):
         """
         if not self._done:
             self.run()
-        return self.result()
+        return self._value if self._error is None else self.result()
 
     def _wait(self) -> None:
         with self._running:

@@ -73,7 +73,7 @@ def test_the_faster_way_is_kept_with_a_margin_for_prefetching(
     choice = Loop(even(*times_s)).run().choice
     assert choice.reason == str(choice) == expected
     assert choice.is_synchronous == expected.startswith("depth=0")
-    assert choice.schedule.depth == int(expected[len("depth=")])
+    assert choice.depth == int(expected[len("depth=")])
     assert [record.getMessage() for record in caplog.records] == [f"depth=None chose {expected}"]
 
 
@@ -90,9 +90,9 @@ def test_the_faster_way_is_kept_with_a_margin_for_prefetching(
 def test_in_doubt_only_loops_of_any_length_prefetch(
     times_s: tuple[float, float], expected: int, expected_if_short: int
 ) -> None:
-    assert Loop(even(*times_s)).run().choice.schedule.depth == expected
+    assert Loop(even(*times_s)).run().choice.depth == expected
     short = Loop(even(*times_s), SHORT_MEASURED).run().choice
-    assert short.schedule.depth == expected_if_short
+    assert short.depth == expected_if_short
 
 
 @pytest.mark.parametrize(("times_s", "n_batches"), [((1, 2), 44), ((2, 1), 44), ((1, 0.97), 110)])
@@ -139,7 +139,7 @@ def test_slots_of_several_batches() -> None:
     schedule = PrefetchSchedule(11, batches_per_slot=4, measures_depth=True)
     choice = Loop(even(0.3, 0.2), schedule).run().choice
     assert str(choice) == "depth=0: 200 ms per batch, 300 ms with depth=11"
-    assert choice.schedule == PrefetchSchedule(0, batches_per_slot=4, measures_depth=True)
+    assert choice.depth == 0
 
 
 def test_a_stretch_has_a_turn_of_all_slots() -> None:
@@ -157,7 +157,7 @@ def test_long_batches_are_never_gathered_synchronously() -> None:
     assert loop.choice.reason == "depth=2: 4 ms per batch; depth=0 is timed only below 2 ms"
     assert loop.n_lent == WARM_UP_BATCHES + SHORT_STRETCH_BATCHES
     assert loop.run(100).n_synchronous == 0
-    assert loop.choice.schedule is SHORT_MEASURED
+    assert loop.choice.depth == SHORT_MEASURED.depth
 
 
 def test_batches_that_become_short_are_measured() -> None:
@@ -179,7 +179,7 @@ def test_a_pause_does_not_make_short_batches_long(pause_at: int) -> None:
 
 def chosen_synchronous() -> Loop:
     loop = Loop(even(1e-3, 0.5e-3), SHORT_MEASURED).run()
-    assert loop.choice.schedule.depth == 0
+    assert loop.choice.depth == 0
     loop.ways.clear()
     return loop
 
@@ -187,28 +187,25 @@ def chosen_synchronous() -> Loop:
 def test_a_synchronous_loop_whose_batches_become_long_prefetches() -> None:
     loop = chosen_synchronous()
     loop.seconds = even(0.0, 5e-3)
-    assert loop.run().choice.schedule is SHORT_MEASURED
+    assert loop.run().choice.depth == SHORT_MEASURED.depth
     assert loop.ways == 2 * SHORT_STRETCH_BATCHES * [True]
     assert not loop.choice.is_synchronous
     assert loop.choice.reason == "depth=2: 5 ms per batch; depth=0 is timed only below 2 ms"
 
 
-def test_an_epoch_that_began_without_threads_stays_synchronous(
+def test_a_synchronous_epoch_prefetches_as_soon_as_its_batches_are_long(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "pinfeed")
     loop = chosen_synchronous()
     loop.choice.begin()
     loop.seconds = even(0.0, 5e-3)
-    assert loop.run().choice.schedule is SHORT_MEASURED
-    message = "depth=None prefetches again from the next epoch on, because batches take 5 ms"
-    assert caplog.messages[-1] == message
-    assert loop.run(50).choice.is_synchronous
-    reason = "depth=2 from the next epoch on: 5 ms per batch; depth=0 is timed only below 2 ms"
+    assert loop.run().choice.depth == SHORT_MEASURED.depth
+    assert caplog.messages[-1] == "depth=None prefetches again, because batches take 5 ms"
+    reason = "depth=2: 5 ms per batch; depth=0 is timed only below 2 ms"
     assert loop.choice.reason == reason
     loop.choice.begin()
     assert not loop.choice.is_synchronous
-    assert loop.choice.reason == "depth=2: 5 ms per batch; depth=0 is timed only below 2 ms"
     loop.seconds = even(0.2e-3, 0.1e-3)
     while loop.choice.is_measuring:
         loop.run()
@@ -218,7 +215,7 @@ def test_an_epoch_that_began_without_threads_stays_synchronous(
 def test_a_pause_does_not_end_the_synchronous_loop() -> None:
     loop = chosen_synchronous()
     loop.seconds = lambda way, i: 0.5e-3 + (i % 60 == 0)
-    assert loop.run(200).choice.schedule.depth == 0
+    assert loop.run(200).choice.depth == 0
     assert all(loop.ways)
 
 
@@ -243,7 +240,7 @@ def end_epochs(loop: Loop, n_epochs: int, n_batches: int) -> list[int]:
     """Run whole epochs; return their depths."""
     depths = []
     for _ in range(n_epochs):
-        depths.append(loop.choice.schedule.depth)
+        depths.append(loop.choice.depth)
         loop.choice.begin()
         begun_s = loop.now
         loop.run(n_batches)
@@ -281,18 +278,19 @@ def test_epochs_of_few_batches_that_become_long_are_prefetched() -> None:
 
 
 def test_epochs_of_many_batches_follow_those_of_few() -> None:
-    """An epoch without threads stays synchronous, and the next one is measured."""
+    """An epoch of many batches, which begins as the synchronous one, is measured on its own."""
     loop = Loop(even(1e-3, 0.5e-3), SHORT_MEASURED)
     depths = end_epochs(loop, 2, 8) + end_epochs(loop, 2, 60)
-    assert depths == [2, 2, 0, 2]
-    assert loop.choice.schedule.depth == 0
+    assert depths[:3] == [2, 2, 0]
+    loop.run()
+    assert not loop.choice.is_measuring
+    assert loop.choice.depth == 0
 
 
 @pytest.mark.parametrize("depth", [0, 2])
 def test_a_given_depth_is_not_measured(depth: int) -> None:
     schedule = PrefetchSchedule(depth)
     loop = Loop(even(2.0, 1.0), schedule).run(100)
-    assert loop.choice.schedule is schedule
     assert set(loop.ways) == {depth == 0}
     assert str(loop.choice) == f"depth={depth}"
     assert not loop.choice.reason

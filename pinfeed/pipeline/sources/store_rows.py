@@ -18,6 +18,9 @@ from pinfeed.stores.base import HostArray, Store, row_nbytes
 from pinfeed.stores.ragged import RaggedParts
 from pinfeed.tensors.pytree import Rebuild
 
+# The constructor of a NamedTuple is a Python function; this makes one without it.
+_row_group = functools.partial(tuple.__new__, RowGroup)
+
 
 @dataclass(frozen=True)
 class RowSource:
@@ -108,5 +111,5 @@ class RowSource:
         for make_ragged in ragged:
             items, bounds = make_ragged(rows)
             host_parts += [items, ArrayPart(bounds)]
-        groups = [RowGroup(rows, 0, self.stores)]
+        groups = [_row_group((rows, 0, self.stores, None, None, None))]
         return HostBatch(host_parts, self.rebuild, indices.batches, groups)
