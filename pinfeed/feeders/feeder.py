@@ -239,7 +239,8 @@ class Feeder(ResumableFeeder[T_co]):
             if has_transforms(options):
                 schedule = _schedule_of_single_batches(schedule)
             self._open_device(device, self._n_buffers(schedule))
-            schedule = schedule.on(self._device, may_measure=self._may_measure)
+            # Whether verify finds changed rows must not depend on measured times.
+            schedule = schedule.on(self._device, may_measure=not self._verify)
             transforms = self._transforms_of(options, selection, seed)
             batches = self._plan_batches(selection, schedule, route, transforms)
             self._plan = arguments.with_notes(self._plan, self._device)
@@ -408,13 +409,6 @@ class Feeder(ResumableFeeder[T_co]):
         stack.callback(self._stores.close)
         for close in self._read_plan.closes:
             stack.callback(close)
-
-    @property
-    def _may_measure(self) -> bool:
-        """Whether a loop without a depth may time the synchronous loop."""
-        # Whether verify finds changed rows must not depend on measured times. A file may become
-        # slow again after the measurement, and prefetching hides that.
-        return self._stores.are_in_memory and not self._verify
 
     @property
     def _take(self) -> Callable[[LentBatch], T_co]:

@@ -61,7 +61,6 @@ class FetchStores:
                 )
                 for (key, (_, ids)), tree in zip(pairs.items(), trees, strict=True)
             ]
-            self._are_in_memory = all(tree.are_in_memory for tree in trees)
             self._opened = stack.pop_all()
 
     @property
@@ -78,10 +77,7 @@ class FetchStores:
         if depth is None and self._config is not None:
             depth = self._config.depth
         schedule = measured_schedule() if depth is None else PrefetchSchedule(depth)
-        # A file may become slow again after the measurement, and prefetching hides that.
-        measures = schedule.measures_depth and self._are_in_memory
-        n_readers = n_id_readers(schedule.depth)
-        return dataclasses.replace(schedule, n_readers=n_readers, measures_depth=measures)
+        return dataclasses.replace(schedule, n_readers=n_id_readers(schedule.depth))
 
     def on(self, device: Device) -> RowFetch:
         """Return the RowFetch that adds the rows to batches on a device.

@@ -22,7 +22,7 @@ from pinfeed.pipeline.source_structure import (
 )
 from pinfeed.pipeline.write_check import WriteCheck
 from pinfeed.rows.orders import Rows
-from pinfeed.stores import ArrayStore, Store
+from pinfeed.stores import Store
 from pinfeed.stores.base import row_nbytes
 from pinfeed.stores.opened import open_store
 from pinfeed.stores.ragged import RaggedStore
@@ -98,12 +98,6 @@ class StoreTree:
     def leaves(self) -> list[Store | RaggedStore]:
         """Every store, in the order of the structure."""
         return [leaf for _, leaf in self._leaves]
-
-    @property
-    def are_in_memory(self) -> bool:
-        """Whether all stores are arrays in memory."""
-        sources = [*self.stores, *(store.items for store in self.ragged)]
-        return all(isinstance(store, ArrayStore) for store in sources)
 
     @property
     def rebuild(self) -> Rebuild:
