@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from pinfeed.native.library import Library, library, packing
 
 Numbers = npt.NDArray[np.int64]
 """Numbers, shape (n,)."""
@@ -70,6 +73,11 @@ def permutation(n: int, salt: str) -> Callable[[Numbers], Numbers]:
         found += right
         return found
 
+    native = library()
+    # The compiled network has signed numbers of 32 bits.
+    if native is not None and width * height < 1 << 31:
+        return functools.partial(_permute, native, (n, width, height, *(int(key) for key in keys)))
+
     def at(positions: Numbers) -> Numbers:
         found = network(positions.astype(dtype, copy=False))
         outside = np.flatnonzero(found >= n)
@@ -79,6 +87,15 @@ def permutation(n: int, salt: str) -> Callable[[Numbers], Numbers]:
         return found.astype(np.int64, copy=False)
 
     return at
+
+
+def _permute(native: Library, network: tuple[int, ...], positions: Numbers) -> Numbers:
+    """Return the permuted numbers at ``positions``, computed by the compiled function."""
+    positions = np.ascontiguousarray(positions, np.int64)
+    out = np.empty_like(positions)
+    request = (positions.ctypes.data, len(positions), out.ctypes.data, *network)
+    native.permute(packing(len(request))(*request))
+    return out
 
 
 def draws(n: int, salt: str) -> Callable[[Numbers], Numbers]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import numpy as np
 
 from pinfeed.errors import StoreError, WriteBackError
+from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.base import (
@@ -113,9 +115,16 @@ class ArrayStore:
         """Copy rows into ``out``, like ``Store.gather``."""
         self.gather_unchecked(checked_gather(self, rows, out), out)
 
+    @functools.cached_property
+    def memory_rows(self) -> MemoryRows | None:
+        """The rows, if the compiled functions can copy them."""
+        return MemoryRows.of_array(self._array)
+
     def gather_unchecked(self, rows: Rows, out: Array) -> None:
         """Copy rows into ``out``. The caller has checked all arguments."""
-        if out.nbytes > SMALL_GATHER_BYTES and (run := run_of(rows)) is not None:
+        if out.nbytes > SMALL_GATHER_BYTES and self.memory_rows is not None:
+            self.memory_rows.gather(rows, out)
+        elif out.nbytes > SMALL_GATHER_BYTES and (run := run_of(rows)) is not None:
             out[...] = self._array[run]
         elif self._array.flags.c_contiguous:
             # Rows are in range. With mode="raise", numpy would gather into a temporary buffer

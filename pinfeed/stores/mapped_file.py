@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.base import Array, Gather, checked_gather
@@ -38,7 +39,7 @@ class MappedFileStore(ShardedStore[FileMap]):
         """Copy rows into ``out``, like ``Store.gather``.
 
         Raises:
-            ReadError: If a file has shrunk.
+            ReadError: If a file has shrunk or cannot be read.
         """
         self.gather_unchecked(checked_gather(self, rows, out), out)
 
@@ -50,6 +51,11 @@ class MappedFileStore(ShardedStore[FileMap]):
         """
         return self._gather_shards if self._only is None else self._only.read_all
 
+    @property
+    def memory_rows(self) -> MemoryRows | None:
+        """The rows, if the compiled functions can copy them."""
+        return None if self._only is None else self._only.memory_rows
+
     def _gather_shards(self, rows: Rows, out: Array) -> None:
         self.gather_at(rows, out, np.arange(len(rows)))
 
@@ -57,7 +63,7 @@ class MappedFileStore(ShardedStore[FileMap]):
         """Copy runs of rows to their positions in ``out``. The caller has checked all arguments.
 
         Raises:
-            ReadError: If a file has shrunk.
+            ReadError: If a file has shrunk or cannot be read.
         """
         self._gather_runs(runs, out)
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import mmap
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from pinfeed.errors import ReadError
 from pinfeed.memory.mapping import PAGE, POPULATE_READ, advise_huge_pages
+from pinfeed.native.library import library, packing
+from pinfeed.native.memory_rows import MappedPart, MemoryRows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import copy_runs, put_rows
@@ -32,6 +37,9 @@ _LONG_ROW_BYTES = 16 << 10
 # One page is checked per this many bytes, as a sample of all pages.
 _SAMPLED_BYTES = 4 << 20
 
+_MAPPED = packing(1)(1)
+_UNMAPPED = packing(1)(-1)
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -39,11 +47,14 @@ class FileMap:
     """Rows of one file in a shared memory map; a ``ShardReader``.
 
     The map needs no memory of its own: it shows the page cache, which all processes share, and in
-    which writes are visible at once. The kernel ends a process that touches a page after the end of
-    the file (SIGBUS). Therefore, each gather checks the size of the file first. The check cannot
-    detect a file that shrinks during the copy, which takes a few hundred microseconds for a batch
-    of a few MiB. The kernel also sends SIGBUS if the disk fails to reload a page that the kernel
-    has dropped. For cold rows, ``populate`` reports such a failure as an error.
+    which writes are visible at once. The kernel sends SIGBUS to a thread that touches a page after
+    the end of the file, or one that the disk fails to load. Compiled copies survive that, and a
+    copy from a file that has shrunk is an error.
+
+    Without the compiled functions, the kernel ends the process. Each gather then checks the size of
+    the file first. The check cannot detect a file that shrinks during the copy, which takes a few
+    hundred microseconds for a batch of a few MiB. For cold rows, ``populate`` reports a failure of
+    the disk as an error.
 
     Args:
         fd: Descriptor of the file, used to map it and to check its size.
@@ -67,6 +78,18 @@ class FileMap:
         self._address = self._bytes.ctypes.data
         n, nbytes = layout.n_rows, layout.row_nbytes
         begin, strides = layout.offset, (layout.stride, 1)
+        self.memory_rows: MemoryRows | None = None
+        """The rows, if the compiled functions can copy them."""
+        if (found := library()) is not None and n and nbytes:
+            file = MappedPart(self._address + layout.end, layout.end, fd)
+            address = self._address + begin
+            # The check of the size also keeps the descriptor open.
+            error = functools.partial(_read_error, layout, check_size)
+            self.memory_rows = MemoryRows(
+                self._bytes, address, n, layout.stride, nbytes, file, error
+            )
+            found.count_maps(_MAPPED)
+            weakref.finalize(self._bytes, found.count_maps, _UNMAPPED)
         self._rows: Bytes = np.ndarray((n, nbytes), np.uint8, self._bytes, begin, strides)
         # Each row is one item of a strided array, because take would copy the whole file first.
         self._items: npt.NDArray[np.void] | None = None
@@ -78,8 +101,11 @@ class FileMap:
         """Copy the rows from ``first`` on into ``out``, shape (n, row_nbytes).
 
         Raises:
-            ReadError: If the file has shrunk.
+            ReadError: If the file has shrunk or cannot be read.
         """
+        if self.memory_rows is not None:
+            self.memory_rows.read_run(first, out)
+            return
         self._check_size()
         out[...] = self._rows[first : first + len(out)]
 
@@ -91,10 +117,13 @@ class FileMap:
             out: C-contiguous array of n rows, in the dtype of the file or as bytes.
 
         Raises:
-            ReadError: If the file has shrunk.
+            ReadError: If the file has shrunk or cannot be read.
         """
         n = len(rows)
         if not n:
+            return
+        if self.memory_rows is not None:
+            self.memory_rows.gather(rows, out)
             return
         # This is faster than check_size, which is called for its error.
         if os.lseek(self._fd, 0, os.SEEK_END) < self._end:
@@ -124,8 +153,11 @@ class FileMap:
             positions: Positions in ``out``, shape (m,).
 
         Raises:
-            ReadError: If the file has shrunk.
+            ReadError: If the file has shrunk or cannot be read.
         """
+        if self.memory_rows is not None:
+            self.memory_rows.gather(rows, out, positions)
+            return
         if (run := run_of(positions)) is not None:
             self.read_all(rows, out[run])
             return
@@ -140,8 +172,11 @@ class FileMap:
         """Copy runs of rows to their positions in ``out``, shape (n, row_nbytes).
 
         Raises:
-            ReadError: If the file has shrunk.
+            ReadError: If the file has shrunk or cannot be read.
         """
+        if self.memory_rows is not None:
+            self.memory_rows.gather_runs(*runs, out)
+            return
         self._check_size()
         copy_runs(self._rows, runs, out)
 
@@ -205,3 +240,18 @@ class FileMap:
         start = self._layout.begin(first)
         begin = start // PAGE * PAGE
         return self._address + begin, start + self._layout.span(n_rows) - begin
+
+
+def _read_error(layout: RowLayout, check_size: Callable[[], None]) -> ReadError:
+    """Return the error of a compiled copy that has failed."""
+    try:
+        check_size()
+    except ReadError as error:
+        return error.with_traceback(None)
+    return ReadError(
+        errno.EIO,
+        f"a page of the rows (bytes {layout.offset} to {layout.end} of the file) could not be "
+        "loaded, because the disk failed, or the file was shorter for a moment; expected a file "
+        "that stays as it is while it is streamed; read it again, or copy it to another disk",
+        layout.path,
+    )

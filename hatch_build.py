@@ -1,0 +1,56 @@
+"""The build step that compiles pinfeed/native, if there is a C compiler.
+
+Without a compiler, the installation continues, and pinfeed copies rows with numpy. The library is
+loaded through ctypes, so it depends on no version of Python, and a wheel is for its processor only.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+FLAGS = "-std=c11 -O3 -Wall -Wextra -Werror=implicit -fPIC -fvisibility=hidden -shared -pthread"
+LIBRARY = "_copies.so"
+
+
+def compile_library(folder: Path, compiler: str) -> None:
+    """Compile the C files of a folder into its library.
+
+    Raises:
+        OSError: If there is no such compiler.
+        subprocess.CalledProcessError: If the compiler fails.
+    """
+    sources = sorted(map(str, folder.glob("*.c")))
+    partial = folder / f"{LIBRARY}.{os.getpid()}"
+    try:
+        command = [*shlex.split(compiler), *FLAGS.split(), *sources, "-o", str(partial)]
+        subprocess.run(command, check=True)
+        # A process that has loaded the earlier library keeps it.
+        partial.replace(folder / LIBRARY)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+class CompileNative(BuildHookInterface[Any]):
+    """Compiles the library, and notes in the wheel's name which processor it is for."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile before the files are collected; an sdist has only the C files."""
+        if self.target_name != "wheel":
+            return
+        compiler = os.environ.get("CC", "cc")
+        try:
+            compile_library(Path(self.root) / "pinfeed" / "native", compiler)
+        except (OSError, subprocess.CalledProcessError) as error:
+            self.app.display_warning(f"pinfeed uses numpy only, because {compiler}: {error}")
+            return
+        platform = os.environ.get("PINFEED_PLATFORM") or sysconfig.get_platform()
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{platform.replace('-', '_').replace('.', '_')}"
+        build_data["artifacts"].append(f"pinfeed/native/{LIBRARY}")

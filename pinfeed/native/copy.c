@@ -1,0 +1,130 @@
+/* Copies of rows.
+ *
+ * A gather of short rows waits for memory: the processor does not know the next row before it has
+ * read the next index. Therefore the rows some places ahead are prefetched. A long batch, which no
+ * cache can hold until the loop uses it, is written past the caches, because an ordinary store
+ * would first read each line of the target. */
+#include "pinfeed.h"
+
+#include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
+#define LINE 64
+/* Rows that are prefetched ahead: enough to cover a miss, and few enough for the line buffers. */
+#define AHEAD 12
+/* The hardware prefetches the rest of a longer row itself. */
+#define MOST_PREFETCHED 512
+
+static inline void prefetch(const char *row, int64_t nbytes)
+{
+    const int64_t n = nbytes < MOST_PREFETCHED ? nbytes : MOST_PREFETCHED;
+    for (int64_t k = 0; k < n; k += LINE)
+        __builtin_prefetch(row + k, 0, 0);
+}
+
+/* Copies whole lines to an aligned target past the caches. */
+static inline void copy_lines(char *to, const char *from, int64_t nbytes)
+{
+#ifdef __SSE2__
+    for (int64_t k = 0; k < nbytes; k += LINE) {
+        const __m128i a = _mm_loadu_si128((const __m128i *)(from + k));
+        const __m128i b = _mm_loadu_si128((const __m128i *)(from + k + 16));
+        const __m128i c = _mm_loadu_si128((const __m128i *)(from + k + 32));
+        const __m128i d = _mm_loadu_si128((const __m128i *)(from + k + 48));
+        _mm_stream_si128((__m128i *)(to + k), a);
+        _mm_stream_si128((__m128i *)(to + k + 16), b);
+        _mm_stream_si128((__m128i *)(to + k + 32), c);
+        _mm_stream_si128((__m128i *)(to + k + 48), d);
+    }
+#else
+    memcpy(to, from, (size_t)nbytes);
+#endif
+}
+
+static void copy_run(char *to, const char *from, int64_t nbytes, int bypass)
+{
+    if (!bypass) {
+        memcpy(to, from, (size_t)nbytes);
+        return;
+    }
+    int64_t head = (int64_t)(-(uintptr_t)to & (LINE - 1));
+    if (head > nbytes)
+        head = nbytes;
+    const int64_t lines = (nbytes - head) & ~(int64_t)(LINE - 1);
+    memcpy(to, from, (size_t)head);
+    copy_lines(to + head, from + head, lines);
+    memcpy(to + head + lines, from + head + lines, (size_t)(nbytes - head - lines));
+}
+
+/* The caller has checked every index. If another thread changes the indices after that, the copy
+ * takes other rows, but no other memory. */
+static inline char *row_at(const struct pf_rows *rows, int64_t i)
+{
+    return rows->base + ((uint64_t)i < (uint64_t)rows->n ? i : rows->n - 1) * rows->stride;
+}
+
+/* Copies rows one by one. The compiler makes a loop of its own for each constant `nbytes`. */
+static inline __attribute__((always_inline)) void
+copy_each(const struct pf_rows *source, const int64_t *from, int64_t first,
+          const struct pf_rows *target, const int64_t *to, int64_t nbytes, int64_t begin,
+          int64_t end, int bypass)
+{
+    for (int64_t i = begin; i < end; i++) {
+        if (from && i + AHEAD < end)
+            prefetch(source->base + from[i + AHEAD] * source->stride, nbytes);
+        const char *row = row_at(source, from ? from[i] : first + i);
+        char *place = row_at(target, to ? to[i] : i);
+        if (bypass)
+            copy_lines(place, row, nbytes);
+        else
+            memcpy(place, row, (size_t)nbytes);
+    }
+}
+
+/* Whether rows [begin, end) are a run of consecutive rows on both sides. */
+static int is_run(const struct pf_rows *source, const int64_t *from, const struct pf_rows *target,
+                  const int64_t *to, int64_t row_nbytes, int64_t begin, int64_t end)
+{
+    if (source->stride != row_nbytes || target->stride != row_nbytes || to || begin == end)
+        return 0;
+    if (!from)
+        return 1;
+    if (from[end - 1] - from[begin] != end - 1 - begin)
+        return 0;
+    for (int64_t i = begin + 1; i < end; i++)
+        if (from[i] != from[i - 1] + 1)
+            return 0;
+    return from[begin] >= 0 && from[end - 1] < source->n;
+}
+
+void pf_copy(const struct pf_rows *source, const int64_t *from, int64_t first,
+             const struct pf_rows *target, const int64_t *to, int64_t row_nbytes, int64_t begin,
+             int64_t end, int bypass)
+{
+    if (is_run(source, from, target, to, row_nbytes, begin, end)) {
+        const int64_t row = from ? from[begin] : first + begin;
+        copy_run(row_at(target, begin), source->base + row * row_nbytes,
+                 (end - begin) * row_nbytes, bypass);
+    } else {
+        /* A row that begins or ends within a line would be written by two kinds of stores. */
+        bypass = bypass && row_nbytes % LINE == 0 && (uintptr_t)target->base % LINE == 0
+                 && target->stride % LINE == 0;
+        switch (bypass ? 0 : row_nbytes) {
+        case 1: copy_each(source, from, first, target, to, 1, begin, end, 0); break;
+        case 2: copy_each(source, from, first, target, to, 2, begin, end, 0); break;
+        case 4: copy_each(source, from, first, target, to, 4, begin, end, 0); break;
+        case 8: copy_each(source, from, first, target, to, 8, begin, end, 0); break;
+        case 16: copy_each(source, from, first, target, to, 16, begin, end, 0); break;
+        case 32: copy_each(source, from, first, target, to, 32, begin, end, 0); break;
+        case 64: copy_each(source, from, first, target, to, 64, begin, end, 0); break;
+        default: copy_each(source, from, first, target, to, row_nbytes, begin, end, bypass);
+        }
+    }
+#ifdef __SSE2__
+    /* The thread that learns of the end of the copy must see these stores. */
+    if (bypass)
+        _mm_sfence();
+#endif
+}

@@ -1,0 +1,151 @@
+/* Copies from mapped files that survive pages which cannot be loaded.
+ *
+ * A page behind the end of a file that has shrunk, or one that the disk cannot deliver, raises
+ * SIGBUS in the thread that touches it. Before a thread copies, it notes where to continue. If the
+ * signal comes from the file that the thread is copying, the handler jumps there, and the copy
+ * ends with an error. Every other signal goes to the handler that was there before.
+ *
+ * Rules: the handler calls nothing but sigaction, raise, siglongjmp and the earlier handler. It
+ * acts only on threads that are copying. It is installed while files are mapped. Other libraries
+ * may install handlers later, such as faulthandler; each copy looks for that, and puts this handler
+ * in front again. */
+#define _GNU_SOURCE
+#include "pinfeed.h"
+
+#include <pthread.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stddef.h>
+#include <unistd.h>
+
+struct attempt {
+    sigjmp_buf back;
+    const char *begin;
+    const char *end;
+};
+
+/* The copy that this thread makes. The initial-exec model needs no allocation, which a signal
+ * handler could not do. */
+static _Thread_local struct attempt *volatile attempt
+    __attribute__((tls_model("initial-exec")));
+static _Thread_local volatile sig_atomic_t is_passing_on __attribute__((tls_model("initial-exec")));
+
+static pthread_mutex_t changing = PTHREAD_MUTEX_INITIALIZER;
+static int n_mapped;
+static struct sigaction earlier;
+
+static void handle(int signal_number, siginfo_t *info, void *context);
+
+static void die(int signal_number)
+{
+    struct sigaction action = {.sa_handler = SIG_DFL};
+    sigaction(signal_number, &action, NULL);
+    raise(signal_number);
+}
+
+/* Gives the signal to the handler that was there before this one. */
+static void pass_on(int signal_number, siginfo_t *info, void *context)
+{
+    const struct sigaction before = earlier;
+    /* A handler that raises the signal again, as faulthandler does, arrives here once more. */
+    if (is_passing_on || (!(before.sa_flags & SA_SIGINFO) && before.sa_handler == SIG_DFL)) {
+        die(signal_number);
+        return;
+    }
+    is_passing_on = 1;
+    if (before.sa_flags & SA_SIGINFO)
+        before.sa_sigaction(signal_number, info, context);
+    else if (before.sa_handler != SIG_IGN)
+        before.sa_handler(signal_number);
+    is_passing_on = 0;
+}
+
+static void handle(int signal_number, siginfo_t *info, void *context)
+{
+    struct attempt *const copy = attempt;
+    const char *address = info->si_addr;
+    /* A positive code says that the kernel reports a fault, at si_addr. */
+    if (copy && info->si_code > 0 && address >= copy->begin && address < copy->end) {
+        attempt = NULL;
+        siglongjmp(copy->back, 1);
+    }
+    pass_on(signal_number, info, context);
+}
+
+static int is_in_front(struct sigaction *now)
+{
+    return !sigaction(SIGBUS, NULL, now) && (now->sa_flags & SA_SIGINFO)
+           && now->sa_sigaction == handle;
+}
+
+void pf_guard_arm(void)
+{
+    struct sigaction now;
+    if (is_in_front(&now))
+        return;
+    pthread_mutex_lock(&changing);
+    if (n_mapped && !is_in_front(&now)) {
+        earlier = now;
+        struct sigaction action = {.sa_sigaction = handle};
+        /* SA_NODEFER: the jump out of the handler does not restore the signal mask. */
+        action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
+        sigemptyset(&action.sa_mask);
+        sigaction(SIGBUS, &action, NULL);
+    }
+    pthread_mutex_unlock(&changing);
+}
+
+void pf_guard_count(int change)
+{
+    struct sigaction now;
+    pthread_mutex_lock(&changing);
+    n_mapped += change;
+    /* A handler that was installed later may call this one, so it is only removed from the front. */
+    if (!n_mapped && is_in_front(&now))
+        sigaction(SIGBUS, &earlier, NULL);
+    pthread_mutex_unlock(&changing);
+    if (change > 0)
+        pf_guard_arm();
+}
+
+/* The rest of the last page of a file reads as zeros, without a signal. So a file that has become
+ * shorter by less than a page shows only its size. */
+static int has_shrunk(const struct pf_rows *source)
+{
+    return source->limit && lseek(source->fd, 0, SEEK_END) < source->size;
+}
+
+int pf_copy_guarded(const struct pf_rows *source, const int64_t *from, int64_t first,
+                    const struct pf_rows *target, const int64_t *to, int64_t row_nbytes,
+                    int64_t begin, int64_t end, int bypass)
+{
+    struct attempt copy = {.begin = source->base, .end = source->limit};
+    if (source->limit) {
+        if (sigsetjmp(copy.back, 0))
+            return -1;
+        attempt = &copy;
+    }
+    pf_copy(source, from, first, target, to, row_nbytes, begin, end, bypass);
+    attempt = NULL;
+    return has_shrunk(source) ? -1 : 0;
+}
+
+int pf_copy_runs_guarded(const struct pf_rows *source, const int64_t *starts,
+                         const int64_t *lengths, const int64_t *places, int64_t n_runs,
+                         const struct pf_rows *target, int64_t row_nbytes)
+{
+    struct attempt copy = {.begin = source->base, .end = source->limit};
+    if (source->limit) {
+        if (sigsetjmp(copy.back, 0))
+            return -1;
+        attempt = &copy;
+    }
+    for (int64_t k = 0; k < n_runs; k++) {
+        struct pf_rows part = *target;
+        part.base += places[k] * target->stride;
+        part.n = lengths[k];
+        pf_copy(source, NULL, starts[k], &part, NULL, row_nbytes, 0, lengths[k], 0);
+    }
+    attempt = NULL;
+    return has_shrunk(source) ? -1 : 0;
+}

@@ -1,0 +1,77 @@
+"""Library: the compiled functions of this folder, if they were built."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+PATH = Path(__file__).with_name("_copies.so")
+SWITCH = "PINFEED_NATIVE"
+"""Environment variable; with the value 0, nothing uses the compiled functions."""
+
+Function = Callable[[bytes], int]
+"""Takes its arguments as packed int64; see api.c."""
+
+
+class Library:
+    """The compiled functions. Each takes its arguments as the result of ``packed``.
+
+    Args:
+        path: The shared library.
+
+    Raises:
+        OSError: If the library cannot be loaded.
+    """
+
+    def __init__(self, path: Path) -> None:
+        # The interpreter's lock is released during a call, unless the call is too short.
+        releasing = ctypes.CDLL(str(path))
+        holding = ctypes.PyDLL(str(path))
+        self.copy = _function(releasing, "pf_api_copy")
+        self.copy_runs = _function(releasing, "pf_api_copy_runs")
+        self.permute = _function(releasing, "pf_api_permute")
+        self.open_crew = _function(releasing, "pf_api_crew_open")
+        self.submit = _function(holding, "pf_api_crew_submit")
+        self.wait = _function(releasing, "pf_api_crew_wait")
+        self.stop_crew = _function(releasing, "pf_api_crew_stop")
+        self.free_crew = _function(holding, "pf_api_crew_free")
+        self.count_maps = _function(holding, "pf_api_guard_count")
+
+
+def _function(library: ctypes.CDLL, name: str) -> Function:
+    function = library[name]
+    function.argtypes = [ctypes.c_char_p]
+    function.restype = ctypes.c_int64
+    return function
+
+
+@functools.cache
+def packing(n: int) -> Callable[..., bytes]:
+    """Return a function that packs ``n`` arguments."""
+    return struct.Struct(f"{n}q").pack
+
+
+@functools.cache
+def library() -> Library | None:
+    """Return the library; None if there is none, for the reason that ``why_not`` returns."""
+    if why_not():
+        return None
+    return Library(PATH)
+
+
+@functools.cache
+def why_not() -> str:
+    """Return why the compiled functions are not used; empty if they are."""
+    if os.environ.get(SWITCH) == "0":
+        return f"{SWITCH}=0 is set"
+    if not PATH.exists():
+        return "they were not built, because no C compiler was found during the installation"
+    try:
+        Library(PATH)
+    except (OSError, AttributeError) as error:
+        return f"{PATH.name} cannot be loaded: {error}"
+    return ""

@@ -1,0 +1,106 @@
+/* Copies of rows without the interpreter: what the files of this folder offer each other.
+ *
+ * copy.c     copies rows from one place in memory to another
+ * guard.c    survives pages that cannot be loaded while rows are copied
+ * crew.c     threads that copy the rows of the next batches
+ * shuffle.c  shuffled row indices
+ * api.c      the functions that Python calls, through ctypes; one library serves every Python
+ *
+ * The caller keeps all memory alive that it passes here, until the copy has ended. */
+#ifndef PINFEED_H
+#define PINFEED_H
+
+#include <stdint.h>
+
+/* Rows at equal distances in memory, or in a mapped file. */
+struct pf_rows {
+    char *base;        /* the row with index 0 */
+    int64_t n;         /* number of rows, at least one; a larger index means the last row */
+    int64_t stride;    /* bytes from one row to the next; less than a row if rows overlap */
+    const char *limit; /* end of the mapped file; NULL for memory */
+    int64_t size;      /* bytes that the mapped file has at least */
+    int fd;            /* its descriptor */
+};
+
+/* copy.c */
+
+/* Copies rows [begin, end) of a list. Row i of the list is row from[i] of `source`, and becomes row
+ * to[i] of `target`. Without `from` or `to`, it is row first + i, or row i.
+ * `bypass` writes past the caches of the processor, if the rows permit it. */
+void pf_copy(const struct pf_rows *source, const int64_t *from, int64_t first,
+             const struct pf_rows *target, const int64_t *to, int64_t row_nbytes, int64_t begin,
+             int64_t end, int bypass);
+
+/* guard.c */
+
+/* Copies as pf_copy does. Returns 0, or -1 if `source` is a file that has shrunk or of which a page
+ * could not be loaded. */
+int pf_copy_guarded(const struct pf_rows *source, const int64_t *from, int64_t first,
+                    const struct pf_rows *target, const int64_t *to, int64_t row_nbytes,
+                    int64_t begin, int64_t end, int bypass);
+
+/* Copies runs of rows: `lengths[k]` rows from row `starts[k]` of `source` on become those from row
+ * `places[k]` of `target` on. Returns as pf_copy_guarded does. */
+int pf_copy_runs_guarded(const struct pf_rows *source, const int64_t *starts,
+                         const int64_t *lengths, const int64_t *places, int64_t n_runs,
+                         const struct pf_rows *target, int64_t row_nbytes);
+
+/* Makes sure that the signal handler comes first. Call it before guarded copies of mapped files. */
+void pf_guard_arm(void);
+
+/* Notes that files were mapped (1) or unmapped (-1). The handler stays while any file is mapped. */
+void pf_guard_count(int change);
+
+/* crew.c */
+
+struct pf_crew;
+
+/* Returns a crew, or NULL if memory is missing.
+ *
+ * sources, row_nbytes: the rows that every job copies, and the bytes of a row
+ * n_threads: threads; 0 if only the loop copies
+ * n_places: most jobs that have not ended, or that the loop has not waited for
+ * ring_at: jobs with pieces to take at which sleeping threads are woken; the loop copies fewer
+ *     itself, when it needs them
+ * bypass: whether rows are written past the caches */
+struct pf_crew *pf_crew_open(int n_sources, const struct pf_rows *sources,
+                             const int64_t *row_nbytes, int n_threads, uint32_t n_places,
+                             uint32_t ring_at, int bypass);
+
+/* Submits a job, and returns its number. The place of the job must be free.
+ *
+ * rows: indices of the rows, shape (n,); NULL for `n` rows from `first` on
+ * outs: where the rows of each source go */
+uint32_t pf_crew_submit(struct pf_crew *crew, const int64_t *rows, int64_t first, int64_t n,
+                        char *const *outs);
+
+/* Waits for a job, and copies pieces of it meanwhile.
+ *
+ * times: receives the times at which its first piece began, and its last piece ended, in seconds of
+ *     CLOCK_MONOTONIC
+ * Returns 0; or 1 + the number of a source that could not be read; or -1 if a signal arrived, after
+ * which the caller may wait again; or -2 if the crew was stopped before. */
+int pf_crew_wait(struct pf_crew *crew, uint32_t number, double *times);
+
+/* Ends the threads. Pieces that no thread has taken are never copied. Any thread may call this, also
+ * while another one waits for a job. A second call does nothing. */
+void pf_crew_stop(struct pf_crew *crew);
+
+/* Frees a crew without threads: a stopped one, or one of which this process is a fork. */
+void pf_crew_free(struct pf_crew *crew);
+
+/* shuffle.c */
+
+#define PF_N_KEYS 6
+
+struct pf_network {
+    uint32_t n;     /* numbers to permute */
+    uint32_t width; /* of the rectangle of the network, whose area is below 2^31 */
+    uint32_t height;
+    uint32_t keys[PF_N_KEYS];
+};
+
+/* Writes the permuted numbers of `positions`, which are below net->n, to `out`. */
+void pf_permute(const struct pf_network *net, const int64_t *positions, int64_t n, int64_t *out);
+
+#endif
