@@ -22,13 +22,13 @@
  *     jobs, and sleeps only if `bell` has not changed. The loop submits first and then rings.
  * (3) The loop goes to sleep while the last piece ends. It announces that in `state` by comparing
  *     and exchanging, which fails if the job has ended.
- * (4) Another thread stops the crew while the loop goes to sleep. It notes that the crew is stopped,
- *     and then changes `state`, so that a loop that has not seen the note does not sleep.
+ * (4) Another thread stops the crew while the loop waits. A thread ends every piece that it has
+ *     taken, and the loop takes all others, so the job ends all the same.
  *
- * tests/native/test_crew_model.py checks these three for every order of the steps.
+ * tests/native/test_crew_model.py checks these for every order of the steps.
  *
- * The loop's thread submits and waits. It keeps all memory of a job alive until the job has ended, or
- * the crew is stopped and the loop does not wait any more. */
+ * The loop's thread submits and waits. It keeps the memory of each job alive until it has waited for
+ * the job, or has stopped the crew. */
 #define _GNU_SOURCE
 #include "pinfeed.h"
 
@@ -202,11 +202,6 @@ void pf_crew_stop(struct pf_crew *crew)
         return;
     atomic_fetch_add(&crew->bell, 1);
     wake(&crew->bell, crew->n_threads);
-    for (uint32_t i = 0; i < crew->n_places; i++) {
-        uint32_t awaited = AWAITED;
-        if (atomic_compare_exchange_strong(&crew->jobs[i].state, &awaited, RUNNING))
-            wake(&crew->jobs[i].state, 1);
-    }
     for (int i = 0; i < crew->n_threads; i++)
         pthread_join(crew->threads[i], NULL);
 }
@@ -313,18 +308,15 @@ uint32_t pf_crew_submit(struct pf_crew *crew, const int64_t *rows, int64_t first
 int pf_crew_wait(struct pf_crew *crew, uint32_t number, double *times)
 {
     struct job *job = &crew->jobs[number % crew->n_places];
-    while (!atomic_load(&crew->is_stopped) && help(crew, number)) {
+    while (help(crew, number)) {
     }
     for (int i = 0; i < LOOKS_BEFORE_SLEEP && atomic_load(&job->state) != ENDED; i++)
         pause_briefly();
     uint32_t running = RUNNING;
     atomic_compare_exchange_strong(&job->state, &running, AWAITED);
-    while (atomic_load(&job->state) != ENDED) {
-        if (atomic_load(&crew->is_stopped))
-            return -2;
+    while (atomic_load(&job->state) != ENDED)
         if (sleep_if(&job->state, AWAITED) && errno == EINTR)
             return -1;
-    }
     times[0] = job->begin_s;
     times[1] = job->end_s;
     return atomic_load(&job->failed);

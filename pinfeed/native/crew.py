@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pinfeed.native.library import library, packing
 from pinfeed.native.memory_rows import MemoryRows
@@ -26,7 +26,6 @@ class Crew:
         sources: Rows that every job copies.
         n_threads: Number of threads.
         n_jobs: Maximum number of jobs for which ``wait`` has not returned.
-        ring_at: Number of waiting jobs at which sleeping threads are woken.
         bypass: Whether rows are written past the caches of the processor.
 
     Raises:
@@ -39,7 +38,6 @@ class Crew:
         *,
         n_threads: int,
         n_jobs: int,
-        ring_at: int,
         bypass: bool,
     ) -> None:
         found = library()
@@ -53,8 +51,9 @@ class Crew:
         self._sources = sources
         numbers = [number for source in sources for number in source.description]
         pack = packing(5 + len(numbers))
+        # Sleeping threads are woken when half of the jobs wait, because waking takes several us.
         self._crew = found.open_crew(
-            pack(n_threads, n_jobs, ring_at, bypass, len(sources), *numbers)
+            pack(n_threads, n_jobs, max(1, n_jobs // 2), bypass, len(sources), *numbers)
         )
         if not self._crew:
             raise MemoryError("the system has no memory for the threads that copy rows")
@@ -66,7 +65,7 @@ class Crew:
         self._reference = weakref.ref(self)
         exit_hook.pools.add(self._reference)
 
-    def submit(self, rows: int, n: int, outs: Sequence[int]) -> int:
+    def submit(self, rows: int, n: int, outs: Iterable[int]) -> int:
         """Submit a job, and return its number.
 
         Args:
@@ -83,8 +82,8 @@ class Crew:
             number: Number of the job.
 
         Returns:
-            1 + the number of a source of which a page could not be loaded, or 0, or -2 if the crew
-            was shut down; and the times at which the copy began and ended.
+            0, or 1 + the number of a source that could not be read; and the times at which the
+            copy began and ended, in seconds of ``time.perf_counter``.
         """
         request = _pack_wait(self._crew, number, self._times_address)
         # After a signal, the interpreter calls its handler before the next call.
@@ -93,7 +92,7 @@ class Crew:
         return failed, self._times[0], self._times[1]
 
     def shutdown(self, wait: bool = True) -> None:
-        """End the threads; jobs that have not ended are cut off. A second call does nothing."""
+        """End the threads, so that only ``wait`` copies. A second call does nothing."""
         # A forked process has none of the threads.
         if self._n_forks == exit_hook.n_forks:
             self._library.stop_crew(packing(1)(self._crew))

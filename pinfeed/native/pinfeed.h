@@ -79,11 +79,11 @@ uint32_t pf_crew_submit(struct pf_crew *crew, const int64_t *rows, int64_t first
  * times: receives the times at which its first piece began, and its last piece ended, in seconds of
  *     CLOCK_MONOTONIC
  * Returns 0; or 1 + the number of a source that could not be read; or -1 if a signal arrived, after
- * which the caller may wait again; or -2 if the crew was stopped before. */
+ * which the caller may wait again. */
 int pf_crew_wait(struct pf_crew *crew, uint32_t number, double *times);
 
-/* Ends the threads. Pieces that no thread has taken are never copied. Any thread may call this, also
- * while another one waits for a job. A second call does nothing. */
+/* Ends the threads. From now on, only the thread that waits for a job copies. Any thread may call
+ * this, also while another one waits. A second call does nothing. */
 void pf_crew_stop(struct pf_crew *crew);
 
 /* Frees a crew without threads: a stopped one, or one of which this process is a fork. */

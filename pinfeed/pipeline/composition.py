@@ -2,7 +2,8 @@
 
 | a loop that ... | has |
 |---|---|
-| reads | draws, a filler and a mover |
+| reads rows in memory, on the CPU | a crew of native threads, and a mover that allocates |
+| reads otherwise | draws, a filler and a mover |
 | has several readers, or a source that calls ``host_transform`` | draws in turns |
 | writes rows back, or has caches | also a writer and its queue |
 | writes rows that may recur | also draws that compare rows |
@@ -20,23 +21,28 @@ from typing import Any
 
 from pinfeed.devices.base import Tensor
 from pinfeed.pipeline.compared_draws import ComparedDraws
+from pinfeed.pipeline.crew_loop import CrewLoop
 from pinfeed.pipeline.depth_choice import DepthChoice
 from pinfeed.pipeline.draws import BatchDraws, Draws, SharedDraws, Thunks
 from pinfeed.pipeline.filler import Filler
 from pinfeed.pipeline.host_transfer import HostTransfer
 from pinfeed.pipeline.host_writes import HostWrites
-from pinfeed.pipeline.loop import Loop, LoopParts, SynchronousLoop
+from pinfeed.pipeline.loop import FillParts, Loop, LoopParts, SynchronousLoop
 from pinfeed.pipeline.loop_transforms import LoopTransforms
 from pinfeed.pipeline.mover import Mover, Writer
 from pinfeed.pipeline.named_calls import name_calls
+from pinfeed.pipeline.position import EpochPosition
 from pinfeed.pipeline.prefetch_loop import MeasuredLoop, PrefetchLoop
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Slot
+from pinfeed.pipeline.sources.base import Source
+from pinfeed.pipeline.sources.store_rows import RowSource
 from pinfeed.pipeline.sources.transforms import BatchTransform
 from pinfeed.pipeline.transfer import Transfer
 from pinfeed.pipeline.transforming_filler import TransformingFiller, count_calls
 from pinfeed.profiling.counters import Counters
 from pinfeed.profiling.timeline import Timeline
+from pinfeed.rows.batches import OrderBatches
 
 Fill = Callable[[Slot, int], Slot | None]
 Lend = Callable[[Slot], deque[list[Tensor]]]
@@ -44,24 +50,30 @@ Lend = Callable[[Slot], deque[list[Tensor]]]
 
 def make_loop(
     mover: Transfer | HostTransfer,
-    thunks: Thunks,
-    first: int,
+    source: Source,
+    position: EpochPosition,
     choice: DepthChoice,
     transforms: LoopTransforms,
-    *,
-    is_of_stores: bool,
 ) -> Loop:
-    """Return a new loop, with its threads.
+    """Return a new loop.
 
     Args:
         mover: Mover of the batches. No other loop may use it at the same time.
-        thunks: Batches of the epoch. Reader threads iterate over them, one at a time.
-        first: Number of the first batch.
+        source: Source of the batches.
+        position: Epoch, and first batch.
         choice: Number of batches to prefetch, and of reader threads.
         transforms: The transforms.
-        is_of_stores: Whether the batches are rows of stores, which no code of the user draws.
     """
     schedule = choice.schedule
+    first = position.batch
+    if isinstance(mover, HostTransfer) and isinstance(source, RowSource) and not transforms:
+        crew_loop = _crew_loop(mover, source, position, schedule)
+        if crew_loop is not None:
+            return crew_loop
+    # Reader threads iterate over the batches, one at a time.
+    thunks = source.epoch(
+        position.epoch, position.batch, position.checksum, schedule.batches_per_slot
+    )
     writer: Transfer | HostWrites | None = None
     if schedule.has_writer:
         writer = mover if isinstance(mover, Transfer) else HostWrites(mover)
@@ -75,9 +87,10 @@ def make_loop(
     timeline = mover.counters.timeline
     if timeline is not None:
         fill = functools.partial(_fill_recorded, timeline, fill)
-    parts = LoopParts(
+    parts = FillParts(
         mover=mover,
         draws=draws,
+        close=draws.close,
         first=first,
         schedule=schedule,
         fill=fill,
@@ -88,7 +101,7 @@ def make_loop(
         reserve=getattr(moves, "reserve", None),
         writer=writer,
         # A fill on a GPU may wait for copies, and the code of the user may need its own thread.
-        may_help=mover.device.unified and is_of_stores and not transforms,
+        may_help=mover.device.unified and isinstance(source, RowSource) and not transforms,
     )
     if transforming is not None:
         parts.stop = transforming.stop
@@ -100,6 +113,29 @@ def make_loop(
     if schedule.measures_depth:
         return MeasuredLoop(parts, choice)
     return PrefetchLoop(parts) if schedule.depth else SynchronousLoop(parts)
+
+
+def _crew_loop(
+    mover: HostTransfer, source: RowSource, position: EpochPosition, schedule: PrefetchSchedule
+) -> CrewLoop | None:
+    """Return a loop whose rows a crew copies, if all rows are in memory and an order draws them."""
+    batches = source.batches
+    if not schedule.depth or schedule.has_writer or not isinstance(batches, OrderBatches):
+        return None
+    memory_rows = source.memory_rows()
+    if memory_rows is None:
+        return None
+    spans = batches.spans(position.epoch, position.batch)
+    parts = LoopParts(
+        mover=mover,
+        first=position.batch,
+        schedule=schedule,
+        lend=mover.lend,
+        stop=mover.stop,
+        close=spans.close,
+        quiesce=mover.quiesce,
+    )
+    return CrewLoop(parts, source, batches.batch_size, memory_rows, spans)
 
 
 def _draws(

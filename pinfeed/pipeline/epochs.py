@@ -27,7 +27,6 @@ from pinfeed.pipeline.position import EpochPosition
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.base import Source
 from pinfeed.pipeline.sources.guarded import guarded
-from pinfeed.pipeline.sources.store_rows import RowSource
 from pinfeed.pipeline.transfer import Transfer
 from pinfeed.profiling.counters import Counters
 from pinfeed.profiling.starvation import StarvationMonitor
@@ -292,11 +291,7 @@ class EpochRunner:
         position = self._position
         counters = self._counters
         starvation = self._starvation
-        is_unified = self._transfer.device.unified
         entered_s = self._enter(choice)
-        # A batch that was prefetched on the CPU is kept until the loop requests the second batch
-        # after it. If the loop freed it on receiving the next one, torch would release the
-        # interpreter's lock, and the loop would wait for the reader threads that were just woken.
         kept: list[T] = []
         bar = None
         try:
@@ -312,10 +307,10 @@ class EpochRunner:
                     bar.update()
                 kept.append(lend(lent_batch))
                 counters.lend()
-                is_kept = is_unified and not choice.is_synchronous
-                yield kept[-1] if is_kept else kept.pop()
+                keeps_last = self._last_loop is not None and self._last_loop.keeps_last
+                yield kept[-1] if keeps_last else kept.pop()
                 counters.request()
-                del kept[: -1 if is_kept else None]
+                del kept[: -1 if keeps_last else None]
         except GeneratorExit:
             self._log_failure()
             raise
@@ -336,20 +331,7 @@ class EpochRunner:
         """Start the threads of a run; return its batches."""
         position = self._position
         transforms = dataclasses.replace(self._transforms, epoch=position.epoch)
-        thunks = self.source.epoch(
-            position.epoch,
-            position.batch,
-            position.checksum,
-            choice.schedule.batches_per_slot,
-        )
-        self._last_loop = make_loop(
-            self._transfer,
-            thunks,
-            position.batch,
-            choice,
-            transforms,
-            is_of_stores=isinstance(self.source, RowSource),
-        )
+        self._last_loop = make_loop(self._transfer, self.source, position, choice, transforms)
         return self._last_loop.batches()
 
     def _lend_or_keep(self, lend: Callable[[LentBatch], Any], lent_batch: LentBatch) -> Any:

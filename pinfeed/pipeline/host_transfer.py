@@ -21,6 +21,7 @@ from pinfeed.pipeline.part_memory import grown, known_nbytes, layout
 from pinfeed.pipeline.slot import Cancelled, Slot
 from pinfeed.pipeline.sources.base import HostBatch
 from pinfeed.profiling.counters import Counters
+from pinfeed.stores.base import CheckStop
 
 if TYPE_CHECKING:
     from pinfeed.devices.cpu import HostDevice
@@ -100,13 +101,34 @@ class HostTransfer:
         Raises:
             Cancelled: If ``stop`` was called.
         """
+        tensors, slot.nbytes = self.allocate(batch.parts, self.check_stop)
+        slot.number = number
+        slot.batch = batch
+        slot.tensors = tensors
+        slot.batch_tensors = (
+            deque((tensors,)) if len(batch.batches) == 1 else self._cut(batch, tensors)
+        )
+        slot.ready_s = self.counters.now()
+        slot.read_s = slot.source_s + slot.rows_s + slot.ready_s - slot.made_s
+        return slot
+
+    def allocate(
+        self, parts: Sequence[Any], check_stop: CheckStop | None = None
+    ) -> tuple[list[Tensor], int]:
+        """Return a tensor for each part of a batch, and their bytes (reader).
+
+        Args:
+            parts: The parts.
+            check_stop: Called while the parts are read into the tensors; None if the caller fills
+                the tensors, so that the parts need only a shape and a dtype.
+        """
         device = self.device
         places, shared_nbytes = self._places
         shared = device.empty(shared_nbytes, None) if shared_nbytes else None
         tensors: list[Tensor] = []
         total = 0
-        for i, part in enumerate(batch.parts):
-            if getattr(part, "host_value", None) is not None:
+        for i, part in enumerate(parts):
+            if check_stop is not None and getattr(part, "host_value", None) is not None:
                 tensors.append(device.adopt(part, None))
                 total += known_nbytes(tensors[-1])
                 continue
@@ -123,19 +145,11 @@ class HostTransfer:
                 out = np.ndarray(shape, dtype, device.empty(full, None))
             else:
                 out = np.ndarray(shape, dtype, shared, offset)
-            part.read(out, self.check_stop)
+            if check_stop is not None:
+                part.read(out, check_stop)
             # numpy does not have bfloat16, whose kind is "V".
             tensors.append(device.wrap(out) if dtype.kind == "V" else device.from_numpy(out))
-        slot.number = number
-        slot.batch = batch
-        slot.nbytes = total
-        slot.tensors = tensors
-        slot.batch_tensors = (
-            deque((tensors,)) if len(batch.batches) == 1 else self._cut(batch, tensors)
-        )
-        slot.ready_s = self.counters.now()
-        slot.read_s = slot.source_s + slot.rows_s + slot.ready_s - slot.made_s
-        return slot
+        return tensors, total
 
     def transform(self, slot: Slot, function: Callable[[Any], Any]) -> None:
         """Call ``device_transform`` on the batch of a full slot (transform thread).

@@ -41,37 +41,45 @@ logger = logging.getLogger("pinfeed")
 _CLOSED_WHILE_WAITING = "the feeder was closed while its loop was waiting for a batch"
 
 
-@dataclass
+@dataclass(kw_only=True)
 class LoopParts:
-    """The mover, the draws and the functions that a loop consists of."""
+    """The mover and the functions that every loop consists of."""
 
     mover: Mover
-    draws: BatchDraws
     first: int
     """Number of the first batch."""
     schedule: PrefetchSchedule
-    fill: Callable[[Slot, int], Slot | None]
-    """Fills a slot in a reader thread, given the number of the call."""
-    fill_now: Callable[[Slot, int], Slot | None]
-    """Does the same in the thread of the loop, with the transforms."""
     lend: Callable[[Slot], deque[list[Tensor]]]
     """Returns the tensors of each batch in a full slot."""
     stop: Callable[[], object]
     """Ends every fill at its next step."""
+    close: Callable[[], object]
+    """Closes the source now, not when an error's traceback is freed."""
     quiesce: Callable[[], object]
     """Waits for queued copies, and releases the memory of the loop."""
+    writer: Writer | None = None
+    """Writer of the loop; None if the loop writes no rows back and has no caches."""
+    is_named: bool = False
+    """Whether a profiler of the device should show each write-back under a name."""
+
+
+@dataclass(kw_only=True)
+class FillParts(LoopParts):
+    """The same for a loop whose slots are filled by calls in Python."""
+
+    draws: BatchDraws
+    fill: Callable[[Slot, int], Slot | None]
+    """Fills a slot in a reader thread, given the number of the call."""
+    fill_now: Callable[[Slot, int], Slot | None]
+    """Does the same in the thread of the loop, with the transforms."""
     reserve: Callable[[Slot], object] | None = None
     """Makes a slot ready to be filled; None if nothing has to be done."""
     transform: Callable[[Any], Slot | None] | None = None
     """Calls the transforms on the batch of a slot, in a thread of their own; None for none."""
-    writer: Writer | None = None
-    """Writer of the loop; None if the loop writes no rows back and has no caches."""
     wait: Callable[[Pending[Slot | None]], Slot | None] = operator.methodcaller("result")
     """Waits for a call of ``fill`` or ``transform``."""
     may_help: bool = False
     """Whether the thread of the loop may fill a slot that no reader thread has begun to fill."""
-    is_named: bool = False
-    """Whether a profiler of the device should show each write-back under a name."""
 
 
 class Loop:
@@ -80,7 +88,14 @@ class Loop:
     A subclass defines how the next slot is filled.
 
     Args:
-        parts: Mover, draws and functions of the loop.
+        parts: Mover and functions of the loop.
+    """
+
+    keeps_last = False
+    """Whether the loop must keep each batch until it has received the next one.
+
+    If it frees a batch on receiving the next one, torch releases the interpreter's lock, and the
+    loop waits for reader threads that were just woken.
     """
 
     def __init__(self, parts: LoopParts) -> None:
@@ -197,7 +212,7 @@ class Loop:
                     # the rows.
                     stack.callback(self.flush_caches, is_last=True)
                     stack.callback(self.flush_caches, is_last=True)
-                stack.callback(self._parts.draws.close)
+                stack.callback(self._parts.close)
                 # Fills that have not begun are not cancelled, because each submitted fill must take
                 # its turn. Later fills would wait for it otherwise.
                 stack.callback(self._threads.join_readers)
@@ -282,7 +297,9 @@ class SynchronousLoop(Loop):
         parts: Mover, draws and functions of the loop.
     """
 
-    def __init__(self, parts: LoopParts) -> None:
+    _parts: FillParts
+
+    def __init__(self, parts: FillParts) -> None:
         super().__init__(parts)
         # This loop has a single slot, which it fills again and again.
         self._free = deque(parts.mover.begin(1, parts.schedule.batches_per_slot), maxlen=1)
@@ -294,7 +311,7 @@ class SynchronousLoop(Loop):
         return map(fill, itertools.count()).__next__
 
 
-def _reserve_and_fill(parts: LoopParts, slot: Slot, turn: int) -> Slot | None:
+def _reserve_and_fill(parts: FillParts, slot: Slot, turn: int) -> Slot | None:
     assert parts.reserve is not None
     parts.reserve(slot)
     return parts.fill_now(slot, turn)

@@ -10,6 +10,8 @@ from typing import Any
 
 from pinfeed.devices.base import Device
 from pinfeed.errors import ClosedError
+from pinfeed.native.crew import Crew
+from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.threads.call import Call, Pending, Workers
@@ -61,6 +63,7 @@ class LoopThreads:
         self._are_writers_joined = False
         self._reader: Workers | None = None
         self._transformer: Workers | None = None
+        self._crew: Crew | None = None
         self._writer: Workers | None = None
         self._scatterer: Workers | None = None
         self._scatter_helpers: Workers | None = None
@@ -86,6 +89,23 @@ class LoopThreads:
         """Thread that calls transforms."""
         assert self._transformer is not None
         return self._transformer
+
+    def start_crew(
+        self, sources: Sequence[MemoryRows], *, n_threads: int, n_jobs: int, bypass: bool
+    ) -> None:
+        """Start the threads that copy rows without Python; the arguments are those of ``Crew``."""
+        self._crew = Crew(sources, n_threads=n_threads, n_jobs=n_jobs, bypass=bypass)
+
+    @property
+    def crew(self) -> Crew:
+        """Threads that copy rows without Python."""
+        assert self._crew is not None
+        return self._crew
+
+    def stop_crew(self) -> None:
+        """End the threads that copy rows, before the memory of their jobs is free."""
+        if self._crew is not None:
+            self._crew.shutdown()
 
     def submit_write(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
         """Make the first writer thread call ``fn(*args)`` for a batch."""
@@ -135,7 +155,8 @@ class LoopThreads:
         return self._scatter_helpers
 
     def join_readers(self) -> None:
-        """Wait until the reader threads and the transform thread have ended."""
+        """Wait until the reader threads, the transform thread and the crew have ended."""
+        self.stop_crew()
         for worker in (self._reader, self._transformer):
             if worker is not None:
                 worker.shutdown(wait=True)

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from pinfeed.devices.base import Device
-from pinfeed.pipeline.loop import LoopParts
+from pinfeed.pipeline.loop import FillParts
 
 
-def name_calls(parts: LoopParts) -> None:
+def name_calls(parts: FillParts) -> None:
     """Mark the calls of a loop, for example as ``pinfeed read 12``."""
     device = parts.mover.device
     first, step = parts.first, parts.schedule.batches_per_slot

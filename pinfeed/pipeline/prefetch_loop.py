@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pinfeed.pipeline.depth_choice import DepthChoice
-from pinfeed.pipeline.loop import Loop, LoopParts
+from pinfeed.pipeline.loop import FillParts, Loop
 from pinfeed.pipeline.slot import Cancelled, Slot
 from pinfeed.threads.call import Call, Pending
 from pinfeed.threads.pool import ThreadPool
@@ -25,9 +25,12 @@ class PrefetchLoop(Loop):
         parts: Mover, draws and functions of the loop.
     """
 
-    def __init__(self, parts: LoopParts) -> None:
+    _parts: FillParts
+
+    def __init__(self, parts: FillParts) -> None:
         super().__init__(parts)
         schedule = parts.schedule
+        self.keeps_last = parts.mover.device.unified
         self._turns = itertools.count()
         self._free.extend(parts.mover.begin(schedule.n_slots, schedule.batches_per_slot))
         # Slots that are being filled or are full, in the order of their batches.
@@ -89,7 +92,7 @@ class MeasuredLoop(PrefetchLoop):
         choice: Choice between the two ways.
     """
 
-    def __init__(self, parts: LoopParts, choice: DepthChoice) -> None:
+    def __init__(self, parts: FillParts, choice: DepthChoice) -> None:
         self._choice = choice
         super().__init__(parts)
         self._has_readers = False
@@ -125,6 +128,7 @@ class MeasuredLoop(PrefetchLoop):
             self._start_readers()
             self._has_readers = True
         self._threads.is_inline = is_synchronous
+        self.keeps_last = self._parts.mover.device.unified and not is_synchronous
         depth = 0 if is_synchronous else self._parts.schedule.depth
         self._parts.draws.compare(depth)
         if depth != self._counters.depth:

@@ -11,9 +11,17 @@ from typing import Protocol
 
 from pinfeed.memory.plan import Allocation
 from pinfeed.memory.units import human
+from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.windows import Windows
-from pinfeed.stores.base import FileStore, Gatherable, HostArray, StoreRows, unchecked_gather
+from pinfeed.stores.base import (
+    FileStore,
+    Gatherable,
+    HostArray,
+    StoreRows,
+    memory_rows_of,
+    unchecked_gather,
+)
 from pinfeed.stores.local_file import LocalFileStore
 
 
@@ -67,6 +75,10 @@ class ReadStrategy(Protocol):
             start: First position.
             stop: Position after the last one.
         """
+        ...
+
+    def memory_rows(self) -> MemoryRows | None:
+        """Return where the rows are, if all are in memory and can be copied natively."""
         ...
 
     @property
@@ -148,6 +160,9 @@ class DirectReads:
         store = self._store
         # Rows of batches are in range, and are gathered into arrays that fit.
         yield AnyBatch(functools.partial(StoreRows, store, gather=unchecked_gather(store)))
+
+    def memory_rows(self) -> MemoryRows | None:
+        return memory_rows_of(self._store)
 
     def close(self) -> None:
         """Do nothing: the strategy has no memory of its own."""

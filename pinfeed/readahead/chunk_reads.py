@@ -71,6 +71,9 @@ class ChunkReads:
             finally:
                 thread.shutdown(cancel_futures=True)
 
+    def memory_rows(self) -> None:
+        """Return None, because the rows are read from the file."""
+
     def close(self) -> None:
         """Do nothing: the strategy has no memory of its own."""
 

@@ -74,6 +74,9 @@ class PageCacheReadahead:
         )
         return " ".join(filter(None, (how, self._advice, whole_file_hint(self._store))))
 
+    def memory_rows(self) -> None:
+        """Return None, because the rows are read from the file."""
+
     def close(self) -> None:
         """Do nothing: the page cache belongs to the kernel."""
 

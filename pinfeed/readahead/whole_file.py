@@ -16,11 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.memory.plan import Allocation
+from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.readahead.base import DISK_SPEED, IN_MEMORY_HINT, AnyBatch, OpenBatch
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.rows.windows import Windows
-from pinfeed.stores.base import Array, FileStore, StoreRows, rows_in
+from pinfeed.stores.base import Array, FileStore, StoreRows, memory_rows_of, rows_in
 from pinfeed.stores.chunked import ChunkedStore, even_bounds
 from pinfeed.stores.runs import RunGather, run_gather
 from pinfeed.threads.pool import ThreadPool
@@ -44,6 +45,11 @@ _RECENT_S = 5.0
 class LoadedRows(Protocol):
     """Rows that are in memory."""
 
+    @property
+    def row_shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+    def gather(self, rows: Rows, out: Array) -> None: ...
     def gather_unchecked(self, rows: Rows, out: Array) -> None: ...
     def gather_at(self, rows: Rows, out: Array, positions: Rows) -> None: ...
     def gather_runs(self, runs: Runs, out: Array) -> None: ...
@@ -140,6 +146,10 @@ class WholeFile:
             if not self._is_loaded[chunks].all():
                 gather = run_gather(self._store)
         gather(runs, out)
+
+    def memory_rows(self) -> MemoryRows | None:
+        self._find_loaded()
+        return memory_rows_of(self._rows) if self._is_loaded.all() else None
 
     @property
     def hint(self) -> str:

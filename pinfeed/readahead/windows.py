@@ -131,6 +131,9 @@ class WindowReadahead:
             f"{DISK_SPEED} {whole_file_hint(self._store)}"
         )
 
+    def memory_rows(self) -> None:
+        """Return None, because the rows are read from the file."""
+
     def close(self) -> None:
         """Free the windows."""
         self._pool.close()

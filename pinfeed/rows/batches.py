@@ -6,7 +6,7 @@ import functools
 import operator
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -180,18 +180,13 @@ class OrderBatches(RowBatches):
         self, number: int, start: int = 0, checksum: int = 0, batches_per_slot: int = 1
     ) -> Iterator[RowIndices]:
         """Yield the batches of an epoch; the order determines them, so there is no checksum."""
-        at = self.order.bind(self.n_rows, number)
         size = self.batch_size
         stop = self._stop
         slot_rows = batches_per_slot * size
         full = [(size, 0)] * batches_per_slot
         step = max(1, _RUN_ROWS // slot_rows) * slot_rows
         begins = range(start * size, stop, step)
-        lock = threading.Lock()
-        runs = (
-            _OrderRun(self.order, at, lock, self.n_rows, begin, min(begin + step, stop))
-            for begin in begins
-        )
+        runs = self._runs(number, begins)
         run = next(runs, None)
         for begin in begins:
             assert run is not None
@@ -210,8 +205,27 @@ class OrderBatches(RowBatches):
                 yield _row_indices((n, batches, make))
             run = next_run
 
+    def spans(self, number: int, start: int) -> Generator[Rows, None, None]:
+        """Yield the row indices of an epoch, for many whole batches at a time.
+
+        Args:
+            number: Number of the epoch.
+            start: Number of the first batch.
+        """
+        step = max(1, _RUN_ROWS // self.batch_size) * self.batch_size
+        for run in self._runs(number, range(start * self.batch_size, self._stop, step)):
+            yield run.rows()
+
     def windows(self, number: int, start: int) -> tuple[Windows | None, int, int]:
         return windows(self.order, self.n_rows, number), start * self.batch_size, self._stop
+
+    def _runs(self, number: int, begins: range) -> Iterator[_OrderRun]:
+        """Yield the runs of an epoch that begin at these positions."""
+        at = self.order.bind(self.n_rows, number)
+        lock = threading.Lock()
+        for begin in begins:
+            end = min(begin + begins.step, self._stop)
+            yield _OrderRun(self.order, at, lock, self.n_rows, begin, end)
 
     @property
     def _stop(self) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, StoreError, WriteBackError
+from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
 
@@ -184,6 +185,15 @@ def unchecked_gather(store: Gatherable) -> Gather:
     if is_replaced or "gather_unchecked" not in vars(owner):
         return store.gather
     return cast(UncheckedGatherable, store).gather_unchecked
+
+
+def memory_rows_of(store: Gatherable) -> MemoryRows | None:
+    """Return where the rows of a store are, if compiled functions may copy them.
+
+    A subclass or an object that replaces ``gather`` may return other rows.
+    """
+    is_replaced = unchecked_gather(store) == store.gather
+    return None if is_replaced else getattr(store, "memory_rows", None)
 
 
 class StoreRows:

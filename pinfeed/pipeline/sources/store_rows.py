@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.pipeline.sources.base import ArrayPart, BatchThunk, HostBatch, RowGroup, drawn_early
 from pinfeed.readahead import AnyBatch, HostRows, RaggedReads, ReadStrategy
 from pinfeed.readahead.base import main_hint
@@ -19,7 +20,7 @@ from pinfeed.stores.ragged import RaggedParts
 from pinfeed.tensors.pytree import Rebuild
 
 # The constructor of a NamedTuple is a Python function; this makes one without it.
-_row_group = functools.partial(tuple.__new__, RowGroup)
+new_row_group: Callable[[tuple[Any, ...]], RowGroup] = functools.partial(tuple.__new__, RowGroup)
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,12 @@ class RowSource:
                 )
                 position += n
 
+    def memory_rows(self) -> list[MemoryRows] | None:
+        """Return where the rows of each store are, if all can be copied natively from now on."""
+        found = [strategy.memory_rows() for strategy in self.strategies]
+        rows = [one for one in found if one is not None]
+        return rows if len(rows) == len(found) and not self.ragged else None
+
     def hint(self, source_share: float) -> str:
         pairs = zip(self.stores, self.strategies, strict=True)
         found = [(float(row_nbytes(store)), strategy.hint) for store, strategy in pairs]
@@ -111,5 +118,5 @@ class RowSource:
         for make_ragged in ragged:
             items, bounds = make_ragged(rows)
             host_parts += [items, ArrayPart(bounds)]
-        groups = [_row_group((rows, 0, self.stores, None, None, None))]
+        groups = [new_row_group((rows, 0, self.stores, None, None, None))]
         return HostBatch(host_parts, self.rebuild, indices.batches, groups)

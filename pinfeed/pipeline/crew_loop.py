@@ -1,0 +1,147 @@
+"""CrewLoop: a loop over rows in memory, whose next batches a crew of native threads copies.
+
+Python draws row indices, for many batches at a time, and hands tensors out. The crew copies the
+rows (see ``pinfeed/native/crew.c``). The thread of the loop helps with the batch that it waits for.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from pinfeed.native.memory_rows import MemoryRows
+from pinfeed.pipeline.host_transfer import HostTransfer
+from pinfeed.pipeline.loop import Loop, LoopParts
+from pinfeed.pipeline.slot import Slot
+from pinfeed.pipeline.sources.base import HostBatch
+from pinfeed.pipeline.sources.store_rows import RowSource, new_row_group
+from pinfeed.rows.orders import Rows
+
+# Memory is as fast as a few cores can copy.
+_MOST_THREADS = 4
+# Batches whose rows do not stay in the cache until the loop uses them are written past it.
+_BYPASS_BYTES = 2 << 20
+
+_address_of = operator.methodcaller("data_ptr")
+
+Spans = Generator[Rows, None, None]
+"""Row indices of consecutive batches, many batches at a time."""
+
+
+class BatchPart(NamedTuple):
+    """Shape and dtype of one part of a batch."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+class CrewLoop(Loop):
+    """A loop over rows in memory, whose next batches a crew copies.
+
+    Args:
+        parts: Mover of the loop, which allocates the batches, and its functions.
+        source: Source of the rows, without ragged ones.
+        batch_size: Rows of a batch.
+        memory_rows: Where the rows of each store are.
+        spans: Row indices of the epoch. The reader thread iterates over them.
+    """
+
+    def __init__(
+        self,
+        parts: LoopParts,
+        source: RowSource,
+        batch_size: int,
+        memory_rows: Sequence[MemoryRows],
+        spans: Spans,
+    ) -> None:
+        super().__init__(parts)
+        self._transfer = cast("HostTransfer", parts.mover)
+        self._source = source
+        self._batch_size = batch_size
+        self._memory_rows = memory_rows
+        self._spans = spans
+        self._full = self._parts_of(self._batch_size)
+        self._free.extend(parts.mover.begin(parts.schedule.depth + 1, 1))
+        # Slots that the crew is filling, each with the number of its job, in order.
+        self._copying: deque[tuple[Slot, int]] = deque()
+        # Row indices of the running span, the position of the next batch in them, and the address
+        # of the first index.
+        self._span: Rows = np.empty(0, np.int64)
+        self._position = 0
+        self._address = 0
+        # Whether the epoch has more batches.
+        self._has_rows = True
+
+    def _slots(self) -> Callable[[], Slot | None]:
+        depth = self._parts.schedule.depth
+        nbytes = (depth + 2) * self._batch_size * sum(rows.row_nbytes for rows in self._memory_rows)
+        self._threads.start_readers(calls_transforms=False)
+        self._threads.start_crew(
+            self._memory_rows,
+            n_threads=max(1, min(len(os.sched_getaffinity(0)) - 1, _MOST_THREADS)),
+            n_jobs=depth + 1,
+            bypass=nbytes > _BYPASS_BYTES,
+        )
+        self._crew = self._threads.crew
+        self._drawn = self._threads.reader.submit(next, self._spans, None)
+        return self._next
+
+    def _next(self) -> Slot | None:
+        """Submit jobs for all free slots, and wait for the next full slot."""
+        while self._has_rows and self._free:
+            self._submit()
+        if not self._copying:
+            return None
+        slot, job = self._copying.popleft()
+        # If another thread closes the feeder, only this frame keeps the memory.
+        tensors = slot.tensors
+        failed, begin_s, slot.ready_s = self._crew.wait(job)
+        del tensors
+        if failed:
+            raise self._memory_rows[failed - 1].error()
+        slot.read_s = slot.ready_s - begin_s
+        return slot
+
+    def _submit(self) -> None:
+        """Make the crew copy the next batch, unless the epoch has ended."""
+        begin = self._position
+        if begin == len(self._span):
+            begin = 0
+            if not self._draw():
+                return
+        n = min(self._batch_size, len(self._span) - begin)
+        self._position = begin + n
+        slot = self._free.popleft()
+        parts = self._full if n == self._batch_size else self._parts_of(n)
+        slot.tensors, slot.nbytes = self._transfer.allocate(parts)
+        job = self._crew.submit(self._address + 8 * begin, n, map(_address_of, slot.tensors))
+        source = self._source
+        group = new_row_group((self._span[begin : begin + n], 0, source.stores, None, None, None))
+        slot.batch = HostBatch((), source.rebuild, ((n, 0),), [group])
+        slot.batch_tensors = deque((slot.tensors,))
+        self._copying.append((slot, job))
+
+    def _draw(self) -> bool:
+        """Take the next span of row indices, and have the one after it drawn."""
+        span = self._drawn.result()
+        if span is None:
+            self._has_rows = False
+            return False
+        self._span = span
+        self._address = span.ctypes.data
+        self._drawn = self._threads.reader.submit(next, self._spans, None)
+        return True
+
+    def _parts_of(self, n: int) -> list[BatchPart]:
+        return [BatchPart((n, *store.row_shape), store.dtype) for store in self._source.stores]
+
+    def _forget_slots(self) -> None:
+        # The crew must not copy into memory that is free.
+        self._threads.stop_crew()
+        super()._forget_slots()
+        self._copying.clear()

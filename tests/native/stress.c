@@ -1,0 +1,107 @@
+/* Crews under stress, for ThreadSanitizer and AddressSanitizer: see test_sanitizers.py. */
+#include "../../pinfeed/native/pinfeed.h"
+
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { N_ROWS = 5000, N_PLACES = 3, N_JOBS = 60, MOST = 700 };
+
+static const int64_t row_nbytes[] = {4, 192, 1024};
+enum { N_SOURCES = 3 };
+
+static uint32_t random_below(uint32_t *seed, uint32_t n)
+{
+    *seed = *seed * 1664525u + 1013904223u;
+    return (*seed >> 8) % n;
+}
+
+static void *stop(void *crew)
+{
+    pf_crew_stop(crew);
+    return NULL;
+}
+
+/* Runs one loop: submits and waits for jobs, and checks every row. */
+static void *loop(void *argument)
+{
+    uint32_t seed = (uint32_t)(uintptr_t)argument;
+    struct pf_rows sources[N_SOURCES] = {{0}};
+    char *outs[N_PLACES][N_SOURCES];
+    int64_t rows[N_PLACES][MOST], n[N_PLACES];
+    for (int k = 0; k < N_SOURCES; k++) {
+        sources[k].base = malloc((size_t)(N_ROWS * row_nbytes[k]));
+        sources[k].n = N_ROWS;
+        sources[k].stride = row_nbytes[k];
+        for (int64_t i = 0; i < N_ROWS; i++)
+            memset(sources[k].base + i * row_nbytes[k], (int)((i * 7 + k) & 0xFF),
+                   (size_t)row_nbytes[k]);
+        for (int place = 0; place < N_PLACES; place++)
+            outs[place][k] = malloc((size_t)(MOST * row_nbytes[k]));
+    }
+    for (int round = 0; round < 6; round++) {
+        struct pf_crew *crew = pf_crew_open(N_SOURCES, sources, row_nbytes, 1 + round % 3, N_PLACES,
+                                            1 + (uint32_t)round % 2, round % 2);
+        pthread_t stopper;
+        const int stops = round > 3;
+        uint32_t submitted = 0;
+        for (uint32_t waited = 0; waited < N_JOBS; waited++) {
+            for (; submitted < N_JOBS && submitted < waited + N_PLACES; submitted++) {
+                const uint32_t place = submitted % N_PLACES;
+                n[place] = random_below(&seed, MOST);
+                for (int64_t i = 0; i < n[place]; i++)
+                    rows[place][i] = random_below(&seed, N_ROWS);
+                if (pf_crew_submit(crew, rows[place], 0, n[place], outs[place]) != submitted)
+                    abort();
+            }
+            if (stops && waited == N_JOBS / 2)
+                pthread_create(&stopper, NULL, stop, crew);
+            double times[2];
+            if (pf_crew_wait(crew, waited, times) || times[1] < times[0])
+                abort();
+            const uint32_t place = waited % N_PLACES;
+            for (int k = 0; k < N_SOURCES; k++)
+                for (int64_t i = 0; i < n[place]; i++)
+                    if (memcmp(outs[place][k] + i * row_nbytes[k],
+                               sources[k].base + rows[place][i] * row_nbytes[k],
+                               (size_t)row_nbytes[k]))
+                        abort();
+        }
+        if (stops)
+            pthread_join(stopper, NULL);
+        pf_crew_stop(crew);
+        pf_crew_free(crew);
+    }
+    /* A crew that is stopped while jobs are left. */
+    struct pf_crew *crew = pf_crew_open(N_SOURCES, sources, row_nbytes, 2, N_PLACES, 1, 0);
+    pf_crew_submit(crew, rows[0], 0, 100, outs[0]);
+    pf_crew_stop(crew);
+    pf_crew_free(crew);
+    for (int k = 0; k < N_SOURCES; k++) {
+        free(sources[k].base);
+        for (int place = 0; place < N_PLACES; place++)
+            free(outs[place][k]);
+    }
+    return NULL;
+}
+
+int main(void)
+{
+    pthread_t loops[3];
+    for (uintptr_t i = 0; i < 3; i++)
+        pthread_create(&loops[i], NULL, loop, (void *)(i + 1));
+    for (int i = 0; i < 3; i++)
+        pthread_join(loops[i], NULL);
+    struct pf_network network = {100003, 317, 316, {1, 2, 3, 4, 5, 6}};
+    int64_t positions[1000], out[1000];
+    for (int i = 0; i < 1000; i++)
+        positions[i] = 100 * i;
+    pf_permute(&network, positions, 1000, out);
+    for (int i = 0; i < 1000; i++)
+        if (out[i] < 0 || out[i] >= 100003)
+            abort();
+    puts("all rows are right");
+    return 0;
+}

@@ -1,0 +1,27 @@
+"""The compiled functions under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent
+SOURCES = sorted((FOLDER.parent.parent / "pinfeed" / "native").glob("*.c"))
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+def test_crews_under_stress(sanitizer: str, tmp_path: Path) -> None:
+    program = tmp_path / "stress"
+    flags = f"-std=c11 -O1 -g -pthread -fsanitize={sanitizer} -fno-sanitize-recover=all".split()
+    compiled = subprocess.run(
+        ["cc", *flags, FOLDER / "stress.c", *SOURCES, "-o", program], capture_output=True, text=True
+    )
+    if "cannot find" in compiled.stderr or "unrecognized" in compiled.stderr:
+        pytest.skip(f"the compiler has no {sanitizer} sanitizer")
+    assert not compiled.returncode, compiled.stderr
+    # ThreadSanitizer needs the usual layout of the address space.
+    fixed = ["setarch", "-R"] if shutil.which("setarch") else []
+    done = subprocess.run([*fixed, program], capture_output=True, text=True)
+    assert done.stdout == "all rows are right\n", done.stderr
