@@ -6,6 +6,8 @@ rows (see ``pinfeed/native/crew.c``). The thread of the loop helps with the batc
 
 from __future__ import annotations
 
+import functools
+import itertools
 import operator
 import os
 from collections import deque
@@ -20,6 +22,7 @@ from pinfeed.pipeline.loop import Loop, LoopParts
 from pinfeed.pipeline.slot import Slot
 from pinfeed.pipeline.sources.base import HostBatch
 from pinfeed.pipeline.sources.store_rows import RowSource, new_row_group
+from pinfeed.profiling.timeline import Timeline
 from pinfeed.rows.orders import Rows
 
 # Memory is as fast as a few cores can copy.
@@ -74,6 +77,7 @@ class CrewLoop(Loop):
         self._span: Rows = np.empty(0, np.int64)
         self._position = 0
         self._address = 0
+        self._numbers = itertools.count(parts.first)
         # Whether the epoch has more batches.
         self._has_rows = True
 
@@ -89,7 +93,8 @@ class CrewLoop(Loop):
         )
         self._crew = self._threads.crew
         self._drawn = self._threads.reader.submit(next, self._spans, None)
-        return self._next
+        timeline = self._counters.timeline
+        return self._next if timeline is None else functools.partial(self._next_recorded, timeline)
 
     def _next(self) -> Slot | None:
         """Submit jobs for all free slots, and wait for the next full slot."""
@@ -107,6 +112,13 @@ class CrewLoop(Loop):
         slot.read_s = slot.ready_s - begin_s
         return slot
 
+    def _next_recorded(self, timeline: Timeline) -> Slot | None:
+        """Do the same, and record the time in which the rows were copied."""
+        slot = self._next()
+        if slot is not None:
+            timeline.add("read", slot.number, slot.ready_s - slot.read_s, slot.ready_s, 1)
+        return slot
+
     def _submit(self) -> None:
         """Make the crew copy the next batch, unless the epoch has ended."""
         begin = self._position
@@ -117,6 +129,7 @@ class CrewLoop(Loop):
         n = min(self._batch_size, len(self._span) - begin)
         self._position = begin + n
         slot = self._free.popleft()
+        slot.number = next(self._numbers)
         parts = self._full if n == self._batch_size else self._parts_of(n)
         slot.tensors, slot.nbytes = self._transfer.allocate(parts)
         job = self._crew.submit(self._address + 8 * begin, n, map(_address_of, slot.tensors))

@@ -1,0 +1,111 @@
+"""The compiled copies, compared with numpy."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pinfeed.native import library as native
+from pinfeed.native.crew import Crew
+from pinfeed.native.library import packing
+from pinfeed.native.memory_rows import MemoryRows
+from pinfeed.rows import permutation as permutations
+
+pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
+
+ROW_NBYTES = [1, 2, 3, 4, 8, 12, 16, 31, 32, 64, 100, 128, 384, 1000, 4096]
+
+
+def rows_of(n: int, row_nbytes: int, seed: int = 0) -> npt.NDArray[np.uint8]:
+    return np.random.default_rng(seed).integers(0, 256, (n, row_nbytes), dtype=np.uint8)
+
+
+def memory_rows(array: npt.NDArray[Any]) -> MemoryRows:
+    found = MemoryRows.of_array(array)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("row_nbytes", ROW_NBYTES)
+@pytest.mark.parametrize("stride", [0, 1, 64])
+@given(data=st.data())
+def test_rows_equal_those_of_numpy(row_nbytes: int, stride: int, data: st.DataObject) -> None:
+    array = rows_of(50, row_nbytes + stride)[:, :row_nbytes]
+    indices = st.integers(0, 49)
+    runs = st.tuples(indices, st.integers(0, 60)).map(lambda run: range(run[0], min(sum(run), 50)))
+    rows = np.array(data.draw(st.one_of(st.lists(indices, max_size=60), runs)), np.int64)
+    out = np.full((len(rows), row_nbytes), 7, np.uint8)
+    memory_rows(array).gather(rows, out)
+    np.testing.assert_array_equal(out, array[rows])
+
+    positions = np.array(data.draw(st.permutations(range(len(rows)))), np.int64)
+    scattered = np.full((len(rows) + 2, row_nbytes), 7, np.uint8)
+    memory_rows(array).gather(rows, scattered, positions)
+    np.testing.assert_array_equal(scattered[positions], array[rows])
+    assert (scattered[len(rows) :] == 7).all()
+
+
+@given(runs=st.lists(st.tuples(st.integers(0, 49), st.integers(0, 9)), max_size=8))
+def test_runs_equal_those_of_numpy(runs: list[tuple[int, int]]) -> None:
+    array = rows_of(50, 24)
+    starts = np.array([start for start, _ in runs], np.int64)
+    lengths = np.array([min(length, 50 - start) for start, length in runs], np.int64)
+    places = np.cumsum(lengths + 1) - lengths - 1
+    out = np.full((int((lengths + 1).sum()), 24), 7, np.uint8)
+    expected = out.copy()
+    for start, length, place in zip(starts, lengths, places, strict=True):
+        expected[place : place + length] = array[start : start + length]
+    memory_rows(array).gather_runs(starts, lengths, places, out)
+    np.testing.assert_array_equal(out, expected)
+
+
+def test_an_index_that_changes_after_its_check_reads_no_other_memory() -> None:
+    array = rows_of(50, 8)
+    out = np.empty((3, 8), np.uint8)
+    memory_rows(array).gather(np.array([-1, 50, 1 << 60]), out)
+    np.testing.assert_array_equal(out, array[[-1, -1, -1]])
+
+
+@pytest.mark.parametrize("bypass", [False, True])
+@pytest.mark.parametrize("n_threads", [0, 1, 3])
+def test_a_crew_copies_every_row_of_every_job(n_threads: int, bypass: bool) -> None:
+    arrays = [rows_of(3000, row_nbytes) for row_nbytes in ROW_NBYTES]
+    rng = np.random.default_rng(1)
+    crew = Crew(
+        [memory_rows(array) for array in arrays], n_threads=n_threads, n_jobs=3, bypass=bypass
+    )
+    waiting: list[tuple[int, Any, list[Any]]] = []
+    for n in [0, 1, 700, 3000, 5, 1234, 64, 2000]:
+        rows = rng.integers(3000, size=n) if n != 64 else np.arange(100, 164)
+        outs = [np.empty((n, array.shape[1]), np.uint8) for array in arrays]
+        job = crew.submit(rows.ctypes.data, n, [out.ctypes.data for out in outs])
+        waiting.append((job, rows, outs))
+        if len(waiting) == 3:
+            check(crew, arrays, *waiting.pop(0))
+    crew.shutdown()
+    # The threads have ended, and the waiting thread copies the rest itself.
+    for one in waiting:
+        check(crew, arrays, *one)
+
+
+def check(crew: Crew, arrays: list[Any], job: int, rows: Any, outs: list[Any]) -> None:
+    failed, begin_s, end_s = crew.wait(job)
+    assert not failed
+    assert begin_s <= end_s
+    for array, out in zip(arrays, outs, strict=True):
+        np.testing.assert_array_equal(out, array[rows])
+
+
+@pytest.mark.parametrize("n", [4097, 5000, 65_536, 65_537, 131_072, 10**6 + 3, 10**9, 2**31 - 1])
+def test_permutations_equal_those_of_numpy(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    positions = np.unique(np.random.default_rng(n).integers(0, n, 3000))
+    compiled = permutations.permutation(n, "1/2")(positions)
+    monkeypatch.setattr(permutations, "library", lambda: None)
+    np.testing.assert_array_equal(compiled, permutations.permutation(n, "1/2")(positions))
+
+
+def test_arguments_are_packed_as_the_c_code_reads_them() -> None:
+    assert packing(2)(1, -2) == np.array([1, -2], np.int64).tobytes()

@@ -1,0 +1,146 @@
+"""Pages that cannot be loaded while rows are copied: errors instead of the end of the process."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pinfeed
+from pinfeed.native import library as native
+
+pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
+
+SHRINK = """
+import faulthandler, os, sys
+import numpy as np
+import pinfeed
+
+if sys.argv[1] == "before":
+    faulthandler.enable()
+path = sys.argv[2]
+feeder = pinfeed.Feeder(path, batch_size=100, shuffle=True, depth=int(sys.argv[3]), device="cpu")
+for _ in feeder:
+    pass
+if sys.argv[1] == "after":
+    faulthandler.enable()
+n = 0
+for batch in feeder:
+    n += 1
+    if n == 3:
+        os.truncate(path, 5000)
+"""
+
+FAULT = """
+import faulthandler, mmap, os, sys
+import numpy as np
+import pinfeed
+
+if sys.argv[1] == "before":
+    faulthandler.enable()
+feeder = pinfeed.Feeder(sys.argv[2], batch_size=100, device="cpu")
+for _ in feeder:
+    pass
+if sys.argv[1] == "after":
+    faulthandler.enable()
+with open(sys.argv[2] + ".other", "w+b") as file:
+    file.truncate(8192)
+    other = mmap.mmap(file.fileno(), 8192)
+    file.truncate(0)
+if sys.argv[3] == "sent":
+    os.kill(os.getpid(), 7)
+else:
+    print(other[5000])
+print("not reached")
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.npy"
+    np.save(path, np.zeros((3000, 50), np.float32))
+    return path
+
+
+def run(program: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(("handler", "depth"), [("none", 0), ("before", 2), ("after", 2)])
+def test_a_file_that_shrinks_in_a_loop_is_an_error(path: Path, handler: str, depth: int) -> None:
+    done = run(SHRINK, handler, path, depth)
+    assert done.returncode == 1
+    assert "ReadError" in done.stderr
+    assert f"{path} has shrunk to 5000 bytes" in done.stderr
+    assert "Fatal Python error" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("handler", "how"), [("none", "touched"), ("after", "sent"), ("after", "touched")]
+)
+def test_other_faults_end_the_process_as_without_pinfeed(
+    path: Path, handler: str, how: str
+) -> None:
+    done = run(FAULT, handler, path, how)
+    assert done.returncode == -signal.SIGBUS
+    assert "not reached" not in done.stdout
+    assert done.stderr.count("Fatal Python error: Bus error") == (handler != "none")
+
+
+def test_training_goes_on_after_the_error(path: Path) -> None:
+    array = np.load(path)
+    feeder = pinfeed.Feeder(path, batch_size=100, device="cpu", depth=2)
+    batches = iter(feeder)
+    next(batches)
+    os.truncate(path, 5000)
+    with pytest.raises(pinfeed.errors.ReadError, match="has shrunk"):
+        for _ in batches:
+            pass
+    feeder.close()
+    np.save(path, array)
+    with pinfeed.Feeder(path, batch_size=100, device="cpu", depth=2) as again:
+        assert sum(len(batch) for batch in again) == 3000
+
+
+@pytest.mark.parametrize("size", [5000, 600_127])
+def test_all_threads_of_a_process_survive(path: Path, size: int) -> None:
+    """A file of 600,128 bytes that is one byte shorter raises no signal, but has shrunk."""
+    feeders = [
+        pinfeed.Feeder(path, batch_size=500, shuffle=True, depth=depth, device="cpu")
+        for depth in (0, 1, 3)
+    ]
+    loops = [iter(feeder) for feeder in feeders]
+    for loop in loops:
+        next(loop)
+    os.truncate(path, size)
+    for loop in loops:
+        with pytest.raises(pinfeed.errors.ReadError, match=f"has shrunk to {size} bytes"):
+            for _ in loop:
+                pass
+    for feeder in feeders:
+        feeder.close()
+
+
+def test_the_handler_is_installed_only_while_files_are_mapped(path: Path) -> None:
+    program = """
+import ctypes, gc, sys, signal
+import pinfeed
+libc = ctypes.CDLL(None)
+def handler():
+    action = (ctypes.c_char * 160)()
+    libc.sigaction(signal.SIGBUS, None, action)
+    return int.from_bytes(action[:8], "little")
+print(handler() != 0)
+with pinfeed.Feeder(sys.argv[1], batch_size=100, device="cpu", depth=2) as feeder:
+    for _ in feeder:
+        pass
+    print(handler() != 0)
+del feeder, _
+gc.collect()
+print(handler() != 0)
+"""
+    assert run(program, path).stdout.split() == ["False", "True", "False"]

@@ -1,0 +1,251 @@
+"""Loops whose rows a crew copies: equal batches, and every way in which a loop can end."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import pinfeed
+from pinfeed.native import library as native
+from pinfeed.pipeline.crew_loop import CrewLoop
+from pinfeed.pipeline.prefetch_loop import PrefetchLoop
+
+pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
+
+
+def loop_of(feeder: Any) -> Any:
+    return feeder._loop._last_loop
+
+
+def feeder_of(source: Any, **options: Any) -> Any:
+    return pinfeed.Feeder(source, **{"device": "cpu", "depth": 2, "batch_size": 7} | options)
+
+
+def arrays(n: int) -> dict[str, Any]:
+    rng = np.random.default_rng(n)
+    wide = rng.normal(size=(n, 40)).astype(np.float32)
+    return {
+        "floats": wide,
+        "bits": rng.integers(2, size=n).astype(bool),
+        "half": rng.normal(size=(n, 3, 2)).astype(ml_dtypes.bfloat16),
+        "part": wide[:, 5:9],
+        "labels": torch.arange(n),
+    }
+
+
+def equal(x: Any, y: Any) -> bool:
+    return x.keys() == y.keys() and all(torch.equal(x[key], y[key]) for key in x)
+
+
+@given(
+    n=st.integers(1, 60),
+    batch_size=st.integers(1, 20),
+    depth=st.integers(1, 5),
+    seed=st.one_of(st.none(), st.integers(0, 3)),
+    drop_last=st.booleans(),
+    start=st.integers(0, 5),
+)
+def test_batches_equal_those_of_the_synchronous_loop(
+    n: int, batch_size: int, depth: int, seed: int | None, drop_last: bool, start: int
+) -> None:
+    rows = pinfeed.rows.sequential() if seed is None else pinfeed.rows.shuffled(seed)
+    source = arrays(n)
+    found = []
+    for d in (0, depth):
+        with feeder_of(
+            source, batch_size=batch_size, rows=rows, drop_last=drop_last, depth=d
+        ) as feeder:
+            found.append([list(feeder), list(feeder)])
+            loop = iter(feeder)
+            for _ in range(start):
+                next(loop, None)
+            state = feeder.state_dict()
+            del loop
+            feeder.load_state_dict(state)
+            found[-1].append(list(feeder))
+    for epoch, expected in zip(found[1], found[0], strict=True):
+        assert len(epoch) == len(expected)
+        assert all(map(equal, epoch, expected))
+
+
+def test_a_span_of_row_indices_has_whole_batches() -> None:
+    source = np.arange(100_000)
+    for batch_size in (999, 16_384, 16_385, 60_000):
+        with feeder_of(source, batch_size=batch_size, shuffle=True, depth=1) as feeder:
+            batches = list(feeder)
+            assert isinstance(loop_of(feeder), CrewLoop)
+        assert [len(batch) for batch in batches[:-1]] == [batch_size] * (len(batches) - 1)
+        assert torch.equal(torch.cat(batches).sort().values, torch.from_numpy(source))
+
+
+class OtherRows(pinfeed.ArrayStore):
+    """A subclass whose rows are not those of its array."""
+
+    def gather(self, rows: Any, out: Any) -> None:
+        super().gather(rows, out)
+        out *= 2
+
+
+def test_loops_that_need_more_are_not_copied_by_a_crew(tmp_path: Path) -> None:
+    array = np.arange(100.0)
+    for source, options in (
+        (OtherRows(array), {}),
+        (array, {"rows": [np.array([3, 4]), np.array([5])], "batch_size": None}),
+        (array, {"host_transform": lambda batch: batch}),
+    ):
+        with feeder_of(source, **options) as feeder:
+            list(feeder)
+            assert not isinstance(loop_of(feeder), CrewLoop)
+    with feeder_of(array) as feeder:
+        for batch in feeder.batches():
+            batch.write_back(batch.data)
+        assert isinstance(loop_of(feeder), PrefetchLoop)
+        list(feeder)
+        assert isinstance(loop_of(feeder), CrewLoop)
+
+
+def test_kept_batches_stay_as_they_are() -> None:
+    source = np.arange(5000)
+    with feeder_of(source, batch_size=10, shuffle=True) as feeder:
+        kept = list(feeder)
+        copies = [batch.clone() for batch in kept]
+        for _ in range(3):
+            for batch in feeder:
+                batch.zero_()
+        assert all(map(torch.equal, kept, copies))
+
+
+def leave_by_break(feeder: Any) -> None:
+    for _ in feeder:
+        break
+
+
+def leave_by_error(feeder: Any) -> None:
+    with pytest.raises(ZeroDivisionError):
+        for _ in feeder:
+            raise ZeroDivisionError
+
+
+def leave_by_close(feeder: Any) -> None:
+    next(iter(feeder))
+    feeder.close()
+
+
+def leave_by_collection(feeder: Any) -> None:
+    loop = iter(feeder)
+    next(loop)
+    ring: list[Any] = [loop]
+    ring.append(ring)
+    del loop, ring
+    gc.collect()
+
+
+def has_threads(n: int) -> bool:
+    """Return whether the process has ``n`` threads; the system removes a joined one a bit later."""
+    deadline_s = time.monotonic() + 10
+    while len(os.listdir("/proc/self/task")) != n and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    return len(os.listdir("/proc/self/task")) == n
+
+
+@pytest.mark.parametrize(
+    "leave", [leave_by_break, leave_by_error, leave_by_close, leave_by_collection]
+)
+def test_no_thread_outlives_a_loop_that_was_left(leave: Any) -> None:
+    before = len(os.listdir("/proc/self/task"))
+    feeder = feeder_of(np.zeros((1000, 100)))
+    leave(feeder)
+    gc.collect()
+    assert has_threads(before)
+    feeder.close()
+
+
+def test_another_thread_may_close_the_feeder() -> None:
+    for _ in range(20):
+        feeder = feeder_of(np.zeros((100_000, 64), np.float32), batch_size=100)
+        loop = iter(feeder)
+        next(loop)
+        closer = threading.Thread(target=feeder.close)
+        closer.start()
+        with pytest.raises(pinfeed.errors.ClosedError):
+            for _ in loop:
+                pass
+        closer.join()
+
+
+def test_an_interrupt_ends_the_loop() -> None:
+    before = len(os.listdir("/proc/self/task"))
+    feeder = feeder_of(np.zeros((200_000, 64), np.float32), batch_size=5000, shuffle=True)
+    timer = threading.Timer(0.02, signal.raise_signal, [signal.SIGINT])
+    with pytest.raises(KeyboardInterrupt):
+        timer.start()
+        while True:
+            for _ in feeder:
+                pass
+    timer.join()
+    gc.collect()
+    assert has_threads(before)
+    assert len(list(feeder)) == 40
+    feeder.close()
+
+
+def test_a_fork_cannot_continue_the_loop() -> None:
+    feeder = feeder_of(np.arange(1000.0))
+    loop = iter(feeder)
+    next(loop)
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            next(loop)
+        except pinfeed.errors.ClosedError:
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert sum(len(batch) for batch in loop) == 993
+    feeder.close()
+
+
+def test_a_program_may_end_within_a_loop() -> None:
+    program = """
+import numpy as np
+import pinfeed
+feeder = pinfeed.Feeder(np.zeros((100_000, 64)), batch_size=1000, depth=3, device="cpu")
+loop = iter(feeder)
+next(loop)
+print("ends")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ends\n", "")
+
+
+def test_nested_loops_over_one_array() -> None:
+    source = np.arange(60)
+    with feeder_of(source) as outer, feeder_of(source, shuffle=True) as inner:
+        for batch in outer:
+            assert int(sum(part.sum() for part in inner)) == source.sum()
+            assert torch.equal(batch, torch.from_numpy(source[batch]))
+
+
+def test_the_statistics_and_the_timeline_count_the_copies() -> None:
+    with feeder_of(np.zeros((700, 1000)), timeline=True) as feeder:
+        list(feeder)
+        reads = [span for span in feeder.timeline.spans if span.lane == "read"]
+        stats = feeder.stats
+    assert [span.batch for span in reads] == list(range(100))
+    assert (stats.batches, stats.rows, stats.bytes) == (100, 700, 700 * 8000)
+    assert stats.read_s >= sum(span.end_s - span.start_s for span in reads) * 0.99
+    assert stats.depth == 2
