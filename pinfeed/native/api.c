@@ -52,23 +52,30 @@ PF_API int64_t pf_api_copy_runs(const int64_t *a)
                                 &target, a[ROW_NBYTES]);
 }
 
-/* Arguments: threads, places, ring_at, bypass, number of sources, and their descriptions. Returns
- * the crew, or 0. */
+/* Arguments: places, ring_at, bypass, number of sources, and their descriptions. Returns the crew, or
+ * 0. */
 PF_API int64_t pf_api_crew_open(const int64_t *a)
 {
     enum { MOST = 256 };
     struct pf_rows sources[MOST];
     int64_t row_nbytes[MOST];
-    const int64_t n = a[4];
+    const int64_t n = a[3];
     if (n > MOST)
         return 0;
     for (int64_t k = 0; k < n; k++) {
-        const int64_t *const description = a + 5 + k * N_DESCRIPTION;
+        const int64_t *const description = a + 4 + k * N_DESCRIPTION;
         sources[k] = rows_of(description);
         row_nbytes[k] = description[ROW_NBYTES];
     }
-    return (intptr_t)pf_crew_open((int)n, sources, row_nbytes, (int)a[0], (uint32_t)a[1],
-                                  (uint32_t)a[2], (int)a[3]);
+    return (intptr_t)pf_crew_open((int)n, sources, row_nbytes, (uint32_t)a[0], (uint32_t)a[1],
+                                  (int)a[2]);
+}
+
+/* Arguments: crew, number of threads. */
+PF_API int64_t pf_api_crew_start(const int64_t *a)
+{
+    pf_crew_start(pointer(a[0]), (int)a[1]);
+    return 0;
 }
 
 /* Arguments: crew, row indices, first row, rows to copy, and the target of each source. */
@@ -90,9 +97,11 @@ PF_API int64_t pf_api_crew_stop(const int64_t *a)
     return 0;
 }
 
-/* Argument: crew. */
+/* Arguments: crew, and whether this process has its threads, so that they must end first. */
 PF_API int64_t pf_api_crew_free(const int64_t *a)
 {
+    if (a[1])
+        pf_crew_stop(pointer(a[0]));
     pf_crew_free(pointer(a[0]));
     return 0;
 }

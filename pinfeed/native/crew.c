@@ -84,6 +84,7 @@ struct pf_crew {
     _Atomic uint32_t bell;
     _Atomic uint32_t n_asleep;
     _Atomic uint32_t is_stopped;
+    pthread_mutex_t stopping; /* held while the threads are joined, which changes n_threads */
     pthread_t threads[MOST_THREADS];
 };
 
@@ -193,17 +194,18 @@ static void ring(struct pf_crew *crew)
 {
     atomic_fetch_add(&crew->bell, 1);
     if (atomic_load(&crew->n_asleep))
-        wake(&crew->bell, crew->n_threads);
+        wake(&crew->bell, MOST_THREADS);
 }
 
 void pf_crew_stop(struct pf_crew *crew)
 {
-    if (atomic_exchange(&crew->is_stopped, 1))
-        return;
+    atomic_store(&crew->is_stopped, 1);
     atomic_fetch_add(&crew->bell, 1);
-    wake(&crew->bell, crew->n_threads);
-    for (int i = 0; i < crew->n_threads; i++)
-        pthread_join(crew->threads[i], NULL);
+    wake(&crew->bell, MOST_THREADS);
+    pthread_mutex_lock(&crew->stopping);
+    while (crew->n_threads)
+        pthread_join(crew->threads[--crew->n_threads], NULL);
+    pthread_mutex_unlock(&crew->stopping);
 }
 
 void pf_crew_free(struct pf_crew *crew)
@@ -231,10 +233,11 @@ static int allocate(struct pf_crew *crew)
     return 0;
 }
 
-/* Starts as many of the threads as the system permits. They block all signals, because those of
- * the program are for its own threads. */
-static void start(struct pf_crew *crew, int n_threads)
+/* The threads block all signals, because those of the program are for its own threads. */
+void pf_crew_start(struct pf_crew *crew, int n_threads)
 {
+    if (n_threads > MOST_THREADS)
+        n_threads = MOST_THREADS;
     sigset_t all, before;
     sigfillset(&all);
     sigdelset(&all, SIGBUS);
@@ -249,8 +252,8 @@ static void start(struct pf_crew *crew, int n_threads)
 }
 
 struct pf_crew *pf_crew_open(int n_sources, const struct pf_rows *sources,
-                             const int64_t *row_nbytes, int n_threads, uint32_t n_places,
-                             uint32_t ring_at, int bypass)
+                             const int64_t *row_nbytes, uint32_t n_places, uint32_t ring_at,
+                             int bypass)
 {
     struct pf_crew *crew = calloc(1, sizeof *crew);
     if (!crew)
@@ -261,6 +264,7 @@ struct pf_crew *pf_crew_open(int n_sources, const struct pf_rows *sources,
         crew->n_places *= 2;
     crew->ring_at = ring_at;
     crew->bypass = bypass;
+    pthread_mutex_init(&crew->stopping, NULL);
     if (allocate(crew)) {
         pf_crew_free(crew);
         return NULL;
@@ -272,7 +276,6 @@ struct pf_crew *pf_crew_open(int n_sources, const struct pf_rows *sources,
         crew->sources[k].rows_per_piece = per_piece ? per_piece : 1;
         crew->may_fail |= sources[k].limit != NULL;
     }
-    start(crew, n_threads < MOST_THREADS ? n_threads : MOST_THREADS);
     return crew;
 }
 

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 
-from pinfeed.native.library import library, packing
+from pinfeed.native.library import Library, library, packing
 from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.threads.exit import PoolThread, exit_hook
 
@@ -19,8 +19,9 @@ _SIGNAL = -1
 class Crew:
     """Threads that copy the rows of the next batches; see crew.c.
 
-    The thread of the loop submits jobs and waits for them. It keeps the memory of each job until it
-    has waited for it, or has shut the crew down. Other threads may only shut the crew down.
+    The thread of the loop submits jobs and waits for them. Other threads may only shut the crew
+    down. The crew keeps the memory of each job until the thread has waited for it, whatever cuts
+    off the loop, because its threads would copy into memory of others.
 
     Args:
         sources: Rows that every job copies.
@@ -47,33 +48,45 @@ class Crew:
         self.owner: threading.Thread = starter.owner if isinstance(starter, PoolThread) else starter
         """The program's own thread for which the crew works."""
         self._library = found
-        # The crew reads this memory.
-        self._sources = sources
         numbers = [number for source in sources for number in source.description]
-        pack = packing(5 + len(numbers))
+        pack = packing(4 + len(numbers))
         # Sleeping threads are woken when half of the jobs wait, because waking takes several us.
         self._crew = found.open_crew(
-            pack(n_threads, n_jobs, max(1, n_jobs // 2), bypass, len(sources), *numbers)
+            pack(n_jobs, max(1, n_jobs // 2), bypass, len(sources), *numbers)
         )
         if not self._crew:
             raise MemoryError("the system has no memory for the threads that copy rows")
-        weakref.finalize(self, found.free_crew, packing(1)(self._crew))
+        # Memory of each job for which ``wait`` has not returned, by number.
+        self._kept: dict[int, object] = {}
+        end = weakref.finalize(
+            self, _end, found, self._crew, exit_hook.n_forks, (sources, self._kept)
+        )
+        # A program may end within a loop, which then uses the crew once more.
+        end.atexit = False
         self._n_forks = exit_hook.n_forks
         self._times = (ctypes.c_double * 2)()
         self._times_address = ctypes.addressof(self._times)
+        self._next_number = 0
         self._pack_submit = packing(4 + len(sources))
         self._reference = weakref.ref(self)
         exit_hook.pools.add(self._reference)
+        # An interrupt before this step leaves no threads, and one after it an owner of them.
+        found.start_crew(packing(2)(self._crew, n_threads))
 
-    def submit(self, rows: int, n: int, outs: Iterable[int]) -> int:
+    def submit(self, rows: int, n: int, outs: Iterable[int], memory: object) -> int:
         """Submit a job, and return its number.
 
         Args:
             rows: Address of the row indices, int64, shape (n,).
             n: Number of rows.
             outs: For each source, the address of its rows in the batch.
+            memory: Objects on whose memory the row indices and the batch are.
         """
-        return self._library.submit(self._pack_submit(self._crew, rows, 0, n, *outs))
+        request = self._pack_submit(self._crew, rows, 0, n, *outs)
+        number = self._next_number
+        self._kept[number] = memory
+        self._next_number = self._library.submit(request) + 1
+        return number
 
     def wait(self, number: int) -> tuple[int, float, float]:
         """Wait for a job, and copy a part of it meanwhile.
@@ -89,6 +102,7 @@ class Crew:
         # After a signal, the interpreter calls its handler before the next call.
         while (failed := self._library.wait(request)) == _SIGNAL:
             pass
+        del self._kept[number]
         return failed, self._times[0], self._times[1]
 
     def shutdown(self, wait: bool = True) -> None:
@@ -97,3 +111,8 @@ class Crew:
         if self._n_forks == exit_hook.n_forks:
             self._library.stop_crew(packing(1)(self._crew))
         exit_hook.pools.discard(self._reference)
+
+
+def _end(found: Library, crew: int, n_forks: int, memory: object) -> None:
+    """End a crew that Python frees, and then free it and the memory of its jobs."""
+    found.free_crew(packing(2)(crew, n_forks == exit_hook.n_forks))

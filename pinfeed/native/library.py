@@ -35,10 +35,11 @@ class Library:
         self.copy_runs = _function(releasing, "pf_api_copy_runs")
         self.permute = _function(releasing, "pf_api_permute")
         self.open_crew = _function(releasing, "pf_api_crew_open")
+        self.start_crew = _function(releasing, "pf_api_crew_start")
         self.submit = _function(holding, "pf_api_crew_submit")
         self.wait = _function(releasing, "pf_api_crew_wait")
         self.stop_crew = _function(releasing, "pf_api_crew_stop")
-        self.free_crew = _function(holding, "pf_api_crew_free")
+        self.free_crew = _function(releasing, "pf_api_crew_free")
         self.count_maps = _function(holding, "pf_api_guard_count")
 
 

@@ -55,17 +55,19 @@ void pf_guard_count(int change);
 
 struct pf_crew;
 
-/* Returns a crew, or NULL if memory is missing.
+/* Returns a crew without threads, or NULL if memory is missing.
  *
  * sources, row_nbytes: the rows that every job copies, and the bytes of a row
- * n_threads: threads; 0 if only the loop copies
  * n_places: most jobs that have not ended, or that the loop has not waited for
  * ring_at: jobs with pieces to take at which sleeping threads are woken; the loop copies fewer
  *     itself, when it needs them
  * bypass: whether rows are written past the caches */
 struct pf_crew *pf_crew_open(int n_sources, const struct pf_rows *sources,
-                             const int64_t *row_nbytes, int n_threads, uint32_t n_places,
-                             uint32_t ring_at, int bypass);
+                             const int64_t *row_nbytes, uint32_t n_places, uint32_t ring_at,
+                             int bypass);
+
+/* Starts as many of `n_threads` threads as the system permits. Without any, only the loop copies. */
+void pf_crew_start(struct pf_crew *crew, int n_threads);
 
 /* Submits a job, and returns its number. The place of the job must be free.
  *
@@ -83,7 +85,7 @@ uint32_t pf_crew_submit(struct pf_crew *crew, const int64_t *rows, int64_t first
 int pf_crew_wait(struct pf_crew *crew, uint32_t number, double *times);
 
 /* Ends the threads. From now on, only the thread that waits for a job copies. Any thread may call
- * this, also while another one waits. A second call does nothing. */
+ * this, also while another one waits. It returns when the threads have ended. */
 void pf_crew_stop(struct pf_crew *crew);
 
 /* Frees a crew without threads: a stopped one, or one of which this process is a fork. */

@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import deque
 from collections.abc import Callable
@@ -129,7 +130,8 @@ def _crew_loop(
     parts = LoopParts(
         mover=mover,
         first=position.batch,
-        schedule=schedule,
+        # One thread draws row indices.
+        schedule=dataclasses.replace(schedule, n_readers=1),
         lend=mover.lend,
         stop=mover.stop,
         close=spans.close,

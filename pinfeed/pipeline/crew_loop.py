@@ -103,10 +103,7 @@ class CrewLoop(Loop):
         if not self._copying:
             return None
         slot, job = self._copying.popleft()
-        # If another thread closes the feeder, only this frame keeps the memory.
-        tensors = slot.tensors
         failed, begin_s, slot.ready_s = self._crew.wait(job)
-        del tensors
         if failed:
             raise self._memory_rows[failed - 1].error()
         slot.read_s = slot.ready_s - begin_s
@@ -132,7 +129,12 @@ class CrewLoop(Loop):
         slot.number = next(self._numbers)
         parts = self._full if n == self._batch_size else self._parts_of(n)
         slot.tensors, slot.nbytes = self._transfer.allocate(parts)
-        job = self._crew.submit(self._address + 8 * begin, n, map(_address_of, slot.tensors))
+        job = self._crew.submit(
+            self._address + 8 * begin,
+            n,
+            map(_address_of, slot.tensors),
+            (self._span, slot.tensors),
+        )
         source = self._source
         group = new_row_group((self._span[begin : begin + n], 0, source.stores, None, None, None))
         slot.batch = HostBatch((), source.rebuild, ((n, 0),), [group])
@@ -152,9 +154,3 @@ class CrewLoop(Loop):
 
     def _parts_of(self, n: int) -> list[BatchPart]:
         return [BatchPart((n, *store.row_shape), store.dtype) for store in self._source.stores]
-
-    def _forget_slots(self) -> None:
-        # The crew must not copy into memory that is free.
-        self._threads.stop_crew()
-        super()._forget_slots()
-        self._copying.clear()

@@ -156,10 +156,12 @@ class LoopThreads:
 
     def join_readers(self) -> None:
         """Wait until the reader threads, the transform thread and the crew have ended."""
-        self.stop_crew()
-        for worker in (self._reader, self._transformer):
-            if worker is not None:
-                worker.shutdown(wait=True)
+        try:
+            self.stop_crew()
+        finally:
+            for worker in (self._reader, self._transformer):
+                if worker is not None:
+                    worker.shutdown(wait=True)
 
     def join_writers(self) -> None:
         """Wait until the writer threads have made all submitted calls."""

@@ -42,8 +42,9 @@ static void *loop(void *argument)
             outs[place][k] = malloc((size_t)(MOST * row_nbytes[k]));
     }
     for (int round = 0; round < 6; round++) {
-        struct pf_crew *crew = pf_crew_open(N_SOURCES, sources, row_nbytes, 1 + round % 3, N_PLACES,
+        struct pf_crew *crew = pf_crew_open(N_SOURCES, sources, row_nbytes, N_PLACES,
                                             1 + (uint32_t)round % 2, round % 2);
+        pf_crew_start(crew, 1 + round % 3);
         pthread_t stopper;
         const int stops = round > 3;
         uint32_t submitted = 0;
@@ -75,7 +76,8 @@ static void *loop(void *argument)
         pf_crew_free(crew);
     }
     /* A crew that is stopped while jobs are left. */
-    struct pf_crew *crew = pf_crew_open(N_SOURCES, sources, row_nbytes, 2, N_PLACES, 1, 0);
+    struct pf_crew *crew = pf_crew_open(N_SOURCES, sources, row_nbytes, N_PLACES, 1, 0);
+    pf_crew_start(crew, 2);
     pf_crew_submit(crew, rows[0], 0, 100, outs[0]);
     pf_crew_stop(crew);
     pf_crew_free(crew);

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pinfeed.native import library as native
@@ -31,6 +31,7 @@ def memory_rows(array: npt.NDArray[Any]) -> MemoryRows:
 
 @pytest.mark.parametrize("row_nbytes", ROW_NBYTES)
 @pytest.mark.parametrize("stride", [0, 1, 64])
+@settings(deadline=None)
 @given(data=st.data())
 def test_rows_equal_those_of_numpy(row_nbytes: int, stride: int, data: st.DataObject) -> None:
     array = rows_of(50, row_nbytes + stride)[:, :row_nbytes]
@@ -48,6 +49,7 @@ def test_rows_equal_those_of_numpy(row_nbytes: int, stride: int, data: st.DataOb
     assert (scattered[len(rows) :] == 7).all()
 
 
+@settings(deadline=None)
 @given(runs=st.lists(st.tuples(st.integers(0, 49), st.integers(0, 9)), max_size=8))
 def test_runs_equal_those_of_numpy(runs: list[tuple[int, int]]) -> None:
     array = rows_of(50, 24)
@@ -81,7 +83,7 @@ def test_a_crew_copies_every_row_of_every_job(n_threads: int, bypass: bool) -> N
     for n in [0, 1, 700, 3000, 5, 1234, 64, 2000]:
         rows = rng.integers(3000, size=n) if n != 64 else np.arange(100, 164)
         outs = [np.empty((n, array.shape[1]), np.uint8) for array in arrays]
-        job = crew.submit(rows.ctypes.data, n, [out.ctypes.data for out in outs])
+        job = crew.submit(rows.ctypes.data, n, [out.ctypes.data for out in outs], (rows, outs))
         waiting.append((job, rows, outs))
         if len(waiting) == 3:
             check(crew, arrays, *waiting.pop(0))

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pinfeed
@@ -49,6 +49,7 @@ def equal(x: Any, y: Any) -> bool:
     return x.keys() == y.keys() and all(torch.equal(x[key], y[key]) for key in x)
 
 
+@settings(deadline=None)
 @given(
     n=st.integers(1, 60),
     batch_size=st.integers(1, 20),
@@ -152,12 +153,12 @@ def leave_by_collection(feeder: Any) -> None:
     gc.collect()
 
 
-def has_threads(n: int) -> bool:
-    """Return whether the process has ``n`` threads; the system removes a joined one a bit later."""
+def has_no_more_threads(than: int) -> bool:
+    """Return whether threads have ended; the system removes a joined thread a bit later."""
     deadline_s = time.monotonic() + 10
-    while len(os.listdir("/proc/self/task")) != n and time.monotonic() < deadline_s:
+    while len(os.listdir("/proc/self/task")) > than and time.monotonic() < deadline_s:
         time.sleep(0.001)
-    return len(os.listdir("/proc/self/task")) == n
+    return len(os.listdir("/proc/self/task")) <= than
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,7 @@ def test_no_thread_outlives_a_loop_that_was_left(leave: Any) -> None:
     feeder = feeder_of(np.zeros((1000, 100)))
     leave(feeder)
     gc.collect()
-    assert has_threads(before)
+    assert has_no_more_threads(before)
     feeder.close()
 
 
@@ -185,20 +186,31 @@ def test_another_thread_may_close_the_feeder() -> None:
         closer.join()
 
 
-def test_an_interrupt_ends_the_loop() -> None:
+@pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
+def test_interrupts_end_the_loop() -> None:
     before = len(os.listdir("/proc/self/task"))
     feeder = feeder_of(np.zeros((200_000, 64), np.float32), batch_size=5000, shuffle=True)
-    timer = threading.Timer(0.02, signal.raise_signal, [signal.SIGINT])
-    with pytest.raises(KeyboardInterrupt):
-        timer.start()
-        while True:
-            for _ in feeder:
-                pass
-    timer.join()
-    gc.collect()
-    assert has_threads(before)
+    for i in range(10):
+        has_ended = threading.Event()
+        timer = threading.Thread(target=interrupt, args=(0.002 * i, has_ended))
+        with pytest.raises(KeyboardInterrupt):
+            timer.start()
+            while True:
+                for _ in feeder:
+                    pass
+        has_ended.set()
+        timer.join()
+        gc.collect()
+        assert has_no_more_threads(before)
     assert len(list(feeder)) == 40
     feeder.close()
+
+
+def interrupt(after_s: float, has_ended: threading.Event) -> None:
+    """Interrupt the main thread; again if Python ignores the error, as in a weakref's callback."""
+    while not has_ended.wait(after_s):
+        signal.raise_signal(signal.SIGINT)
+        after_s = 1.0
 
 
 def test_a_fork_cannot_continue_the_loop() -> None:
