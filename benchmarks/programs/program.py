@@ -26,6 +26,10 @@ NAMES = (
     "image_augment",
     "mnist",
     "vae",
+    "build_nanogpt",
+    "criteo",
+    "sentence_pairs",
+    "replay_buffer",
 )
 """Modules of the programs, in the order of the table."""
 OURS = "pinfeed"
