@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import os
@@ -173,17 +174,23 @@ class ShardedStore(Generic[R]):
             ReadError: If a file has shrunk or cannot be read.
         """
         target = as_bytes(out)
-        for number, shard_rows, shard_positions in self._by_shard(rows):
-            reader = self._reader(number)
-            places = positions[shard_positions]
-            run = run_of(shard_rows)
-            place = run_of(places)
-            if run is not None and place is not None:
-                reader.read_run(run.start, target[place])
-            else:
-                reader.read_rows(shard_rows, target, places)
+        run = run_of(rows)
+        place = run_of(positions)
+        if run is not None and place is not None:
+            self._read_run(run, target[place])
+        else:
+            for number, shard_rows, shard_positions in self._by_shard(rows):
+                places = positions[shard_positions]
+                self._reader(number).read_rows(shard_rows, target, places)
         if self._swapped:
             out[positions] = out[positions].byteswap()
+
+    def _read_run(self, run: slice, target: npt.NDArray[np.uint8]) -> None:
+        """Read consecutive rows, which need no search for the shard of each row."""
+        begin = 0
+        for number, first, n_rows in self._parts(run.start, run.stop):
+            self._reader(number).read_run(first, target[begin : begin + n_rows])
+            begin += n_rows
 
     def _gather_runs(self, runs: Runs, out: Array) -> None:
         """Copy runs of rows to their positions in ``out``. The caller has checked all arguments.
@@ -249,7 +256,7 @@ class ShardedStore(Generic[R]):
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield the shard, the first row within it and the number of rows of each part."""
-        number = int(np.searchsorted(self._ends, start, side="right"))
+        number = bisect.bisect_right(self._ends, start)
         while start < stop:
             end = min(stop, int(self._ends[number]))
             if start < end:
