@@ -20,16 +20,16 @@ NAMES = (
     "dlrm",
     "skip_gram",
     "nanogpt",
+    "build_nanogpt",
     "forecasting",
     "token_batches",
+    "sentence_pairs",
+    "criteo",
     "hdf5_images",
     "image_augment",
+    "replay_buffer",
     "mnist",
     "vae",
-    "build_nanogpt",
-    "criteo",
-    "sentence_pairs",
-    "replay_buffer",
 )
 """Modules of the programs, in the order of the table."""
 OURS = "pinfeed"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import functools
-import itertools
 import os
 import sys
 import threading
@@ -175,7 +174,7 @@ class ShardedStore(Generic[R]):
         """
         target = as_bytes(out)
         run = run_of(rows)
-        place = run_of(positions)
+        place = None if run is None else run_of(positions)
         if run is not None and place is not None:
             self._read_run(run, target[place])
         else:
@@ -245,13 +244,17 @@ class ShardedStore(Generic[R]):
         if len(self._layouts) == 1:
             return [(0, rows, np.arange(len(rows)))]
         shard_of = np.searchsorted(self._ends, rows, side="right")
-        order = np.argsort(shard_of, kind="stable")
-        shard_rows = rows[order] - self._starts[shard_of[order]]
-        begins = np.flatnonzero(np.diff(shard_of[order], prepend=-1)).tolist()
+        counts = np.bincount(shard_of)
+        numbers = np.flatnonzero(counts)
+        # numpy sorts integers of 8 and 16 bits by their digits, in a quarter of the time.
+        digits = shard_of.astype(np.min_scalar_type(len(self._layouts)))
+        order = np.argsort(digits, kind="stable")
         parts: list[tuple[int, Rows, Rows]] = []
-        for begin, end in itertools.pairwise([*begins, len(rows)]):
-            number = int(shard_of[order[begin]])
-            parts.append((number, shard_rows[begin:end], order[begin:end]))
+        end = 0
+        for number, count in zip(numbers.tolist(), counts[numbers].tolist(), strict=True):
+            positions = order[end : end + count]
+            parts.append((number, rows[positions] - self._starts[number], positions))
+            end += count
         return parts
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
