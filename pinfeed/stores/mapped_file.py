@@ -9,10 +9,10 @@ import numpy as np
 from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
-from pinfeed.stores.base import Array, Gather, checked_gather
+from pinfeed.stores.base import Array, Gather, checked_gather, run_of
 from pinfeed.stores.disk.file_map import FileMap
 from pinfeed.stores.formats.row_layout import RowLayout
-from pinfeed.stores.sharded_file import ShardedStore
+from pinfeed.stores.sharded_file import ShardedStore, as_bytes
 
 
 class MappedFileStore(ShardedStore[FileMap]):
@@ -57,7 +57,11 @@ class MappedFileStore(ShardedStore[FileMap]):
         return None if self._only is None else self._only.memory_rows
 
     def _gather_shards(self, rows: Rows, out: Array) -> None:
-        self.gather_at(rows, out, np.arange(len(rows)))
+        run = run_of(rows)
+        if run is None or self._swapped:
+            self.gather_at(rows, out, np.arange(len(rows)))
+        else:
+            self._read_run(run, as_bytes(out))
 
     def gather_runs(self, runs: Runs, out: Array) -> None:
         """Copy runs of rows to their positions in ``out``. The caller has checked all arguments.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
-import itertools
 import os
 import sys
 import threading
@@ -173,17 +173,23 @@ class ShardedStore(Generic[R]):
             ReadError: If a file has shrunk or cannot be read.
         """
         target = as_bytes(out)
-        for number, shard_rows, shard_positions in self._by_shard(rows):
-            reader = self._reader(number)
-            places = positions[shard_positions]
-            run = run_of(shard_rows)
-            place = run_of(places)
-            if run is not None and place is not None:
-                reader.read_run(run.start, target[place])
-            else:
-                reader.read_rows(shard_rows, target, places)
+        run = run_of(rows)
+        place = None if run is None else run_of(positions)
+        if run is not None and place is not None:
+            self._read_run(run, target[place])
+        else:
+            for number, shard_rows, shard_positions in self._by_shard(rows):
+                places = positions[shard_positions]
+                self._reader(number).read_rows(shard_rows, target, places)
         if self._swapped:
             out[positions] = out[positions].byteswap()
+
+    def _read_run(self, run: slice, target: npt.NDArray[np.uint8]) -> None:
+        """Read consecutive rows, which need no search for the shard of each row."""
+        begin = 0
+        for number, first, n_rows in self._parts(run.start, run.stop):
+            self._reader(number).read_run(first, target[begin : begin + n_rows])
+            begin += n_rows
 
     def _gather_runs(self, runs: Runs, out: Array) -> None:
         """Copy runs of rows to their positions in ``out``. The caller has checked all arguments.
@@ -238,18 +244,22 @@ class ShardedStore(Generic[R]):
         if len(self._layouts) == 1:
             return [(0, rows, np.arange(len(rows)))]
         shard_of = np.searchsorted(self._ends, rows, side="right")
-        order = np.argsort(shard_of, kind="stable")
-        shard_rows = rows[order] - self._starts[shard_of[order]]
-        begins = np.flatnonzero(np.diff(shard_of[order], prepend=-1)).tolist()
+        counts = np.bincount(shard_of)
+        numbers = np.flatnonzero(counts)
+        # numpy sorts integers of 8 and 16 bits by their digits, in a quarter of the time.
+        digits = shard_of.astype(np.min_scalar_type(len(self._layouts)))
+        order = np.argsort(digits, kind="stable")
         parts: list[tuple[int, Rows, Rows]] = []
-        for begin, end in itertools.pairwise([*begins, len(rows)]):
-            number = int(shard_of[order[begin]])
-            parts.append((number, shard_rows[begin:end], order[begin:end]))
+        end = 0
+        for number, count in zip(numbers.tolist(), counts[numbers].tolist(), strict=True):
+            positions = order[end : end + count]
+            parts.append((number, rows[positions] - self._starts[number], positions))
+            end += count
         return parts
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield the shard, the first row within it and the number of rows of each part."""
-        number = int(np.searchsorted(self._ends, start, side="right"))
+        number = bisect.bisect_right(self._ends, start)
         while start < stop:
             end = min(stop, int(self._ends[number]))
             if start < end:

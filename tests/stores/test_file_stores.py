@@ -229,6 +229,26 @@ def test_a_thousand_shards_do_not_exhaust_descriptors(tmp_path: Path) -> None:
         assert len(os.listdir("/proc/self/fd")) - before <= 2 * 64
 
 
+@pytest.mark.parametrize("dtype", ["<f4", ">f4"])
+@pytest.mark.parametrize(("begin", "end"), [(0, 0), (0, 12), (1, 3), (2, 9), (4, 5), (6, 12)])
+def test_consecutive_rows_of_shards(dtype: str, begin: int, end: int, tmp_path: Path) -> None:
+    """They may begin and end within a shard, and contain whole shards."""
+    whole = np.arange(24, dtype=np.float32).reshape(12, 2)
+    for i, part in enumerate(np.split(whole, [4, 5, 8])):
+        np.save(tmp_path / f"{i}.npy", part.astype(dtype))
+    rows = np.arange(begin, end)
+    with MmapStore(tmp_path / "*.npy") as store:
+        mapped = store.map_rows()
+        for source in (store, mapped):
+            np.testing.assert_array_equal(gathered(source, rows), whole[begin:end])
+            out = np.full((15, 2), -1, np.float32)
+            source.gather_at(rows, out, rows - begin + 2)
+            np.testing.assert_array_equal(out[2 : 2 + len(rows)], whole[begin:end])
+            assert (out[:2] == -1).all()
+            assert (out[2 + len(rows) :] == -1).all()
+        mapped.close()
+
+
 def test_shards_that_do_not_match(tmp_path: Path) -> None:
     a, b = saved(tmp_path / "a.npy", np.zeros((2, 3))), saved(tmp_path / "b.npy", np.zeros((2, 4)))
     with pytest.raises(errors.StoreError, match="shards do not match"):
