@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, WriteBackError
 from pinfeed.memory.file_mappings import file_key
-from pinfeed.memory.host import free_page_cache_bytes
+from pinfeed.memory.host import free_host_memory
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.base import Array, checked_scatter
@@ -103,7 +103,7 @@ class LocalFileStore(ShardedStore[FileReader]):
         """Whether the page cache keeps the data that was read."""
         if self._keep_cache is not None:
             return self._keep_cache
-        return self.nbytes <= free_page_cache_bytes()
+        return self.nbytes <= free_host_memory().page_cache
 
     @property
     def can_map(self) -> bool:
