@@ -29,6 +29,7 @@ from pinfeed.rows.orders import Order, is_distinct
 from pinfeed.rows.ragged_batches import ElementBatches
 from pinfeed.rows.sampler_batches import largest_batch
 from pinfeed.stores.base import Store, row_nbytes
+from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.ragged import RaggedStore
 
 
@@ -220,10 +221,13 @@ def _free_host_memory(stores: Sequence[Store], config: MemoryLimits | None) -> F
     Without a config, rows of files may take half of the free memory. The processes that torchrun
     starts on one machine share the free memory.
     """
-    reads_files = any(file_of(store) is not None for store in stores)
-    if config is None and not reads_files:
+    files = [file for file in map(file_of, stores) if file is not None]
+    if config is None and not files:
         return FreeHostMemory(0, 0)
     free = free_host_memory()
+    for file in files:
+        if isinstance(file, LocalFileStore):
+            file.decide_cache(free)
     n_processes = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
     return free._replace(allocatable=free.allocatable // n_processes)
 
