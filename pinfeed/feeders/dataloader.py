@@ -11,7 +11,6 @@ from pinfeed.feeders.base import BaseFeeder, T_co
 from pinfeed.feeders.fetch import FetchStores
 from pinfeed.feeders.loop_options import LoopOptions
 from pinfeed.memory.plan import Plan
-from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.dataloader import LoaderSource, StatefulSource
@@ -67,16 +66,8 @@ class LoaderFeeder(BaseFeeder[T_co]):
         is_limited = fetch is not None and fetch.is_limited
         self._transforms = options.transforms(self.device, is_limited=is_limited)
         source.host_transform = self._transforms.host
-        self._loop = EpochRunner(
-            source,
-            self._device,
-            schedule=schedule.on(self._device),
-            capacity=(),
-            progress=options.progress,
-            timeline=options.timeline,
-            again=options.again,
-            transforms=self._transforms,
-        )
+        schedule = schedule.on(self._device)
+        self._loop = options.runner(source, self._device, schedule, self._transforms)
 
     @safe_repr
     def __repr__(self) -> str:

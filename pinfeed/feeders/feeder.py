@@ -20,11 +20,8 @@ from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth, n_held
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan, check_route
 from pinfeed.memory.transform_memory import TransformMemory
-from pinfeed.pipeline.active_run import Again
-from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.host_transfer import rows_on_host
 from pinfeed.pipeline.lent_batch import LentBatch
-from pinfeed.pipeline.loop_transforms import LoopTransforms
 from pinfeed.pipeline.planner import PlanRequest, make_plan, part_capacity
 from pinfeed.pipeline.schedule import PrefetchSchedule, choose_schedule
 from pinfeed.pipeline.sources.store_rows import RowSource
@@ -184,16 +181,12 @@ class Feeder(ResumableFeeder[T_co]):
 
     @overload
     def __init__(
-        self: Feeder[list[Tensor]],
-        source: list[S],
-        **options: Unpack[FeederArguments],
+        self: Feeder[list[Tensor]], source: list[S], **options: Unpack[FeederArguments]
     ) -> None: ...
 
     @overload
     def __init__(
-        self: Feeder[dict[K, Tensor]],
-        source: dict[K, S],
-        **options: Unpack[FeederArguments],
+        self: Feeder[dict[K, Tensor]], source: dict[K, S], **options: Unpack[FeederArguments]
     ) -> None: ...
 
     @overload
@@ -221,7 +214,7 @@ class Feeder(ResumableFeeder[T_co]):
         depth: int | None = None,
         device: Any = "auto",
         route: str | None = None,
-        again: Again = "end",
+        again: Literal["end", "refuse"] = "end",
         progress: bool = False,
         timeline: bool = False,
         host_transform: Callable[..., Any] | None = None,
@@ -326,27 +319,27 @@ class Feeder(ResumableFeeder[T_co]):
         """Open the device, plan the memory and the reads, and make the runner of the epochs."""
         tree = self._stores
         config = selection.config
-        schedule = choose_schedule(tree, selection.batch_size, config, depth)
-        if options.has_transforms:
-            schedule = _schedule_of_single_batches(schedule)
-        # A loop that writes back prefetches single batches.
-        n_written = n_held(_schedule_of_single_batches(schedule).depth)
-        n_parts = len(tree.stores) + 2 * len(tree.ragged)
-        on = self._open_device(device, n_parts * (schedule.n_slots + 1 + n_written))
-        # Whether verify finds changed rows must not depend on measured times. A file may become
-        # slow again after the measurement, and prefetching hides that.
-        schedule = schedule.on(on, may_measure=tree.are_in_memory and not self._verify)
-        transforms = options.transforms(
-            on.name,
-            None if selection.shard is None else selection.shard.rank,
-            is_limited=config is not None and config.cpu_memory_limit is not None,
-        )
+        if isinstance(selection.order, ElementBatches):
+            for ragged in tree.ragged:
+                selection.order.require_bound(ragged.lengths, repr(ragged))
+        schedule = self._schedule_on(device, selection, options, depth)
+        on = self._device
+        is_limited = config is not None and config.cpu_memory_limit is not None
+        transforms = options.transforms(on.name, selection.rank, is_limited=is_limited)
         if transforms.host is not None and not on.unified:
             # The CPU gathers the rows for host_transform.
             route = "staged"
-        request = self._plan_request(selection, transforms)
+        memory = None
+        if transforms and config is not None:
+            memory = measure_transforms(tree, on, transforms)
+        elif transforms:
+            memory = TransformMemory(has_host=transforms.host is not None)
+        request = PlanRequest(
+            tree.stores, selection.order, selection.batch_size, config, tree.ragged, memory
+        )
         plan, self._reads = make_plan(request, schedule, on, route)
         batches = selection.batches(tree.n_rows, plan)
+        self._plan = selection.with_notes(plan, tree.n_rows, unified=on.unified)
         capacity = part_capacity(request, plan.batch_size)
         if transforms.host is not None:
             gather = rows_on_host(capacity, schedule.n_slots + 1)
@@ -354,42 +347,30 @@ class Feeder(ResumableFeeder[T_co]):
             # The results of host_transform take other memory than rows.
             capacity = []
         self._is_limited = config is not None
-        self._plan = selection.with_notes(plan, tree.n_rows, unified=on.unified)
         self._schedule = schedule
         self._transforms = transforms
         self._source = RowSource(
             tree.stores, self._reads.strategies, tree.rebuild, batches, self._reads.ragged
         )
-        self._loop = EpochRunner(
-            self._source,
-            on,
-            capacity=capacity,
-            schedule=schedule,
-            progress=options.progress,
-            timeline=options.timeline,
-            again=options.again,
-            transforms=transforms,
-        )
+        self._loop = options.runner(self._source, on, schedule, transforms, capacity)
 
-    def _plan_request(self, selection: RowSelection, transforms: LoopTransforms) -> PlanRequest:
-        """Return what determines the plan; with ``config``, measure the transforms."""
+    def _schedule_on(
+        self, device: Any, selection: RowSelection, options: LoopOptions, depth: int | None
+    ) -> PrefetchSchedule:
+        """Open the device, and choose the number of batches that are prefetched to it."""
         tree = self._stores
-        if isinstance(selection.order, ElementBatches):
-            for ragged in tree.ragged:
-                selection.order.require_bound(ragged.lengths, repr(ragged))
-        memory = None
-        if transforms and selection.config is not None:
-            memory = measure_transforms(tree, self._device, transforms)
-        elif transforms:
-            memory = TransformMemory(has_host=transforms.host is not None)
-        return PlanRequest(
-            tree.stores,
-            selection.order,
-            selection.batch_size,
-            selection.config,
-            tree.ragged,
-            memory,
-        )
+        schedule = choose_schedule(tree, selection.batch_size, selection.config, depth)
+        single = _schedule_of_single_batches(schedule)
+        if options.has_transforms:
+            schedule = single
+        # A loop that writes back prefetches single batches.
+        n_batches = schedule.n_slots + 1 + n_held(single.depth)
+        n_parts = len(tree.stores) + 2 * len(tree.ragged)
+        self._open_device(device, n_parts * n_batches)
+        # Whether verify finds changed rows must not depend on measured times. A file may become
+        # slow again after the measurement, and prefetching hides that.
+        may_measure = tree.are_in_memory and not self._verify
+        return schedule.on(self._device, may_measure=may_measure)
 
     def _schedule_with_writes(self) -> PrefetchSchedule:
         """Return the schedule of a loop that writes back.

@@ -7,28 +7,22 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-import numpy as np
-
 from pinfeed.errors import ArgumentError, StoreError, described
 from pinfeed.feeders.base import ResumableFeeder
 from pinfeed.feeders.hints import READER_HINTS
 from pinfeed.feeders.loop_options import LoopOptions
-from pinfeed.feeders.row_selection import warn_if_empty
+from pinfeed.feeders.row_selection import RowSelection, warn_if_empty
 from pinfeed.memory.depth import check_depth
-from pinfeed.pipeline.active_run import Again
-from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.functions import ReaderSource
-from pinfeed.pipeline.sources.samples import Apply, SampleReader
+from pinfeed.pipeline.sources.samples import SampleReader
 from pinfeed.rows.batches import OrderBatches
-from pinfeed.rows.orders import Order, sequential, shuffled
 from pinfeed.rows.rank_batches import RankBatches
-from pinfeed.rows.rank_shard import RankShard, shard_of_rank
 from pinfeed.rows.rank_warnings import note_workers
 from pinfeed.rows.ranks import Ranks
 from pinfeed.tensors.dtypes import dtype_of
-from pinfeed.validation.arguments import check_flag, check_seed, explain_arguments, whole_number
+from pinfeed.validation.arguments import explain_arguments, whole_number
 from pinfeed.validation.safe_repr import safe_repr
 
 _MAX_READERS = 1024
@@ -47,15 +41,15 @@ def wrap_readers(
     n_readers: int = 1,
     depth: int = 2,
     device: Any = "auto",
-    apply_on_input_batch: Apply | None = None,
-    apply_on_output_batch: Apply | None = None,
+    apply_on_input_batch: Callable[[Iterator[Any]], Any] | None = None,
+    apply_on_output_batch: Callable[[Iterator[Any]], Any] | None = None,
     input_dtype: Any = None,
     output_dtype: Any = None,
     shuffle: bool = False,
     seed: int = 0,
     drop_last: bool = False,
     ranks: Ranks | Literal["pad", "drop", "join", "all"] | None = None,
-    again: Again = "end",
+    again: Literal["end", "refuse"] = "end",
     progress: bool = False,
     timeline: bool = False,
 ) -> ReaderFeeder:
@@ -134,34 +128,14 @@ def wrap_readers(
     one_read_count = whole_number(one_read_count, "one_read_count")
     n_readers = whole_number(n_readers, "n_readers", most=_MAX_READERS, note="; each is a thread")
     depth = check_depth(depth)
-    check_flag(shuffle, "shuffle")
-    check_flag(drop_last, "drop_last")
-    seed = check_seed(seed)
-    order = shuffled(seed) if shuffle else sequential()
+    selection = RowSelection(batch_size, None, None, shuffle, seed, drop_last, ranks)
     options = LoopOptions(again, progress, timeline)
-    shard = shard_of_rank(ranks, order, drop_last, batch_size)
-    batches = _identity_batches(len(inputs), order, batch_size, one_read_count, drop_last, shard)
+    batches = _identity_batches(len(inputs), one_read_count, selection)
     readers = [
-        SampleReader(
-            "input",
-            read_input,
-            inputs,
-            one_read_count,
-            apply_on_input_batch,
-            _dtype(input_dtype, "input_dtype"),
-        ),
-        SampleReader(
-            "output",
-            get_output,
-            outputs,
-            one_read_count,
-            apply_on_output_batch,
-            _dtype(output_dtype, "output_dtype"),
-        ),
+        _reader("input", read_input, inputs, one_read_count, apply_on_input_batch, input_dtype),
+        _reader("output", get_output, outputs, one_read_count, apply_on_output_batch, output_dtype),
     ]
-    for reader in readers:
-        _check_reader(reader)
-    begin = functools.partial(note_workers, ranks, order)
+    begin = functools.partial(note_workers, ranks, selection.all_rows)
     return ReaderFeeder(readers, batches, begin, device, depth, n_readers, options)
 
 
@@ -203,15 +177,8 @@ class ReaderFeeder(ResumableFeeder[tuple[Any, Any]]):
         self._begin = begin
         # The synchronous loop reads in the thread of the loop.
         n_threads = min(n_readers, batches.batch_size) if depth else 1
-        self._loop = EpochRunner(
-            ReaderSource(readers, batches, device.worker, n_threads),
-            device,
-            schedule=PrefetchSchedule(depth),
-            capacity=(),
-            progress=options.progress,
-            timeline=options.timeline,
-            again=options.again,
-        )
+        source = ReaderSource(readers, batches, device.worker, n_threads)
+        self._loop = options.runner(source, device, PrefetchSchedule(depth))
 
     @safe_repr
     def __repr__(self) -> str:
@@ -253,25 +220,20 @@ def _check_identities(inputs: Any, outputs: Any) -> None:
 
 
 def _identity_batches(
-    n_identities: int,
-    order: Order,
-    batch_size: int,
-    one_read_count: int,
-    drop_last: bool,
-    shard: RankShard | None,
+    n_identities: int, one_read_count: int, selection: RowSelection
 ) -> OrderBatches | RankBatches:
     """Return the inputs of each batch of this process, and warn if there are none.
 
     Raises:
         ArgumentError: If a batch would contain a part of an input.
     """
-    if shard is None:
-        size = _identities_per_batch(batch_size, one_read_count)
-        batches = OrderBatches(order, n_identities, size, drop_last)
+    assert selection.batch_size is not None
+    size = _identities_per_batch(selection.batch_size, one_read_count)
+    if selection.shard is None:
+        batches = OrderBatches(selection.all_rows, n_identities, size, selection.drop_last)
         warn_if_empty(batches, "inputs")
         return batches
-    _identities_per_batch(shard.batch_size, one_read_count)
-    shard = dataclasses.replace(shard, size=shard.size // one_read_count)
+    shard = dataclasses.replace(selection.shard, size=selection.shard.size // one_read_count)
     warn_if_empty(shard.batches(n_identities), "inputs")
     return RankBatches(shard, n_identities)
 
@@ -294,34 +256,40 @@ def _identities_per_batch(batch_size: int, one_read_count: int) -> int:
     return n_identities
 
 
-def _check_reader(reader: SampleReader) -> None:
-    """Raise ArgumentError unless the functions of a reader can be called, and fit its dtype."""
-    if not callable(reader.function):
-        raise ArgumentError(
-            f"{reader.function_name}={reader.function!r}: expected a function that returns samples"
-        )
-    if reader.apply is None:
-        return
-    if not callable(reader.apply):
-        raise ArgumentError(
-            f"{reader.apply_name}={reader.apply!r}: expected a function that makes a batch from "
-            "its samples"
-        )
-    if reader.dtype is not None:
-        raise ArgumentError(
-            f"both {reader.apply_name} and {reader.kind}_dtype were given, but the function "
-            f"decides the dtype of its batch; leave out {reader.kind}_dtype"
-        )
+def _reader(
+    kind: str,
+    function: Any,
+    values: Sequence[Any],
+    n_samples: int,
+    apply: Any,
+    dtype: Any,
+) -> SampleReader:
+    """Return the reader of the input samples or of the output samples.
 
-
-def _dtype(dtype: Any, name: str) -> np.dtype[Any] | None:
-    """Return the numpy dtype that the user's argument ``name`` means; None without one."""
+    Raises:
+        ArgumentError: If a function cannot be called, or the dtype is none of samples.
+    """
+    reader = SampleReader(kind, function, values, n_samples, apply, None)
+    if not callable(function):
+        raise ArgumentError(
+            f"{reader.function_name}={function!r}: expected a function that returns samples"
+        )
+    if apply is not None and not callable(apply):
+        raise ArgumentError(
+            f"{reader.apply_name}={apply!r}: expected a function that makes a batch from its "
+            "samples"
+        )
     if dtype is None:
-        return None
+        return reader
+    if apply is not None:
+        raise ArgumentError(
+            f"both {reader.apply_name} and {kind}_dtype were given, but the function decides the "
+            f"dtype of its batch; leave out {kind}_dtype"
+        )
     try:
-        return dtype_of(dtype, name)
+        return dataclasses.replace(reader, dtype=dtype_of(dtype, f"{kind}_dtype"))
     except StoreError as error:
         raise ArgumentError(
-            f"{name}={dtype!r} is no dtype of samples ({described(error)}); expected a dtype that "
-            "both numpy and torch have"
+            f"{kind}_dtype={dtype!r} is no dtype of samples ({described(error)}); expected a dtype "
+            "that both numpy and torch have"
         ) from None

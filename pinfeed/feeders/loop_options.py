@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pinfeed.devices.base import Device
 from pinfeed.errors import ArgumentError
 from pinfeed.memory.heap import trim_heap
 from pinfeed.pipeline.active_run import Again
+from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.loop_transforms import NO_TRANSFORMS, LoopTransforms
+from pinfeed.pipeline.schedule import PrefetchSchedule
+from pinfeed.pipeline.sources.base import Source
 from pinfeed.pipeline.sources.transforms import BatchTransform, Seed
 from pinfeed.validation.arguments import check_choice, check_flag, check_seed
 from pinfeed.validation.functions import check_function, takes_generator
@@ -73,33 +77,35 @@ class LoopOptions:
         if not self.has_transforms:
             return NO_TRANSFORMS
         seed = 0 if self.seed is None else check_seed(self.seed)
-        host = _transform(
-            "host_transform", self.host_transform, Seed(seed, 0, rank), "cpu", is_limited
+
+        def transform(name: str, function: Any, which: int, device: str) -> BatchTransform | None:
+            if function is None:
+                return None
+            # Otherwise, malloc keeps several times the memory of the plan after a few calls.
+            after_call = trim_heap if is_limited and device == "cpu" else None
+            return BatchTransform(name, function, Seed(seed, which, rank), device, after_call)
+
+        return LoopTransforms(
+            transform("host_transform", self.host_transform, 0, "cpu"),
+            transform("device_transform", self.device_transform, 1, device),
         )
-        on_device = _transform(
-            "device_transform", self.device_transform, Seed(seed, 1, rank), device, is_limited
+
+    def runner(
+        self,
+        source: Source,
+        device: Device,
+        schedule: PrefetchSchedule,
+        transforms: LoopTransforms = NO_TRANSFORMS,
+        capacity: Sequence[int] = (),
+    ) -> EpochRunner:
+        """Return the runner of the epochs of a feeder; see ``EpochRunner``."""
+        return EpochRunner(
+            source,
+            device,
+            schedule=schedule,
+            capacity=capacity,
+            progress=self.progress,
+            timeline=self.timeline,
+            again=self.again,
+            transforms=transforms,
         )
-        return LoopTransforms(host, on_device)
-
-
-def _transform(
-    name: str,
-    function: Callable[..., Any] | None,
-    seed: Seed,
-    device: str,
-    is_limited: bool,
-) -> BatchTransform | None:
-    """Return a transform; None if the user gave none.
-
-    Args:
-        name: Name of the user's argument.
-        function: The user's function.
-        seed: Numbers that seed the generators.
-        device: Name of the device that the generators draw on.
-        is_limited: Whether the loop has a ``cpu_memory_limit``.
-    """
-    if function is None:
-        return None
-    # Otherwise, malloc keeps several times the memory of the plan after a few calls.
-    after_call = trim_heap if is_limited and device == "cpu" else None
-    return BatchTransform(name, function, seed, device, after_call)

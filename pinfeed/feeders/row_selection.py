@@ -34,7 +34,9 @@ class RowSelection:
         order: Order of the rows of this process.
         batch_size: Rows per batch of this process; None if ``config`` or ``order`` decides it.
         config: Memory limits of this process; None if there are none.
+        drop_last: Whether to leave out a last batch that is not full.
         shard: Share of this rank; None if the process has all rows.
+        rank: Number of this rank; None if the process has all rows.
 
     Raises:
         ArgumentError: If an argument is invalid, two arguments conflict, or the ranks cannot share
@@ -66,13 +68,14 @@ class RowSelection:
             size = config.preferred_batch_size
             size_name = "preferred_batch_size"
         shard = shard_of_rank(ranks, rows, drop_last, size, size_name)
-        self._drop_last = drop_last
+        self.drop_last = drop_last
         self._given_config = config
         self.all_rows = rows
         self.order: Order | Iterable[Any] = rows if shard is None else shard.rows()
         self.batch_size = batch_size
         self.config = None if config is None else config.for_feeder()
         self.shard = shard
+        self.rank = None if shard is None else shard.rank
         if shard is not None and self.config is None:
             self.batch_size = shard.batch_size
         elif shard is not None and self.config is not None:
@@ -89,9 +92,9 @@ class RowSelection:
         """
         batch_size = self.batch_size if self.config is None else plan.batch_size
         if not isinstance(self.order, Order):
-            return SamplerBatches(self.order, n_rows, batch_size, self._drop_last)
+            return SamplerBatches(self.order, n_rows, batch_size, self.drop_last)
         assert batch_size is not None
-        batches = OrderBatches(self.order, n_rows, batch_size, self._drop_last)
+        batches = OrderBatches(self.order, n_rows, batch_size, self.drop_last)
         warn_if_empty(batches)
         return batches if self.shard is None else RankBatches(self.shard, n_rows)
 

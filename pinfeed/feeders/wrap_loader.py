@@ -12,7 +12,6 @@ from pinfeed.feeders.hints import LOADER_HINTS
 from pinfeed.feeders.loop_options import LoopOptions
 from pinfeed.memory.depth import check_optional_depth
 from pinfeed.memory.limits import MemoryLimits
-from pinfeed.pipeline.active_run import Again
 from pinfeed.pipeline.schedule import PrefetchSchedule, measured_schedule
 from pinfeed.pipeline.sources.dataloader import LoaderSource, StatefulSource
 from pinfeed.validation.arguments import check_choice, explain_arguments
@@ -86,7 +85,7 @@ def wrap_loader(
     depth: int | None = None,
     fetch: Mapping[Any, tuple[Any, Any]] | None = None,
     config: MemoryLimits | None = None,
-    again: Again = "end",
+    again: Literal["end", "refuse"] = "end",
     progress: bool = False,
     timeline: bool = False,
     host_transform: Callable[..., Any] | None = None,
@@ -205,6 +204,8 @@ def wrap_loader(
         return feeder(batches, device=device, schedule=schedule, options=options)
     stores = FetchStores(fetch, config)
     try:
+        if depth is None and config is not None:
+            depth = config.depth
         schedule = stores.schedule(depth)
         return feeder(batches, device=device, schedule=schedule, options=options, fetch=stores)
     except BaseException:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ from pinfeed.errors import StoreError
 from pinfeed.stores import Store
 from pinfeed.stores.base import is_store
 from pinfeed.stores.opened import is_zarr_group, stores_of_columns
-from pinfeed.stores.sharded_file import AnyShardedStore
 from pinfeed.tensors.pytree import Rebuild, flatten
 from pinfeed.validation.suggestions import is_array_like
 
@@ -81,24 +80,23 @@ def require_columns(source: Any, stores: Sequence[Store]) -> None:
         )
 
 
-def lists_of_stores(value: Any) -> Iterator[list[Any]]:
-    """Yield the lists in a structure, at any depth, that consist of several stores."""
-    if isinstance(value, list) and len(value) > 1 and all(map(is_store, value)):
-        yield value
-    elif isinstance(value, (list, tuple, Mapping)):
-        for child in value.values() if isinstance(value, Mapping) else value:
-            yield from lists_of_stores(child)
-
-
-def note_possible_shards(stores: Sequence[AnyShardedStore]) -> None:
-    """Warn of a list of files with rows of one shape and dtype.
+def note_possible_shards(value: Any, from_paths: frozenset[int]) -> None:
+    """Warn of lists of files with rows of one shape and dtype, at any depth of a structure.
 
     Each file is a source of its own, but the user may have meant shards of one source.
+
+    Args:
+        value: Stores in the structure of the source.
+        from_paths: The ``id`` of each store that was given as a path.
     """
-    is_alike = len({(store.row_shape, store.dtype) for store in stores}) == 1
-    if is_alike and all(len(store.paths) == 1 for store in stores):
-        paths = tuple(store.paths[0] for store in stores)
-        _warn_of_possible_shards(type(stores[0]).__name__, paths)
+    if isinstance(value, list) and len(value) > 1 and from_paths.issuperset(map(id, value)):
+        is_alike = len({(store.row_shape, store.dtype) for store in value}) == 1
+        if is_alike and all(len(store.paths) == 1 for store in value):
+            paths = tuple(store.paths[0] for store in value)
+            _warn_of_possible_shards(type(value[0]).__name__, paths)
+    elif isinstance(value, (list, tuple, Mapping)):
+        for child in value.values() if isinstance(value, Mapping) else value:
+            note_possible_shards(child, from_paths)
 
 
 @functools.cache

@@ -16,7 +16,6 @@ from pinfeed.devices.base import Tensor
 from pinfeed.errors import StoreError, VerificationError
 from pinfeed.pipeline.source_structure import (
     leaves_of,
-    lists_of_stores,
     note_possible_shards,
     require_columns,
 )
@@ -77,7 +76,9 @@ class StoreTree:
             self._require_equal_lengths(given_as_path)
             if not self.ragged:
                 require_columns(source, self.stores)
-                self._note_possible_shards(given_as_path)
+                if len(given_as_path) > 1:
+                    from_paths = frozenset(map(id, given_as_path))
+                    note_possible_shards(self.structure(iter(self.stores)), from_paths)
         except BaseException:
             self.close()
             raise
@@ -166,15 +167,6 @@ class StoreTree:
             f"sources have unequal numbers of rows: {counts}; expected equally many, because a "
             f"sample is one row of each source{hint}"
         )
-
-    def _note_possible_shards(self, given_as_path: Sequence[Store | RaggedStore]) -> None:
-        """Warn of lists of files that may be file shards of one source."""
-        if len(given_as_path) < 2:
-            return
-        from_paths = set(map(id, given_as_path))
-        for stores in lists_of_stores(self.structure(iter(self.stores))):
-            if from_paths.issuperset(map(id, stores)):
-                note_possible_shards(stores)
 
     def _rebuild(self, parts: Iterator[Any]) -> Any:
         """Build a batch from its parts: one of each store, then two of each ragged store."""

@@ -231,15 +231,14 @@ class _ArgumentCheck:
         by_name = self._example
         if not by_name and len(self._known) > n_positional:
             by_name = f"{self._known[n_positional]}=..."
-        call = ", ".join(filter(None, [*self._positional, by_name]))
-        text = f"; give the others by name: {self._title}({call})" if by_name else ""
+        call = f"{self._title}({', '.join(filter(None, [*self._positional, by_name]))})"
         expected = f"only {', '.join(self._positional)}" if n_positional else "none"
-        if not n_positional:
-            text = f"; give them by name: {self._title}({call})"
+        others = "the others" if n_positional else "them"
+        advice = f"; give {others} by name: {call}" if by_name or not n_positional else ""
         n_given = n_too_many + n_positional
         raise UnknownArgument(
             f"{self._title} got {n_given} positional argument{'s' * (n_given > 1)}; expected "
-            f"{expected}{text}"
+            f"{expected}{advice}"
         )
 
     def _require_shuffle_with_seed(self, given: Mapping[str, Any]) -> None:

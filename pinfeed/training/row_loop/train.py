@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from pinfeed.feeders.hints import TABLE_LOOP_HINTS
 from pinfeed.feeders.loop_options import LoopOptions
 from pinfeed.memory.limits import MemoryLimits
-from pinfeed.pipeline.active_run import Again
 from pinfeed.training.embeddings.table import HostEmbedding
 from pinfeed.training.row_loop.lent_table import RowOptimizers, lent_tables
 from pinfeed.training.row_loop.loop import RowLoop, check_loop_options
@@ -64,7 +63,7 @@ def train_rows(
     look_ahead: int | None = None,
     device: Any = "auto",
     route: str | None = None,
-    again: Again = "end",
+    again: Literal["end", "refuse"] = "end",
     progress: bool = False,
     timeline: bool = False,
     host_transform: Callable[..., Any] | None = None,
