@@ -125,8 +125,9 @@ class Feeder(ResumableFeeder[T_co]):
             profilers.
         host_transform: Function that takes each batch as CPU tensors, in the structure of the
             source, and returns a batch of any structure, whose tensors are copied to the device.
-            The transform thread calls it for one batch at a time, in order. It may have a parameter
-            ``generator``, as the guide to batch transforms describes it.
+            The transform thread calls it for one batch at a time, in order. A parameter
+            ``generator`` receives a new ``torch.Generator`` for every batch, whose seed is a
+            function of (seed, epoch, batch), as the guide to batch transforms describes it.
         device_transform: Function that takes each batch on the device, and returns what the loop
             receives. It is called in the same way. Its work on a GPU runs in a side stream.
 
@@ -360,11 +361,11 @@ class Feeder(ResumableFeeder[T_co]):
         """Open the device, and choose the number of batches that are prefetched to it."""
         tree = self._stores
         schedule = choose_schedule(tree, selection.batch_size, selection.config, depth)
-        single = _schedule_of_single_batches(schedule)
         if options.has_transforms:
-            schedule = single
+            schedule = _schedule_of_single_batches(schedule)
         # A loop that writes back prefetches single batches.
-        n_batches = schedule.n_slots + 1 + n_held(single.depth)
+        write_depth = schedule.depth if schedule.batches_per_slot == 1 else DEFAULT_DEPTH
+        n_batches = schedule.n_slots + 1 + n_held(write_depth)
         n_parts = len(tree.stores) + 2 * len(tree.ragged)
         self._open_device(device, n_parts * n_batches)
         # Whether verify finds changed rows must not depend on measured times. A file may become
