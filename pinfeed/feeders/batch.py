@@ -91,7 +91,7 @@ class Batch(Generic[T_co]):
         lent = self._lent
         if isinstance(lent, WritableBatch):
             lent.require_writable()
-        checked = self._stores.check(values, len(self.rows), self._device)
+        checked = self._stores.write_check.check(values, len(self.rows), self._device)
         pairs = zip(self._stores.stores, checked, strict=True)
         _warn_in_worker_process(store for store, value in pairs if value is not None)
         # Otherwise no store is writable, and so no value was given.

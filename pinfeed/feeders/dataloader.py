@@ -9,12 +9,9 @@ from typing import Any
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base import BaseFeeder, T_co
 from pinfeed.feeders.fetch import FetchStores
-from pinfeed.feeders.options import LoaderOptions, TableLoopOptions
-from pinfeed.feeders.transforms import batch_transform
+from pinfeed.feeders.loop_options import LoopOptions
 from pinfeed.memory.plan import Plan
-from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.lent_batch import LentBatch
-from pinfeed.pipeline.loop_transforms import LoopTransforms
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.dataloader import LoaderSource, StatefulSource
 from pinfeed.validation.safe_repr import safe_repr
@@ -41,7 +38,7 @@ class LoaderFeeder(BaseFeeder[T_co]):
         source: Source that iterates the loader.
         device: Target device, as the user named it.
         schedule: Number of batches to prefetch; it is measured only if the device permits it.
-        options: Options of the loop, with their defaults.
+        options: Options of the loop.
         n_spare: Number of device buffers that may be kept for reuse. None is one per store, or one
             without ``fetch``, for each batch that is on the device at the same time.
         fetch: Stores of the rows whose ids are in the batches; None without ``fetch``.
@@ -53,7 +50,7 @@ class LoaderFeeder(BaseFeeder[T_co]):
         *,
         device: Any,
         schedule: PrefetchSchedule,
-        options: LoaderOptions | TableLoopOptions,
+        options: LoopOptions,
         n_spare: int | None = None,
         fetch: FetchStores | None = None,
     ) -> None:
@@ -66,25 +63,11 @@ class LoaderFeeder(BaseFeeder[T_co]):
         self._open_device(device, n_spare)
         if fetch is not None:
             source.fetch = fetch.on(self._device)
-        seed = options["seed"]
         is_limited = fetch is not None and fetch.is_limited
-        source.host_transform = batch_transform(
-            "host_transform", options, seed, "cpu", is_limited=is_limited
-        )
-        self._transforms = LoopTransforms(
-            source.host_transform,
-            batch_transform("device_transform", options, seed, self.device, is_limited=is_limited),
-        )
-        self._loop = EpochRunner(
-            source,
-            self._device,
-            schedule=schedule.on(self._device),
-            capacity=(),
-            progress=options["progress"],
-            timeline=options["timeline"],
-            again=options["again"],
-            transforms=self._transforms,
-        )
+        self._transforms = options.transforms(self.device, is_limited=is_limited)
+        source.host_transform = self._transforms.host
+        schedule = schedule.on(self._device)
+        self._loop = options.runner(source, self._device, schedule, self._transforms)
 
     @safe_repr
     def __repr__(self) -> str:

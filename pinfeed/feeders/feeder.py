@@ -13,29 +13,24 @@ from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base import ResumableFeeder, T_co
 from pinfeed.feeders.batch import Batch
 from pinfeed.feeders.hints import FEEDER_HINTS
-from pinfeed.feeders.options import FeederOptions, check_options
-from pinfeed.feeders.row_selection import RowArguments, RowSelection
+from pinfeed.feeders.loop_options import LoopOptions
+from pinfeed.feeders.row_selection import RowSelection
 from pinfeed.feeders.transform_trial import measure_transforms
-from pinfeed.feeders.transforms import batch_transform, has_transforms
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth, n_held
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan, check_route
 from pinfeed.memory.transform_memory import TransformMemory
-from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.host_transfer import rows_on_host
 from pinfeed.pipeline.lent_batch import LentBatch
-from pinfeed.pipeline.loop_transforms import LoopTransforms
 from pinfeed.pipeline.planner import PlanRequest, make_plan, part_capacity
-from pinfeed.pipeline.rank_plan import plan_of_rank
 from pinfeed.pipeline.schedule import PrefetchSchedule, choose_schedule
 from pinfeed.pipeline.sources.store_rows import RowSource
 from pinfeed.pipeline.store_tree import StoreTree
-from pinfeed.rows.batches import RowBatches
 from pinfeed.rows.orders import Order
 from pinfeed.rows.ragged_batches import ElementBatches
 from pinfeed.rows.rank_warnings import note_workers
 from pinfeed.rows.ranks import Ranks
-from pinfeed.validation.arguments import explain_arguments, whole_number
+from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
 from pinfeed.validation.safe_repr import safe_repr
 
 if TYPE_CHECKING:
@@ -130,8 +125,9 @@ class Feeder(ResumableFeeder[T_co]):
             profilers.
         host_transform: Function that takes each batch as CPU tensors, in the structure of the
             source, and returns a batch of any structure, whose tensors are copied to the device.
-            The transform thread calls it for one batch at a time, in order. It may have a parameter
-            ``generator``: see ``LoopOptions``.
+            The transform thread calls it for one batch at a time, in order. A parameter
+            ``generator`` receives a new ``torch.Generator`` for every batch, whose seed is a
+            function of (seed, epoch, batch), as the guide to batch transforms describes it.
         device_transform: Function that takes each batch on the device, and returns what the loop
             receives. It is called in the same way. Its work on a GPU runs in a side stream.
 
@@ -186,16 +182,12 @@ class Feeder(ResumableFeeder[T_co]):
 
     @overload
     def __init__(
-        self: Feeder[list[Tensor]],
-        source: list[S],
-        **options: Unpack[FeederArguments],
+        self: Feeder[list[Tensor]], source: list[S], **options: Unpack[FeederArguments]
     ) -> None: ...
 
     @overload
     def __init__(
-        self: Feeder[dict[K, Tensor]],
-        source: dict[K, S],
-        **options: Unpack[FeederArguments],
+        self: Feeder[dict[K, Tensor]], source: dict[K, S], **options: Unpack[FeederArguments]
     ) -> None: ...
 
     @overload
@@ -208,7 +200,7 @@ class Feeder(ResumableFeeder[T_co]):
         **options: Unpack[FeederArguments],
     ) -> None: ...
 
-    @explain_arguments(FEEDER_HINTS, options=FeederOptions)
+    @explain_arguments(FEEDER_HINTS)
     def __init__(
         self,
         source: Any,
@@ -223,30 +215,23 @@ class Feeder(ResumableFeeder[T_co]):
         depth: int | None = None,
         device: Any = "auto",
         route: str | None = None,
-        **options: Unpack[FeederOptions],
+        again: Literal["end", "refuse"] = "end",
+        progress: bool = False,
+        timeline: bool = False,
+        host_transform: Callable[..., Any] | None = None,
+        device_transform: Callable[..., Any] | None = None,
+        verify: bool = False,
     ) -> None:
         batch_size = None if batch_size is None else whole_number(batch_size, "batch_size")
         depth = check_optional_depth(depth)
-        arguments = RowArguments(batch_size, config, rows, shuffle, seed, drop_last)
-        arguments.check()
-        _check_options(options, route)
-        self._verify = options["verify"]
-        selection = RowSelection.of(arguments, ranks)
-        self._begin = functools.partial(note_workers, ranks, arguments.order)
+        selection = RowSelection(batch_size, config, rows, shuffle, seed, drop_last, ranks)
+        options = LoopOptions(again, progress, timeline, host_transform, device_transform, seed)
+        _check_transforms(options, verify, route)
+        self._verify = verify
+        self._begin = functools.partial(note_workers, ranks, selection.all_rows)
         self._stores = StoreTree(source)
         try:
-            schedule = choose_schedule(self._stores, selection.batch_size, selection.config, depth)
-            if has_transforms(options):
-                schedule = _schedule_of_single_batches(schedule)
-            self._open_device(device, self._n_buffers(schedule))
-            # Whether verify finds changed rows must not depend on measured times.
-            schedule = schedule.on(self._device, may_measure=not self._verify)
-            transforms = self._transforms_of(options, selection, seed)
-            batches = self._plan_batches(selection, schedule, route, transforms)
-            self._plan = arguments.with_notes(self._plan, self._device)
-            writes = _schedule_with_writes(schedule)
-            self._write_schedule = dataclasses.replace(writes, repeats=not batches.is_distinct)
-            self._start_runner(batches, schedule, options)
+            self._prepare(selection, options, depth, device, route)
         except BaseException:
             self._stores.close()
             raise
@@ -288,11 +273,13 @@ class Feeder(ResumableFeeder[T_co]):
         take = self._take
         stores = self._stores
         device = self._device
-        has_transforms = bool(self._transforms)
-        may_write = not has_transforms and any(store.writable for store in stores.stores)
+        is_source = not self._transforms
+        schedule = None
+        if is_source and any(store.writable for store in stores.stores):
+            schedule = self._schedule_with_writes()
         return self._loop.run(
-            lambda lent: Batch(lent, take(lent), stores, device, is_source=not has_transforms),
-            self._write_schedule if may_write else None,
+            lambda lent: Batch(lent, take(lent), stores, device, is_source=is_source),
+            schedule,
             self._begin,
         )
 
@@ -322,92 +309,85 @@ class Feeder(ResumableFeeder[T_co]):
         """
         self._loop.drain()
 
-    def _n_buffers(self, schedule: PrefetchSchedule) -> int:
-        """Return how many device buffers a loop uses at most, over all stores."""
-        n_batches = schedule.n_slots + 1 + n_held(_schedule_with_writes(schedule).depth)
-        return (len(self._stores.stores) + 2 * len(self._stores.ragged)) * n_batches
-
-    def _plan_batches(
+    def _prepare(
         self,
         selection: RowSelection,
-        schedule: PrefetchSchedule,
+        options: LoopOptions,
+        depth: int | None,
+        device: Any,
         route: str | None,
-        transforms: LoopTransforms,
-    ) -> RowBatches:
-        """Plan the memory and the reads of each store, and return the resulting batches."""
-        stores = self._stores.stores
-        n_rows = self._stores.n_rows
+    ) -> None:
+        """Open the device, plan the memory and the reads, and make the runner of the epochs."""
+        tree = self._stores
+        config = selection.config
         if isinstance(selection.order, ElementBatches):
-            for ragged in self._stores.ragged:
+            for ragged in tree.ragged:
                 selection.order.require_bound(ragged.lengths, repr(ragged))
-        self._is_limited = selection.config is not None
-        memory = TransformMemory(has_host=transforms.host is not None) if transforms else None
-        if transforms and self._is_limited:
-            memory = measure_transforms(self._stores, self._device, transforms)
-        request = PlanRequest(
-            stores,
-            selection.order,
-            selection.batch_size,
-            selection.config,
-            self._stores.ragged,
-            memory,
-        )
-        if transforms.host is not None and not self._device.unified:
+        schedule = self._schedule_on(device, selection, options, depth)
+        on = self._device
+        is_limited = config is not None and config.cpu_memory_limit is not None
+        transforms = options.transforms(on.name, selection.rank, is_limited=is_limited)
+        if transforms.host is not None and not on.unified:
             # The CPU gathers the rows for host_transform.
             route = "staged"
-        plan, self._read_plan = make_plan(request, schedule, self._device, route)
-        batches = selection.batches(n_rows, plan)
-        self._plan = plan
-        self._capacity = part_capacity(request, plan.batch_size)
-        self._transforms = transforms
+        memory = None
+        if transforms and config is not None:
+            memory = measure_transforms(tree, on, transforms)
+        elif transforms:
+            memory = TransformMemory(has_host=transforms.host is not None)
+        request = PlanRequest(
+            tree.stores, selection.order, selection.batch_size, config, tree.ragged, memory
+        )
+        plan, self._reads = make_plan(request, schedule, on, route)
+        batches = selection.batches(tree.n_rows, plan)
+        self._plan = selection.with_notes(plan, tree.n_rows, unified=on.unified)
+        capacity = part_capacity(request, plan.batch_size)
         if transforms.host is not None:
-            gather = rows_on_host(self._capacity, schedule.n_slots + 1)
-            self._transforms = dataclasses.replace(transforms, gather=gather)
-        if selection.shard is not None:
-            self._plan = plan_of_rank(selection.shard, plan, n_rows)
-        return batches
-
-    def _start_runner(
-        self, batches: RowBatches, schedule: PrefetchSchedule, options: FeederOptions
-    ) -> None:
-        """Make the runner of the epochs, which owns the buffers and threads of a loop."""
-        tree = self._stores
-        reads = self._read_plan
-        source = RowSource(tree.stores, reads.strategies, tree.rebuild, batches, reads.ragged)
-        self._loop = EpochRunner(
-            source,
-            self._device,
+            gather = rows_on_host(capacity, schedule.n_slots + 1)
+            transforms = dataclasses.replace(transforms, gather=gather)
             # The results of host_transform take other memory than rows.
-            capacity=() if self._transforms.host is not None else self._capacity,
-            schedule=schedule,
-            progress=options["progress"],
-            timeline=options["timeline"],
-            again=options["again"],
-            transforms=self._transforms,
+            capacity = []
+        self._is_limited = config is not None
+        self._schedule = schedule
+        self._transforms = transforms
+        self._source = RowSource(
+            tree.stores, self._reads.strategies, tree.rebuild, batches, self._reads.ragged
         )
+        self._loop = options.runner(self._source, on, schedule, transforms, capacity)
 
-    def _transforms_of(
-        self, options: FeederOptions, selection: RowSelection, seed: int
-    ) -> LoopTransforms:
-        """Return the transforms, without the ``gather`` that reads rows for them."""
-        config = selection.config
-        transform = functools.partial(
-            batch_transform,
-            options=options,
-            seed=seed,
-            rank=None if selection.shard is None else selection.shard.rank,
-            is_limited=config is not None and config.cpu_memory_limit is not None,
-        )
-        return LoopTransforms(
-            transform("host_transform", device="cpu"),
-            transform("device_transform", device=self.device),
+    def _schedule_on(
+        self, device: Any, selection: RowSelection, options: LoopOptions, depth: int | None
+    ) -> PrefetchSchedule:
+        """Open the device, and choose the number of batches that are prefetched to it."""
+        tree = self._stores
+        schedule = choose_schedule(tree, selection.batch_size, selection.config, depth)
+        if options.has_transforms:
+            schedule = _schedule_of_single_batches(schedule)
+        # A loop that writes back prefetches single batches.
+        write_depth = schedule.depth if schedule.batches_per_slot == 1 else DEFAULT_DEPTH
+        n_batches = schedule.n_slots + 1 + n_held(write_depth)
+        n_parts = len(tree.stores) + 2 * len(tree.ragged)
+        self._open_device(device, n_parts * n_batches)
+        # Whether verify finds changed rows must not depend on measured times.
+        return schedule.on(self._device, may_measure=not self._verify)
+
+    def _schedule_with_writes(self) -> PrefetchSchedule:
+        """Return the schedule of a loop that writes back.
+
+        Every write is looked up in all batches that were gathered before it. With many prefetched
+        batches, this costs more than prefetching saves, so such a loop prefetches fewer.
+        """
+        return dataclasses.replace(
+            _schedule_of_single_batches(self._schedule),
+            writes=True,
+            repeats=not self._source.batches.is_distinct,
         )
 
     def _close_sources(self, stack: contextlib.ExitStack) -> None:
         if self._transforms.gather is not None:
             stack.callback(self._transforms.gather.device.close)
         stack.callback(self._stores.close)
-        for close in self._read_plan.closes:
+        for close in self._reads.closes:
             stack.callback(close)
 
     @property
@@ -423,16 +403,16 @@ class Feeder(ResumableFeeder[T_co]):
         return data
 
 
-def _check_options(options: FeederOptions, route: str | None) -> None:
-    """Raise ArgumentError if an option is invalid, or excludes transforms."""
+def _check_transforms(options: LoopOptions, verify: bool, route: str | None) -> None:
+    """Raise ArgumentError if ``verify`` or ``route`` is invalid, or excludes a transform."""
     check_route(route)
-    check_options(options)
-    if options["verify"] and has_transforms(options):
+    check_flag(verify, "verify")
+    if verify and options.has_transforms:
         raise ArgumentError(
             "verify=True was given with host_transform or device_transform; verify compares each "
             "batch with its rows, which the transforms change; leave out verify or the transforms"
         )
-    if route == "direct" and options["host_transform"] is not None:
+    if route == "direct" and options.host_transform is not None:
         raise ArgumentError(
             "route='direct' was given with host_transform, which needs the rows on the host; leave "
             "out route, or give device_transform"
@@ -444,12 +424,3 @@ def _schedule_of_single_batches(schedule: PrefetchSchedule) -> PrefetchSchedule:
     if schedule.batches_per_slot == 1:
         return schedule
     return dataclasses.replace(schedule, depth=DEFAULT_DEPTH, batches_per_slot=1)
-
-
-def _schedule_with_writes(schedule: PrefetchSchedule) -> PrefetchSchedule:
-    """Return the schedule of a loop that writes back.
-
-    Every write is looked up in all batches that were gathered before it. With many prefetched
-    batches, this costs more than prefetching saves, so such a loop prefetches fewer.
-    """
-    return dataclasses.replace(_schedule_of_single_batches(schedule), writes=True)

@@ -38,14 +38,18 @@ class FetchStores:
         pairs = _checked_pairs(fetch)
         if config is not None and not isinstance(config, MemoryLimits):
             raise ArgumentError(f"config={config!r}: expected a pinfeed.Config")
-        self._config = config
+        self._limit = None if config is None else config.cpu_memory_limit
         self._route = ""
         with contextlib.ExitStack() as stack:
             trees = []
             for key, (source, _) in pairs.items():
                 trees.append(StoreTree(source, f"fetch[{key!r}]"))
                 stack.callback(trees[-1].close)
-                _require_equal_rows(key, trees[-1])
+                if trees[-1].ragged:
+                    raise ArgumentError(
+                        f"fetch[{key!r}] has a RaggedStore; expected rows of one shape; pad the "
+                        "rows to one length, or give the RaggedStore to a Feeder"
+                    )
             self.stores: list[Store] = [store for tree in trees for store in tree.stores]
             self._read_plan = plan_reads_by_id(self.stores, config)
             for strategy in self._read_plan.strategies:
@@ -66,16 +70,10 @@ class FetchStores:
     @property
     def is_limited(self) -> bool:
         """Whether the host memory has a limit."""
-        return self._config is not None and self._config.cpu_memory_limit is not None
+        return self._limit is not None
 
     def schedule(self, depth: int | None) -> PrefetchSchedule:
-        """Return the schedule of a loop, which may measure its depth if no depth was given.
-
-        Args:
-            depth: The user's depth; None for that of the limits.
-        """
-        if depth is None and self._config is not None:
-            depth = self._config.depth
+        """Return the schedule of a loop, which may measure its depth if ``depth`` is None."""
         schedule = measured_schedule() if depth is None else PrefetchSchedule(depth)
         return dataclasses.replace(schedule, n_readers=n_id_readers(schedule.depth))
 
@@ -94,26 +92,13 @@ class FetchStores:
             depth,
             "direct" if all(map(device.reaches, self.stores)) else "staged",
             self._read_plan.items,
-            self._config.cpu_memory_limit if self._config is not None else None,
+            self._limit,
             notes=(*[self._route] * bool(self._route), *self._read_plan.notes),
         )
 
     def close(self) -> None:
         """Close the stores that were opened here. A second call does nothing."""
         self._opened.close()
-
-
-def _require_equal_rows(key: Any, tree: StoreTree) -> None:
-    """Refuse ragged sources.
-
-    Raises:
-        ArgumentError: If rows of the source have different lengths.
-    """
-    if tree.ragged:
-        raise ArgumentError(
-            f"fetch[{key!r}] has a RaggedStore; expected rows of one shape; pad the rows to one "
-            "length, or give the RaggedStore to a Feeder"
-        )
 
 
 def _checked_pairs(fetch: Any) -> dict[Any, tuple[Any, Any]]:

@@ -5,39 +5,31 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any, Literal
 
 from pinfeed.errors import ArgumentError, StoreError, described
 from pinfeed.feeders.base import ResumableFeeder
 from pinfeed.feeders.hints import READER_HINTS
-from pinfeed.feeders.options import ReaderOptions, check_options
-from pinfeed.feeders.row_selection import warn_if_empty
+from pinfeed.feeders.loop_options import LoopOptions
+from pinfeed.feeders.row_selection import RowSelection, warn_if_empty
 from pinfeed.memory.depth import check_depth
-from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.lent_batch import LentBatch
-from pinfeed.pipeline.rank_plan import shard_of_feeder
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.functions import ReaderSource
 from pinfeed.pipeline.sources.samples import SampleReader
 from pinfeed.rows.batches import OrderBatches
-from pinfeed.rows.orders import Order, sequential, shuffled
 from pinfeed.rows.rank_batches import RankBatches
 from pinfeed.rows.rank_warnings import note_workers
+from pinfeed.rows.ranks import Ranks
 from pinfeed.tensors.dtypes import dtype_of
-from pinfeed.validation.arguments import check_flag, check_seed, explain_arguments, whole_number
+from pinfeed.validation.arguments import explain_arguments, whole_number
 from pinfeed.validation.safe_repr import safe_repr
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 _MAX_READERS = 1024
 """Maximum number of inputs that are read at the same time, each in a thread of its own."""
 
 
-@explain_arguments(READER_HINTS, options=ReaderOptions)
+@explain_arguments(READER_HINTS)
 def wrap_readers(
     inputs: Sequence[Any],
     outputs: Sequence[Any],
@@ -49,7 +41,17 @@ def wrap_readers(
     n_readers: int = 1,
     depth: int = 2,
     device: Any = "auto",
-    **options: Unpack[ReaderOptions],
+    apply_on_input_batch: Callable[[Iterator[Any]], Any] | None = None,
+    apply_on_output_batch: Callable[[Iterator[Any]], Any] | None = None,
+    input_dtype: Any = None,
+    output_dtype: Any = None,
+    shuffle: bool = False,
+    seed: int = 0,
+    drop_last: bool = False,
+    ranks: Ranks | Literal["pad", "drop", "join", "all"] | None = None,
+    again: Literal["end", "refuse"] = "end",
+    progress: bool = False,
+    timeline: bool = False,
 ) -> ReaderFeeder:
     """Wrap functions that read samples, and prefetch batches ``(x, y)`` of them to the device.
 
@@ -125,39 +127,16 @@ def wrap_readers(
     batch_size = whole_number(batch_size, "batch_size")
     one_read_count = whole_number(one_read_count, "one_read_count")
     n_readers = whole_number(n_readers, "n_readers", most=_MAX_READERS, note="; each is a thread")
-    order = _checked_order(options)
-    batches = _identity_batches(len(inputs), order, batch_size, one_read_count, options)
-    input_reader = SampleReader(
-        "input",
-        read_input,
-        inputs,
-        one_read_count,
-        options["apply_on_input_batch"],
-        _dtype(options["input_dtype"], "input_dtype"),
-    )
-    output_reader = SampleReader(
-        "output",
-        get_output,
-        outputs,
-        one_read_count,
-        options["apply_on_output_batch"],
-        _dtype(options["output_dtype"], "output_dtype"),
-    )
-    _check_reader(input_reader)
-    _check_reader(output_reader)
-    settings = ReaderSettings(check_depth(depth), device, n_readers, options)
-    begin = functools.partial(note_workers, options["ranks"], order)
-    return ReaderFeeder([input_reader, output_reader], batches, settings, begin)
-
-
-@dataclass(frozen=True)
-class ReaderSettings:
-    """Arguments of ``wrap_readers`` that decide how batches are prefetched."""
-
-    depth: int
-    device: Any
-    n_readers: int
-    options: ReaderOptions
+    depth = check_depth(depth)
+    selection = RowSelection(batch_size, None, None, shuffle, seed, drop_last, ranks)
+    options = LoopOptions(again, progress, timeline)
+    batches = _identity_batches(len(inputs), one_read_count, selection)
+    readers = [
+        _reader("input", read_input, inputs, one_read_count, apply_on_input_batch, input_dtype),
+        _reader("output", get_output, outputs, one_read_count, apply_on_output_batch, output_dtype),
+    ]
+    begin = functools.partial(note_workers, ranks, selection.all_rows)
+    return ReaderFeeder(readers, batches, begin, device, depth, n_readers, options)
 
 
 class ReaderFeeder(ResumableFeeder[tuple[Any, Any]]):
@@ -177,31 +156,29 @@ class ReaderFeeder(ResumableFeeder[tuple[Any, Any]]):
     Args:
         readers: Readers of the input samples and of the output samples.
         batches: Identities of each batch, in the order of the epoch.
-        settings: Settings of prefetching.
         begin: Function that the feeder calls when a loop begins.
+        device: Target device, as the user named it.
+        depth: Number of batches to prefetch.
+        n_readers: Number of inputs that are read at the same time.
+        options: Options of the loop.
     """
 
     def __init__(
         self,
         readers: Sequence[SampleReader],
         batches: OrderBatches | RankBatches,
-        settings: ReaderSettings,
         begin: Callable[[], object],
+        device: Any,
+        depth: int,
+        n_readers: int,
+        options: LoopOptions,
     ) -> None:
-        depth = settings.depth
-        device = self._open_device(settings.device, n_spare=len(readers) * (depth + 2))
+        device = self._open_device(device, n_spare=len(readers) * (depth + 2))
         self._begin = begin
         # The synchronous loop reads in the thread of the loop.
-        n_threads = min(settings.n_readers, batches.batch_size) if depth else 1
-        self._loop = EpochRunner(
-            ReaderSource(readers, batches, device.worker, n_threads),
-            device,
-            schedule=PrefetchSchedule(depth),
-            capacity=(),
-            progress=settings.options["progress"],
-            timeline=settings.options["timeline"],
-            again=settings.options["again"],
-        )
+        n_threads = min(n_readers, batches.batch_size) if depth else 1
+        source = ReaderSource(readers, batches, device.worker, n_threads)
+        self._loop = options.runner(source, device, PrefetchSchedule(depth))
 
     @safe_repr
     def __repr__(self) -> str:
@@ -242,33 +219,21 @@ def _check_identities(inputs: Any, outputs: Any) -> None:
         )
 
 
-def _checked_order(options: ReaderOptions) -> Order:
-    """Check the options that are flags or a seed, and return the order of the inputs."""
-    check_flag(options["shuffle"], "shuffle")
-    check_flag(options["drop_last"], "drop_last")
-    check_options(options)
-    seed = check_seed(options["seed"])
-    return shuffled(seed) if options["shuffle"] else sequential()
-
-
 def _identity_batches(
-    n_identities: int, order: Order, batch_size: int, one_read_count: int, options: ReaderOptions
+    n_identities: int, one_read_count: int, selection: RowSelection
 ) -> OrderBatches | RankBatches:
     """Return the inputs of each batch of this process, and warn if there are none.
 
     Raises:
-        ArgumentError: If a batch would contain a part of an input, or the ranks cannot share the
-            inputs by the rule ``ranks``.
+        ArgumentError: If a batch would contain a part of an input.
     """
-    drop_last = options["drop_last"]
-    shard = shard_of_feeder(options["ranks"], order, drop_last, batch_size, None)
-    if shard is None:
-        size = _identities_per_batch(batch_size, one_read_count)
-        batches = OrderBatches(order, n_identities, size, drop_last)
+    assert selection.batch_size is not None
+    size = _identities_per_batch(selection.batch_size, one_read_count)
+    if selection.shard is None:
+        batches = OrderBatches(selection.all_rows, n_identities, size, selection.drop_last)
         warn_if_empty(batches, "inputs")
         return batches
-    _identities_per_batch(shard.batch_size, one_read_count)
-    shard = dataclasses.replace(shard, size=shard.size // one_read_count)
+    shard = dataclasses.replace(selection.shard, size=selection.shard.size // one_read_count)
     warn_if_empty(shard.batches(n_identities), "inputs")
     return RankBatches(shard, n_identities)
 
@@ -291,34 +256,40 @@ def _identities_per_batch(batch_size: int, one_read_count: int) -> int:
     return n_identities
 
 
-def _check_reader(reader: SampleReader) -> None:
-    """Raise ArgumentError unless the functions of a reader can be called, and fit its dtype."""
-    if not callable(reader.function):
-        raise ArgumentError(
-            f"{reader.function_name}={reader.function!r}: expected a function that returns samples"
-        )
-    if reader.apply is None:
-        return
-    if not callable(reader.apply):
-        raise ArgumentError(
-            f"{reader.apply_name}={reader.apply!r}: expected a function that makes a batch from "
-            "its samples"
-        )
-    if reader.dtype is not None:
-        raise ArgumentError(
-            f"both {reader.apply_name} and {reader.kind}_dtype were given, but the function "
-            f"decides the dtype of its batch; leave out {reader.kind}_dtype"
-        )
+def _reader(
+    kind: str,
+    function: Any,
+    values: Sequence[Any],
+    n_samples: int,
+    apply: Any,
+    dtype: Any,
+) -> SampleReader:
+    """Return the reader of the input samples or of the output samples.
 
-
-def _dtype(dtype: Any, name: str) -> np.dtype[Any] | None:
-    """Return the numpy dtype that the user's argument ``name`` means; None without one."""
+    Raises:
+        ArgumentError: If a function cannot be called, or the dtype is none of samples.
+    """
+    reader = SampleReader(kind, function, values, n_samples, apply, None)
+    if not callable(function):
+        raise ArgumentError(
+            f"{reader.function_name}={function!r}: expected a function that returns samples"
+        )
+    if apply is not None and not callable(apply):
+        raise ArgumentError(
+            f"{reader.apply_name}={apply!r}: expected a function that makes a batch from its "
+            "samples"
+        )
     if dtype is None:
-        return None
+        return reader
+    if apply is not None:
+        raise ArgumentError(
+            f"both {reader.apply_name} and {kind}_dtype were given, but the function decides the "
+            f"dtype of its batch; leave out {kind}_dtype"
+        )
     try:
-        return dtype_of(dtype, name)
+        return dataclasses.replace(reader, dtype=dtype_of(dtype, f"{kind}_dtype"))
     except StoreError as error:
         raise ArgumentError(
-            f"{name}={dtype!r} is no dtype of samples ({described(error)}); expected a dtype that "
-            "both numpy and torch have"
+            f"{kind}_dtype={dtype!r} is no dtype of samples ({described(error)}); expected a dtype "
+            "that both numpy and torch have"
         ) from None

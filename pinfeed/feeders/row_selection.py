@@ -5,157 +5,83 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from pinfeed.devices.base import Device
-from pinfeed.errors import ArgumentError, RowIndexError
+from pinfeed.errors import ArgumentError, BudgetError, RowIndexError
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
-from pinfeed.pipeline.rank_plan import limits_of_rank, shard_of_feeder
 from pinfeed.rows.batches import OrderBatches, RowBatches
-from pinfeed.rows.orders import Order, PerRank, sequential, shuffled
+from pinfeed.rows.orders import BlockShuffled, Order, PerRank, sequential, shuffled
 from pinfeed.rows.ragged_batches import ElementBatches
 from pinfeed.rows.rank_batches import RankBatches
-from pinfeed.rows.rank_shard import RankShard
+from pinfeed.rows.rank_shard import RankShard, shard_of_rank
+from pinfeed.rows.ranks import Ranks
 from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch
 from pinfeed.validation.arguments import check_flag, check_seed
 
 logger = logging.getLogger("pinfeed")
 
 
-@dataclass(frozen=True)
-class RowArguments:
-    """Arguments of ``Feeder`` that decide which rows form which batch, as the user gave them."""
-
-    batch_size: int | None
-    config: MemoryLimits | None
-    rows: Any
-    shuffle: bool
-    seed: int
-    drop_last: bool
-
-    def check(self) -> None:
-        """Check each argument, and that none excludes another.
-
-        Raises:
-            ArgumentError: If an argument is invalid, or two arguments conflict.
-            RowIndexError: If ``rows`` contains values that are not row indices.
-        """
-        if self.batch_size is not None and self.config is not None:
-            raise ArgumentError(
-                "both batch_size and config were given; give one of them (Config has "
-                "preferred_batch_size)"
-            )
-        if self.config is not None and not isinstance(self.config, MemoryLimits):
-            raise ArgumentError(f"config={self.config!r}: expected a pinfeed.Config")
-        check_flag(self.shuffle, "shuffle")
-        check_flag(self.drop_last, "drop_last")
-        check_seed(self.seed)
-        if self.rows is not None:
-            self._check_rows()
-        is_order = self.rows is None or isinstance(self.rows, Order)
-        if self.batch_size is None and self.config is None and is_order:
-            raise ArgumentError(
-                "neither batch_size nor config was given; give one of them, or give rows= that "
-                "yields whole batches"
-            )
-        if self.rows is not None and self.shuffle:
-            raise ArgumentError(
-                "both rows and shuffle=True were given, but rows already decides the order; leave "
-                "out shuffle, or give rows=pinfeed.rows.shuffled(seed)"
-            )
-        if self.drop_last and isinstance(self.rows, ElementBatches):
-            raise ArgumentError(
-                "drop_last=True was given, but rows=element_batches(...) makes the batches; give "
-                "element_batches(..., drop_last=True)"
-            )
-        if self.batch_size is not None and not is_order and largest_batch(self.rows) is not None:
-            _require_row_indices(self.rows)
-            raise ArgumentError(
-                "batch_size was given, but rows yields whole batches; leave out batch_size"
-            )
-
-    def with_notes(self, plan: Plan, device: Device) -> Plan:
-        """Return a plan with a note if a GPU setting of ``config`` does not affect the feeder."""
-        # The limits of the command line have no device. The command prints a remark of its own.
-        chosen = getattr(self.config, "device", None)
-        if chosen is None or self.config is None or not device.unified:
-            return plan
-        if self.config.gpu_memory_limit is not None:
-            setting = "gpu_memory_limit"
-        elif str(chosen).startswith("cuda"):
-            setting = f"device={str(chosen)!r}"
-        else:
-            return plan
-        note = (
-            f"{setting} of config has no effect on the feeder, because its batches are on the CPU; "
-            "for batches on a GPU, give device='cuda' to the feeder"
-        )
-        return dataclasses.replace(plan, notes=(*plan.notes, note))
-
-    @property
-    def order(self) -> Order | Iterable[Any]:
-        """Order of all rows."""
-        if self.rows is not None:
-            rows: Order | Iterable[Any] = self.rows
-            return rows
-        return shuffled(self.seed) if self.shuffle else sequential()
-
-    def _check_rows(self) -> None:
-        """Raise ArgumentError unless ``rows`` is an order, a sampler or another iterable."""
-        rows = self.rows
-        if isinstance(rows, (Order, Iterable)) and not isinstance(rows, (str, bytes)):
-            return
-        advice = "; give what the function returns" if callable(rows) else ""
-        if callable(rows) and getattr(rows, "__module__", "") == Order.__module__:
-            name = getattr(rows, "__name__", "shuffled")
-            advice = f"; call it: rows=pinfeed.rows.{name}(...)"
-        raise ArgumentError(
-            f"rows={rows!r}: expected an order of pinfeed.rows, a sampler, or an iterable of row "
-            f"indices{advice}"
-        )
-
-
-@dataclass(frozen=True)
 class RowSelection:
-    """Rows that one process iterates over, and the size of their batches.
+    """Rows that one process iterates over, and the batches that they form.
+
+    The arguments are those of ``Feeder``.
 
     Attributes:
+        all_rows: Order of the rows of all ranks.
         order: Order of the rows of this process.
         batch_size: Rows per batch of this process; None if ``config`` or ``order`` decides it.
-        config: Memory limits; None if there are none.
+        config: Memory limits of this process; None if there are none.
         drop_last: Whether to leave out a last batch that is not full.
         shard: Share of this rank; None if the process has all rows.
+        rank: Number of this rank; None if the process has all rows.
+
+    Raises:
+        ArgumentError: If an argument is invalid, two arguments conflict, or the ranks cannot share
+            the rows by the rule ``ranks``.
+        RowIndexError: If ``rows`` contains values that are not row indices.
     """
 
-    order: Order | Iterable[Any]
-    batch_size: int | None
-    config: MemoryLimits | None
-    drop_last: bool
-    shard: RankShard | None
-
-    @classmethod
-    def of(cls, arguments: RowArguments, ranks: Any) -> RowSelection:
-        """Return the rows that this process iterates over, if the ranks of a job share them.
-
-        Raises:
-            ArgumentError: If the ranks cannot share the rows by the rule ``ranks``.
-        """
-        order = arguments.order
-        batch_size = arguments.batch_size
-        config = arguments.config
-        drop_last = arguments.drop_last
-        shard = shard_of_feeder(ranks, order, drop_last, batch_size, config)
+    def __init__(
+        self,
+        batch_size: int | None,
+        config: MemoryLimits | None,
+        rows: Any,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+        ranks: Ranks | str | None,
+    ) -> None:
+        _check_batch_size(batch_size, config, rows)
+        check_flag(shuffle, "shuffle")
+        check_flag(drop_last, "drop_last")
+        check_seed(seed)
+        if rows is None:
+            rows = shuffled(seed) if shuffle else sequential()
+        else:
+            _check_rows(rows, shuffle, drop_last)
+        size = batch_size
+        size_name = "batch_size"
         if config is not None:
-            config = config.for_feeder()
-        if shard is None:
-            return cls(order, batch_size, config, drop_last, None)
-        if batch_size is not None:
-            batch_size = shard.batch_size
-        return cls(shard.rows(), batch_size, limits_of_rank(shard, config), drop_last, shard)
+            size = config.preferred_batch_size
+            size_name = "preferred_batch_size"
+        shard = shard_of_rank(ranks, rows, drop_last, size, size_name)
+        self.drop_last = drop_last
+        self._given_config = config
+        self.all_rows = rows
+        self.order: Order | Iterable[Any] = rows if shard is None else shard.rows()
+        self.batch_size = batch_size
+        self.config = None if config is None else config.for_feeder()
+        self.shard = shard
+        self.rank = None if shard is None else shard.rank
+        if shard is not None and self.config is None:
+            self.batch_size = shard.batch_size
+        elif shard is not None and self.config is not None:
+            # The limits may already prefer smaller batches, because larger ones do not fit.
+            size = min(shard.batch_size, self.config.preferred_batch_size or shard.batch_size)
+            self.config = dataclasses.replace(self.config, preferred_batch_size=size)
 
     def batches(self, n_rows: int, plan: Plan) -> RowBatches:
         """Return the batches of every epoch, and warn if there are none.
@@ -171,6 +97,118 @@ class RowSelection:
         batches = OrderBatches(self.order, n_rows, batch_size, self.drop_last)
         warn_if_empty(batches)
         return batches if self.shard is None else RankBatches(self.shard, n_rows)
+
+    def with_notes(self, plan: Plan, n_rows: int, *, unified: bool) -> Plan:
+        """Return a plan with notes on the rank, and on settings of ``config`` without effect.
+
+        Args:
+            plan: Plan of the batches of this process.
+            n_rows: Number of rows of the source.
+            unified: Whether the batches live in host memory.
+
+        Raises:
+            BudgetError: If the batches of the plan are smaller than those of other ranks.
+        """
+        notes = plan.notes
+        if self.shard is not None:
+            notes = (_rank_note(self.shard, plan, n_rows), *notes)
+        setting = self._setting_without_effect() if unified else ""
+        if setting:
+            note = (
+                f"{setting} of config has no effect on the feeder, because its batches are on the "
+                "CPU; for batches on a GPU, give device='cuda' to the feeder"
+            )
+            notes = (*notes, note)
+        return plan if notes is plan.notes else dataclasses.replace(plan, notes=notes)
+
+    def _setting_without_effect(self) -> str:
+        """Return the GPU setting of ``config``, which does not affect batches on the CPU."""
+        config = self._given_config
+        # The limits of the command line have no device. The command prints a remark of its own.
+        chosen = getattr(config, "device", None)
+        if config is None or chosen is None:
+            return ""
+        if config.gpu_memory_limit is not None:
+            return "gpu_memory_limit"
+        return f"device={str(chosen)!r}" if str(chosen).startswith("cuda") else ""
+
+
+def _check_batch_size(batch_size: int | None, config: Any, rows: Any) -> None:
+    """Raise ArgumentError unless exactly one argument decides the size of the batches."""
+    if batch_size is not None and config is not None:
+        raise ArgumentError(
+            "both batch_size and config were given; give one of them (Config has "
+            "preferred_batch_size)"
+        )
+    if config is not None and not isinstance(config, MemoryLimits):
+        raise ArgumentError(f"config={config!r}: expected a pinfeed.Config")
+    if rows is not None and not isinstance(rows, Order):
+        _require_rows(rows)
+        if batch_size is not None and largest_batch(rows) is not None:
+            _require_row_indices(rows)
+            raise ArgumentError(
+                "batch_size was given, but rows yields whole batches; leave out batch_size"
+            )
+    elif batch_size is None and config is None:
+        raise ArgumentError(
+            "neither batch_size nor config was given; give one of them, or give rows= that "
+            "yields whole batches"
+        )
+
+
+def _check_rows(rows: Any, shuffle: bool, drop_last: bool) -> None:
+    """Raise ArgumentError if ``rows`` excludes ``shuffle`` or ``drop_last``."""
+    if shuffle:
+        raise ArgumentError(
+            "both rows and shuffle=True were given, but rows already decides the order; leave "
+            "out shuffle, or give rows=pinfeed.rows.shuffled(seed)"
+        )
+    if drop_last and isinstance(rows, ElementBatches):
+        raise ArgumentError(
+            "drop_last=True was given, but rows=element_batches(...) makes the batches; give "
+            "element_batches(..., drop_last=True)"
+        )
+
+
+def _require_rows(rows: Any) -> None:
+    """Raise ArgumentError unless ``rows`` is a sampler or another iterable."""
+    if isinstance(rows, Iterable) and not isinstance(rows, (str, bytes)):
+        return
+    advice = "; give what the function returns" if callable(rows) else ""
+    if callable(rows) and getattr(rows, "__module__", "") == Order.__module__:
+        name = getattr(rows, "__name__", "shuffled")
+        advice = f"; call it: rows=pinfeed.rows.{name}(...)"
+    raise ArgumentError(
+        f"rows={rows!r}: expected an order of pinfeed.rows, a sampler, or an iterable of row "
+        f"indices{advice}"
+    )
+
+
+def _rank_note(shard: RankShard, plan: Plan, n_rows: int) -> str:
+    """Describe the share of a rank, for its plan.
+
+    Raises:
+        BudgetError: If the batches of the plan are smaller than those of other ranks.
+    """
+    mine = shard.rows().length(n_rows)
+    of_all = shard.order.length(n_rows)
+    if plan.batch_size < min(shard.batch_size, mine):
+        raise BudgetError(
+            f"the limits of config hold batches of {plan.batch_size} rows on rank {shard.rank}, "
+            f"but all ranks need batches of {shard.batch_size} rows; raise the limits, or lower "
+            "preferred_batch_size"
+        )
+    note = (
+        f"rank {shard.rank} of {shard.world_size}: {mine} of {of_all} rows ({shard.ranks.uneven})"
+    )
+    if shard.ranks.split_batches:
+        note += f", as parts of global batches of {shard.size} rows"
+        if isinstance(shard.order, BlockShuffled) and shard.world_size > 1:
+            note += (
+                "; every rank reads every block (without split_batches, each rank reads only its "
+                "own blocks)"
+            )
+    return note
 
 
 def warn_if_empty(batches: OrderBatches, unit: str = "rows") -> None:

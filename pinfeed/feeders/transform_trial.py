@@ -10,8 +10,8 @@ import numpy as np
 
 from pinfeed.devices.base import Device
 from pinfeed.errors import add_note
+from pinfeed.feeders.loop_options import LoopOptions
 from pinfeed.memory.transform_memory import Nbytes, TransformMemory, linear
-from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.host_transfer import rows_on_host
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.loop_transforms import LoopTransforms
@@ -77,16 +77,8 @@ def _run(tree: StoreTree, device: Device, transforms: LoopTransforms, n_rows: in
     ragged = [RaggedReads(one, DirectReads(one.items), one.items, None) for one in tree.ragged]
     batches = OrderBatches(sequential(), n_rows, n_rows, False)
     source = RowSource(tree.stores, reads, tree.rebuild, batches, ragged)
-    runner = EpochRunner(
-        source,
-        device,
-        schedule=PrefetchSchedule(0),
-        capacity=(),
-        progress=False,
-        timeline=False,
-        again="refuse",
-        transforms=transforms,
-    )
+    options = LoopOptions("refuse", progress=False, timeline=False)
+    runner = options.runner(source, device, PrefetchSchedule(0), transforms)
     with contextlib.closing(runner), trial(device.name) as peak:
         try:
             next(runner.run(LentBatch.take))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, overload
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.dataloader import STATE_METHODS, LoaderFeeder, StatefulLoaderFeeder
 from pinfeed.feeders.fetch import FetchStores
 from pinfeed.feeders.hints import LOADER_HINTS
-from pinfeed.feeders.options import LoaderOptions, check_options
-from pinfeed.feeders.transforms import check_seed_of_transforms
+from pinfeed.feeders.loop_options import LoopOptions
 from pinfeed.memory.depth import check_optional_depth
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.pipeline.schedule import PrefetchSchedule, measured_schedule
@@ -78,7 +77,7 @@ def wrap_loader(
 ) -> LoaderFeeder[T]: ...
 
 
-@explain_arguments(LOADER_HINTS, options=LoaderOptions)
+@explain_arguments(LOADER_HINTS)
 def wrap_loader(
     loader: Any,
     *,
@@ -86,7 +85,13 @@ def wrap_loader(
     depth: int | None = None,
     fetch: Mapping[Any, tuple[Any, Any]] | None = None,
     config: MemoryLimits | None = None,
-    **options: Unpack[LoaderOptions],
+    again: Literal["end", "refuse"] = "end",
+    progress: bool = False,
+    timeline: bool = False,
+    host_transform: Callable[..., Any] | None = None,
+    device_transform: Callable[..., Any] | None = None,
+    on_error: Literal["raise", "next"] = "raise",
+    seed: int | None = None,
 ) -> LoaderFeeder[Any]:
     """Wrap a loader, and prefetch its batches to the device.
 
@@ -166,7 +171,7 @@ def wrap_loader(
         timeline: Whether to record how long each stage of each batch takes.
         host_transform: Function that takes each batch of the loader, before its ids are read, and
             returns a batch of any structure. A reader thread calls it for one batch at a time, in
-            order. It may have a parameter ``generator``: see ``LoopOptions``.
+            order. It may have a parameter ``generator``, as for ``Feeder``.
         device_transform: Function that takes each batch on the device, or with ``fetch`` the pair
             of the batch and the dict of rows, and returns what the loop receives. It is called for
             one batch at a time, in order. Its work on a GPU runs in a side stream.
@@ -180,9 +185,9 @@ def wrap_loader(
         NotEnoughCPUMemory: If the limits of ``config`` cannot hold the chunks that reading needs.
         UnknownArgument: If an argument does not exist. The message says where it belongs.
     """
-    check_options(options)
-    check_choice(options["on_error"], "on_error", ("raise", "next"))
-    check_seed_of_transforms(options)
+    options = LoopOptions(again, progress, timeline, host_transform, device_transform, seed)
+    options.require_generator_for_seed()
+    check_choice(on_error, "on_error", ("raise", "next"))
     depth = check_optional_depth(depth)
     if config is not None and fetch is None:
         raise ArgumentError(
@@ -193,12 +198,14 @@ def wrap_loader(
     feeder = StatefulLoaderFeeder if has_state else LoaderFeeder
     source = StatefulSource if has_state else LoaderSource
     batches = source(loader)
-    batches.keeps_errors = options["on_error"] == "next"
+    batches.keeps_errors = on_error == "next"
     if fetch is None:
         schedule = measured_schedule() if depth is None else PrefetchSchedule(depth)
         return feeder(batches, device=device, schedule=schedule, options=options)
     stores = FetchStores(fetch, config)
     try:
+        if depth is None and config is not None:
+            depth = config.depth
         schedule = stores.schedule(depth)
         return feeder(batches, device=device, schedule=schedule, options=options, fetch=stores)
     except BaseException:

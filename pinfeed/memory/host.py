@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
-PROC = Path("/proc/self/cgroup")
-ROOT = Path("/sys/fs/cgroup")
+PROC = "/proc/self/cgroup"
+ROOT = "/sys/fs/cgroup"
 _STATUS = "/proc/self/status"
 _FILES = {
     1: (
         "memory.limit_in_bytes",
         "memory.usage_in_bytes",
-        "total_inactive_file",
-        "total_active_file",
+        b"total_inactive_file",
+        b"total_active_file",
     ),
-    2: ("memory.max", "memory.current", "inactive_file", "active_file"),
+    2: ("memory.max", "memory.current", b"inactive_file", b"active_file"),
 }
 """Files of a control group by version: the limit, the usage, and two keys of memory.stat.
 
@@ -41,18 +41,30 @@ class Limit(NamedTuple):
     """Page cache in bytes that does not count as free, because it was used more than once."""
 
 
-def free_host_bytes(*, proc: Path = PROC, root: Path = ROOT) -> int:
-    """Return the bytes that this process may still allocate under all of its limits."""
-    return max(0, min(limit.free for limit in host_limits(proc=proc, root=root)))
+class FreeHostMemory(NamedTuple):
+    """Host memory under all limits of this process at one moment, in bytes."""
+
+    allocatable: int
+    """Bytes that this process may still allocate."""
+    page_cache: int
+    """Bytes of files that the page cache can hold, including its current contents."""
 
 
-def free_page_cache_bytes(*, proc: Path = PROC, root: Path = ROOT) -> int:
-    """Return the bytes of files that the page cache can hold, including its current contents."""
+def free_host_memory(*, proc: str = PROC, root: str = ROOT) -> FreeHostMemory:
+    """Return the memory that the limits of this process leave."""
     limits = host_limits(proc=proc, root=root)
-    return max(0, min(limit.free + limit.active_file for limit in limits))
+    return FreeHostMemory(
+        max(0, min(limit.free for limit in limits)),
+        max(0, min(limit.free + limit.active_file for limit in limits)),
+    )
 
 
-def host_limits(*, proc: Path = PROC, root: Path = ROOT) -> list[Limit]:
+def free_host_bytes() -> int:
+    """Return the bytes that this process may still allocate under all of its limits."""
+    return free_host_memory().allocatable
+
+
+def host_limits(*, proc: str = PROC, root: str = ROOT) -> list[Limit]:
     """List every limit, the machine's memory first; some limits are larger than that.
 
     The page cache counts as free: psutil does so for the machine, and ``inactive_file`` reports it
@@ -105,54 +117,52 @@ def lock_limit() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def core_quota(*, proc: Path = PROC, root: Path = ROOT) -> float | None:
+def core_quota(*, proc: str = PROC, root: str = ROOT) -> float | None:
     """Return the cores of CPU time that control groups grant; None without a limit."""
     found = []
-    for directory, version in _groups("cpu", proc, root):
+    for group, version in _groups("cpu", proc, root):
         with contextlib.suppress(OSError, ValueError):
             # The group has no controller, or no limit.
             if version == 2:
-                quota, period = (directory / "cpu.max").read_text().split()
+                quota, period = _read(f"{group}/cpu.max").split()
             else:
-                quota = (directory / "cpu.cfs_quota_us").read_text()
-                period = (directory / "cpu.cfs_period_us").read_text()
+                quota = _read(f"{group}/cpu.cfs_quota_us")
+                period = _read(f"{group}/cpu.cfs_period_us")
             if int(quota) > 0:
                 found.append(int(quota) / int(period))
     return min(found, default=None)
 
 
-def _group_limits(proc: Path, root: Path) -> Iterator[Limit]:
-    for directory, version in _groups("memory", proc, root):
+def _group_limits(proc: str, root: str) -> Iterator[Limit]:
+    for group, version in _groups("memory", proc, root):
         limit_file, usage_file, inactive, active = _FILES[version]
         try:
-            text = (directory / limit_file).read_text().strip()
-            if text == "max":
+            text = _read(f"{group}/{limit_file}").strip()
+            if text == b"max":
                 continue
-            free = int(text) - int((directory / usage_file).read_text())
+            total = int(text)
+            free = total - int(_read(f"{group}/{usage_file}"))
         except (OSError, ValueError):
             # The group has no controller, or this process may not read it.
             continue
-        name = f"control group /{directory.relative_to(root)}"
-        stat = directory / "memory.stat"
-        yield Limit(name, int(text), free + _bytes_of(stat, inactive), _bytes_of(stat, active))
+        statistics = b""
+        with contextlib.suppress(OSError):
+            statistics = _read(f"{group}/memory.stat")
+        name = f"control group {group.removeprefix(root) or '/'}"
+        free += _bytes_of(inactive, statistics)
+        yield Limit(name, total, free, _bytes_of(active, statistics))
 
 
-def _bytes_of(stat: Path, key: str) -> int:
+def _bytes_of(key: bytes, statistics: bytes) -> int:
     """Return the bytes of page cache of a kind; 0 if the kernel does not report them."""
-    try:
-        return sum(
-            int(line.split()[1])
-            for line in stat.read_text().splitlines()
-            if line.startswith(f"{key} ")
-        )
-    except (OSError, ValueError):
-        return 0
+    found = re.search(rb"^%b (\d+)$" % key, statistics, re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
-def _groups(controller: str, proc: Path, root: Path) -> Iterator[tuple[Path, int]]:
+def _groups(controller: str, proc: str, root: str) -> Iterator[tuple[str, int]]:
     """Yield directory and version of the process's groups, from its own up to the root."""
     try:
-        lines = proc.read_text().splitlines()
+        lines = os.fsdecode(_read(proc)).splitlines()
     except OSError:
         return
     for line in lines:
@@ -161,16 +171,20 @@ def _groups(controller: str, proc: Path, root: Path) -> Iterator[tuple[Path, int
             base = root
             version = 2
         elif controller in controllers.split(","):
-            base = root / controller
+            base = f"{root}/{controller}"
             version = 1
         else:
             continue
-        directory = base / path.lstrip("/")
-        while True:
-            yield directory, version
-            if directory == base or base not in directory.parents:
-                break
-            directory = directory.parent
+        group = base + path.rstrip("/")
+        while len(group) >= len(base):
+            yield group, version
+            group = os.path.dirname(group)
+
+
+def _read(path: str) -> bytes:
+    """Return the contents of a file of the kernel; a buffer would take as long as the read."""
+    with open(path, "rb", buffering=0) as file:
+        return file.readall()
 
 
 def resident_bytes() -> dict[str, int | None]:

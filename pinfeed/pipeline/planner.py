@@ -16,7 +16,7 @@ from pinfeed.memory.demand import (
     resident_allocation,
     window_allocation,
 )
-from pinfeed.memory.host import free_host_bytes, free_page_cache_bytes
+from pinfeed.memory.host import FreeHostMemory, free_host_memory
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
 from pinfeed.memory.transform_memory import TransformMemory
@@ -29,6 +29,7 @@ from pinfeed.rows.orders import Order, is_distinct
 from pinfeed.rows.ragged_batches import ElementBatches
 from pinfeed.rows.sampler_batches import largest_batch
 from pinfeed.stores.base import Store, row_nbytes
+from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.ragged import RaggedStore
 
 
@@ -91,7 +92,7 @@ def make_plan(
     preferred = config.preferred_batch_size if config is not None else None
     why = device.choose_route(stores, request.batch_size or preferred or largest or 0, route)
     demand = _demand(request, schedule, device, largest)
-    free = _free_host_bytes(request.sources, config)
+    free = _free_host_memory(request.sources, config)
     limits = _file_limits(config, free)
     if config is None:
         size = largest or 0
@@ -106,7 +107,7 @@ def make_plan(
             config, depth=schedule.depth, preferred_batch_size=preferred or largest
         )
         windows = window_sizes(stores, request.rows)
-        plan = _limited_plan(config, demand, free, windows, device)
+        plan = _limited_plan(config, demand, free.allocatable, windows, device)
         _require_room(plan, largest)
     n_ahead = schedule.depth + 1 + schedule.batches_per_slot
     left = limits._replace(
@@ -133,7 +134,7 @@ def plan_reads_by_id(stores: Sequence[Store], config: MemoryLimits | None) -> Re
     Raises:
         NotEnoughCPUMemory: If half of the limit cannot hold the memory that stores need for a read.
     """
-    limits = _file_limits(config, _free_host_bytes(stores, config))
+    limits = _file_limits(config, _free_host_memory(stores, config))
     if config is not None:
         limits = limits._replace(memory=limits.memory // 2, page_cache=limits.page_cache // 2)
     # Two entries may have the same store.
@@ -214,31 +215,36 @@ def _choose_reads(request: PlanRequest, n_batch_rows: int, free: FreeMemory) -> 
     return dataclasses.replace(choice, notes=choice.notes + notes, ragged=ragged)
 
 
-def _free_host_bytes(stores: Sequence[Store], config: MemoryLimits | None) -> int:
-    """Return the free host memory of this process in bytes; 0 if the plan does not depend on it.
+def _free_host_memory(stores: Sequence[Store], config: MemoryLimits | None) -> FreeHostMemory:
+    """Return the free host memory of this process; nothing if the plan does not depend on it.
 
     Without a config, rows of files may take half of the free memory. The processes that torchrun
     starts on one machine share the free memory.
     """
-    reads_files = any(file_of(store) is not None for store in stores)
-    if config is None and not reads_files:
-        return 0
-    return free_host_bytes() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    files = [file for file in map(file_of, stores) if file is not None]
+    if config is None and not files:
+        return FreeHostMemory(0, 0)
+    free = free_host_memory()
+    for file in files:
+        if isinstance(file, LocalFileStore):
+            file.decide_cache(free)
+    n_processes = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    return free._replace(allocatable=free.allocatable // n_processes)
 
 
-def _file_limits(config: MemoryLimits | None, free: int) -> FreeMemory:
+def _file_limits(config: MemoryLimits | None, free: FreeHostMemory) -> FreeMemory:
     """Return the host memory that batches and rows of files may take.
 
     Args:
         config: Memory limits; None for half of the free memory.
-        free: Free host memory of this process, in bytes.
+        free: Free host memory of this process.
     """
     if config is None:
-        return FreeMemory(free // 2, free_page_cache_bytes() if free else 0)
-    limit = config.host_limit(free)
+        return FreeMemory(free.allocatable // 2, free.page_cache)
+    limit = config.host_limit(free.allocatable)
     if config.cpu_memory_limit is not None:
         return FreeMemory(limit, limit, "cpu_memory_limit")
-    return FreeMemory(limit, free_page_cache_bytes())
+    return FreeMemory(limit, free.page_cache)
 
 
 def _limited_plan(

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from pinfeed.errors import StoreError
 from pinfeed.stores import Store
+from pinfeed.stores.base import is_store
 from pinfeed.stores.opened import is_zarr_group, stores_of_columns
-from pinfeed.stores.sharded_file import AnyShardedStore
-from pinfeed.tensors.pytree import flatten
+from pinfeed.tensors.pytree import Rebuild, flatten
 from pinfeed.validation.suggestions import is_array_like
 
 logger = logging.getLogger("pinfeed")
@@ -35,28 +35,30 @@ def is_store_or_array(value: Any) -> bool:
     )
     is_array = is_array_like(value) and not is_structure
     # A Zarr group is a dataclass, but its fields are not sources.
-    return isinstance(value, Store) or is_array or is_zarr_group(value)
+    return is_store(value) or is_array or is_zarr_group(value)
 
 
-def with_columns(source: Any, name: str) -> tuple[Any, list[Store]]:
-    """Replace each table, dataset, frame and Parquet file in a source by a dict of its columns.
+def leaves_of(source: Any, name: str) -> tuple[list[tuple[str, Any]], Rebuild, list[Store]]:
+    """Flatten a source into its leaves, with the columns of each table, dataset, frame and file.
 
     Args:
         source: The user's source.
         name: Name of the source in errors.
 
     Returns:
-        The source, and the stores that were made for it.
+        The leaves, each with its path in the source; a function that builds the structure from new
+        leaves; and the stores of columns that were made.
     """
     leaves, rebuild = flatten(source, is_leaf=is_store_or_array)
     found = [stores_of_columns(leaf, f"{name}{path}") for path, leaf in leaves]
+    made = [store for columns in found if columns is not None for store in columns.values()]
     if all(columns is None for columns in found):
-        return source, []
+        return leaves, rebuild, made
     replaced = rebuild(
         leaf if columns is None else columns
         for columns, (_, leaf) in zip(found, leaves, strict=True)
     )
-    return replaced, [store for columns in found if columns for store in columns.values()]
+    return *flatten(replaced, is_leaf=is_store_or_array), made
 
 
 def require_columns(source: Any, stores: Sequence[Store]) -> None:
@@ -67,9 +69,10 @@ def require_columns(source: Any, stores: Sequence[Store]) -> None:
         stores: Stores that were opened for it, with equally many rows.
     """
     n_rows = stores[0].n_rows
-    kinds = {(store.row_shape, store.dtype) for store in stores}
     n = len(stores)
-    if isinstance(source, list) and n > max(_MANY, n_rows) and len(kinds) == 1:
+    if not isinstance(source, list) or n <= max(_MANY, n_rows):
+        return
+    if len({(store.row_shape, store.dtype) for store in stores}) == 1:
         raise StoreError(
             f"source is a list of {n} arrays of shape {(n_rows, *stores[0].row_shape)}, which "
             f"means {n} sources of {n_rows} rows; expected one array; if each array is a row, give "
@@ -77,28 +80,23 @@ def require_columns(source: Any, stores: Sequence[Store]) -> None:
         )
 
 
-def lists_of_stores(value: Any) -> Iterator[list[Any]]:
-    """Yield the lists in a structure, at any depth, that consist of several stores."""
-    if (
-        isinstance(value, list)
-        and len(value) > 1
-        and all(isinstance(child, Store) for child in value)
-    ):
-        yield value
-    elif isinstance(value, (list, tuple, Mapping)):
-        for child in value.values() if isinstance(value, Mapping) else value:
-            yield from lists_of_stores(child)
-
-
-def note_possible_shards(stores: Sequence[AnyShardedStore]) -> None:
-    """Warn of a list of files with rows of one shape and dtype.
+def note_possible_shards(value: Any, from_paths: frozenset[int]) -> None:
+    """Warn of lists of files with rows of one shape and dtype, at any depth of a structure.
 
     Each file is a source of its own, but the user may have meant shards of one source.
+
+    Args:
+        value: Stores in the structure of the source.
+        from_paths: The ``id`` of each store that was given as a path.
     """
-    is_alike = len({(store.row_shape, store.dtype) for store in stores}) == 1
-    if is_alike and all(len(store.paths) == 1 for store in stores):
-        paths = tuple(store.paths[0] for store in stores)
-        _warn_of_possible_shards(type(stores[0]).__name__, paths)
+    if isinstance(value, list) and len(value) > 1 and from_paths.issuperset(map(id, value)):
+        is_alike = len({(store.row_shape, store.dtype) for store in value}) == 1
+        if is_alike and all(len(store.paths) == 1 for store in value):
+            paths = tuple(store.paths[0] for store in value)
+            _warn_of_possible_shards(type(value[0]).__name__, paths)
+    elif isinstance(value, (list, tuple, Mapping)):
+        for child in value.values() if isinstance(value, Mapping) else value:
+            note_possible_shards(child, from_paths)
 
 
 @functools.cache

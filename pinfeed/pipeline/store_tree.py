@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -11,19 +12,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.base import Device, Tensor
+from pinfeed.devices.base import Tensor
 from pinfeed.errors import StoreError, VerificationError
 from pinfeed.pipeline.source_structure import (
-    is_store_or_array,
-    lists_of_stores,
+    leaves_of,
     note_possible_shards,
     require_columns,
-    with_columns,
 )
 from pinfeed.pipeline.write_check import WriteCheck
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
-from pinfeed.stores.base import row_nbytes
+from pinfeed.stores.base import is_store, row_nbytes
 from pinfeed.stores.opened import open_store
 from pinfeed.stores.ragged import RaggedStore
 from pinfeed.stores.sharded_file import ShardedStore
@@ -52,35 +51,37 @@ class StoreTree:
     """
 
     def __init__(self, source: Any, name: str = "source") -> None:
-        opened, made = with_columns(source, name)
-        leaves, self.structure = flatten(opened, is_leaf=is_store_or_array)
-        if not leaves:
+        found, self.structure, self._owned = leaves_of(source, name)
+        if not found:
             raise StoreError(
                 f"{name}={source!r} contains no arrays; expected at least one path, array, tensor "
                 "or Store"
             )
-        self.names: list[str] = []
-        self.stores: list[Store] = []
-        self.ragged: Sequence[RaggedStore] = []
-        # All leaves, in the order of the structure.
-        self._leaves: list[tuple[str, Store | RaggedStore]] = []
-        self._owned = made
         try:
-            given_as_path = []
-            for path, leaf in leaves:
-                self._add(leaf, f"{name}{path}")
-                if isinstance(leaf, (str, os.PathLike)):
-                    given_as_path.append(self.stores[-1])
-            self.n_rows = self._leaves[0][1].n_rows
+            # All leaves, in the order of the structure.
+            self._leaves = [
+                (f"{name}{path}", self._open(leaf, f"{name}{path}")) for path, leaf in found
+            ]
+            self.leaves = [leaf for _, leaf in self._leaves]
+            self.stores = [leaf for leaf in self.leaves if not isinstance(leaf, RaggedStore)]
+            self.ragged: Sequence[RaggedStore] = [
+                leaf for leaf in self.leaves if isinstance(leaf, RaggedStore)
+            ]
+            self.n_rows = self.leaves[0].n_rows
+            given_as_path = [
+                store
+                for (_, leaf), store in zip(found, self.leaves, strict=True)
+                if isinstance(leaf, (str, os.PathLike))
+            ]
             self._require_equal_lengths(given_as_path)
             if not self.ragged:
                 require_columns(source, self.stores)
-                self._note_possible_shards(given_as_path)
+                if len(given_as_path) > 1:
+                    from_paths = frozenset(map(id, given_as_path))
+                    note_possible_shards(self.structure(iter(self.stores)), from_paths)
         except BaseException:
             self.close()
             raise
-        items = {name: leaf.items for name, leaf in self._leaves if isinstance(leaf, RaggedStore)}
-        self._write_check = WriteCheck(self.names, self.stores, items)
 
     def __str__(self) -> str:
         """Describe the stores, for the ``repr`` of a feeder."""
@@ -95,11 +96,6 @@ class StoreTree:
         return sum(map(row_nbytes, self.stores)) + math.ceil(ragged)
 
     @property
-    def leaves(self) -> list[Store | RaggedStore]:
-        """Every store, in the order of the structure."""
-        return [leaf for _, leaf in self._leaves]
-
-    @property
     def rebuild(self) -> Rebuild:
         """Function that builds a batch, in the structure of the source, from its parts."""
         return self._rebuild if self.ragged else self.structure
@@ -110,15 +106,12 @@ class StoreTree:
             for store in reversed(self._owned):
                 stack.callback(store.close)
 
-    def check(self, values: Any, n_rows: int, device: Device) -> list[Tensor | None]:
-        """Return the tensors in ``values``, one per store, if they can be written.
-
-        See ``WriteCheck.check``.
-
-        Raises:
-            WriteBackError: If they cannot be written.
-        """
-        return self._write_check.check(values, n_rows, device)
+    @functools.cached_property
+    def write_check(self) -> WriteCheck:
+        """Check of the values that are to be written back."""
+        items = {name: leaf.items for name, leaf in self._leaves if isinstance(leaf, RaggedStore)}
+        names = [name for name, _ in self._leaves if name not in items]
+        return WriteCheck(names, self.stores, items)
 
     def require_equal(self, data: Any, rows: Rows, batch: int, copy_to_host: CopyToHost) -> None:
         """Compare a batch with its rows in the stores, before the loop receives it.
@@ -149,7 +142,7 @@ class StoreTree:
                     "runs, change rows by write_back only, or give depth=0"
                 )
 
-    def _require_equal_lengths(self, given_as_path: Sequence[Store]) -> None:
+    def _require_equal_lengths(self, given_as_path: Sequence[Store | RaggedStore]) -> None:
         """Check that all stores have equally many rows.
 
         Args:
@@ -169,13 +162,6 @@ class StoreTree:
             f"sample is one row of each source{hint}"
         )
 
-    def _note_possible_shards(self, given_as_path: Sequence[Store]) -> None:
-        """Warn of lists of files that may be file shards of one source."""
-        from_paths = set(map(id, given_as_path))
-        for stores in lists_of_stores(self.structure(iter(self.stores))):
-            if from_paths.issuperset(map(id, stores)):
-                note_possible_shards(stores)
-
     def _rebuild(self, parts: Iterator[Any]) -> Any:
         """Build a batch from its parts: one of each store, then two of each ragged store."""
         found = list(parts)
@@ -186,20 +172,11 @@ class StoreTree:
             for _, leaf in self._leaves
         )
 
-    def _add(self, leaf: Any, name: str) -> None:
-        """Add a leaf of the source."""
-        if isinstance(leaf, RaggedStore):
-            self.ragged = [*self.ragged, leaf]
-            self._leaves.append((name, leaf))
-            return
-        store = self._open(leaf, name)
-        self.stores.append(store)
-        self.names.append(name)
-        self._leaves.append((name, store))
-
-    def _open(self, leaf: Any, name: str) -> Store:
+    def _open(self, leaf: Any, name: str) -> Store | RaggedStore:
         """Return the store of a leaf, which is checked if it is a store itself."""
-        if isinstance(leaf, Store) and not isinstance(leaf, type):
+        if isinstance(leaf, RaggedStore):
+            return leaf
+        if is_store(leaf):
             return _checked(leaf, name)
         store = open_store(leaf, name)
         self._owned.append(store)

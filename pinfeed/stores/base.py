@@ -107,6 +107,16 @@ class Store(Protocol):
         """Free the resources of the store. Further calls do nothing."""
 
 
+def is_store(value: Any) -> bool:
+    """Return whether an object is a Store, and not the class of one.
+
+    ``isinstance`` takes 15 µs for a protocol with properties, so most other objects are excluded
+    first.
+    """
+    is_like_store = hasattr(value, "row_shape") and not isinstance(value, type)
+    return is_like_store and isinstance(value, Store)
+
+
 CheckStop = Callable[[], object]
 """Raises an error if the loop has ended, so that nothing else need be read."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Sequence
 from typing import ClassVar
@@ -13,7 +12,7 @@ import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, WriteBackError
 from pinfeed.memory.file_mappings import file_key
-from pinfeed.memory.host import free_page_cache_bytes
+from pinfeed.memory.host import FreeHostMemory, free_host_memory
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.base import Array, checked_scatter
@@ -98,12 +97,17 @@ class LocalFileStore(ShardedStore[FileReader]):
         has_spans = any(layout.gap for layout in self._layouts)
         return _N_GATHERS * (SPAN_BYTES + self.row_nbytes) if has_spans else 0
 
-    @functools.cached_property
+    @property
     def keep_cache(self) -> bool:
         """Whether the page cache keeps the data that was read."""
-        if self._keep_cache is not None:
-            return self._keep_cache
-        return self.nbytes <= free_page_cache_bytes()
+        if self._keep_cache is None:
+            self.decide_cache(free_host_memory())
+        return bool(self._keep_cache)
+
+    def decide_cache(self, free: FreeHostMemory) -> None:
+        """Decide whether the page cache keeps the data, unless that was decided before."""
+        if self._keep_cache is None:
+            self._keep_cache = self.nbytes <= free.page_cache
 
     @property
     def can_map(self) -> bool:

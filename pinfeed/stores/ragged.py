@@ -16,7 +16,7 @@ from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.arrow import ArrowStore
 from pinfeed.stores.arrow_lists import items_and_offsets
-from pinfeed.stores.base import Array, Store, row_nbytes
+from pinfeed.stores.base import Array, Store, is_store, row_nbytes
 from pinfeed.stores.opened import open_store
 from pinfeed.stores.runs import RunGather, RunRows, run_gather
 from pinfeed.validation.arguments import explain_arguments
@@ -282,7 +282,7 @@ class RaggedStore:
 
 def _open_items(values: Any) -> tuple[bool, Store]:
     """Return whether this module opened the store of the items, and the store."""
-    if isinstance(values, Store) and not isinstance(values, type):
+    if is_store(values):
         return False, values
     if isinstance(values, (list, tuple)):
         raise StoreError(

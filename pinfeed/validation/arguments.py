@@ -13,7 +13,6 @@ from typing import Any, ParamSpec, TypeVar
 
 from pinfeed.errors import ArgumentError, FileMissing, StoreError, UnknownArgument
 from pinfeed.validation.functions import takes_generator
-from pinfeed.validation.options import defaults_of, with_options
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -145,7 +144,7 @@ def check_choice(value: Any, name: str, choices: Sequence[str]) -> None:
 
 
 def explain_arguments(
-    hints: Mapping[str, str], example: str = "", options: Any = None
+    hints: Mapping[str, str], example: str = ""
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorate a function, or an ``__init__``, to give helpful advice on a wrong argument.
 
@@ -157,9 +156,6 @@ def explain_arguments(
         hints: Advice on what to give instead, by the argument name in other libraries.
         example: A keyword argument, shown in the error about too many positional arguments; empty
             for the function's first keyword argument.
-        options: Group of options (see ``validation.options``) that the function takes as
-            ``**options: Unpack[...]``. The signature then names each of them, and the function
-            receives all of them, defaults included.
 
     Raises:
         UnknownArgument: If the function has no argument of a given name, or gets too many
@@ -168,25 +164,18 @@ def explain_arguments(
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        signature = inspect.signature(function)
-        defaults = {}
-        if options is not None:
-            signature = with_options(signature, options)
-            defaults = defaults_of(options)
         title = function.__qualname__.removesuffix(".__init__")
-        check = _ArgumentCheck(title, signature, hints, example)
+        check = _ArgumentCheck(title, inspect.signature(function), hints, example)
+        names = check.names
+        n_positional = check.n_positional
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-            check.require_known_names(kwargs)
-            check.require_few_positional(len(args))
-            check.require_shuffle_with_seed(kwargs)
-            for name, value in defaults.items():
-                kwargs.setdefault(name, value)
+            # Most calls are correct, and need no look at single arguments.
+            if len(args) > n_positional or not names.issuperset(kwargs) or "seed" in kwargs:
+                check.require_valid(len(args), kwargs)
             return function(*args, **kwargs)
 
-        if options is not None:
-            checked.__dict__["__signature__"] = signature
         return checked
 
     return decorate
@@ -203,12 +192,24 @@ class _ArgumentCheck:
         self._title = title
         self._hints = hints
         self._example = example
-        self._n_positional = len(names)
+        self.n_positional = len(names)
         self._positional = [name for name in names if name not in ("self", "cls")]
         self._known = [one.name for one in parameters if one.name not in ("self", "cls")]
+        self.names = frozenset(self._known)
         self._takes_any_name = any(one.kind is one.VAR_KEYWORD for one in parameters)
 
-    def require_known_names(self, given: Mapping[str, Any]) -> None:
+    def require_valid(self, n_positional: int, given: Mapping[str, Any]) -> None:
+        """Raise an error if the function cannot be called with some arguments.
+
+        Args:
+            n_positional: Number of positional arguments.
+            given: Keyword arguments.
+        """
+        self._require_known_names(given)
+        self._require_few_positional(n_positional)
+        self._require_shuffle_with_seed(given)
+
+    def _require_known_names(self, given: Mapping[str, Any]) -> None:
         """Raise UnknownArgument if the function has no argument of a given name."""
         if self._takes_any_name:
             return
@@ -221,27 +222,26 @@ class _ArgumentCheck:
                 )
             )
 
-    def require_few_positional(self, n_given: int) -> None:
+    def _require_few_positional(self, n_given: int) -> None:
         """Raise UnknownArgument if there are more positional arguments than the function takes."""
-        n_too_many = n_given - self._n_positional
+        n_too_many = n_given - self.n_positional
         if n_too_many <= 0:
             return
         n_positional = len(self._positional)
         by_name = self._example
         if not by_name and len(self._known) > n_positional:
             by_name = f"{self._known[n_positional]}=..."
-        call = ", ".join(filter(None, [*self._positional, by_name]))
-        text = f"; give the others by name: {self._title}({call})" if by_name else ""
+        call = f"{self._title}({', '.join(filter(None, [*self._positional, by_name]))})"
         expected = f"only {', '.join(self._positional)}" if n_positional else "none"
-        if not n_positional:
-            text = f"; give them by name: {self._title}({call})"
+        others = "the others" if n_positional else "them"
+        advice = f"; give {others} by name: {call}" if by_name or not n_positional else ""
         n_given = n_too_many + n_positional
         raise UnknownArgument(
             f"{self._title} got {n_given} positional argument{'s' * (n_given > 1)}; expected "
-            f"{expected}{text}"
+            f"{expected}{advice}"
         )
 
-    def require_shuffle_with_seed(self, given: Mapping[str, Any]) -> None:
+    def _require_shuffle_with_seed(self, given: Mapping[str, Any]) -> None:
         """Raise ArgumentError if a seed is given that shuffles nothing."""
         if "seed" not in given or "shuffle" in given or "shuffle" not in self._known:
             return

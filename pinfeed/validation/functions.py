@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 from pinfeed.errors import ArgumentError
 
 
-def check_function(value: Any, name: str) -> Callable[..., Any] | None:
-    """Return ``value``, if it is a function or None.
-
-    Raises:
-        ArgumentError: If it is neither, or if it is a generator function.
-    """
+def check_function(value: Any, name: str) -> None:
+    """Raise ArgumentError unless ``value`` is None, or a function that is no generator function."""
+    if value is None:
+        return
     if inspect.isgeneratorfunction(value) or inspect.isasyncgenfunction(value):
         raise ArgumentError(
             f"{name}={value!r} is a generator function, so each call returns a generator; expected "
             "a function that takes a batch and returns one; replace yield by return"
         )
-    if value is None or callable(value):
-        function: Callable[..., Any] | None = value
-        return function
-    raise ArgumentError(
-        f"{name}={value!r}: expected a function that takes a batch and returns one; leave it out "
-        "to keep batches unchanged"
-    )
+    if not callable(value):
+        raise ArgumentError(
+            f"{name}={value!r}: expected a function that takes a batch and returns one; leave it "
+            "out to keep batches unchanged"
+        )
 
 
 def takes_generator(function: Any) -> bool:

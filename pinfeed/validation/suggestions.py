@@ -36,6 +36,7 @@ _BY_TYPE = {
 }
 """Advice by the package and the name of a type; the first match counts."""
 
+_IMAGE = "read it with wrap_readers, or save decoded images with np.save"
 _ZIP = "a zip archive"
 _KINDS = {
     b"PK\x03\x04": (
@@ -47,21 +48,15 @@ _KINDS = {
     ),
     b"\x80": ("a pickle", "if you trust it, load it, and save plain arrays with np.save"),
     b"\x89HDF": ("an HDF5 file", "give pinfeed.HDF5Store(path, name), with the name of a dataset"),
-    b"PAR1": (
-        "a Parquet file",
-        "give pinfeed.ParquetStore.columns(path)",
-    ),
+    b"PAR1": ("a Parquet file", "give pinfeed.ParquetStore.columns(path)"),
     b"ARROW1": (
         "an Arrow file",
         "give pyarrow.ipc.open_file(pyarrow.memory_map(path)).read_all(), which stays on the disk",
     ),
     b"\x1f\x8b": ("a gzip-compressed file", "decompress it"),
     b"(\xb5/\xfd": ("a zstd-compressed file", "decompress it"),
-    b"\xff\xd8\xff": (
-        "a JPEG image",
-        "read it with wrap_readers, or save decoded images with np.save",
-    ),
-    b"\x89PNG": ("a PNG image", "read it with wrap_readers, or save decoded images with np.save"),
+    b"\xff\xd8\xff": ("a JPEG image", _IMAGE),
+    b"\x89PNG": ("a PNG image", _IMAGE),
 }
 """Kinds of files by their first bytes, with advice."""
 _TORCH = (
@@ -128,11 +123,8 @@ def of_object(value: Any) -> str:
         )
     if isinstance(value, (Set, deque)):
         return "if these are rows, give np.stack(list(rows))"
-    if (
-        hasattr(value, "__getitem__")
-        and hasattr(value, "__len__")
-        and not isinstance(value, Mapping)
-    ):
+    is_sized = hasattr(value, "__getitem__") and hasattr(value, "__len__")
+    if is_sized and not isinstance(value, Mapping):
         return f"for a Dataset of samples, {_LOADER}"
     return "for several sources, give a tuple, a list or a dict"
 

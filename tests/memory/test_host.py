@@ -17,7 +17,7 @@ from pinfeed import Feeder, MiB
 from pinfeed.memory.host import (
     core_quota,
     free_host_bytes,
-    free_page_cache_bytes,
+    free_host_memory,
     host_limits,
     lock_limit,
     resident_bytes,
@@ -49,7 +49,12 @@ def group(
 
 def free(tmp_path: Path, *lines: str) -> int:
     (tmp_path / "cgroup").write_text("".join(f"{line}\n" for line in lines))
-    return free_host_bytes(proc=tmp_path / "cgroup", root=tmp_path / "fs")
+    return free_host_memory(**files(tmp_path)).allocatable
+
+
+def files(tmp_path: Path) -> dict[str, str]:
+    """Return the arguments that replace the files of the kernel by those of a test."""
+    return {"proc": f"{tmp_path}/cgroup", "root": f"{tmp_path}/fs"}
 
 
 def is_unbound(nbytes: int) -> bool:
@@ -70,8 +75,8 @@ def test_files_in_the_page_cache_count_as_free_for_the_page_cache(
     base = tmp_path / ("fs" if version is V2 else "fs/memory")
     group(base / "job", 10_000, 4000, 1000, version)
     (tmp_path / "cgroup").write_text(f"{line}\n")
-    found = free_page_cache_bytes(proc=tmp_path / "cgroup", root=tmp_path / "fs")
-    assert found == free(tmp_path, line) + 900 == 10_000 - 4000 + 1000 + 900
+    found = free_host_memory(**files(tmp_path))
+    assert found.page_cache == free(tmp_path, line) + 900 == 10_000 - 4000 + 1000 + 900
 
 
 def test_version_2_with_the_limit_on_a_parent(tmp_path: Path) -> None:
@@ -133,7 +138,7 @@ def test_limits_by_name(tmp_path: Path) -> None:
     group(tmp_path / "fs/memory/app/job", 10_000, 4000, 1000, V1)
     group(tmp_path / "fs/new", 20_000, 5000, 0)
     assert free(tmp_path, "4:memory:/app/job", "0::/new") == 7000
-    machine, *groups = host_limits(proc=tmp_path / "cgroup", root=tmp_path / "fs")
+    machine, *groups = host_limits(**files(tmp_path))
     assert (machine.name, machine.total) == ("machine", psutil.virtual_memory().total)
     assert [tuple(limit) for limit in groups[:2]] == [
         ("control group /memory/app/job", 10_000, 7000, 900),
@@ -142,7 +147,7 @@ def test_limits_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "quota"),
+    ("texts", "quota"),
     [
         ({"fs/app/cpu.max": "150000 100000"}, 1.5),
         (
@@ -161,13 +166,13 @@ def test_limits_by_name(tmp_path: Path) -> None:
     ],
 )
 def test_cores_that_groups_grant(
-    files: dict[str, str], quota: float | None, tmp_path: Path
+    texts: dict[str, str], quota: float | None, tmp_path: Path
 ) -> None:
-    for name, text in files.items():
+    for name, text in texts.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
     (tmp_path / "cgroup").write_text("4:cpu,cpuacct:/app/job\n0::/app/job\n")
-    assert core_quota(proc=tmp_path / "cgroup", root=tmp_path / "fs") == quota
+    assert core_quota(**files(tmp_path)) == quota
 
 
 def test_the_lock_limit_is_that_of_the_process() -> None:
@@ -223,8 +228,8 @@ def test_a_path_that_leaves_the_root_ends_at_it(tmp_path: Path) -> None:
 
 
 def test_without_control_groups_the_machine_limits(tmp_path: Path) -> None:
-    nbytes = free_host_bytes(proc=tmp_path / "none", root=tmp_path)
-    assert MiB(1) < nbytes <= psutil.virtual_memory().total
+    memory = free_host_memory(proc=f"{tmp_path}/none", root=str(tmp_path))
+    assert MiB(1) < memory.allocatable <= psutil.virtual_memory().total
     assert 0 < free_host_bytes() <= psutil.virtual_memory().total
 
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from support.unwrapped import unwrapped
 
 from pinfeed import Config, Feeder, KiB, MiB, MmapStore, errors, rows
+from pinfeed.memory.host import FreeHostMemory
 from pinfeed.readahead import FreeMemory, choose, whole_file
 from pinfeed.readahead import page_cache as page_cache_readahead
 from pinfeed.readahead import windows as window_readahead
@@ -403,8 +404,8 @@ def test_processes_on_one_machine_share_free_memory(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each process counts a part of the free memory and the whole page cache."""
-    monkeypatch.setattr("pinfeed.pipeline.planner.free_host_bytes", lambda: MiB(20))
-    monkeypatch.setattr("pinfeed.pipeline.planner.free_page_cache_bytes", lambda: MiB(20))
+    free = FreeHostMemory(MiB(20), MiB(20))
+    monkeypatch.setattr("pinfeed.pipeline.planner.free_host_memory", lambda: free)
 
     def notes(*, memory_map: bool) -> str:
         with (

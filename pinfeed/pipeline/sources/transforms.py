@@ -32,7 +32,7 @@ class Seed(NamedTuple):
     """Rank of this process, if several processes share an epoch."""
 
     def entropy(self, epoch: int, batch: int) -> tuple[int, ...]:
-        """Return the numbers that seed a batch's generator, as ``LoopOptions`` documents them."""
+        """Return the numbers that seed a batch's generator, as the guide documents them."""
         numbers = (self.number % 2**64, epoch, batch, self.which)
         return numbers if self.rank is None else (*numbers, self.rank)
 

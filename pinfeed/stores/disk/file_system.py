@@ -8,6 +8,7 @@ import os
 # f_type of statfs(2), of linux/magic.h: ext2 to ext4, XFS, Btrfs, F2FS, overlay.
 _LOCAL = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x794C7630})
 _TMPFS = 0x01021994
+_statfs = ctypes.CDLL(None).statfs
 # Larger than struct statfs (120 bytes on 64-bit Linux), which begins with f_type.
 _STATFS_BYTES = 256
 
@@ -20,7 +21,7 @@ def is_safe_to_map(path: str) -> bool:
     available.
     """
     status = (ctypes.c_long * (_STATFS_BYTES // ctypes.sizeof(ctypes.c_long)))()
-    if ctypes.CDLL(None).statfs(os.fsencode(path), ctypes.byref(status)):
+    if _statfs(os.fsencode(path), ctypes.byref(status)):
         return False
     if status[0] == _TMPFS:
         found = os.stat(path)

@@ -6,14 +6,13 @@ import contextlib
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from types import GeneratorType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from pinfeed.devices.base import Device
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base import T_co
 from pinfeed.feeders.dataloader import LoaderFeeder
-from pinfeed.feeders.options import TableLoopOptions, check_options
-from pinfeed.feeders.transforms import check_seed_of_transforms
+from pinfeed.feeders.loop_options import LoopOptions
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan, check_route
@@ -28,18 +27,16 @@ from pinfeed.training.row_loop.lending import RowLending
 from pinfeed.training.row_loop.lent_table import LentTable
 from pinfeed.training.row_loop.replay import LoaderReplay, require_row_loop_state
 from pinfeed.training.row_loop.source import row_source
-from pinfeed.validation.arguments import whole_number
+from pinfeed.validation.arguments import check_flag, whole_number
 from pinfeed.validation.safe_repr import safe_repr
-
-if TYPE_CHECKING:
-    pass
 
 
 def check_loop_options(
     config: MemoryLimits | None,
     depth: int | None,
     look_ahead: int | None,
-    options: TableLoopOptions,
+    verify: bool,
+    options: LoopOptions,
 ) -> tuple[int | None, int | None]:
     """Check options of a loop over tables; return its depth and its look-ahead.
 
@@ -53,8 +50,8 @@ def check_loop_options(
         depth = config.depth
     if look_ahead is not None:
         look_ahead = whole_number(look_ahead, "look_ahead", least=0)
-    check_options(options)
-    check_seed_of_transforms(options)
+    check_flag(verify, "verify")
+    options.require_generator_for_seed()
     return depth, look_ahead
 
 
@@ -82,7 +79,8 @@ class RowLoop(LoaderFeeder[T_co]):
         look_ahead: Number of later batches that caches know. None is the default.
         device: Target device, as the user named it.
         route: Route of rows of page-locked stores to a GPU. None is the faster one.
-        options: The other options of ``train_rows``.
+        verify: Whether to compare all rows with the synchronous loop.
+        options: The other options of the loop.
     """
 
     def __init__(
@@ -95,16 +93,17 @@ class RowLoop(LoaderFeeder[T_co]):
         look_ahead: int | None,
         device: Any,
         route: str | None,
-        options: TableLoopOptions,
+        verify: bool,
+        options: LoopOptions,
     ) -> None:
         self._wanted_route = check_route(route)
         self._config = config
         self._tables = tables
         self._stores = [store for lent in tables for store in lent.stores]
-        schedule = _schedule(depth, tables, verify=options["verify"])
+        schedule = _schedule(depth, tables, verify=verify)
         self._schedule = schedule
         self._row_source = row_source(
-            loader, tables, schedule, look_ahead=look_ahead, verify=options["verify"]
+            loader, tables, schedule, look_ahead=look_ahead, verify=verify
         )
         # For each batch: rows of every store, ids of every table, and leaves of the loader's batch.
         n_spare = (len(self._stores) + len(tables) + 4) * (2 * schedule.depth + 2)
@@ -119,7 +118,7 @@ class RowLoop(LoaderFeeder[T_co]):
         self._lending = RowLending(
             tables,
             self._device,
-            verify=options["verify"],
+            verify=verify,
             writes_always=self._row_source.writes_always,
         )
         # Iterator of the last loop. The reference is weak, so a loop ends when the caller drops it.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, overload
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from pinfeed.feeders.hints import READ_LOOP_HINTS
-from pinfeed.feeders.options import TableLoopOptions
+from pinfeed.feeders.loop_options import LoopOptions
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.training.embeddings.table import HostEmbedding
 from pinfeed.training.row_loop.loop import RowLoop, check_loop_options
@@ -52,7 +52,7 @@ def read_rows(
 ) -> RowLoop[T]: ...
 
 
-@explain_arguments(READ_LOOP_HINTS, options=TableLoopOptions)
+@explain_arguments(READ_LOOP_HINTS)
 def read_rows(
     loader: Any,
     tables: Mapping[HostEmbedding, Any],
@@ -62,7 +62,13 @@ def read_rows(
     look_ahead: int | None = None,
     device: Any = "auto",
     route: str | None = None,
-    **options: Unpack[TableLoopOptions],
+    again: Literal["end", "refuse"] = "end",
+    progress: bool = False,
+    timeline: bool = False,
+    host_transform: Callable[..., Any] | None = None,
+    device_transform: Callable[..., Any] | None = None,
+    verify: bool = False,
+    seed: int | None = None,
 ) -> RowLoop[Any]:
     """Iterate over a loader's batches, and prefetch their table rows without training them.
 
@@ -104,7 +110,13 @@ def read_rows(
         look_ahead: Number of later batches that the caches of tables know, as for ``train_rows``.
         device: Target device, as for ``Feeder``.
         route: Route of rows of page-locked (pinned) stores to a GPU, as for ``Feeder``.
-        options: Transforms and other options of ``train_rows``, except ``optimizer``.
+        again: Rule for a loop that begins while an older one has not ended, as for ``Feeder``.
+        progress: Whether to show a progress bar.
+        timeline: Whether to record what takes time in every batch.
+        host_transform: Function that takes each batch of the loader, as for ``train_rows``.
+        device_transform: Function that takes each batch on the device, as for ``train_rows``.
+        verify: Whether to compare all rows with the synchronous loop, as for ``train_rows``.
+        seed: Seed of the random generators of the transforms. None is 0.
 
     Raises:
         ArgumentError: If no table is given, only some of the tables are sharded, or a cache is
@@ -113,7 +125,8 @@ def read_rows(
         UnknownArgument: If an argument does not exist. The message says where it belongs.
         DeviceError: If the device does not exist.
     """
-    depth, look_ahead = check_loop_options(config, depth, look_ahead, options)
+    options = LoopOptions(again, progress, timeline, host_transform, device_transform, seed)
+    depth, look_ahead = check_loop_options(config, depth, look_ahead, verify, options)
     return RowLoop(
         loader,
         read_tables(tables),
@@ -122,5 +135,6 @@ def read_rows(
         look_ahead=look_ahead,
         device=device,
         route=route,
+        verify=verify,
         options=options,
     )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, overload
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from pinfeed.feeders.hints import TABLE_LOOP_HINTS
-from pinfeed.feeders.options import TableLoopOptions
+from pinfeed.feeders.loop_options import LoopOptions
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.training.embeddings.table import HostEmbedding
 from pinfeed.training.row_loop.lent_table import RowOptimizers, lent_tables
@@ -52,7 +52,7 @@ def train_rows(
 ) -> RowLoop[T]: ...
 
 
-@explain_arguments(TABLE_LOOP_HINTS, options=TableLoopOptions)
+@explain_arguments(TABLE_LOOP_HINTS)
 def train_rows(
     loader: Any,
     tables: Mapping[HostEmbedding, Any],
@@ -63,7 +63,13 @@ def train_rows(
     look_ahead: int | None = None,
     device: Any = "auto",
     route: str | None = None,
-    **options: Unpack[TableLoopOptions],
+    again: Literal["end", "refuse"] = "end",
+    progress: bool = False,
+    timeline: bool = False,
+    host_transform: Callable[..., Any] | None = None,
+    device_transform: Callable[..., Any] | None = None,
+    verify: bool = False,
+    seed: int | None = None,
 ) -> RowLoop[Any]:
     """Iterate over a loader's batches on the device, and prefetch the table rows of each batch.
 
@@ -134,7 +140,8 @@ def train_rows(
         UnknownArgument: If an argument does not exist. The message says where it belongs.
         DeviceError: If the device does not exist.
     """
-    depth, look_ahead = check_loop_options(config, depth, look_ahead, options)
+    options = LoopOptions(again, progress, timeline, host_transform, device_transform, seed)
+    depth, look_ahead = check_loop_options(config, depth, look_ahead, verify, options)
     return RowLoop(
         loader,
         lent_tables(tables, optimizer),
@@ -143,5 +150,6 @@ def train_rows(
         look_ahead=look_ahead,
         device=device,
         route=route,
+        verify=verify,
         options=options,
     )

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,11 +35,7 @@ from pinfeed.training.trainer.partial_epoch import (
 )
 from pinfeed.training.trainer.record import Record
 from pinfeed.training.trainer.recorder import Recorder
-from pinfeed.training.trainer.step_options import StepOptions
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 _HINTS = {
     **dict.fromkeys(
@@ -134,7 +130,7 @@ class Trainer:
 
     # It is one class because its methods are the steps of one loop, which all three forms share.
 
-    @explain_arguments(_HINTS, options=StepOptions)
+    @explain_arguments(_HINTS)
     def __init__(
         self,
         model: nn.Module,
@@ -149,18 +145,18 @@ class Trainer:
         device: Any = None,
         callbacks: Iterable[Any] = (),
         progress: bool = False,
-        **options: Unpack[StepOptions],
+        scheduler: Any = None,
+        clip_norm: float | None = None,
+        scaler: Any = None,
+        autocast: torch.dtype | None = None,
     ) -> None:
-        scaler = options["scaler"]
-        self._optimizers = OptimizerGroup(
-            optimizer, options["scheduler"], options["clip_norm"], scaler
-        )
+        self._optimizers = OptimizerGroup(optimizer, scheduler, clip_norm, scaler)
         self._callbacks = Callbacks(callbacks)
         check_flag(progress, "progress")
         check_loader(loader)
         self._is_plain_by_default = strategy == "auto" and config is None and chunk_size is None
         strategy = "plain" if self._is_plain_by_default else strategy
-        strategy_options = StrategyOptions(config, chunk_size, strategy, options["autocast"], prove)
+        strategy_options = StrategyOptions(config, chunk_size, strategy, autocast, prove)
         check_step(model, loss, strategy_options, scaler)
         if device is not None:
             model.to(torch_device(device, exists=True))
