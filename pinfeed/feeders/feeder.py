@@ -20,12 +20,11 @@ from pinfeed.feeders.transforms import batch_transform, has_transforms
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth, n_held
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan, check_route
-from pinfeed.memory.transform_memory import TransformMemory
 from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.host_transfer import rows_on_host
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.loop_transforms import LoopTransforms
-from pinfeed.pipeline.planner import PlanRequest, make_plan, part_capacity
+from pinfeed.pipeline.planner import Planner
 from pinfeed.pipeline.rank_plan import plan_of_rank
 from pinfeed.pipeline.schedule import PrefetchSchedule, choose_schedule
 from pinfeed.pipeline.sources.store_rows import RowSource
@@ -334,30 +333,31 @@ class Feeder(ResumableFeeder[T_co]):
         transforms: LoopTransforms,
     ) -> RowBatches:
         """Plan the memory and the reads of each store, and return the resulting batches."""
-        stores = self._stores.stores
         n_rows = self._stores.n_rows
         if isinstance(selection.order, ElementBatches):
             for ragged in self._stores.ragged:
                 selection.order.require_bound(ragged.lengths, repr(ragged))
         self._is_limited = selection.config is not None
-        memory = TransformMemory(has_host=transforms.host is not None) if transforms else None
+        transform_nbytes = None
         if transforms and self._is_limited:
-            memory = measure_transforms(self._stores, self._device, transforms)
-        request = PlanRequest(
-            stores,
+            transform_nbytes = measure_transforms(self._stores, self._device, transforms)
+        planner = Planner(
+            self._stores,
             selection.order,
             selection.batch_size,
             selection.config,
-            self._stores.ragged,
-            memory,
+            schedule,
+            self._device,
+            transforms,
+            transform_nbytes,
         )
         if transforms.host is not None and not self._device.unified:
             # The CPU gathers the rows for host_transform.
             route = "staged"
-        plan, self._read_plan = make_plan(request, schedule, self._device, route)
+        plan, self._read_plan = planner.plan(route)
         batches = selection.batches(n_rows, plan)
         self._plan = plan
-        self._capacity = part_capacity(request, plan.batch_size)
+        self._capacity = planner.capacity(plan.batch_size)
         self._transforms = transforms
         if transforms.host is not None:
             gather = rows_on_host(self._capacity, schedule.n_slots + 1)

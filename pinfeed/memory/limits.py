@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Literal, NamedTuple
 
 from pinfeed.errors import ArgumentError, BudgetError, NotEnoughCPUMemory, NotEnoughGPUMemory
-from pinfeed.memory.demand import Demand, plan_allocations
-from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth
-from pinfeed.memory.plan import Plan
+from pinfeed.memory.depth import check_optional_depth
+from pinfeed.memory.plan import Allocation
 from pinfeed.memory.size_field import SizeField
 from pinfeed.memory.units import human
 from pinfeed.validation.arguments import whole_number
@@ -23,6 +23,9 @@ from pinfeed.validation.safe_repr import safe_repr
 # rows per second.
 MOST_ROWS = 1 << 16
 MOST_BYTES = 64 << 20
+
+Allocations = Callable[[int, int], Sequence[Allocation]]
+"""Returns the memory of a loop, given the rows of a batch and the depth."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -75,42 +78,37 @@ class MemoryLimits:
                 given.append(f"{field.name}={shown}")
         return f"<{type(self).__name__}: {', '.join(given) or 'all by default'}>"
 
-    def plan(self, demand: Demand, *, free_host_bytes: int, free_device_bytes: int) -> Plan:
-        """Return the plan with the largest batch that fits, up to the preferred or usual size.
+    def largest_batch(
+        self, allocations: Allocations, most: int, depth: int, cpu: int, gpu: int | None
+    ) -> int:
+        """Return the rows of the largest batch that fits.
+
+        Args:
+            allocations: Returns the memory of a loop, given the rows of a batch and the depth.
+            most: Most rows of a batch, at least 1.
+            depth: Number of batches to prefetch.
+            cpu: Limit of host memory, in bytes.
+            gpu: Limit of GPU memory, in bytes; None if the batches live in host memory.
 
         Raises:
             NotEnoughCPUMemory: If host memory cannot hold batches of one row.
             NotEnoughGPUMemory: If GPU memory cannot hold batches of one row.
         """
-        cpu = self.host_limit(free_host_bytes)
-        depth = DEFAULT_DEPTH if self.depth is None else self.depth
-        gpu = None if demand.unified else self.device_limit(free_device_bytes)
+        bounds = [_Bound("host", "cpu_memory_limit", cpu, NotEnoughCPUMemory)]
+        if gpu is not None:
+            bounds.insert(0, _Bound("device", "gpu_memory_limit", gpu, NotEnoughGPUMemory))
 
-        def plan_of(batch_size: int) -> Plan:
-            items = plan_allocations(demand, batch_size, depth)
-            return Plan(batch_size, depth, demand.route, items, cpu, gpu)
+        def exceeded(batch_size: int) -> list[_Bound]:
+            items = allocations(batch_size, depth)
+            return [bound for bound in bounds if bound.need(items) > bound.limit]
 
-        def exceeds(batch_size: int) -> bool:
-            plan = plan_of(batch_size)
-            return plan.host_bytes > cpu or (gpu is not None and plan.device_bytes > gpu)
-
-        def batch_nbytes(batch_size: int) -> int:
-            return sum(demand.part_nbytes(batch_size))
-
-        usual = max(1, bisect.bisect_right(range(1, MOST_ROWS + 1), MOST_BYTES, key=batch_nbytes))
-        largest = min(demand.n_rows, self.preferred_batch_size or usual)
         # Memory grows with the batch, so a bisection finds the first size that does not fit.
-        fitting = bisect.bisect_left(range(1, largest + 1), True, key=exceeds)
+        fitting = bisect.bisect_left(
+            range(1, most + 1), True, key=lambda batch_size: bool(exceeded(batch_size))
+        )
         if fitting == 0:
-            self._refuse(demand, plan_of(1), cpu, gpu)
-        plan = plan_of(fitting)
-        if self.preferred_batch_size is None and fitting == usual < demand.n_rows:
-            note = (
-                f"batches have {usual:,} rows, because larger ones move no more rows per second; "
-                "set preferred_batch_size for larger batches"
-            )
-            plan = dataclasses.replace(plan, notes=(note,))
-        return plan
+            raise self._refusal(exceeded(1)[0], allocations, depth)
+        return fitting
 
     def for_feeder(self) -> MemoryLimits:
         """Return the limits that apply to a feeder; a subclass may also limit other memory."""
@@ -127,31 +125,45 @@ class MemoryLimits:
     def _limit(self, limit: int | None, free: int) -> int:
         return int(free * (1 - self.headroom)) if limit is None else limit
 
-    def _refuse(self, demand: Demand, plan: Plan, cpu: int, gpu: int | None) -> NoReturn:
-        """Raise the error for a plan with batches of one row that does not fit."""
-        error: type[BudgetError]
-        if gpu is not None and plan.device_bytes > gpu:
-            error = NotEnoughGPUMemory
-            kind = "device"
-            need = plan.device_bytes
-            limit = gpu
-            name = "gpu_memory_limit"
-        else:
-            error = NotEnoughCPUMemory
-            kind = "host"
-            need = plan.host_bytes
-            limit = cpu
-            name = "cpu_memory_limit"
+    def _refusal(self, bound: _Bound, allocations: Allocations, depth: int) -> BudgetError:
+        """Return the error for a bound that does not allow batches of one row."""
+        items = allocations(1, depth)
+        need = bound.need(items)
         uses = ", ".join(
-            f"{item.count} x {human(item.nbytes)} for {item.what}"
-            for item in plan.items
-            if (item.place == "device") == (kind == "device")
+            f"{item.count} x {human(item.nbytes)} for {item.what}" for item in bound.of(items)
         )
-        origin = ", the free memory minus the headroom" if getattr(self, name) is None else ""
-        synchronous = Plan(1, 0, demand.route, plan_allocations(demand, 1, 0))
-        least = synchronous.device_bytes if kind == "device" else synchronous.host_bytes
-        lower_depth = f"lower depth (now {plan.depth}) or " if plan.depth and least <= limit else ""
-        raise error(
-            f"batches of one row need {human(need)} ({need} bytes) of {kind} memory: {uses}; "
-            f"{name} is {human(limit)} ({limit} bytes){origin}; {lower_depth}raise {name}"
+        is_free = getattr(self, bound.name) is None
+        origin = ", the free memory minus the headroom" if is_free else ""
+        helps = depth and bound.need(allocations(1, 0)) <= bound.limit
+        lower_depth = f"lower depth (now {depth}) or " if helps else ""
+        return bound.error(
+            f"batches of one row need {human(need)} ({need} bytes) of {bound.kind} memory: {uses}; "
+            f"{bound.name} is {human(bound.limit)} ({bound.limit} bytes){origin}; "
+            f"{lower_depth}raise {bound.name}"
         )
+
+
+def usual_batch_size(nbytes_of: Callable[[int], int]) -> int:
+    """Return the rows of a batch without a preferred size, if memory does not limit them.
+
+    Args:
+        nbytes_of: Returns the bytes of a batch, given its number of rows.
+    """
+    return max(1, bisect.bisect_right(range(1, MOST_ROWS + 1), MOST_BYTES, key=nbytes_of))
+
+
+class _Bound(NamedTuple):
+    """Limit of one kind of memory."""
+
+    kind: Literal["host", "device"]
+    name: str
+    limit: int
+    error: type[BudgetError]
+
+    def of(self, items: Iterable[Allocation]) -> list[Allocation]:
+        """Return the items that take this memory."""
+        return [item for item in items if (item.place == "device") == (self.kind == "device")]
+
+    def need(self, items: Iterable[Allocation]) -> int:
+        """Return the bytes of this memory that the items take."""
+        return sum(item.total for item in self.of(items))

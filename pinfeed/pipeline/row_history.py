@@ -32,6 +32,8 @@ _POSITION_BITS = 64 - _HASH_BITS
 # rows (Knuth, "The Art of Computer Programming", section 6.4), in the bits of the hash.
 _FACTOR = np.uint64(0x9E3779B97F << _POSITION_BITS)
 _LAST_PLACE = (1 << 32) - 1
+KEPT_ROW_NBYTES = 8 + 2 * 4
+"""Bytes of a row of a kept batch: its index, its position, and a link to an earlier batch."""
 # Entries of a new table contain place 0, from which the first place is far.
 _FIRST_PLACE = 1 << 31
 
@@ -266,11 +268,15 @@ class RowHistory:
     def _grow(self, n_rows: int) -> None:
         """Make a larger table, for batches with ``n_rows`` rows."""
         self._n_rows = n_rows
-        n_bits = (self._n_batches * n_rows - 1).bit_length()
-        self._table = np.zeros(1 << min(n_bits, _HASH_BITS), np.uint32)
+        self._table = np.zeros(n_entries(self._n_batches * n_rows), np.uint32)
         kept = list(self._batches.values())
         for batch in kept:
             self._insert_new(batch.number, batch.rows)
+
+
+def n_entries(n_rows: int) -> int:
+    """Return the number of entries, a power of two, of a table for ``n_rows`` rows."""
+    return 1 << min((n_rows - 1).bit_length(), _HASH_BITS)
 
 
 def _selected(pair: Pair, mask: npt.NDArray[np.bool_]) -> Pair:

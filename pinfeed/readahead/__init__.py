@@ -4,6 +4,7 @@ from pinfeed.readahead.base import AnyBatch, HostRows, ReadStrategy
 from pinfeed.readahead.ragged import RaggedReads
 from pinfeed.readahead.select import FreeMemory, ReadPlan, choose, file_of, window_sizes
 from pinfeed.readahead.select_ragged import choose_ragged
+from pinfeed.readahead.windows import window_allocation
 
 __all__ = [
     "AnyBatch",
@@ -15,5 +16,6 @@ __all__ = [
     "choose",
     "choose_ragged",
     "file_of",
+    "window_allocation",
     "window_sizes",
 ]

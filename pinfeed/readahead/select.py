@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pinfeed.memory.demand import window_allocation
 from pinfeed.memory.plan import Allocation
 from pinfeed.memory.units import human
 from pinfeed.readahead.base import (
@@ -27,7 +26,7 @@ from pinfeed.readahead.mapped_file import MappedFile
 from pinfeed.readahead.notes import ReadNote, notes_of
 from pinfeed.readahead.page_cache import UNCOUNTED_CACHE, PageCacheReadahead
 from pinfeed.readahead.ragged import RaggedReads
-from pinfeed.readahead.windows import SequentialReadahead, WindowReadahead
+from pinfeed.readahead.windows import SequentialReadahead, WindowReadahead, window_allocation
 from pinfeed.rows.orders import Order, PerRank, Sequential
 from pinfeed.rows.windows import Windows, windows
 from pinfeed.stores.array import ArrayStore

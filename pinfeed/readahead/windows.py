@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.memory.buffer_pool import BufferPool
-from pinfeed.memory.demand import window_allocation
+from pinfeed.memory.mapping import block_nbytes
+from pinfeed.memory.plan import Allocation
 from pinfeed.readahead.base import DISK_SPEED, OpenBatch, whole_file_hint
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.windows import Windows
@@ -134,6 +135,16 @@ class WindowReadahead:
     def close(self) -> None:
         """Free the windows."""
         self._pool.close()
+
+
+def window_allocation(window_rows: int, row_nbytes: int, n_batch_rows: int) -> Allocation:
+    """Return the memory for the windows of a file.
+
+    One window is read ahead. The ``n_batch_rows`` rows of the batches in memory are in other
+    windows.
+    """
+    count = 2 + -(-n_batch_rows // window_rows)
+    return Allocation("windows", "host", count, block_nbytes(window_rows * row_nbytes))
 
 
 class SequentialReadahead(WindowReadahead):
