@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 from pinfeed.errors import ArgumentError, BudgetError, NotEnoughCPUMemory, NotEnoughGPUMemory
 from pinfeed.memory.depth import check_optional_depth
-from pinfeed.memory.plan import Allocation
+from pinfeed.memory.plan import Plan
 from pinfeed.memory.size_field import SizeField
 from pinfeed.memory.units import human
 from pinfeed.validation.arguments import whole_number
@@ -23,9 +22,6 @@ from pinfeed.validation.safe_repr import safe_repr
 # rows per second.
 MOST_ROWS = 1 << 16
 MOST_BYTES = 64 << 20
-
-Allocations = Callable[[int, int], Sequence[Allocation]]
-"""Returns the memory of a loop, given the rows of a batch and the depth."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -78,36 +74,23 @@ class MemoryLimits:
                 given.append(f"{field.name}={shown}")
         return f"<{type(self).__name__}: {', '.join(given) or 'all by default'}>"
 
-    def largest_batch(
-        self, allocations: Allocations, most: int, depth: int, cpu: int, gpu: int | None
-    ) -> int:
-        """Return the rows of the largest batch that fits.
+    def largest_batch(self, plan_of: Callable[[int, int], Plan], most: int, depth: int) -> int:
+        """Return the rows of the largest batch whose plan fits its limits.
 
         Args:
-            allocations: Returns the memory of a loop, given the rows of a batch and the depth.
+            plan_of: Returns a plan, given the rows of a batch and the depth.
             most: Most rows of a batch, at least 1.
             depth: Number of batches to prefetch.
-            cpu: Limit of host memory, in bytes.
-            gpu: Limit of GPU memory, in bytes; None if the batches live in host memory.
 
         Raises:
             NotEnoughCPUMemory: If host memory cannot hold batches of one row.
             NotEnoughGPUMemory: If GPU memory cannot hold batches of one row.
         """
-        bounds = [_Bound("host", "cpu_memory_limit", cpu, NotEnoughCPUMemory)]
-        if gpu is not None:
-            bounds.insert(0, _Bound("device", "gpu_memory_limit", gpu, NotEnoughGPUMemory))
-
-        def exceeded(batch_size: int) -> list[_Bound]:
-            items = allocations(batch_size, depth)
-            return [bound for bound in bounds if bound.need(items) > bound.limit]
-
         # Memory grows with the batch, so a bisection finds the first size that does not fit.
-        fitting = bisect.bisect_left(
-            range(1, most + 1), True, key=lambda batch_size: bool(exceeded(batch_size))
-        )
+        sizes = range(1, most + 1)
+        fitting = bisect.bisect_left(sizes, True, key=lambda n: bool(_exceeded(plan_of(n, depth))))
         if fitting == 0:
-            raise self._refusal(exceeded(1)[0], allocations, depth)
+            raise self._refusal(plan_of(1, depth), plan_of(1, 0))
         return fitting
 
     def for_feeder(self) -> MemoryLimits:
@@ -125,22 +108,42 @@ class MemoryLimits:
     def _limit(self, limit: int | None, free: int) -> int:
         return int(free * (1 - self.headroom)) if limit is None else limit
 
-    def _refusal(self, bound: _Bound, allocations: Allocations, depth: int) -> BudgetError:
-        """Return the error for a bound that does not allow batches of one row."""
-        items = allocations(1, depth)
-        need = bound.need(items)
+    def _refusal(self, plan: Plan, synchronous: Plan) -> BudgetError:
+        """Return the error for a plan with batches of one row that does not fit.
+
+        Args:
+            plan: The plan.
+            synchronous: The same without prefetching.
+        """
+        kind, (need, limit) = next(iter(_exceeded(plan).items()))
+        is_gpu = kind == "device"
+        name = "gpu_memory_limit" if is_gpu else "cpu_memory_limit"
         uses = ", ".join(
-            f"{item.count} x {human(item.nbytes)} for {item.what}" for item in bound.of(items)
+            f"{item.count} x {human(item.nbytes)} for {item.what}"
+            for item in plan.items
+            if (item.place == "device") == is_gpu
         )
-        is_free = getattr(self, bound.name) is None
-        origin = ", the free memory minus the headroom" if is_free else ""
-        helps = depth and bound.need(allocations(1, 0)) <= bound.limit
-        lower_depth = f"lower depth (now {depth}) or " if helps else ""
-        return bound.error(
-            f"batches of one row need {human(need)} ({need} bytes) of {bound.kind} memory: {uses}; "
-            f"{bound.name} is {human(bound.limit)} ({bound.limit} bytes){origin}; "
-            f"{lower_depth}raise {bound.name}"
+        origin = ", the free memory minus the headroom" if getattr(self, name) is None else ""
+        helps = plan.depth and kind not in _exceeded(synchronous)
+        lower_depth = f"lower depth (now {plan.depth}) or " if helps else ""
+        error = NotEnoughGPUMemory if is_gpu else NotEnoughCPUMemory
+        return error(
+            f"batches of one row need {human(need)} ({need} bytes) of {kind} memory: {uses}; "
+            f"{name} is {human(limit)} ({limit} bytes){origin}; {lower_depth}raise {name}"
         )
+
+
+def _exceeded(plan: Plan) -> dict[str, tuple[int, int]]:
+    """Return the need and the limit of each kind of memory whose limit a plan exceeds."""
+    kinds = {
+        "device": (plan.device_bytes, plan.gpu_memory_limit),
+        "host": (plan.host_bytes, plan.cpu_memory_limit),
+    }
+    return {
+        kind: (need, limit)
+        for kind, (need, limit) in kinds.items()
+        if limit is not None and need > limit
+    }
 
 
 def usual_batch_size(nbytes_of: Callable[[int], int]) -> int:
@@ -150,20 +153,3 @@ def usual_batch_size(nbytes_of: Callable[[int], int]) -> int:
         nbytes_of: Returns the bytes of a batch, given its number of rows.
     """
     return max(1, bisect.bisect_right(range(1, MOST_ROWS + 1), MOST_BYTES, key=nbytes_of))
-
-
-class _Bound(NamedTuple):
-    """Limit of one kind of memory."""
-
-    kind: Literal["host", "device"]
-    name: str
-    limit: int
-    error: type[BudgetError]
-
-    def of(self, items: Iterable[Allocation]) -> list[Allocation]:
-        """Return the items that take this memory."""
-        return [item for item in items if (item.place == "device") == (self.kind == "device")]
-
-    def need(self, items: Iterable[Allocation]) -> int:
-        """Return the bytes of this memory that the items take."""
-        return sum(item.total for item in self.of(items))

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.devices.base import Buffer, Device, aligned
+from pinfeed.memory import plan as memory
 from pinfeed.memory.depth import n_batches
 from pinfeed.memory.mapping import block_nbytes
 from pinfeed.memory.plan import Allocation
@@ -242,18 +243,15 @@ def part_allocations(
         n_held: Number of write-backs that are in memory at a time.
         unified: Whether the batches live in host memory.
     """
+    place: memory.Place = "host" if unified else "device"
+    nbytes_of = in_pages if unified else _on_device
     n = n_batches(schedule.depth, schedule.batches_per_slot)
     written = [part for part in parts if part.is_written]
-    if unified:
-        return [
-            Allocation("batches", "host", n, in_pages(parts)),
-            Allocation("values that are written back", "host", n_held, in_pages(written)),
-        ]
-    staged = [part for part in parts if part.is_staged]
-    staged_writes = [part for part in written if part.is_staged]
+    staged = [] if unified else [part for part in parts if part.is_staged]
+    staged_writes = [part for part in staged if part.is_written]
     return [
-        Allocation("batches", "device", n, _on_device(parts)),
-        Allocation("values that are written back", "device", n_held, _on_device(written)),
+        Allocation("batches", place, n, nbytes_of(parts)),
+        Allocation("values that are written back", place, n_held, nbytes_of(written)),
         Allocation("staging", "pinned", schedule.depth + 1, in_pages(staged)),
         # Two write-backs overlap.
         Allocation("staging of a write-back", "pinned", 2, in_pages(staged_writes)),

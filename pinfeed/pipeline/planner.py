@@ -79,12 +79,11 @@ class Planner:
         n_rows = self.batch_size or preferred or self._largest_given or 0
         why = self.device.choose_route(tree.stores, n_rows, route)
         free = _free_memory([*tree.stores, *(store.items for store in tree.ragged)], config)
-        if config is not None:
-            plan = self._limited_plan(config, free.memory)
-        elif self.batch_size is not None:
-            plan = self._plan_of(min(self.batch_size, self._most_rows))
+        if config is None:
+            size = min(self.batch_size or self._largest_given or 0, self._most_rows)
+            plan = self._plan_of(size, self.schedule.depth)
         else:
-            plan = self._plan_of(self._largest_given or 0)
+            plan = self._limited_plan(config, free.memory)
         for_files = free._replace(
             memory=free.memory - plan.host_bytes, page_cache=free.page_cache - plan.host_bytes
         )
@@ -119,23 +118,6 @@ class Planner:
         return self._largest_given or n_rows
 
     @functools.cached_property
-    def _one_row(self) -> list[PartSize]:
-        """The part of each store in a batch of one row."""
-        # Batches that are bounded by elements have far fewer rows than the largest possible batch.
-        # Memory for stores with rows of equal length then grows with the batches that occur.
-        reserves = not isinstance(self.rows, ElementBatches)
-        return [
-            PartSize(
-                row_nbytes(store),
-                row_nbytes(store) * reserves,
-                is_staged=not self.device.reaches(store),
-                # The results of transforms are not written back.
-                is_written=store.writable and not self.transforms,
-            )
-            for store in self.tree.stores
-        ]
-
-    @functools.cached_property
     def _ragged_sizes(self) -> list[Callable[[int], list[PartSize]]]:
         """For each ragged store, the parts of a batch as a function of its number of rows."""
         is_limited = self.config is not None
@@ -147,9 +129,18 @@ class Planner:
 
     def _parts(self, n_rows: int) -> list[PartSize]:
         """Return the parts of a batch, those of ragged stores last."""
+        # Batches that are bounded by elements have far fewer rows than the largest possible batch.
+        # Memory for stores with rows of equal length then grows with the batches that occur.
+        n_reserved = 0 if isinstance(self.rows, ElementBatches) else n_rows
         parts = [
-            part._replace(nbytes=n_rows * part.nbytes, reserved=n_rows * part.reserved)
-            for part in self._one_row
+            PartSize(
+                n_rows * row_nbytes(store),
+                n_reserved * row_nbytes(store),
+                is_staged=not self.device.reaches(store),
+                # The results of transforms are not written back.
+                is_written=store.writable and not self.transforms,
+            )
+            for store in self.tree.stores
         ]
         return parts + [part for sizes in self._ragged_sizes for part in sizes(n_rows)]
 
@@ -174,19 +165,30 @@ class Planner:
         resident = _resident([*self.tree.stores, *self.tree.ragged])
         return [*found, resident] if resident.total else found
 
-    def _plan_of(self, batch_size: int, cpu: int | None = None, gpu: int | None = None) -> Plan:
+    @functools.cached_property
+    def _route(self) -> Route:
+        return "staged" if any(part.is_staged for part in self._parts(1)) else "direct"
+
+    def _plan_of(
+        self,
+        batch_size: int,
+        depth: int,
+        *,
+        limits: tuple[int | None, int | None] = (None, None),
+        windows: Sequence[tuple[int, int]] = (),
+    ) -> Plan:
         """Return the plan without the memory of read strategies.
 
         Args:
             batch_size: Rows of a batch; 0 if it is unknown.
-            cpu: Limit of host memory, in bytes; None for no limit.
-            gpu: The same for GPU memory.
+            depth: Number of batches to prefetch.
+            limits: Limits of host memory and of GPU memory, in bytes.
+            windows: Windows that are read ahead, as ``window_sizes`` returns them.
         """
-        depth = self.schedule.depth
-        items = self.allocations(batch_size, depth) if batch_size else ()
-        is_staged = any(part.is_staged for part in self._parts(1))
-        route: Route = "staged" if is_staged else "direct"
-        return Plan(batch_size, depth, route, tuple(items), cpu, gpu)
+        items = self.allocations(batch_size, depth) if batch_size else []
+        n_rows = self._n_batch_rows(batch_size, depth)
+        items += [window_allocation(*sizes, n_rows) for sizes in windows]
+        return Plan(batch_size, depth, self._route, tuple(items), *limits)
 
     def _limited_plan(self, config: MemoryLimits, cpu: int) -> Plan:
         """Plan the largest batch that fits ``cpu`` bytes of host memory and the GPU limit."""
@@ -197,7 +199,7 @@ class Planner:
         preferred = config.preferred_batch_size or self._largest_given
         usual = usual_batch_size(lambda n_rows: sum(part.nbytes for part in self._parts(n_rows)))
         size = self._largest_batch(config, min(self._most_rows, preferred or usual), cpu, gpu)
-        plan = self._plan_of(size, cpu, gpu)
+        plan = self._plan_of(size, self.schedule.depth, limits=(cpu, gpu))
         if self._largest_given is not None and size < self._largest_given:
             raise BudgetError(
                 f"rows yields batches of up to {self._largest_given} rows; the limits of config "
@@ -217,33 +219,23 @@ class Planner:
         The windows of the order count as needed memory if they take at most half of the host limit,
         and if everything else fits too.
         """
-
-        def fitting(windows: Sequence[tuple[int, int]]) -> int:
-            def allocations(batch_size: int, depth: int) -> list[Allocation]:
-                n_rows = self._n_batch_rows(batch_size, depth)
-                found = [window_allocation(*sizes, n_rows) for sizes in windows]
-                return self.allocations(batch_size, depth) + found
-
-            return config.largest_batch(allocations, most, self.schedule.depth, cpu, gpu)
-
+        plan_of = functools.partial(self._plan_of, limits=(cpu, gpu))
         windows = window_sizes(self.tree.stores, self.rows)
         least = sum(window_allocation(*sizes, n_batch_rows=1).total for sizes in windows)
         if windows and least <= cpu // 2:
             with contextlib.suppress(BudgetError):
-                return fitting(windows)
-        return fitting(())
+                with_windows = functools.partial(plan_of, windows=windows)
+                return config.largest_batch(with_windows, most, self.schedule.depth)
+        return config.largest_batch(plan_of, most, self.schedule.depth)
 
     def _choose_reads(self, n_batch_rows: int, free: FreeMemory) -> ReadPlan:
         """Choose how each store is read."""
         choice = choose(self.tree.stores, self.rows, n_batch_rows, free)
-        for item in choice.items:
-            free = free.without(item)
+        free = free.without(choice.items)
         ragged = []
         for store in self.tree.ragged:
-            reads = choose_ragged(store, self.rows, free)
-            for item in reads.items:
-                free = free.without(item)
-            ragged.append(reads)
+            ragged.append(choose_ragged(store, self.rows, free))
+            free = free.without(ragged[-1].items)
         notes = notes_of(reads.note for reads in ragged if reads.note is not None)
         return dataclasses.replace(choice, notes=choice.notes + notes, ragged=ragged)
 
@@ -277,7 +269,7 @@ def plan_reads_by_id(stores: Sequence[Store], config: MemoryLimits | None) -> Re
             "(the batches need the other half); raise cpu_memory_limit, or write files with "
             "smaller chunks"
         )
-    choice = choose(stores, (), 0, free.without(resident))
+    choice = choose(stores, (), 0, free.without([resident]))
     return dataclasses.replace(choice, resident=(resident,))
 
 

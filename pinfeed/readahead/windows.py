@@ -93,22 +93,25 @@ class WindowReadahead:
         store: A read-only store.
         window_rows: Rows of a window.
         n_batch_rows: Rows of all batches that are read at the same time.
+        in_sequence: Whether the order is sequential, whose windows are equal.
     """
 
-    def __init__(self, store: FileStore, window_rows: int, n_batch_rows: int) -> None:
+    def __init__(
+        self, store: FileStore, window_rows: int, n_batch_rows: int, *, in_sequence: bool = False
+    ) -> None:
         self._store = store
+        self._even = EvenWindows(store.n_rows, window_rows) if in_sequence else None
         self._window_nbytes = window_rows * store.row_nbytes
         self.items = (window_allocation(window_rows, store.row_nbytes, n_batch_rows),)
         self._pool = BufferPool(self.items[0].count)
 
     @contextlib.contextmanager
-    def open_epoch(
-        self, windows: Windows | EvenWindows | None, start: int, stop: int
-    ) -> Iterator[OpenBatch]:
-        assert windows is not None
+    def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
+        taken = self._even or windows
+        assert taken is not None
         with ThreadPool(_N_THREADS, "pinfeed-window") as threads:
             cursor = WindowCursor(
-                windows,
+                taken,
                 start,
                 stop,
                 lambda runs: _Window(
@@ -145,27 +148,6 @@ def window_allocation(window_rows: int, row_nbytes: int, n_batch_rows: int) -> A
     """
     count = 2 + -(-n_batch_rows // window_rows)
     return Allocation("windows", "host", count, block_nbytes(window_rows * row_nbytes))
-
-
-class SequentialReadahead(WindowReadahead):
-    """Strategy that reads ahead the rows of a sequential order, in equal windows.
-
-    Args:
-        store: A read-only store.
-        window_rows: Rows of a window.
-        n_batch_rows: Rows of all batches that are read at the same time.
-    """
-
-    def __init__(self, store: FileStore, window_rows: int, n_batch_rows: int) -> None:
-        super().__init__(store, window_rows, n_batch_rows)
-        self._windows = EvenWindows(store.n_rows, window_rows)
-
-    @contextlib.contextmanager
-    def open_epoch(
-        self, windows: Windows | EvenWindows | None, start: int, stop: int
-    ) -> Iterator[OpenBatch]:
-        with super().open_epoch(self._windows, start, stop) as open_batch:
-            yield open_batch
 
 
 @dataclass(frozen=True)
