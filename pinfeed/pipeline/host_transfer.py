@@ -16,10 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.devices.base import Tensor
-from pinfeed.memory.depth import n_batches
 from pinfeed.memory.page_locked import unlock_freed
-from pinfeed.memory.plan import Allocation
-from pinfeed.pipeline.part_memory import PartSize, grown, in_pages, known_nbytes, layout
+from pinfeed.pipeline.part_memory import grown, known_nbytes, layout
 from pinfeed.pipeline.slot import Cancelled, Slot
 from pinfeed.pipeline.sources.base import HostBatch
 from pinfeed.profiling.counters import Counters
@@ -222,13 +220,3 @@ def rows_on_host(capacity: Sequence[int], n_batches: int) -> HostTransfer:
 
     device = HostDevice(n_spare=n_batches * max(1, len(capacity)))
     return HostTransfer(device, 0, capacity, Counters())
-
-
-def rows_allocation(parts: Sequence[PartSize], depth: int) -> Allocation:
-    """Return the memory of the rows that ``host_transform`` takes.
-
-    Args:
-        parts: Parts of the largest batch.
-        depth: Number of prefetched batches.
-    """
-    return Allocation("rows for host_transform", "host", n_batches(depth), in_pages(parts))

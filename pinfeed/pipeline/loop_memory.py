@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from pinfeed.memory.depth import DEFAULT_DEPTH, n_held
 from pinfeed.memory.plan import Allocation
-from pinfeed.pipeline.host_transfer import rows_allocation
 from pinfeed.pipeline.part_memory import PartSize, part_allocations
 from pinfeed.pipeline.recent_rows import shared_row_allocations
 from pinfeed.pipeline.schedule import PrefetchSchedule
@@ -36,13 +35,17 @@ def loop_allocations(
     # If small batches are gathered together, a loop that writes prefetches fewer batches.
     n_ahead = min(depth, DEFAULT_DEPTH) if schedule.batches_per_slot > 1 else depth
     n_writes = n_held(n_ahead) if written else 0
-    if reads_for_host:
-        found = [rows_allocation(parts, depth)]
-    else:
-        found = part_allocations(parts, schedule, n_writes, unified=unified)
+    found = part_allocations(
+        parts,
+        schedule,
+        n_writes,
+        unified=unified or reads_for_host,
+        what="rows for host_transform" if reads_for_host else "batches",
+    )
     by_device = not unified and not all(part.is_staged for part in parts)
     found += index_allocations(n_rows, depth, n_writes, by_device=by_device)
     if written and n_ahead and schedule.repeats:
-        found += shared_row_allocations(written, n_rows, n_ahead, unified=unified)
+        largest = max(part.nbytes for part in written)
+        found += shared_row_allocations(n_rows, n_ahead, largest, unified=unified)
     found.append(Allocation("the order of the rows", "host", 1, ORDER_BYTES))
     return [item for item in found if item.total]

@@ -10,13 +10,12 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pinfeed.devices.base import Buffer, Device, aligned
-from pinfeed.memory import plan as memory
 from pinfeed.memory.depth import n_batches
 from pinfeed.memory.mapping import block_nbytes
 from pinfeed.memory.plan import Allocation
@@ -233,7 +232,12 @@ def ragged_sizes(
 
 
 def part_allocations(
-    parts: Sequence[PartSize], schedule: PrefetchSchedule, n_held: int, *, unified: bool
+    parts: Sequence[PartSize],
+    schedule: PrefetchSchedule,
+    n_held: int,
+    *,
+    unified: bool,
+    what: str = "batches",
 ) -> list[Allocation]:
     """List the memory of batches and of values that are written back, and their staging memory.
 
@@ -242,15 +246,16 @@ def part_allocations(
         schedule: Number of batches to prefetch.
         n_held: Number of write-backs that are in memory at a time.
         unified: Whether the batches live in host memory.
+        what: Use of the batches.
     """
-    place: memory.Place = "host" if unified else "device"
+    place: Literal["host", "device"] = "host" if unified else "device"
     nbytes_of = in_pages if unified else _on_device
     n = n_batches(schedule.depth, schedule.batches_per_slot)
     written = [part for part in parts if part.is_written]
     staged = [] if unified else [part for part in parts if part.is_staged]
     staged_writes = [part for part in staged if part.is_written]
     return [
-        Allocation("batches", place, n, nbytes_of(parts)),
+        Allocation(what, place, n, nbytes_of(parts)),
         Allocation("values that are written back", place, n_held, nbytes_of(written)),
         Allocation("staging", "pinned", schedule.depth + 1, in_pages(staged)),
         # Two write-backs overlap.

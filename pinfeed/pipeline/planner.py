@@ -28,8 +28,7 @@ from pinfeed.readahead import (
     choose,
     choose_ragged,
     file_of,
-    window_allocation,
-    window_sizes,
+    windows_ahead,
 )
 from pinfeed.readahead.notes import notes_of
 from pinfeed.rows.orders import Order, is_distinct
@@ -84,10 +83,8 @@ class Planner:
             plan = self._plan_of(size, self.schedule.depth)
         else:
             plan = self._limited_plan(config, free.memory)
-        for_files = free._replace(
-            memory=free.memory - plan.host_bytes, page_cache=free.page_cache - plan.host_bytes
-        )
-        choice = self._choose_reads(self._n_batch_rows(plan.batch_size, plan.depth), for_files)
+        n_batch_rows = self._n_batch_rows(plan.batch_size, plan.depth)
+        choice = self._choose_reads(n_batch_rows, free.without(plan.items))
         plan = dataclasses.replace(
             plan,
             items=plan.items + choice.items,
@@ -175,7 +172,7 @@ class Planner:
         depth: int,
         *,
         limits: tuple[int | None, int | None] = (None, None),
-        windows: Sequence[tuple[int, int]] = (),
+        windows: Callable[[int], list[Allocation]] | None = None,
     ) -> Plan:
         """Return the plan without the memory of read strategies.
 
@@ -183,11 +180,11 @@ class Planner:
             batch_size: Rows of a batch; 0 if it is unknown.
             depth: Number of batches to prefetch.
             limits: Limits of host memory and of GPU memory, in bytes.
-            windows: Windows that are read ahead, as ``window_sizes`` returns them.
+            windows: Windows that are read ahead; see ``windows_ahead``. None if they do not count.
         """
         items = self.allocations(batch_size, depth) if batch_size else []
-        n_rows = self._n_batch_rows(batch_size, depth)
-        items += [window_allocation(*sizes, n_rows) for sizes in windows]
+        if windows is not None:
+            items += windows(self._n_batch_rows(batch_size, depth))
         return Plan(batch_size, depth, self._route, tuple(items), *limits)
 
     def _limited_plan(self, config: MemoryLimits, cpu: int) -> Plan:
@@ -220,9 +217,8 @@ class Planner:
         and if everything else fits too.
         """
         plan_of = functools.partial(self._plan_of, limits=(cpu, gpu))
-        windows = window_sizes(self.tree.stores, self.rows)
-        least = sum(window_allocation(*sizes, n_batch_rows=1).total for sizes in windows)
-        if windows and least <= cpu // 2:
+        windows = windows_ahead(self.tree.stores, self.rows)
+        if 0 < sum(item.total for item in windows(1)) <= cpu // 2:
             with contextlib.suppress(BudgetError):
                 with_windows = functools.partial(plan_of, windows=windows)
                 return config.largest_batch(with_windows, most, self.schedule.depth)

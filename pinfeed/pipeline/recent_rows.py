@@ -18,15 +18,11 @@ from pinfeed.memory.depth import n_held
 from pinfeed.memory.mapping import block_nbytes
 from pinfeed.memory.plan import Allocation
 from pinfeed.pipeline.forwarding import Overlap, Positions, SharedRows, Span
-from pinfeed.pipeline.part_memory import PartSize
-from pinfeed.pipeline.row_history import (
-    KEPT_ROW_NBYTES,
-    HashedRows,
-    RowHistory,
-    RowSearch,
-    n_entries,
-)
+from pinfeed.pipeline.row_history import HashedRows, RowHistory, RowSearch, n_entries
 from pinfeed.rows.orders import Rows
+
+# For each row of a kept batch: its index, its position, and a link to an earlier batch.
+_KEPT_ROW_NBYTES = 8 + 2 * 4
 
 
 class HashedGroups(NamedTuple):
@@ -122,14 +118,14 @@ class RecentRows:
 
 
 def shared_row_allocations(
-    written: Sequence[PartSize], n_rows: int, n_ahead: int, *, unified: bool
+    n_rows: int, n_ahead: int, largest: int, *, unified: bool
 ) -> list[Allocation]:
     """List the buffers that find and copy rows that a batch shares with earlier ones.
 
     Args:
-        written: Parts of a batch that may be written back.
         n_rows: Rows of a batch.
         n_ahead: Number of prefetched batches, at least 1.
+        largest: Bytes of the largest part of a batch that may be written back.
         unified: Whether the batches live in host memory.
     """
     n_written = n_held(n_ahead)
@@ -140,13 +136,12 @@ def shared_row_allocations(
     # A reader thread may search rows in batches that a later batch no longer needs.
     n_recent = n_written + n_ahead
     found = [
-        Allocation("rows of recent batches", "host", n_recent, n_rows * KEPT_ROW_NBYTES),
+        Allocation("rows of recent batches", "host", n_recent, n_rows * _KEPT_ROW_NBYTES),
         Allocation("table of recent rows", "host", 1, table),
         Allocation("positions of shared rows", "host", n_batches, positions),
     ]
     if unified:
         return found
-    largest = max(part.nbytes for part in written)
     # The device copies whole rows, with their indices in both batches.
     copied = max(largest // n_rows, min(OVERLAP_CHUNK_BYTES, largest)) + 2 * n_rows * 8
     staged = block_nbytes(positions)

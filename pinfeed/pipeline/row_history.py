@@ -32,8 +32,6 @@ _POSITION_BITS = 64 - _HASH_BITS
 # rows (Knuth, "The Art of Computer Programming", section 6.4), in the bits of the hash.
 _FACTOR = np.uint64(0x9E3779B97F << _POSITION_BITS)
 _LAST_PLACE = (1 << 32) - 1
-KEPT_ROW_NBYTES = 8 + 2 * 4
-"""Bytes of a row of a kept batch: its index, its position, and a link to an earlier batch."""
 # Entries of a new table contain place 0, from which the first place is far.
 _FIRST_PLACE = 1 << 31
 

@@ -2,9 +2,8 @@
 
 from pinfeed.readahead.base import AnyBatch, FreeMemory, HostRows, ReadStrategy
 from pinfeed.readahead.ragged import RaggedReads
-from pinfeed.readahead.select import ReadPlan, choose, file_of, window_sizes
+from pinfeed.readahead.select import ReadPlan, choose, file_of, windows_ahead
 from pinfeed.readahead.select_ragged import choose_ragged
-from pinfeed.readahead.windows import window_allocation
 
 __all__ = [
     "AnyBatch",
@@ -16,6 +15,5 @@ __all__ = [
     "choose",
     "choose_ragged",
     "file_of",
-    "window_allocation",
-    "window_sizes",
+    "windows_ahead",
 ]

@@ -60,8 +60,8 @@ class FreeMemory(NamedTuple):
         """Return the memory that remains after allocations."""
         memory, page_cache, origin = self
         for item in items:
-            memory -= item.total * (item.place == "host")
-            page_cache -= item.total
+            memory -= item.total * (item.place in ("host", "pinned"))
+            page_cache -= item.total * (item.place != "device")
         return FreeMemory(memory, page_cache, origin)
 
 

@@ -119,13 +119,18 @@ def choose(stores: Sequence[Store], order: Any, n_batch_rows: int, free: FreeMem
     return ReadPlan(strategies, notes_of(notes))
 
 
-def window_sizes(stores: Sequence[Store], order: Any) -> tuple[tuple[int, int], ...]:
-    """Return rows of a window and bytes of a row, for each file whose windows can be read ahead."""
+def windows_ahead(stores: Sequence[Store], order: Any) -> Callable[[int], list[Allocation]]:
+    """Return a function from the rows of all batches in memory to the windows of each file.
+
+    Only files whose windows can be read ahead count.
+    """
     files = [file for file in map(file_of, stores) if file is not None and _may_copy(file)]
     found = [(_windows(file, order), file.row_nbytes) for file in files]
-    return tuple(
-        (windows.window_rows, row_nbytes) for windows, row_nbytes in found if windows is not None
-    )
+    return lambda n_batch_rows: [
+        window_allocation(windows.window_rows, row_nbytes, n_batch_rows)
+        for windows, row_nbytes in found
+        if windows is not None
+    ]
 
 
 def file_of(store: Store) -> AnyShardedStore | ChunkedStore | None:

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pinfeed.pipeline.forwarding import Overlap, SharedRows, Span, Write, WriteLog, forwards
-from pinfeed.pipeline.part_memory import PartSize
 from pinfeed.pipeline.recent_rows import RecentRows, hash_groups, shared_row_allocations
 
 # Rows of the store: few, so that batches overlap.
@@ -238,7 +237,7 @@ def test_later_batches_may_be_added_before_the_search() -> None:
 def test_the_table_of_recent_rows_is_planned(n_rows: int, ahead: int) -> None:
     recent = RecentRows(ahead)
     compared(recent, 0, [np.arange(n_rows)])
-    allocations = shared_row_allocations([PartSize(8 * n_rows)], n_rows, ahead, unified=True)
+    allocations = shared_row_allocations(n_rows, ahead, 8 * n_rows, unified=True)
     planned = {item.what: item for item in allocations}
     (history,) = recent._groups
     assert history.table_nbytes <= planned["table of recent rows"].nbytes
