@@ -24,6 +24,9 @@ Buffer = Any
 """Raw memory on the device."""
 
 
+OVERLAP_CHUNK_BYTES = 8 << 20
+"""Most bytes that a device copies at once of the rows that batches share."""
+
 # Bytes between the beginnings of two tensors in one buffer, as in torch's allocator.
 _ALIGNMENT = 512
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pinfeed.devices.base import RowCopy
+from pinfeed.devices.base import OVERLAP_CHUNK_BYTES, RowCopy
 from pinfeed.devices.cuda_clock import CudaClock, take_mark
 from pinfeed.devices.cuda_direct_access import DirectAccess
 from pinfeed.devices.cuda_memory import staging_memory
@@ -22,7 +22,6 @@ from pinfeed.devices.cuda_streams import CudaStream, queued_in
 from pinfeed.devices.row_copies import RowCopyKernel, row_copy_kernel
 from pinfeed.errors import DeviceError
 from pinfeed.memory.buffer_pool import BufferPool
-from pinfeed.memory.demand import OVERLAP_CHUNK_BYTES
 from pinfeed.memory.page_locked import unlock_freed
 from pinfeed.stores.base import Array, HostArray, Store
 from pinfeed.tensors.numpy_torch import NUMPY, TORCH, to_torch

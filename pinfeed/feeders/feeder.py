@@ -19,10 +19,9 @@ from pinfeed.feeders.transform_trial import measure_transforms
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth, n_held
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan, check_route
-from pinfeed.memory.transform_memory import TransformMemory
 from pinfeed.pipeline.host_transfer import rows_on_host
 from pinfeed.pipeline.lent_batch import LentBatch
-from pinfeed.pipeline.planner import PlanRequest, make_plan, part_capacity
+from pinfeed.pipeline.planner import Planner
 from pinfeed.pipeline.schedule import PrefetchSchedule, choose_schedule
 from pinfeed.pipeline.sources.store_rows import RowSource
 from pinfeed.pipeline.store_tree import StoreTree
@@ -330,18 +329,23 @@ class Feeder(ResumableFeeder[T_co]):
         if transforms.host is not None and not on.unified:
             # The CPU gathers the rows for host_transform.
             route = "staged"
-        memory = None
+        transform_nbytes = None
         if transforms and config is not None:
-            memory = measure_transforms(tree, on, transforms)
-        elif transforms:
-            memory = TransformMemory(has_host=transforms.host is not None)
-        request = PlanRequest(
-            tree.stores, selection.order, selection.batch_size, config, tree.ragged, memory
+            transform_nbytes = measure_transforms(tree, on, transforms)
+        planner = Planner(
+            tree,
+            selection.order,
+            selection.batch_size,
+            config,
+            schedule,
+            on,
+            transforms,
+            transform_nbytes,
         )
-        plan, self._reads = make_plan(request, schedule, on, route)
+        plan, self._reads = planner.plan(route)
         batches = selection.batches(tree.n_rows, plan)
         self._plan = selection.with_notes(plan, tree.n_rows, unified=on.unified)
-        capacity = part_capacity(request, plan.batch_size)
+        capacity = planner.capacity(plan.batch_size)
         if transforms.host is not None:
             gather = rows_on_host(capacity, schedule.n_slots + 1)
             transforms = dataclasses.replace(transforms, gather=gather)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Callable
 
 import numpy as np
 
 from pinfeed.devices.base import Device
 from pinfeed.errors import add_note
 from pinfeed.feeders.loop_options import LoopOptions
-from pinfeed.memory.transform_memory import Nbytes, TransformMemory, linear
 from pinfeed.pipeline.host_transfer import rows_on_host
 from pinfeed.pipeline.lent_batch import LentBatch
-from pinfeed.pipeline.loop_transforms import LoopTransforms
+from pinfeed.pipeline.loop_transforms import LoopTransforms, TransformNbytes
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.store_rows import RowSource
 from pinfeed.pipeline.store_tree import StoreTree
@@ -28,25 +27,18 @@ _TRIAL_BYTES = 1 << 20
 """Bytes of the rows of the smaller trial batch. Allocators round up the memory of small batches."""
 
 
-class _Trial(NamedTuple):
-    """Bytes that a trial batch took."""
-
-    rows: int
-    host_returned: int
-    host_new: int
-    device_new: int
-    device_working: int
-
-
 def measure_transforms(
     tree: StoreTree, device: Device, transforms: LoopTransforms
-) -> TransformMemory:
+) -> Callable[[int], TransformNbytes]:
     """Predict the memory of transforms from two batches of the first rows.
 
     Args:
         tree: Stores of the rows.
         device: Device of the batches.
         transforms: The transforms, without their ``gather``.
+
+    Returns:
+        Function from the bytes of the rows of a batch to the memory of its transforms.
 
     Raises:
         Exception: If a transform raised it; a note says that this was a trial.
@@ -57,20 +49,41 @@ def measure_transforms(
             gather = rows_on_host((), 1)
             stack.callback(gather.device.close)
             transforms = dataclasses.replace(transforms, gather=gather)
-        small = _run(tree, device, transforms, n_rows)
-        large = _run(tree, device, transforms, min(2 * n_rows, tree.n_rows))
+        small_rows, small = _run(tree, device, transforms, n_rows)
+        large_rows, large = _run(tree, device, transforms, min(2 * n_rows, tree.n_rows))
 
-    def predicted(name: str) -> Nbytes:
-        return linear((small.rows, getattr(small, name)), (large.rows, getattr(large, name)))
-
-    return TransformMemory(
-        has_host=transforms.host is not None,
-        **{name: predicted(name) for name in _Trial._fields if name != "rows"},
-    )
+    lines = [
+        linear((small_rows, y), (large_rows, more_y))
+        for y, more_y in zip(small, large, strict=True)
+    ]
+    return lambda rows_nbytes: TransformNbytes(*(line(rows_nbytes) for line in lines))
 
 
-def _run(tree: StoreTree, device: Device, transforms: LoopTransforms, n_rows: int) -> _Trial:
-    """Run the synchronous loop over one batch of the first rows."""
+def linear(small: tuple[int, int], large: tuple[int, int]) -> Callable[[int], int]:
+    """Return the linear function through two measurements, which never decreases.
+
+    Args:
+        small: Bytes of the rows of a batch, and the bytes measured for it.
+        large: The same for a batch of as many rows, or more.
+    """
+    x, y = small
+    more_x, more_y = large
+    if x == more_x:
+        # One measurement cannot show memory that does not depend on the batch.
+        x, y = 0, 0
+    per_byte = max(0.0, (more_y - y) / max(1, more_x - x))
+    fixed = max(0.0, more_y - per_byte * more_x)
+    return lambda rows_nbytes: round(fixed + per_byte * rows_nbytes)
+
+
+def _run(
+    tree: StoreTree, device: Device, transforms: LoopTransforms, n_rows: int
+) -> tuple[int, TransformNbytes]:
+    """Run the synchronous loop over one batch of the first rows.
+
+    Returns:
+        Bytes of the rows, and bytes that the transforms took.
+    """
     from pinfeed.tensors.trial import trial
 
     reads = [DirectReads(store) for store in tree.stores]
@@ -90,7 +103,7 @@ def _run(tree: StoreTree, device: Device, transforms: LoopTransforms, n_rows: in
     # The bounds of ragged rows do not count: their share is larger in small rows than in large
     # ones.
     rows_nbytes += sum(one.read(np.arange(n_rows))[0].nbytes for one in tree.ragged)
-    host_returned, host_new, device_new = transforms.measured_nbytes
-    moved = host_returned if transforms.host is not None else rows_nbytes
-    working = max(0, peak_nbytes - moved - device_new)
-    return _Trial(rows_nbytes, host_returned, host_new, device_new, working)
+    took = transforms.measured_nbytes
+    moved = took.host_returned if transforms.host is not None else rows_nbytes
+    working = max(0, peak_nbytes - moved - took.device_new)
+    return rows_nbytes, took._replace(device_working=working)

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
 
 from pinfeed.errors import ArgumentError, BudgetError, NotEnoughCPUMemory, NotEnoughGPUMemory
-from pinfeed.memory.demand import Demand, plan_allocations
-from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth
+from pinfeed.memory.depth import check_optional_depth
 from pinfeed.memory.plan import Plan
 from pinfeed.memory.size_field import SizeField
 from pinfeed.memory.units import human
@@ -75,42 +74,24 @@ class MemoryLimits:
                 given.append(f"{field.name}={shown}")
         return f"<{type(self).__name__}: {', '.join(given) or 'all by default'}>"
 
-    def plan(self, demand: Demand, *, free_host_bytes: int, free_device_bytes: int) -> Plan:
-        """Return the plan with the largest batch that fits, up to the preferred or usual size.
+    def largest_batch(self, plan_of: Callable[[int, int], Plan], most: int, depth: int) -> int:
+        """Return the rows of the largest batch whose plan fits its limits.
+
+        Args:
+            plan_of: Returns a plan, given the rows of a batch and the depth.
+            most: Most rows of a batch, at least 1.
+            depth: Number of batches to prefetch.
 
         Raises:
             NotEnoughCPUMemory: If host memory cannot hold batches of one row.
             NotEnoughGPUMemory: If GPU memory cannot hold batches of one row.
         """
-        cpu = self.host_limit(free_host_bytes)
-        depth = DEFAULT_DEPTH if self.depth is None else self.depth
-        gpu = None if demand.unified else self.device_limit(free_device_bytes)
-
-        def plan_of(batch_size: int) -> Plan:
-            items = plan_allocations(demand, batch_size, depth)
-            return Plan(batch_size, depth, demand.route, items, cpu, gpu)
-
-        def exceeds(batch_size: int) -> bool:
-            plan = plan_of(batch_size)
-            return plan.host_bytes > cpu or (gpu is not None and plan.device_bytes > gpu)
-
-        def batch_nbytes(batch_size: int) -> int:
-            return sum(demand.part_nbytes(batch_size))
-
-        usual = max(1, bisect.bisect_right(range(1, MOST_ROWS + 1), MOST_BYTES, key=batch_nbytes))
-        largest = min(demand.n_rows, self.preferred_batch_size or usual)
         # Memory grows with the batch, so a bisection finds the first size that does not fit.
-        fitting = bisect.bisect_left(range(1, largest + 1), True, key=exceeds)
+        sizes = range(1, most + 1)
+        fitting = bisect.bisect_left(sizes, True, key=lambda n: bool(_exceeded(plan_of(n, depth))))
         if fitting == 0:
-            self._refuse(demand, plan_of(1), cpu, gpu)
-        plan = plan_of(fitting)
-        if self.preferred_batch_size is None and fitting == usual < demand.n_rows:
-            note = (
-                f"batches have {usual:,} rows, because larger ones move no more rows per second; "
-                "set preferred_batch_size for larger batches"
-            )
-            plan = dataclasses.replace(plan, notes=(note,))
-        return plan
+            raise self._refusal(plan_of(1, depth), plan_of(1, 0))
+        return fitting
 
     def for_feeder(self) -> MemoryLimits:
         """Return the limits that apply to a feeder; a subclass may also limit other memory."""
@@ -127,31 +108,48 @@ class MemoryLimits:
     def _limit(self, limit: int | None, free: int) -> int:
         return int(free * (1 - self.headroom)) if limit is None else limit
 
-    def _refuse(self, demand: Demand, plan: Plan, cpu: int, gpu: int | None) -> NoReturn:
-        """Raise the error for a plan with batches of one row that does not fit."""
-        error: type[BudgetError]
-        if gpu is not None and plan.device_bytes > gpu:
-            error = NotEnoughGPUMemory
-            kind = "device"
-            need = plan.device_bytes
-            limit = gpu
-            name = "gpu_memory_limit"
-        else:
-            error = NotEnoughCPUMemory
-            kind = "host"
-            need = plan.host_bytes
-            limit = cpu
-            name = "cpu_memory_limit"
+    def _refusal(self, plan: Plan, synchronous: Plan) -> BudgetError:
+        """Return the error for a plan with batches of one row that does not fit.
+
+        Args:
+            plan: The plan.
+            synchronous: The same without prefetching.
+        """
+        kind, (need, limit) = next(iter(_exceeded(plan).items()))
+        is_gpu = kind == "device"
+        name = "gpu_memory_limit" if is_gpu else "cpu_memory_limit"
         uses = ", ".join(
             f"{item.count} x {human(item.nbytes)} for {item.what}"
             for item in plan.items
-            if (item.place == "device") == (kind == "device")
+            if (item.place == "device") == is_gpu
         )
         origin = ", the free memory minus the headroom" if getattr(self, name) is None else ""
-        synchronous = Plan(1, 0, demand.route, plan_allocations(demand, 1, 0))
-        least = synchronous.device_bytes if kind == "device" else synchronous.host_bytes
-        lower_depth = f"lower depth (now {plan.depth}) or " if plan.depth and least <= limit else ""
-        raise error(
+        helps = plan.depth and kind not in _exceeded(synchronous)
+        lower_depth = f"lower depth (now {plan.depth}) or " if helps else ""
+        error = NotEnoughGPUMemory if is_gpu else NotEnoughCPUMemory
+        return error(
             f"batches of one row need {human(need)} ({need} bytes) of {kind} memory: {uses}; "
             f"{name} is {human(limit)} ({limit} bytes){origin}; {lower_depth}raise {name}"
         )
+
+
+def _exceeded(plan: Plan) -> dict[str, tuple[int, int]]:
+    """Return the need and the limit of each kind of memory whose limit a plan exceeds."""
+    kinds = {
+        "device": (plan.device_bytes, plan.gpu_memory_limit),
+        "host": (plan.host_bytes, plan.cpu_memory_limit),
+    }
+    return {
+        kind: (need, limit)
+        for kind, (need, limit) in kinds.items()
+        if limit is not None and need > limit
+    }
+
+
+def usual_batch_size(nbytes_of: Callable[[int], int]) -> int:
+    """Return the rows of a batch without a preferred size, if memory does not limit them.
+
+    Args:
+        nbytes_of: Returns the bytes of a batch, given its number of rows.
+    """
+    return max(1, bisect.bisect_right(range(1, MOST_ROWS + 1), MOST_BYTES, key=nbytes_of))

@@ -7,15 +7,55 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pinfeed.devices.base import Tensor
-from pinfeed.memory.plan import Plan
-from pinfeed.memory.transform_memory import TransformMemory, constant
+from pinfeed.memory.depth import n_batches
+from pinfeed.memory.plan import Allocation, Place, Plan
 from pinfeed.pipeline.host_transfer import HostTransfer
 from pinfeed.pipeline.sources.base import HostBatch, RowGroup
 from pinfeed.pipeline.sources.dataloader import load_of
 from pinfeed.pipeline.sources.transforms import BatchTransform
+
+
+class TransformNbytes(NamedTuple):
+    """Bytes that the transforms of a batch take."""
+
+    host_returned: int = 0
+    """Results of ``host_transform``, which are then moved to the device."""
+    host_new: int = 0
+    """New host memory for these results; the memory of the rows does not count."""
+    device_new: int = 0
+    """New memory for results of ``device_transform``; that of its batch does not count."""
+    device_working: int = 0
+    """Additional memory that ``device_transform`` needs while it runs."""
+
+    def allocations(self, depth: int, *, unified: bool, when: str = "") -> list[Allocation]:
+        """List the memory of the results of the transforms.
+
+        Args:
+            depth: Number of batches that are prefetched.
+            unified: Whether the batches live in host memory.
+            when: Words that say when the memory was measured; empty if it is predicted.
+        """
+        n = n_batches(depth)
+        place: Place = "host" if unified else "device"
+        # A batch on the host is kept until the loop receives its copy.
+        n_on_host = n if unified else depth + 1
+        # The memory of a result on a GPU is free when the training step has done its work, and
+        # the copies of a batch wait for the step of the batch that had its slot before.
+        n_on_device = n if unified else 2 * depth + 2
+        found = [
+            Allocation(f"results of host_transform{when}", "host", n_on_host, self.host_new),
+            Allocation(f"results of device_transform{when}", place, n_on_device, self.device_new),
+            Allocation("work of device_transform", place, 1, self.device_working),
+        ]
+        if not unified:
+            found += [
+                Allocation(f"batches{when}", "device", n, self.host_returned),
+                Allocation(f"staging{when}", "pinned", depth + 1, self.host_returned),
+            ]
+        return [item for item in found if item.total]
 
 
 @dataclass(frozen=True)
@@ -60,10 +100,10 @@ class LoopTransforms:
         return self.device is not None or self.gather is not None
 
     @property
-    def measured_nbytes(self) -> tuple[int, int, int]:
-        """Largest bytes so far: result of ``host``, its new memory, new memory of ``device``."""
+    def measured_nbytes(self) -> TransformNbytes:
+        """Largest bytes so far."""
         host = (0, 0) if self.host is None else (self.host.returned_nbytes, self.host.new_nbytes)
-        return *host, 0 if self.device is None else self.device.new_nbytes
+        return TransformNbytes(*host, 0 if self.device is None else self.device.new_nbytes)
 
     def with_measured(self, plan: Plan, *, unified: bool) -> Plan:
         """Return a plan with the memory of the results of the transforms so far.
@@ -74,15 +114,11 @@ class LoopTransforms:
         """
         if not self:
             return plan
-        host_returned, host_new, device_new = self.measured_nbytes
-        memory = TransformMemory(
-            has_host=self.gather is not None,
+        nbytes = self.measured_nbytes
+        if self.gather is None:
             # A loader's plan excludes its batches, and therefore those that ``host`` returns.
-            host_returned=constant(host_returned if self.gather is not None else 0),
-            host_new=constant(host_new),
-            device_new=constant(device_new),
-        )
-        items = memory.allocations(0, plan.depth, unified=unified, when=", as measured so far")
+            nbytes = nbytes._replace(host_returned=0)
+        items = nbytes.allocations(plan.depth, unified=unified, when=", as measured so far")
         if not items:
             note = "the memory of transform results is counted after the first batch"
             return dataclasses.replace(plan, notes=(*plan.notes, note))

@@ -1,29 +1,35 @@
-"""make_plan: chooses batch size, buffers and read strategies for stores, an order and limits."""
+"""Planner: chooses batch size, buffers and read strategies for stores, an order and limits."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pinfeed.devices.base import Device
 from pinfeed.errors import BudgetError, DeviceError, NotEnoughCPUMemory
-from pinfeed.memory.demand import (
-    Demand,
-    plan_allocations,
-    resident_allocation,
-    window_allocation,
-)
-from pinfeed.memory.host import FreeHostMemory, free_host_memory
-from pinfeed.memory.limits import MemoryLimits
-from pinfeed.memory.plan import Plan
-from pinfeed.memory.transform_memory import TransformMemory
+from pinfeed.memory.depth import n_batches
+from pinfeed.memory.host import free_host_memory
+from pinfeed.memory.limits import MemoryLimits, usual_batch_size
+from pinfeed.memory.plan import Allocation, Plan, Route
 from pinfeed.memory.units import human
-from pinfeed.pipeline.ragged_sizes import RaggedSizes
+from pinfeed.pipeline.loop_memory import loop_allocations
+from pinfeed.pipeline.loop_transforms import LoopTransforms, TransformNbytes
+from pinfeed.pipeline.part_memory import PartSize, ragged_sizes
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.readahead import FreeMemory, ReadPlan, choose, choose_ragged, file_of, window_sizes
+from pinfeed.pipeline.store_tree import StoreTree
+from pinfeed.readahead import (
+    FreeMemory,
+    ReadPlan,
+    choose,
+    choose_ragged,
+    file_of,
+    windows_ahead,
+)
 from pinfeed.readahead.notes import notes_of
 from pinfeed.rows.orders import Order, is_distinct
 from pinfeed.rows.ragged_batches import ElementBatches
@@ -34,91 +40,201 @@ from pinfeed.stores.ragged import RaggedStore
 
 
 @dataclass(frozen=True)
-class PlanRequest:
-    """The user's arguments that determine a plan."""
+class Planner:
+    """Chooses the batch size and the buffers of a feeder, and how the rows of each store are read.
 
-    stores: Sequence[Store]
+    The plan is the sum of what the parts of a loop declare; see ``loop_allocations``.
+    """
+
+    tree: StoreTree
     rows: Order | Iterable[Any]
     """Sampling order of the rows."""
     batch_size: int | None
     config: MemoryLimits | None
-    ragged: Sequence[RaggedStore] = ()
-    transforms: TransformMemory | None = None
-    """Memory of the transforms; None without transforms."""
+    schedule: PrefetchSchedule
+    """Number of batches to prefetch."""
+    device: Device
+    transforms: LoopTransforms
+    transform_nbytes: Callable[[int], TransformNbytes] | None
+    """Predicts the memory of the transforms from the bytes of the rows; None if unknown."""
 
-    @property
-    def n_rows(self) -> int:
-        """Number of rows of each store."""
-        return self.stores[0].n_rows if self.stores else self.ragged[0].n_rows
+    def plan(self, route: str | None) -> tuple[Plan, ReadPlan]:
+        """Return the plan, and the read strategies of all stores.
 
-    def sizes(self, store: RaggedStore) -> RaggedSizes:
-        """Return the bytes of the batches of a ragged store."""
-        return RaggedSizes(store, self.rows, is_limited=self.config is not None)
+        Args:
+            route: The user's choice of ``"direct"`` or ``"staged"``; None for the faster one.
 
-    @property
-    def sources(self) -> Sequence[Store]:
-        """The stores, and the stores with the items of ragged rows."""
-        return [*self.stores, *(store.items for store in self.ragged)]
+        Raises:
+            BudgetError: If the limits cannot hold batches of one row, or the batches from ``rows``.
+            DeviceError: If the device does not support the route.
+        """
+        tree = self.tree
+        config = self.config
+        if route == "direct" and tree.ragged and not self.device.unified:
+            raise DeviceError(
+                "route='direct' was given with a RaggedStore, but the CPU gathers ragged rows; "
+                "leave out route"
+            )
+        preferred = config.preferred_batch_size if config is not None else None
+        n_rows = self.batch_size or preferred or self._largest_given or 0
+        why = self.device.choose_route(tree.stores, n_rows, route)
+        free = _free_memory([*tree.stores, *(store.items for store in tree.ragged)], config)
+        if config is None:
+            size = min(self.batch_size or self._largest_given or 0, self._most_rows)
+            plan = self._plan_of(size, self.schedule.depth)
+        else:
+            plan = self._limited_plan(config, free.memory)
+        n_batch_rows = self._n_batch_rows(plan.batch_size, plan.depth)
+        choice = self._choose_reads(n_batch_rows, free.without(plan.items))
+        plan = dataclasses.replace(
+            plan,
+            items=plan.items + choice.items,
+            notes=(*[why] * bool(why), *choice.notes, *plan.notes),
+            measures_depth=self.schedule.measures_depth,
+        )
+        return plan, choice
 
-    @property
-    def largest(self) -> int | None:
+    def capacity(self, batch_size: int) -> list[int]:
+        """Return the bytes to reserve for each part of a batch; empty if they are unknown.
+
+        Args:
+            batch_size: Rows of the largest batch; 0 if it is unknown.
+        """
+        return [part.reserved for part in self._parts(batch_size)] if batch_size else []
+
+    @functools.cached_property
+    def _largest_given(self) -> int | None:
         """Size of the largest batch that ``rows`` yields; None if ``rows`` yields single rows."""
         return None if isinstance(self.rows, Order) else largest_batch(self.rows)
 
+    @property
+    def _most_rows(self) -> int:
+        """Most rows that a batch can have."""
+        n_rows = self.tree.n_rows
+        if isinstance(self.rows, Order):
+            return max(1, self.rows.length(n_rows))
+        return self._largest_given or n_rows
 
-def make_plan(
-    request: PlanRequest, schedule: PrefetchSchedule, device: Device, route: str | None
-) -> tuple[Plan, ReadPlan]:
-    """Choose the batch size, the buffers, and how the rows of each store are read.
+    @functools.cached_property
+    def _ragged_sizes(self) -> list[Callable[[int], list[PartSize]]]:
+        """For each ragged store, the parts of a batch as a function of its number of rows."""
+        is_limited = self.config is not None
+        is_staged = not self.device.unified
+        return [
+            ragged_sizes(store, self.rows, is_limited=is_limited, is_staged=is_staged)
+            for store in self.tree.ragged
+        ]
 
-    Args:
-        request: The user's arguments.
-        schedule: Number of batches to prefetch.
-        device: Device that batches are moved to.
-        route: The user's choice of ``"direct"`` or ``"staged"``; None for the faster one.
+    def _parts(self, n_rows: int) -> list[PartSize]:
+        """Return the parts of a batch, those of ragged stores last."""
+        # Batches that are bounded by elements have far fewer rows than the largest possible batch.
+        # Memory for stores with rows of equal length then grows with the batches that occur.
+        n_reserved = 0 if isinstance(self.rows, ElementBatches) else n_rows
+        parts = [
+            PartSize(
+                n_rows * row_nbytes(store),
+                n_reserved * row_nbytes(store),
+                is_staged=not self.device.reaches(store),
+                # The results of transforms are not written back.
+                is_written=store.writable and not self.transforms,
+            )
+            for store in self.tree.stores
+        ]
+        return parts + [part for sizes in self._ragged_sizes for part in sizes(n_rows)]
 
-    Raises:
-        BudgetError: If the limits cannot hold batches of one row, or the batches from ``rows``.
-        DeviceError: If the device does not support the route.
-    """
-    if route == "direct" and request.ragged and not device.unified:
-        raise DeviceError(
-            "route='direct' was given with a RaggedStore, but the CPU gathers ragged rows; leave "
-            "out route"
+    def _n_batch_rows(self, batch_size: int, depth: int) -> int:
+        """Return the rows of all batches in memory."""
+        return n_batches(depth, self.schedule.batches_per_slot) * batch_size
+
+    def allocations(self, batch_size: int, depth: int) -> list[Allocation]:
+        """List all buffers that the feeder holds at a time, except those of read strategies."""
+        parts = self._parts(batch_size)
+        unified = self.device.unified
+        schedule = dataclasses.replace(
+            self.schedule, depth=depth, repeats=not is_distinct(self.rows)
         )
-    stores = request.stores
-    config = request.config
-    largest = request.largest
-    preferred = config.preferred_batch_size if config is not None else None
-    why = device.choose_route(stores, request.batch_size or preferred or largest or 0, route)
-    demand = _demand(request, schedule, device, largest)
-    free = _free_host_memory(request.sources, config)
-    limits = _file_limits(config, free)
-    if config is None:
-        size = largest or 0
-        if request.batch_size is not None:
-            size = min(request.batch_size, demand.n_rows)
-        plan = Plan(
-            size, schedule.depth, demand.route, plan_allocations(demand, size, schedule.depth)
+        has_host = self.transforms.host is not None
+        found = loop_allocations(
+            parts, batch_size, schedule, unified=unified, reads_for_host=has_host
         )
-    else:
+        if self.transform_nbytes is not None:
+            nbytes = self.transform_nbytes(sum(part.nbytes for part in parts))
+            found += nbytes.allocations(depth, unified=unified)
+        resident = _resident([*self.tree.stores, *self.tree.ragged])
+        return [*found, resident] if resident.total else found
+
+    @functools.cached_property
+    def _route(self) -> Route:
+        return "staged" if any(part.is_staged for part in self._parts(1)) else "direct"
+
+    def _plan_of(
+        self,
+        batch_size: int,
+        depth: int,
+        *,
+        limits: tuple[int | None, int | None] = (None, None),
+        windows: Callable[[int], list[Allocation]] | None = None,
+    ) -> Plan:
+        """Return the plan without the memory of read strategies.
+
+        Args:
+            batch_size: Rows of a batch; 0 if it is unknown.
+            depth: Number of batches to prefetch.
+            limits: Limits of host memory and of GPU memory, in bytes.
+            windows: Windows that are read ahead; see ``windows_ahead``. None if they do not count.
+        """
+        items = self.allocations(batch_size, depth) if batch_size else []
+        if windows is not None:
+            items += windows(self._n_batch_rows(batch_size, depth))
+        return Plan(batch_size, depth, self._route, tuple(items), *limits)
+
+    def _limited_plan(self, config: MemoryLimits, cpu: int) -> Plan:
+        """Plan the largest batch that fits ``cpu`` bytes of host memory and the GPU limit."""
+        gpu = None
+        if not self.device.unified:
+            gpu = config.gpu_memory_limit or config.device_limit(self.device.free_bytes())
         # Batches from rows already have a size, so the usual bound does not apply.
-        config = dataclasses.replace(
-            config, depth=schedule.depth, preferred_batch_size=preferred or largest
+        preferred = config.preferred_batch_size or self._largest_given
+        usual = usual_batch_size(lambda n_rows: sum(part.nbytes for part in self._parts(n_rows)))
+        size = self._largest_batch(config, min(self._most_rows, preferred or usual), cpu, gpu)
+        plan = self._plan_of(size, self.schedule.depth, limits=(cpu, gpu))
+        if self._largest_given is not None and size < self._largest_given:
+            raise BudgetError(
+                f"rows yields batches of up to {self._largest_given} rows; the limits of config "
+                f"hold at most {size}: {plan}\ngive smaller batches, or raise the limits"
+            )
+        if preferred or not size == usual < self._most_rows:
+            return plan
+        note = (
+            f"batches have {usual:,} rows, because larger ones move no more rows per second; set "
+            "preferred_batch_size for larger batches"
         )
-        windows = window_sizes(stores, request.rows)
-        plan = _limited_plan(config, demand, free.allocatable, windows, device)
-        _require_room(plan, largest)
-    n_ahead = schedule.depth + 1 + schedule.batches_per_slot
-    left = limits._replace(
-        memory=limits.memory - plan.host_bytes, page_cache=limits.page_cache - plan.host_bytes
-    )
-    choice = _choose_reads(request, n_ahead * plan.batch_size, left)
-    notes = (*[why] * bool(why), *choice.notes, *plan.notes)
-    items = plan.items + choice.items
-    measures = schedule.measures_depth
-    plan = dataclasses.replace(plan, items=items, notes=notes, measures_depth=measures)
-    return plan, choice
+        return dataclasses.replace(plan, notes=(note,))
+
+    def _largest_batch(self, config: MemoryLimits, most: int, cpu: int, gpu: int | None) -> int:
+        """Return the rows of the largest batch that fits.
+
+        The windows of the order count as needed memory if they take at most half of the host limit,
+        and if everything else fits too.
+        """
+        plan_of = functools.partial(self._plan_of, limits=(cpu, gpu))
+        windows = windows_ahead(self.tree.stores, self.rows)
+        if 0 < sum(item.total for item in windows(1)) <= cpu // 2:
+            with contextlib.suppress(BudgetError):
+                with_windows = functools.partial(plan_of, windows=windows)
+                return config.largest_batch(with_windows, most, self.schedule.depth)
+        return config.largest_batch(plan_of, most, self.schedule.depth)
+
+    def _choose_reads(self, n_batch_rows: int, free: FreeMemory) -> ReadPlan:
+        """Choose how each store is read."""
+        choice = choose(self.tree.stores, self.rows, n_batch_rows, free)
+        free = free.without(choice.items)
+        ragged = []
+        for store in self.tree.ragged:
+            ragged.append(choose_ragged(store, self.rows, free))
+            free = free.without(ragged[-1].items)
+        notes = notes_of(reads.note for reads in ragged if reads.note is not None)
+        return dataclasses.replace(choice, notes=choice.notes + notes, ragged=ragged)
 
 
 def plan_reads_by_id(stores: Sequence[Store], config: MemoryLimits | None) -> ReadPlan:
@@ -134,158 +250,54 @@ def plan_reads_by_id(stores: Sequence[Store], config: MemoryLimits | None) -> Re
     Raises:
         NotEnoughCPUMemory: If half of the limit cannot hold the memory that stores need for a read.
     """
-    limits = _file_limits(config, _free_host_memory(stores, config))
+    free = _free_memory(stores, config)
     if config is not None:
-        limits = limits._replace(memory=limits.memory // 2, page_cache=limits.page_cache // 2)
+        free = free._replace(memory=free.memory // 2, page_cache=free.page_cache // 2)
     # Two entries may have the same store.
     distinct = {id(store): store for store in stores}
-    nbytes = sum(store.resident_bytes for store in distinct.values())
-    if not nbytes:
-        return choose(stores, (), 0, limits)
+    resident = _resident(distinct.values())
+    if not resident.total:
+        return choose(stores, (), 0, free)
     is_limited = config is not None and config.cpu_memory_limit is not None
-    if is_limited and nbytes > limits.memory:
+    if is_limited and resident.total > free.memory:
         raise NotEnoughCPUMemory(
-            f"fetch needs {human(nbytes)} ({nbytes} bytes) of host memory to read its files; "
-            f"expected at most {human(limits.memory)}, which is half of cpu_memory_limit (the "
-            "batches need the other half); raise cpu_memory_limit, or write files with smaller "
-            "chunks"
+            f"fetch needs {human(resident.total)} ({resident.total} bytes) of host memory to read "
+            f"its files; expected at most {human(free.memory)}, which is half of cpu_memory_limit "
+            "(the batches need the other half); raise cpu_memory_limit, or write files with "
+            "smaller chunks"
         )
-    resident = resident_allocation(nbytes)
-    choice = choose(stores, (), 0, limits.without(resident))
+    choice = choose(stores, (), 0, free.without([resident]))
     return dataclasses.replace(choice, resident=(resident,))
 
 
-def part_capacity(request: PlanRequest, batch_size: int) -> list[int]:
-    """Return the bytes to reserve for each part of a batch; empty if they are unknown in advance.
-
-    Args:
-        request: The user's arguments.
-        batch_size: Rows of the largest batch; 0 if it is unknown.
-    """
-    if not batch_size:
-        return []
-    # Batches that are bounded by elements have far fewer rows than the largest possible batch.
-    # Memory for stores with rows of equal length then grows with the batches that occur.
-    n_rows = 0 if isinstance(request.rows, ElementBatches) else batch_size
-    capacity = [n_rows * row_nbytes(store) for store in request.stores]
-    for store in request.ragged:
-        capacity += request.sizes(store).reserved(batch_size)
-    return capacity
+def _resident(stores: Iterable[Store | RaggedStore]) -> Allocation:
+    """Return the memory that stores need in addition to their rows."""
+    nbytes = sum(store.resident_bytes for store in stores)
+    return Allocation("memory of the stores besides their rows", "host", 1, nbytes)
 
 
-def _demand(
-    request: PlanRequest, schedule: PrefetchSchedule, device: Device, largest: int | None
-) -> Demand:
-    """Describe the rows and batches that need memory."""
-    stores = request.stores
-    n_rows = request.n_rows
-    most = (
-        max(1, request.rows.length(n_rows))
-        if isinstance(request.rows, Order)
-        else largest or n_rows
-    )
-    return Demand(
-        row_nbytes=tuple(row_nbytes(store) for store in stores),
-        # The results of transforms are not written back.
-        writable=tuple(store.writable and request.transforms is None for store in stores),
-        resident_bytes=sum(store.resident_bytes for store in stores)
-        + sum(store.resident_bytes for store in request.ragged),
-        n_rows=most,
-        unified=device.unified,
-        staged=tuple(not device.reaches(store) for store in stores),
-        batches_per_slot=schedule.batches_per_slot,
-        repeats=not is_distinct(request.rows),
-        ragged=tuple(request.sizes(store).most for store in request.ragged),
-        transforms=request.transforms,
-    )
-
-
-def _choose_reads(request: PlanRequest, n_batch_rows: int, free: FreeMemory) -> ReadPlan:
-    """Choose how each store is read."""
-    choice = choose(request.stores, request.rows, n_batch_rows, free)
-    for item in choice.items:
-        free = free.without(item)
-    ragged = []
-    for store in request.ragged:
-        reads = choose_ragged(store, request.rows, free)
-        for item in reads.items:
-            free = free.without(item)
-        ragged.append(reads)
-    notes = notes_of(reads.note for reads in ragged if reads.note is not None)
-    return dataclasses.replace(choice, notes=choice.notes + notes, ragged=ragged)
-
-
-def _free_host_memory(stores: Sequence[Store], config: MemoryLimits | None) -> FreeHostMemory:
-    """Return the free host memory of this process; nothing if the plan does not depend on it.
+def _free_memory(stores: Sequence[Store], config: MemoryLimits | None) -> FreeMemory:
+    """Return the host memory that batches and rows of files may take.
 
     Without a config, rows of files may take half of the free memory. The processes that torchrun
     starts on one machine share the free memory.
+
+    Args:
+        stores: Stores of the rows.
+        config: Memory limits; None for no limits.
     """
     files = [file for file in map(file_of, stores) if file is not None]
     if config is None and not files:
-        return FreeHostMemory(0, 0)
+        # The plan does not depend on the free memory.
+        return FreeMemory(0, 0)
     free = free_host_memory()
     for file in files:
         if isinstance(file, LocalFileStore):
             file.decide_cache(free)
-    n_processes = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
-    return free._replace(allocatable=free.allocatable // n_processes)
-
-
-def _file_limits(config: MemoryLimits | None, free: FreeHostMemory) -> FreeMemory:
-    """Return the host memory that batches and rows of files may take.
-
-    Args:
-        config: Memory limits; None for half of the free memory.
-        free: Free host memory of this process.
-    """
+    allocatable = free.allocatable // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
     if config is None:
-        return FreeMemory(free.allocatable // 2, free.page_cache)
-    limit = config.host_limit(free.allocatable)
+        return FreeMemory(allocatable // 2, free.page_cache)
+    limit = config.host_limit(allocatable)
     if config.cpu_memory_limit is not None:
         return FreeMemory(limit, limit, "cpu_memory_limit")
     return FreeMemory(limit, free.page_cache)
-
-
-def _limited_plan(
-    config: MemoryLimits,
-    demand: Demand,
-    free: int,
-    windows: tuple[tuple[int, int], ...],
-    device: Device,
-) -> Plan:
-    """Plan the largest batch that fits.
-
-    The windows of the order count as needed memory if they take at most half of the host limit, and
-    if everything else fits too.
-    """
-    free_device = 0
-    if config.gpu_memory_limit is None and not device.unified:
-        free_device = device.free_bytes()
-    least = sum(window_allocation(*sizes, n_batch_rows=1).total for sizes in windows)
-    if least > config.host_limit(free) // 2:
-        windows = ()
-
-    def plan_with(windows: tuple[tuple[int, int], ...]) -> Plan:
-        return config.plan(
-            dataclasses.replace(demand, windows=windows),
-            free_host_bytes=free,
-            free_device_bytes=free_device,
-        )
-
-    try:
-        plan = plan_with(windows)
-    except BudgetError:
-        if not windows:
-            raise
-        plan = plan_with(())
-    return dataclasses.replace(plan, items=plan_allocations(demand, plan.batch_size, plan.depth))
-
-
-def _require_room(plan: Plan, largest: int | None) -> None:
-    """Check that the plan holds the largest batch from the user's ``rows``."""
-    if largest is not None and plan.batch_size < largest:
-        raise BudgetError(
-            f"rows yields batches of up to {largest} rows; the limits of config hold at most "
-            f"{plan.batch_size}: {plan}\ngive smaller batches, or raise the limits"
-        )

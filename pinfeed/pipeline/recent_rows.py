@@ -13,10 +13,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pinfeed.devices.base import OVERLAP_CHUNK_BYTES, aligned
 from pinfeed.memory.depth import n_held
+from pinfeed.memory.mapping import block_nbytes
+from pinfeed.memory.plan import Allocation
 from pinfeed.pipeline.forwarding import Overlap, Positions, SharedRows, Span
-from pinfeed.pipeline.row_history import HashedRows, RowHistory, RowSearch
+from pinfeed.pipeline.row_history import HashedRows, RowHistory, RowSearch, n_entries
 from pinfeed.rows.orders import Rows
+
+# For each row of a kept batch: its index, its position, and a link to an earlier batch.
+_KEPT_ROW_NBYTES = 8 + 2 * 4
 
 
 class HashedGroups(NamedTuple):
@@ -109,3 +115,39 @@ class RecentRows:
                     history.drop(batch)
             searches.append(history.add(number, rows, written))
         return SharedRowSearch(searches)
+
+
+def shared_row_allocations(
+    n_rows: int, n_ahead: int, largest: int, *, unified: bool
+) -> list[Allocation]:
+    """List the buffers that find and copy rows that a batch shares with earlier ones.
+
+    Args:
+        n_rows: Rows of a batch.
+        n_ahead: Number of prefetched batches, at least 1.
+        largest: Bytes of the largest part of a batch that may be written back.
+        unified: Whether the batches live in host memory.
+    """
+    n_written = n_held(n_ahead)
+    n_batches = n_ahead + 2
+    table = n_entries(n_written * n_rows) * np.dtype(np.uint32).itemsize
+    # At most, every row is in every batch with which it is compared.
+    positions = 2 * n_rows * n_written * np.dtype(np.int32).itemsize
+    # A reader thread may search rows in batches that a later batch no longer needs.
+    n_recent = n_written + n_ahead
+    found = [
+        Allocation("rows of recent batches", "host", n_recent, n_rows * _KEPT_ROW_NBYTES),
+        Allocation("table of recent rows", "host", 1, table),
+        Allocation("positions of shared rows", "host", n_batches, positions),
+    ]
+    if unified:
+        return found
+    # The device copies whole rows, with their indices in both batches.
+    copied = max(largest // n_rows, min(OVERLAP_CHUNK_BYTES, largest)) + 2 * n_rows * 8
+    staged = block_nbytes(positions)
+    return [
+        *found,
+        Allocation("staged positions of shared rows", "pinned", n_ahead + 1, staged),
+        Allocation("uploaded positions of shared rows", "device", n_batches, staged),
+        Allocation("shared rows that are copied", "device", 1, aligned(copied)),
+    ]

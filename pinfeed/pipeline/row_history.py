@@ -266,11 +266,15 @@ class RowHistory:
     def _grow(self, n_rows: int) -> None:
         """Make a larger table, for batches with ``n_rows`` rows."""
         self._n_rows = n_rows
-        n_bits = (self._n_batches * n_rows - 1).bit_length()
-        self._table = np.zeros(1 << min(n_bits, _HASH_BITS), np.uint32)
+        self._table = np.zeros(n_entries(self._n_batches * n_rows), np.uint32)
         kept = list(self._batches.values())
         for batch in kept:
             self._insert_new(batch.number, batch.rows)
+
+
+def n_entries(n_rows: int) -> int:
+    """Return the number of entries, a power of two, of a table for ``n_rows`` rows."""
+    return 1 << min((n_rows - 1).bit_length(), _HASH_BITS)
 
 
 def _selected(pair: Pair, mask: npt.NDArray[np.bool_]) -> Pair:

@@ -1,8 +1,8 @@
 """Strategies that read the rows of a store: directly, or ahead into memory or the page cache."""
 
-from pinfeed.readahead.base import AnyBatch, HostRows, ReadStrategy
+from pinfeed.readahead.base import AnyBatch, FreeMemory, HostRows, ReadStrategy
 from pinfeed.readahead.ragged import RaggedReads
-from pinfeed.readahead.select import FreeMemory, ReadPlan, choose, file_of, window_sizes
+from pinfeed.readahead.select import ReadPlan, choose, file_of, windows_ahead
 from pinfeed.readahead.select_ragged import choose_ragged
 
 __all__ = [
@@ -15,5 +15,5 @@ __all__ = [
     "choose",
     "choose_ragged",
     "file_of",
-    "window_sizes",
+    "windows_ahead",
 ]

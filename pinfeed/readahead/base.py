@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pinfeed.memory.plan import Allocation
 from pinfeed.memory.units import human
@@ -54,6 +54,25 @@ class AnyBatch:
         return self.make
 
 
+class FreeMemory(NamedTuple):
+    """Host memory that may be used for rows of files, in bytes."""
+
+    memory: int
+    """Memory of the process."""
+    page_cache: int
+    """Page cache, which belongs to the kernel, and which all processes of a machine share."""
+    origin: str = "the free memory"
+    """Name of the page cache's bound, for the plan."""
+
+    def without(self, items: Iterable[Allocation]) -> FreeMemory:
+        """Return the memory that remains after allocations."""
+        memory, page_cache, origin = self
+        for item in items:
+            memory -= item.total * (item.place in ("host", "pinned"))
+            page_cache -= item.total * (item.place != "device")
+        return FreeMemory(memory, page_cache, origin)
+
+
 class ReadStrategy(Protocol):
     """Method of reading the rows of one store.
 
@@ -89,6 +108,9 @@ class ReadStrategy(Protocol):
     def close(self) -> None:
         """Free the memory of the strategy."""
 
+
+Choice = tuple[ReadStrategy, str]
+"""A strategy, and the reason for it as the plan shows it."""
 
 IN_MEMORY_HINT = (
     "The rows are in memory. A smaller dtype leaves less to copy (uint8 or float16, converted on "

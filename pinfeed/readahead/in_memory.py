@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy.typing as npt
 
 from pinfeed.memory.mapping import block_nbytes, huge
 from pinfeed.memory.plan import Allocation
+from pinfeed.readahead.base import Choice, FreeMemory
 from pinfeed.readahead.whole_file import WholeFile
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.base import FileStore
@@ -55,6 +57,24 @@ class InMemoryCopy(WholeFile):
 
     def _load(self, start: int, stop: int) -> None:
         self._store.gather(np.arange(start, stop), self._array[start:stop])
+
+
+def copied(store: FileStore, share: float, free: FreeMemory, verb: str) -> Choice | None:
+    """Return a copy of all rows, and the reason for it; None if it is not worth it or does not fit.
+
+    Args:
+        store: The rows, which are read-only.
+        share: Share of the rows that an epoch reads.
+        free: Memory that may be used.
+        verb: Past participle of the verb for the reason, such as ``"loaded"``.
+    """
+    if share <= 0.5 or copy_allocation(store).total > free.memory:
+        return None
+    # The system may refuse memory that it reports as free.
+    with contextlib.suppress(MemoryError):
+        reason = f"{verb} into RAM during the first epoch (it fits in {free.origin})"
+        return InMemoryCopy(store), reason
+    return None
 
 
 def copy_allocation(store: FileStore) -> Allocation:

@@ -9,25 +9,26 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from pinfeed.memory.demand import window_allocation
 from pinfeed.memory.plan import Allocation
 from pinfeed.memory.units import human
 from pinfeed.readahead.base import (
     DISK_SPEED,
+    Choice,
     DirectReads,
+    FreeMemory,
     ReadStrategy,
     block_hint,
     whole_file_hint,
 )
 from pinfeed.readahead.chunk_reads import ChunkReads
-from pinfeed.readahead.in_memory import InMemoryCopy, copy_allocation
+from pinfeed.readahead.in_memory import copied
 from pinfeed.readahead.mapped_file import MappedFile
 from pinfeed.readahead.notes import ReadNote, notes_of
 from pinfeed.readahead.page_cache import UNCOUNTED_CACHE, PageCacheReadahead
 from pinfeed.readahead.ragged import RaggedReads
-from pinfeed.readahead.windows import SequentialReadahead, WindowReadahead
+from pinfeed.readahead.windows import WindowReadahead, window_allocation
 from pinfeed.rows.orders import Order, PerRank, Sequential
 from pinfeed.rows.windows import Windows, windows
 from pinfeed.stores.array import ArrayStore
@@ -52,9 +53,6 @@ _BLOCK_CHUNKS = 4
 
 # Rows of a remote file that are read ahead at a time, in sequence.
 _REMOTE_WINDOW_BYTES = 32 << 20
-
-Choice = tuple[ReadStrategy, str]
-"""A strategy, and the reason for it as the plan shows it."""
 
 
 @dataclass(frozen=True)
@@ -85,22 +83,6 @@ class ReadPlan:
         ]
 
 
-class FreeMemory(NamedTuple):
-    """Host memory that may be used for rows of files, in bytes."""
-
-    memory: int
-    """Memory of the process."""
-    page_cache: int
-    """Page cache, which belongs to the kernel, and which all processes of a machine share."""
-    origin: str = "the free memory"
-    """Name of the page cache's bound, for the plan."""
-
-    def without(self, item: Allocation) -> FreeMemory:
-        """Return the memory that remains after an allocation."""
-        memory = self.memory - item.total * (item.place == "host")
-        return self._replace(memory=memory, page_cache=self.page_cache - item.total)
-
-
 def choose(stores: Sequence[Store], order: Any, n_batch_rows: int, free: FreeMemory) -> ReadPlan:
     """Choose a strategy for each store.
 
@@ -122,8 +104,7 @@ def choose(stores: Sequence[Store], order: Any, n_batch_rows: int, free: FreeMem
                 strategy, reason = _choose_for_file(file, order, n_batch_rows, free, mapped)
                 if isinstance(strategy, MappedFile):
                     mapped.append(file)
-            for item in strategy.items:
-                free = free.without(item)
+            free = free.without(strategy.items)
             label = store.label if isinstance(store, ChunkedStore) else file.label
             notes.append(ReadNote(label, file.nbytes, reason))
         elif isinstance(store, ArrayStore):
@@ -138,13 +119,18 @@ def choose(stores: Sequence[Store], order: Any, n_batch_rows: int, free: FreeMem
     return ReadPlan(strategies, notes_of(notes))
 
 
-def window_sizes(stores: Sequence[Store], order: Any) -> tuple[tuple[int, int], ...]:
-    """Return rows of a window and bytes of a row, for each file whose windows can be read ahead."""
+def windows_ahead(stores: Sequence[Store], order: Any) -> Callable[[int], list[Allocation]]:
+    """Return a function from the rows of all batches in memory to the windows of each file.
+
+    Only files whose windows can be read ahead count.
+    """
     files = [file for file in map(file_of, stores) if file is not None and _may_copy(file)]
     found = [(_windows(file, order), file.row_nbytes) for file in files]
-    return tuple(
-        (windows.window_rows, row_nbytes) for windows, row_nbytes in found if windows is not None
-    )
+    return lambda n_batch_rows: [
+        window_allocation(windows.window_rows, row_nbytes, n_batch_rows)
+        for windows, row_nbytes in found
+        if windows is not None
+    ]
 
 
 def file_of(store: Store) -> AnyShardedStore | ChunkedStore | None:
@@ -173,17 +159,13 @@ def _choose_for_file(
         window_rows = min(store.n_rows, rows_in(store, _REMOTE_WINDOW_BYTES))
         item = window_allocation(window_rows, store.row_nbytes, n_batch_rows)
         if item.total <= free.memory:
-            ahead = SequentialReadahead(store, window_rows, n_batch_rows)
+            ahead = WindowReadahead(store, window_rows, n_batch_rows, in_sequence=True)
             return ahead, "read ahead in sequence, in large requests"
     if is_in_sequence(order):
         hint = f"{store.label} is read in sequence, {DISK_SPEED} {whole_file_hint(store)}"
         return DirectReads(store, hint), f"read in sequence{why}"
-    if _may_copy(store) and share > 0.5 and copy_allocation(store).total <= free.memory:
-        # The system may refuse memory that it reports as free.
-        with contextlib.suppress(MemoryError):
-            return InMemoryCopy(store), (
-                f"loaded into RAM during the first epoch (it fits in {free.origin})"
-            )
+    if _may_copy(store) and (copy := copied(store, share, free, "loaded")) is not None:
+        return copy
     found = _windows(store, order)
     if found is not None:
         return _read_windows(store, found, n_batch_rows, free.memory, why)
@@ -218,13 +200,9 @@ def _choose_for_chunks(
         )
         in_sequence = ChunkReads(store, hint, in_sequence=True)
         return in_sequence, "decoded in sequence, each chunk once"
-    share = _share(store, order)
-    if share > 0.5 and copy_allocation(store).total <= free.memory:
-        # The system may refuse memory that it reports as free.
-        with contextlib.suppress(MemoryError):
-            return InMemoryCopy(store), (
-                f"decoded into RAM during the first epoch (it fits in {free.origin})"
-            )
+    copy = copied(store, _share(store, order), free, "decoded")
+    if copy is not None:
+        return copy
     block_rows = _BLOCK_CHUNKS * store.chunk_rows
     problem = ""
     advice = f"a block_shuffled order with block_rows={block_rows} decodes fewer"

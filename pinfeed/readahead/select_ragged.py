@@ -7,17 +7,19 @@ from typing import Any
 
 from pinfeed.readahead.base import (
     DISK_SPEED,
+    Choice,
     DirectReads,
-    ReadStrategy,
+    FreeMemory,
     block_hint,
     whole_file_hint,
 )
-from pinfeed.readahead.in_memory import InMemoryCopy, copy_allocation
+from pinfeed.readahead.in_memory import copied
 from pinfeed.readahead.mapped_file import MappedFile
 from pinfeed.readahead.notes import ReadNote
 from pinfeed.readahead.page_cache import UNCOUNTED_CACHE, PageCacheReadahead
 from pinfeed.readahead.ragged import RaggedReads
-from pinfeed.readahead.select import FreeMemory, file_of, is_in_sequence
+from pinfeed.readahead.select import file_of, is_in_sequence
+from pinfeed.readahead.whole_file import WholeFile
 from pinfeed.rows.orders import Order
 from pinfeed.rows.ragged_batches import ElementBatches
 from pinfeed.rows.windows import windows
@@ -39,46 +41,30 @@ def choose_ragged(store: RaggedStore, rows: Any, free: FreeMemory) -> RaggedRead
     items = file_of(store.items)
     if items is None or not items.row_nbytes:
         return RaggedReads(store, DirectReads(store.items), store.items, None)
-    label = store.items.label if isinstance(store.items, ChunkedStore) else items.label
-    note = ReadNote(label, items.nbytes, "ragged rows")
     order = rows.order if isinstance(rows, ElementBatches) else rows
-    in_sequence = is_in_sequence(order)
-    if not isinstance(items, LocalFileStore):
-        return _slow_items(store, items, order, free, note)
-    if items.nbytes <= free.page_cache and items.can_map:
-        # The system may refuse address space. A file that has changed is an error when it is read.
-        with contextlib.suppress(OSError):
-            mapped = MappedFile(items, in_sequence=in_sequence)
-            reason = "read through the OS page cache, by a memory map (the file fits)"
-            return RaggedReads(store, mapped, mapped, _because(note, reason))
-    strategy, reason = _unmapped(store, items, order, in_sequence=in_sequence)
-    return RaggedReads(store, strategy, items, _because(note, reason))
+    if isinstance(items, LocalFileStore):
+        strategy, reason = _choose_for_file(store, items, order, free)
+    else:
+        strategy, reason = _choose_for_slow_items(store, items, order, free)
+    label = store.items.label if isinstance(store.items, ChunkedStore) else items.label
+    note = ReadNote(label, items.nbytes, f"ragged rows, {reason}")
+    source = strategy if isinstance(strategy, WholeFile) else items
+    return RaggedReads(store, strategy, source, note)
 
 
-def _because(note: ReadNote, reason: str) -> ReadNote:
-    return note._replace(reason=f"{note.reason}, {reason}")
-
-
-def _slow_items(
-    store: RaggedStore,
-    items: AnyShardedStore | ChunkedStore,
-    order: Any,
-    free: FreeMemory,
-    note: ReadNote,
-) -> RaggedReads:
+def _choose_for_slow_items(
+    store: RaggedStore, items: AnyShardedStore | ChunkedStore, order: Any, free: FreeMemory
+) -> Choice:
     """Read items that are decoded or remote: once into memory, if that is worth it."""
     in_chunks = isinstance(items, ChunkedStore)
     verb = "decoded" if in_chunks else "loaded"
     if is_in_sequence(order):
         hint = f"{items.label} is {verb} in sequence. A copy in a local .npy file is read faster."
         reason = "decoded in sequence, each chunk once" if in_chunks else "read in sequence"
-        return RaggedReads(store, DirectReads(items, hint), items, _because(note, reason))
-    if _share(store, order) > 0.5 and copy_allocation(items).total <= free.memory:
-        # The system may refuse memory that it reports as free.
-        with contextlib.suppress(MemoryError):
-            copy = InMemoryCopy(items)
-            reason = f"{verb} into RAM during the first epoch (it fits in {free.origin})"
-            return RaggedReads(store, copy, copy, _because(note, reason))
+        return DirectReads(items, hint), reason
+    copy = copied(items, _share(store, order), free, verb)
+    if copy is not None:
+        return copy
     if in_chunks:
         how = "decodes the whole chunks of its rows"
         advice = "A copy of the items in a .npy file needs no decoding."
@@ -86,7 +72,7 @@ def _slow_items(
         how = "requests its rows"
         advice = block_hint(store.mean_row_nbytes)
     hint = f"Each batch {how} of {items.label}. {advice} {whole_file_hint(items)}"
-    return RaggedReads(store, DirectReads(items, hint), items, _because(note, f"each batch {how}"))
+    return DirectReads(items, hint), f"each batch {how}"
 
 
 def _share(store: RaggedStore, order: Any) -> float:
@@ -97,10 +83,15 @@ def _share(store: RaggedStore, order: Any) -> float:
     return min(1.0, nbytes / (store.n_items * row_nbytes(store.items)))
 
 
-def _unmapped(
-    store: RaggedStore, items: LocalFileStore, order: Any, *, in_sequence: bool
-) -> tuple[ReadStrategy, str]:
-    """Return a strategy for a file that is not mapped, and the reason for it."""
+def _choose_for_file(
+    store: RaggedStore, items: LocalFileStore, order: Any, free: FreeMemory
+) -> Choice:
+    in_sequence = is_in_sequence(order)
+    if items.nbytes <= free.page_cache and items.can_map:
+        # The system may refuse address space. A file that has changed is an error when it is read.
+        with contextlib.suppress(OSError):
+            mapped = MappedFile(items, in_sequence=in_sequence)
+            return mapped, "read through the OS page cache, by a memory map (the file fits)"
     if in_sequence:
         hint = f"{items.label} is read in sequence, {DISK_SPEED} {whole_file_hint(items)}"
         return DirectReads(items, hint), "read in sequence"

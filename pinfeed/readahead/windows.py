@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.memory.buffer_pool import BufferPool
-from pinfeed.memory.demand import window_allocation
+from pinfeed.memory.mapping import block_nbytes
+from pinfeed.memory.plan import Allocation
 from pinfeed.readahead.base import DISK_SPEED, OpenBatch, whole_file_hint
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.windows import Windows
@@ -92,22 +93,25 @@ class WindowReadahead:
         store: A read-only store.
         window_rows: Rows of a window.
         n_batch_rows: Rows of all batches that are read at the same time.
+        in_sequence: Whether the order is sequential, whose windows are equal.
     """
 
-    def __init__(self, store: FileStore, window_rows: int, n_batch_rows: int) -> None:
+    def __init__(
+        self, store: FileStore, window_rows: int, n_batch_rows: int, *, in_sequence: bool = False
+    ) -> None:
         self._store = store
+        self._even = EvenWindows(store.n_rows, window_rows) if in_sequence else None
         self._window_nbytes = window_rows * store.row_nbytes
         self.items = (window_allocation(window_rows, store.row_nbytes, n_batch_rows),)
         self._pool = BufferPool(self.items[0].count)
 
     @contextlib.contextmanager
-    def open_epoch(
-        self, windows: Windows | EvenWindows | None, start: int, stop: int
-    ) -> Iterator[OpenBatch]:
-        assert windows is not None
+    def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
+        taken = self._even or windows
+        assert taken is not None
         with ThreadPool(_N_THREADS, "pinfeed-window") as threads:
             cursor = WindowCursor(
-                windows,
+                taken,
                 start,
                 stop,
                 lambda runs: _Window(
@@ -139,25 +143,14 @@ class WindowReadahead:
         self._pool.close()
 
 
-class SequentialReadahead(WindowReadahead):
-    """Strategy that reads ahead the rows of a sequential order, in equal windows.
+def window_allocation(window_rows: int, row_nbytes: int, n_batch_rows: int) -> Allocation:
+    """Return the memory for the windows of a file.
 
-    Args:
-        store: A read-only store.
-        window_rows: Rows of a window.
-        n_batch_rows: Rows of all batches that are read at the same time.
+    One window is read ahead. The ``n_batch_rows`` rows of the batches in memory are in other
+    windows.
     """
-
-    def __init__(self, store: FileStore, window_rows: int, n_batch_rows: int) -> None:
-        super().__init__(store, window_rows, n_batch_rows)
-        self._windows = EvenWindows(store.n_rows, window_rows)
-
-    @contextlib.contextmanager
-    def open_epoch(
-        self, windows: Windows | EvenWindows | None, start: int, stop: int
-    ) -> Iterator[OpenBatch]:
-        with super().open_epoch(self._windows, start, stop) as open_batch:
-            yield open_batch
+    count = 2 + -(-n_batch_rows // window_rows)
+    return Allocation("windows", "host", count, block_nbytes(window_rows * row_nbytes))
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from pinfeed.rows.windows import Windows, windows
 # An order computes this many rows at once. Small batches then share numpy's cost per call, and
 # large batches need no more memory.
 _RUN_ROWS = 1 << 14
+ORDER_BYTES = 3 << 20
+"""Most bytes that an order needs: three tables of 512 KiB, and arrays for a run of rows."""
 
 
 class RowIndices(NamedTuple):

@@ -32,7 +32,7 @@ from pinfeed import (
     WriteBackError,
     rows,
 )
-from pinfeed.pipeline.planner import PlanRequest
+from pinfeed.pipeline.part_memory import ragged_sizes
 from pinfeed.testing import SimDevice, favour, lazy
 
 LAYOUTS: list[Any] = ["offsets", "padded", "jagged"]
@@ -344,16 +344,19 @@ def test_no_batch_is_larger_than_planned(
                 lengths, 60, order=rows.shuffled(2), padded=kind.startswith("padded")
             )
         }
-    plans = [PlanRequest([], chosen["rows"], None, limits, [store]) for limits in (None, Config())]
+    sizes = [
+        ragged_sizes(store, chosen["rows"], is_limited=is_limited, is_staged=False)
+        for is_limited in (False, True)
+    ]
     with Feeder(store, device="cpu", depth=0, **chosen) as feeder:
         most = feeder.batch_size
         assert most is not None
         for batch in feeder.batches():
             nbytes = [tensor.nbytes for tensor in batch.data]
             assert len(batch.rows) <= most
-            for plan in plans:
-                bounds = plan.sizes(store).most(len(batch.rows))
-                assert all(n <= bound for n, bound in zip(nbytes, bounds, strict=True))
+            for parts_of in sizes:
+                parts = parts_of(len(batch.rows))
+                assert all(n <= part.nbytes for n, part in zip(nbytes, parts, strict=True))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[:2])

@@ -1,26 +1,105 @@
 """From memory limits to a batch size: the largest that fits, never one byte more."""
 
 import dataclasses
+import functools
 import pickle
 import re
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pinfeed import Config, GiB, HostEmbedding, KiB, MiB, Offload
 from pinfeed.errors import ArgumentError, BudgetError
-from pinfeed.memory.demand import Demand, plan_allocations
 from pinfeed.memory.depth import check_depth
-from pinfeed.memory.plan import Plan
+from pinfeed.memory.plan import Allocation, Plan, Route
 from pinfeed.memory.units import human, human_rate, parse_size
+from pinfeed.pipeline.loop_transforms import NO_TRANSFORMS
+from pinfeed.pipeline.planner import Planner
+from pinfeed.pipeline.schedule import PrefetchSchedule
+from pinfeed.pipeline.store_tree import StoreTree
+from pinfeed.rows import drawn, sequential
+from pinfeed.testing import SimDevice, lazy
 
 # More free memory than any limit in these tests.
 FREE = GiB(1000)
 
 
-def load_of(**changes: Any) -> Demand:
+class Rows:
+    """Store without memory, of any size."""
+
+    dtype = np.dtype(np.uint8)
+
+    def __init__(self, n_rows: int, nbytes: int, *, writable: bool, resident_bytes: int) -> None:
+        self.n_rows = n_rows
+        self.row_shape = (nbytes,)
+        self.writable = writable
+        self.resident_bytes = resident_bytes
+
+    def gather(self, rows: Any, out: Any) -> None: ...
+    def scatter(self, rows: Any, values: Any) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Device(SimDevice):
+    """Device that reads some of the stores directly."""
+
+    def __init__(self, load: "Load") -> None:
+        super().__init__(lazy)
+        self.unified = load.unified  # type: ignore[misc]
+        self._load = load
+        self.free = FREE
+
+    def reaches(self, source: Any) -> bool:
+        return not self._load.staged[self._load.stores.index(source)]
+
+    def free_bytes(self) -> int:
+        return self.free
+
+
+@dataclass(frozen=True)
+class Load:
+    """The rows that a feeder moves."""
+
+    row_nbytes: tuple[int, ...]
+    writable: tuple[bool, ...]
+    staged: tuple[bool, ...]
+    resident_bytes: int
+    n_rows: int
+    unified: bool
+    repeats: bool = True
+
+    @functools.cached_property
+    def stores(self) -> list[Rows]:
+        resident = [self.resident_bytes] + [0] * len(self.row_nbytes)
+        return [
+            Rows(self.n_rows, nbytes, writable=writable, resident_bytes=more)
+            for nbytes, writable, more in zip(
+                self.row_nbytes, self.writable, resident, strict=False
+            )
+        ]
+
+    @property
+    def route(self) -> Route:
+        return "staged" if any(self.staged) else "direct"
+
+    def planner(self, depth: int, config: Config | None = None, free: int = FREE) -> Planner:
+        device = Device(self)
+        device.free = free
+        order = drawn(self.n_rows, 1) if self.repeats else sequential()
+        tree = StoreTree(self.stores)
+        schedule = PrefetchSchedule(depth)
+        return Planner(tree, order, None, config, schedule, device, NO_TRANSFORMS, None)
+
+    def allocations(self, batch_size: int, depth: int) -> tuple[Allocation, ...]:
+        return tuple(self.planner(depth).allocations(batch_size, depth))
+
+
+def load_of(**changes: Any) -> Load:
     whole = {
         "row_nbytes": (512,),
         "writable": (False,),
@@ -28,20 +107,20 @@ def load_of(**changes: Any) -> Demand:
         "n_rows": 10**6,
         "unified": False,
     } | changes
-    return Demand(**({"staged": (True,) * len(whole["row_nbytes"])} | whole))  # type: ignore[arg-type]
+    return Load(**({"staged": (True,) * len(whole["row_nbytes"])} | whole))  # type: ignore[arg-type]
 
 
-def loads() -> st.SearchStrategy[Demand]:
+def loads() -> st.SearchStrategy[Load]:
     store = st.tuples(
         st.one_of(st.integers(0, 64), st.integers(0, 1 << 20)), st.booleans(), st.booleans()
     )
 
-    def demand(stores: list[tuple[int, bool, bool]], **rest: Any) -> Demand:
+    def load(stores: list[tuple[int, bool, bool]], **rest: Any) -> Load:
         row_nbytes, writable, staged = zip(*stores, strict=True)
-        return Demand(row_nbytes, writable, staged=staged, **rest)
+        return Load(row_nbytes, writable, staged, **rest)
 
     return st.builds(
-        demand,
+        load,
         st.lists(store, min_size=1, max_size=4),
         resident_bytes=st.sampled_from([0, 1, MiB(16)]),
         n_rows=st.one_of(st.integers(1, 50), st.integers(1, 10**9)),
@@ -55,11 +134,11 @@ DEPTH = st.integers(0, 5)
 PREFERRED = st.one_of(st.none(), st.integers(1, 50), st.integers(1, 10**7))
 
 
-def plan_of(load: Demand, cpu: int, gpu: int, depth: int = 2, preferred: int | None = None) -> Plan:
+def plan_of(load: Load, cpu: int, gpu: int, depth: int = 2, preferred: int | None = None) -> Plan:
     config = Config(
         cpu_memory_limit=cpu, gpu_memory_limit=gpu, depth=depth, preferred_batch_size=preferred
     )
-    return config.plan(load, free_host_bytes=0, free_device_bytes=0)
+    return load.planner(depth, config).plan(None)[0]
 
 
 def plan_or_none(*args: Any, **kwargs: Any) -> Plan | None:
@@ -75,10 +154,10 @@ def plan_or_none(*args: Any, **kwargs: Any) -> Plan | None:
 @settings(deadline=None)
 @given(load=loads(), cpu=LIMIT, gpu=LIMIT, depth=DEPTH, preferred=PREFERRED)
 def test_a_plan_keeps_the_limits_and_is_the_largest_that_does(
-    load: Demand, cpu: int, gpu: int, depth: int, preferred: int | None
+    load: Load, cpu: int, gpu: int, depth: int, preferred: int | None
 ) -> None:
     def excess(batch_size: int) -> bool:
-        larger = Plan(batch_size, depth, load.route, plan_allocations(load, batch_size, depth))
+        larger = Plan(batch_size, depth, load.route, load.allocations(batch_size, depth))
         return larger.host_bytes > cpu or (not load.unified and larger.device_bytes > gpu)
 
     plan = plan_or_none(load, cpu, gpu, depth, preferred)
@@ -99,7 +178,7 @@ def test_a_plan_keeps_the_limits_and_is_the_largest_that_does(
 @settings(deadline=None)
 @given(load=loads(), cpu=LIMIT, gpu=LIMIT, more=st.integers(0, MiB(64)), depth=DEPTH)
 def test_more_memory_never_gives_a_smaller_batch(
-    load: Demand, cpu: int, gpu: int, more: int, depth: int
+    load: Load, cpu: int, gpu: int, more: int, depth: int
 ) -> None:
     small = plan_or_none(load, cpu, gpu, depth)
     assume(small is not None)
@@ -114,17 +193,15 @@ def test_more_memory_never_gives_a_smaller_batch(
 
 @settings(deadline=None)
 @given(load=loads(), cpu=LIMIT, gpu=LIMIT, depth=DEPTH)
-def test_more_depth_never_gives_a_larger_batch(
-    load: Demand, cpu: int, gpu: int, depth: int
-) -> None:
+def test_more_depth_never_gives_a_larger_batch(load: Load, cpu: int, gpu: int, depth: int) -> None:
     deep = plan_or_none(load, cpu, gpu, depth + 1)
     assert deep is None or plan_of(load, cpu, gpu, depth).batch_size >= deep.batch_size
 
 
 @settings(deadline=None)
 @given(load=loads(), batch_size=st.integers(1, 10**6), depth=DEPTH)
-def test_a_plan_is_the_sum_of_its_items(load: Demand, batch_size: int, depth: int) -> None:
-    items = plan_allocations(load, batch_size, depth)
+def test_a_plan_is_the_sum_of_its_items(load: Load, batch_size: int, depth: int) -> None:
+    items = load.allocations(batch_size, depth)
     plan = Plan(batch_size, depth, load.route, items)
     assert all(item.total == item.count * item.nbytes for item in items)
     assert plan.host_bytes + plan.device_bytes == sum(item.total for item in items)
@@ -140,10 +217,9 @@ def test_a_plan_is_the_sum_of_its_items(load: Demand, batch_size: int, depth: in
 
 @settings(deadline=None)
 @given(load=loads(), batch_size=st.integers(1, 10**6), depth=DEPTH)
-def test_memory_grows_with_the_batch(load: Demand, batch_size: int, depth: int) -> None:
+def test_memory_grows_with_the_batch(load: Load, batch_size: int, depth: int) -> None:
     small, large = (
-        Plan(n, depth, load.route, plan_allocations(load, n, depth))
-        for n in (batch_size, batch_size + 1)
+        Plan(n, depth, load.route, load.allocations(n, depth)) for n in (batch_size, batch_size + 1)
     )
     assert small.host_bytes < large.host_bytes
     assert small.device_bytes <= large.device_bytes
@@ -152,9 +228,9 @@ def test_memory_grows_with_the_batch(load: Demand, batch_size: int, depth: int) 
 @settings(deadline=None)
 @given(load=loads(), batch_size=st.integers(1, 10**6), depth=DEPTH)
 def test_all_batches_that_exist_at_a_time_are_planned(
-    load: Demand, batch_size: int, depth: int
+    load: Load, batch_size: int, depth: int
 ) -> None:
-    items = {item.what: item for item in plan_allocations(load, batch_size, depth)}
+    items = {item.what: item for item in load.allocations(batch_size, depth)}
     batch_nbytes = batch_size * sum(load.row_nbytes)
     written_nbytes = batch_size * sum(
         nbytes for nbytes, writable in zip(load.row_nbytes, load.writable, strict=True) if writable
@@ -276,9 +352,12 @@ def test_memory_of_the_host_is_one_limit_where_batches_live_there() -> None:
 
 
 @pytest.mark.parametrize("headroom", [0.0, 0.1, 0.25, 0.999])
-def test_without_a_limit_the_free_memory_less_the_headroom_is_the_limit(headroom: float) -> None:
+def test_without_a_limit_the_free_memory_less_the_headroom_is_the_limit(
+    headroom: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pinfeed.pipeline.planner.free_host_bytes", lambda: GiB(40))
     load = load_of(row_nbytes=(100_000,), n_rows=10**9)
-    plan = Config(headroom=headroom).plan(load, free_host_bytes=GiB(40), free_device_bytes=GiB(8))
+    plan, _ = load.planner(2, Config(headroom=headroom), GiB(8)).plan(None)
     assert (plan.cpu_memory_limit, plan.gpu_memory_limit) == (
         int(GiB(40) * (1 - headroom)),
         int(GiB(8) * (1 - headroom)),
@@ -286,11 +365,13 @@ def test_without_a_limit_the_free_memory_less_the_headroom_is_the_limit(headroom
     assert plan == plan_of(load, int(GiB(40) * (1 - headroom)), int(GiB(8) * (1 - headroom)))
 
 
-def test_a_limit_that_is_given_needs_no_free_memory() -> None:
+def test_a_limit_that_is_given_needs_no_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(cpu_memory_limit=MiB(100), gpu_memory_limit=MiB(10))
-    assert config.plan(load_of(), free_host_bytes=0, free_device_bytes=0) == config.plan(
-        load_of(), free_host_bytes=FREE, free_device_bytes=FREE
-    )
+    plans = []
+    for free in (0, FREE):
+        monkeypatch.setattr("pinfeed.pipeline.planner.free_host_bytes", lambda free=free: free)
+        plans.append(load_of().planner(2, config, free).plan(None)[0])
+    assert plans[0] == plans[1]
 
 
 # -- refusals --------------------------------------------------------------------------------------
@@ -298,16 +379,14 @@ def test_a_limit_that_is_given_needs_no_free_memory() -> None:
 
 @settings(deadline=None)
 @given(load=loads(), cpu=LIMIT, gpu=LIMIT, depth=DEPTH)
-def test_a_refusal_names_the_need_and_the_limit(
-    load: Demand, cpu: int, gpu: int, depth: int
-) -> None:
+def test_a_refusal_names_the_need_and_the_limit(load: Load, cpu: int, gpu: int, depth: int) -> None:
     try:
         plan_of(load, cpu, gpu, depth)
     except BudgetError as error:
         message = str(error)
     else:
         return
-    least = Plan(1, depth, load.route, plan_allocations(load, 1, depth))
+    least = Plan(1, depth, load.route, load.allocations(1, depth))
     on_device = not load.unified and least.device_bytes > gpu
     name, limit, need, kind = (
         ("gpu", gpu, least.device_bytes, "device")
@@ -317,7 +396,7 @@ def test_a_refusal_names_the_need_and_the_limit(
     assert need > limit
     assert f"batches of one row need {human(need)} ({need} bytes) of {kind} memory" in message
     assert f"{name}_memory_limit is {human(limit)} ({limit} bytes)" in message
-    synchronous = Plan(1, 0, load.route, plan_allocations(load, 1, 0))
+    synchronous = Plan(1, 0, load.route, load.allocations(1, 0))
     least_need = synchronous.device_bytes if on_device else synchronous.host_bytes
     helps = depth and least_need <= limit
     advice = f"lower depth (now {depth}) or raise" if helps else "raise"
@@ -332,7 +411,7 @@ def test_a_refusal_names_the_need_and_the_limit(
 @pytest.mark.parametrize("unified", [False, True])
 def test_a_refusal_is_exact_to_the_byte(short: int, unified: bool) -> None:
     load = load_of(row_nbytes=(10_000_000,), unified=unified, writable=(True,))
-    least = Plan(1, 3, "staged", plan_allocations(load, 1, 3))
+    least = Plan(1, 3, "staged", load.allocations(1, 3))
     for cpu, gpu in (
         (least.host_bytes - short, FREE),
         (least.host_bytes, least.device_bytes - short),
@@ -343,21 +422,17 @@ def test_a_refusal_is_exact_to_the_byte(short: int, unified: bool) -> None:
         assert plan is None or plan.batch_size == 1
 
 
-def test_a_refusal_for_lack_of_free_memory_says_so() -> None:
-    with pytest.raises(
-        BudgetError,
-        match=re.escape(
-            "cpu_memory_limit is 90 B (90 bytes), the free memory minus the headroom; raise"
-        ),
-    ):
-        Config().plan(load_of(), free_host_bytes=100, free_device_bytes=FREE)
-    with pytest.raises(
-        BudgetError,
-        match=re.escape(
-            "gpu_memory_limit is 0 B (0 bytes), the free memory minus the headroom; raise"
-        ),
-    ):
-        Config().plan(load_of(), free_host_bytes=FREE, free_device_bytes=0)
+@pytest.mark.parametrize(
+    ("cpu", "gpu", "limit"),
+    [(100, FREE, "cpu_memory_limit is 90 B (90 bytes)"), (FREE, 0, "gpu_memory_limit is 0 B (0 ")],
+)
+def test_a_refusal_for_lack_of_free_memory_says_so(
+    cpu: int, gpu: int, limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pinfeed.pipeline.planner.free_host_bytes", lambda: cpu)
+    with pytest.raises(BudgetError, match=re.escape(limit)) as refusal:
+        load_of().planner(2, Config(), gpu).plan(None)
+    assert "bytes), the free memory minus the headroom; raise" in str(refusal.value)
 
 
 def test_a_refusal_for_a_given_limit_does_not_mention_free_memory() -> None:
@@ -514,7 +589,7 @@ def test_a_plan_in_words() -> None:
 
 def test_a_plan_without_limits_in_words() -> None:
     load = load_of(unified=True, staged=(False,))
-    first, host, *items = str(Plan(10, 0, "direct", plan_allocations(load, 10, 0))).splitlines()
+    first, host, *items = str(Plan(10, 0, "direct", load.allocations(10, 0))).splitlines()
     assert first == "batches of up to 10 rows, depth=0, rows are copied straight into each batch"
     assert host == "host memory: 3.0 MiB"
     assert [item.split(" x ")[0] for item in items] == ["  host: 2", "  host: 3", "  host: 1"]

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pinfeed.memory.demand import Demand, plan_allocations
 from pinfeed.pipeline.forwarding import Overlap, SharedRows, Span, Write, WriteLog, forwards
-from pinfeed.pipeline.recent_rows import RecentRows, hash_groups
+from pinfeed.pipeline.recent_rows import RecentRows, hash_groups, shared_row_allocations
 
 # Rows of the store: few, so that batches overlap.
 N = 12
@@ -238,8 +237,8 @@ def test_later_batches_may_be_added_before_the_search() -> None:
 def test_the_table_of_recent_rows_is_planned(n_rows: int, ahead: int) -> None:
     recent = RecentRows(ahead)
     compared(recent, 0, [np.arange(n_rows)])
-    demand = Demand((8,), (True,), 0, n_rows, True, (False,))
-    planned = {item.what: item for item in plan_allocations(demand, n_rows, ahead)}
+    allocations = shared_row_allocations(n_rows, ahead, 8 * n_rows, unified=True)
+    planned = {item.what: item for item in allocations}
     (history,) = recent._groups
     assert history.table_nbytes <= planned["table of recent rows"].nbytes
     (batch,) = history._batches.values()

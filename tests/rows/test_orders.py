@@ -14,9 +14,9 @@ from torch.utils.data import (
 )
 
 from pinfeed.errors import ArgumentError
-from pinfeed.memory.demand import Demand, plan_allocations
+from pinfeed.pipeline.slot_gather import index_allocations
 from pinfeed.rows import orders
-from pinfeed.rows.batches import OrderBatches
+from pinfeed.rows.batches import ORDER_BYTES, OrderBatches
 from pinfeed.rows.orders import Order, block_shuffled, per_rank, sequential, shuffled
 from pinfeed.rows.windows import windows
 
@@ -228,11 +228,9 @@ def test_seeds_and_blocks_are_integers() -> None:
 def test_an_order_takes_no_more_memory_than_is_planned_for_it(
     order: Order, n: int, batch_size: int
 ) -> None:
-    load = Demand((4,), (False,), resident_bytes=0, n_rows=n, unified=True, staged=(False,))
-    planned = {
-        item.what: item.total
-        for item in plan_allocations(load, min(batch_size, order.length(n)), depth=0)
-    }
+    (indices,) = index_allocations(
+        min(batch_size, order.length(n)), depth=0, n_held=0, by_device=False
+    )
     batches = drawn(OrderBatches(order, n, batch_size).epoch(0))
     tracemalloc.start()
     held = None
@@ -241,7 +239,7 @@ def test_an_order_takes_no_more_memory_than_is_planned_for_it(
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert held is not None
-    assert peak < planned["the order of the rows"] + planned["row indices"]
+    assert peak < ORDER_BYTES + indices.total
 
 
 # -- ranks -----------------------------------------------------------------------------------------

@@ -15,10 +15,12 @@ import torch
 from pinfeed.compat.pytorch_memory.sample_format import SampleFormat, find_sample_format
 from pinfeed.compat.pytorch_memory.units import round_to
 from pinfeed.errors import ArgumentError, NotEnoughCPUMemory
-from pinfeed.memory.demand import Demand, plan_allocations
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_depth
 from pinfeed.memory.plan import Allocation
 from pinfeed.memory.units import human, parse_size
+from pinfeed.pipeline.loop_memory import loop_allocations
+from pinfeed.pipeline.part_memory import PartSize
+from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.training.memory_model import config
 from pinfeed.training.memory_model.budget import Budget, largest_that_fits
 from pinfeed.training.memory_model.tensor_specs import SampleSpec, samples_of
@@ -286,8 +288,8 @@ def host_items(specs: Sequence[SampleSpec], batch_size: int, depth: int) -> tupl
         batch_size: Samples in a batch.
         depth: Number of prefetched batches.
     """
-    nbytes = tuple(size for spec in specs for size in spec.nbytes)
-    none = (False,) * len(nbytes)
-    demand = Demand(nbytes, none, 0, batch_size, unified=True, staged=none)
-    samples = Allocation("samples of the batch that is read", "host", 1, batch_size * sum(nbytes))
-    return (*plan_allocations(demand, batch_size, depth), samples)
+    parts = [PartSize(batch_size * nbytes) for spec in specs for nbytes in spec.nbytes]
+    nbytes = sum(part.nbytes for part in parts)
+    samples = Allocation("samples of the batch that is read", "host", 1, nbytes)
+    schedule = PrefetchSchedule(depth)
+    return (*loop_allocations(parts, batch_size, schedule, unified=True), samples)

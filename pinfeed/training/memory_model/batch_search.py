@@ -11,8 +11,10 @@ import torch
 
 from pinfeed.errors import EstimateError
 from pinfeed.memory import limits
-from pinfeed.memory.demand import Demand, plan_allocations
-from pinfeed.memory.plan import Allocation, Place, Plan
+from pinfeed.memory.plan import Allocation, Place, Plan, Route
+from pinfeed.pipeline.loop_memory import loop_allocations
+from pinfeed.pipeline.part_memory import PartSize
+from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.training.memory_model.budget import CACHES, Budget, largest_that_fits, refusal
 from pinfeed.training.memory_model.estimate import MOST_SAMPLES, StepEstimator
 from pinfeed.training.memory_model.probe import measure_steps
@@ -119,20 +121,19 @@ class BatchSearch:
         is_on_gpu = bounds.gpu_limit is not None
         step = self._estimator.at(batch_size)
         specs = (self._estimator.inputs, self._estimator.targets)
-        nbytes = tuple(size for spec in specs if spec is not None for size in spec.nbytes)
-        demand = Demand(
-            nbytes,
-            (False,) * len(nbytes),
-            0,
-            batch_size,
-            unified=not is_on_gpu,
-            staged=(is_on_gpu,) * len(nbytes),
-        )
-        items = plan_allocations(demand, batch_size, bounds.depth)
+        parts = [
+            PartSize(batch_size * nbytes, is_staged=is_on_gpu)
+            for spec in specs
+            if spec is not None
+            for nbytes in spec.nbytes
+        ]
+        schedule = PrefetchSchedule(bounds.depth)
+        items = loop_allocations(parts, batch_size, schedule, unified=not is_on_gpu)
         if bounds.device_cache:
             place: Place = "device" if is_on_gpu else "host"
-            items += (Allocation(CACHES, place, 1, bounds.device_cache),)
-        feeder = Plan(batch_size, bounds.depth, demand.route, items)
+            items.append(Allocation(CACHES, place, 1, bounds.device_cache))
+        route: Route = "staged" if is_on_gpu else "direct"
+        feeder = Plan(batch_size, bounds.depth, route, tuple(items))
         if seen is None:
             share = _INEXACT_MARGIN if step.confidence != "exact" else 0
             share += 0 if is_on_gpu else _HEAP_MARGIN
