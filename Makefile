@@ -68,8 +68,8 @@ overhead: .venv/installed
 gpu: .venv/cuda
 	$(BIN)/python -m benchmarks.gpu
 
-# pinfeed and what the examples need.
-.venv/plot: pyproject.toml constraints.txt
+# pinfeed, with its compiled part, and what the examples need.
+.venv/plot: pyproject.toml constraints.txt hatch_build.py $(wildcard pinfeed/native/*.[ch])
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[plot]"

@@ -1,4 +1,7 @@
-"""Build the wheel and the sdist into dist/, and try them in clean environments.
+"""Build the wheels and the sdist into dist/, and try them in clean environments.
+
+The wheel for this machine works with every Python. With a cross-compiler, there is also a wheel for
+aarch64, whose compiled part runs its stress test in an emulator.
 
 There is one environment for each supported Python that is installed, with the versions of
 constraints.txt. In each, newcomer.py runs with the wheel and with the sdist, mypy --strict
@@ -18,6 +21,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+LIBRARY = "pinfeed/native/_copies.so"
 NEWCOMER, CONSTRAINTS = ROOT / ".ci" / "newcomer.py", ROOT / "constraints.txt"
 VERSIONS = re.findall(
     r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text()
@@ -26,19 +30,27 @@ IMPORT = (
     "import sys, pinfeed; assert 'torch' not in sys.modules; "
     "print(pinfeed.__version__, pinfeed.__file__)"
 )
+WHY_NOT = "from pinfeed.native.library import why_not; print(why_not())"
 MISTAKE = "import pinfeed\npinfeed.Feeder('rows.npy', batch_sise=64)\n"
 MYPY = "[mypy]\nstrict = True\n[mypy-torch.*]\nfollow_imports = skip\n"
 """Settings that skip torch's types, which take a minute to read; pinfeed's own are checked."""
 
 
-def run(*command: object, cwd: Path = ROOT, fails: bool = False) -> str:
+def run(*command: object, cwd: Path = ROOT, fails: bool = False, **variables: str) -> str:
     """Run a command without this environment's PYTHONPATH, and return what it prints.
+
+    Args:
+        command: The command.
+        cwd: Folder in which it runs.
+        fails: Whether it must fail.
+        variables: Environment variables to set.
 
     Raises:
         SystemExit: If the command fails, or succeeds although ``fails`` is true.
     """
     words = [str(word) for word in command]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    environment |= variables
     done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True)
     if (done.returncode != 0) is not fails:
         raise SystemExit(
@@ -65,10 +77,11 @@ def check_contents(wheel: Path, sdist: Path) -> None:
     tracked = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "pinfeed").rglob("*")
-        if "__pycache__" not in path.parts and path.is_file()
+        if "__pycache__" not in path.parts and path.is_file() and path.suffix != ".so"
     }
     held = set(zipfile.ZipFile(wheel).namelist())
-    assert tracked == {name for name in held if ".dist-info/" not in name}, tracked ^ held
+    packed = {name for name in held if ".dist-info/" not in name}
+    assert tracked | {LIBRARY} == packed, (tracked | {LIBRARY}) ^ packed
     assert "pinfeed/py.typed" in held
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in held)
     with tarfile.open(sdist) as file:
@@ -114,12 +127,12 @@ class Environment:
         self.folder = folder
         self.python = folder / "env" / "bin" / "python"
 
-    def pip(self, *arguments: object) -> str:
+    def pip(self, *arguments: object, **variables: str) -> str:
         pip = (sys.executable, "-m", "pip", "--python", self.python, "install", "--quiet")
-        return run(*pip, "--constraint", CONSTRAINTS, *arguments, cwd=self.folder)
+        return run(*pip, "--constraint", CONSTRAINTS, *arguments, cwd=self.folder, **variables)
 
-    def program(self, *arguments: object) -> str:
-        return run(self.python, "-W", "error", *arguments, cwd=self.folder)
+    def program(self, *arguments: object, **variables: str) -> str:
+        return run(self.python, "-W", "error", *arguments, cwd=self.folder, **variables)
 
     def mypy(self, *arguments: object, fails: bool = False) -> str:
         (self.folder / "mypy.ini").write_text(MYPY)
@@ -153,21 +166,52 @@ class Environment:
         assert version in self.program("-m", "pinfeed", "--version")
         run(self.python.parent / "pinfeed", "--help", cwd=self.folder)
 
+    def why_not_native(self) -> str:
+        return self.program("-c", WHY_NOT).strip()
+
     def check_whole(self, wheel: Path, sdist: Path) -> None:
         for package in (sdist, wheel):
             self.pip("--force-reinstall", "--no-deps", package)
             self.check_import(wheel)
             self.program(NEWCOMER)
+        assert self.why_not_native() == ""
+        self.program(NEWCOMER, PINFEED_NATIVE="0")
+        # Without a compiler, the sdist installs, and everything works.
+        self.pip("--force-reinstall", "--no-deps", sdist, CC="/nonexistent/cc")
+        assert "no C compiler was found" in self.why_not_native()
+        self.program(NEWCOMER)
+        self.pip("--force-reinstall", "--no-deps", wheel)
         self.mypy(NEWCOMER)
         assert "batch_sise" in self.mypy("-c", MISTAKE, fails=True), "types are seen"
         for extra in ("cuda12", "cuda13,hdf5,parquet,plot,remote,safetensors,zarr"):
             self.pip("--dry-run", f"{wheel}[{extra}]")
 
 
+def cross_build() -> None:
+    """Build the wheel for aarch64, and run the stress test of its compiled part, if possible."""
+    compiler, emulator = "aarch64-linux-gnu-gcc", "qemu-aarch64"
+    if shutil.which(compiler) is None:
+        print(f"{compiler} is not installed: no wheel for aarch64")
+        return
+    platform = {"CC": compiler, "PINFEED_PLATFORM": "linux_aarch64"}
+    run(sys.executable, "-m", "build", "--wheel", **platform)
+    (wheel,) = (ROOT / "dist").glob("*aarch64.whl")
+    print(f"{wheel.name}: {wheel.stat().st_size >> 10} KiB")
+    if shutil.which(emulator) is None:
+        print(f"{emulator} is not installed: the compiled part for aarch64 did not run")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "stress"
+        sources = [ROOT / "tests/native/stress.c", *(ROOT / "pinfeed/native").glob("*.c")]
+        run(compiler, "-std=c11", "-O2", "-static", "-pthread", *sources, "-o", program)
+        print(f"{emulator}: {run(emulator, program).strip()}")
+
+
 def main() -> None:
-    """Build wheel and sdist, check their contents, and try them in each environment."""
+    """Build wheels and sdist, check their contents, and try them in each environment."""
     wheel, sdist = build()
     check_contents(wheel, sdist)
+    cross_build()
     for version, python in pythons().items():
         with tempfile.TemporaryDirectory() as folder:
             environment = Environment(Path(folder), python)

@@ -74,11 +74,10 @@ class MmapStore(LocalFileStore):
         keep_cache: Whether the OS page cache keeps the data that was read. False restores the page
             cache to its earlier state. None keeps the data if the files fit in the memory that is
             free when reading begins.
-        memory_map: Whether a feeder may gather the rows from a memory map. The feeder checks the
-            size of the file before each gather, and a file that has shrunk is an error. If the file
-            shrinks, or the disk fails, during a gather from a map, the kernel ends the process
-            (SIGBUS), as with any memory map. Give False for a file that another process may
-            truncate or rewrite in place; this excludes the SIGBUS.
+        memory_map: Whether a feeder may gather the rows from a memory map. A file that shrinks
+            is an error. If pinfeed was installed without a C compiler, and the file shrinks or
+            the disk fails during a gather from a map, the kernel ends the process (SIGBUS). False
+            excludes that.
 
     Raises:
         FileMissing: If a file, or every file of a pattern, is missing.

@@ -12,6 +12,7 @@ from pinfeed.cli.doctor.disk import Disk
 from pinfeed.cli.doctor.machine import Gpu, Host, Package, limit_values
 from pinfeed.cli.terminal.output import facts, sections, table
 from pinfeed.memory.units import human, human_rate
+from pinfeed.native.library import why_not
 from pinfeed.validation.requirements import install_line
 from pinfeed.validation.wrapping import wrapped
 
@@ -65,6 +66,7 @@ class Diagnosis:
             "host": {
                 **asdict(self.host),
                 "limits": [limit_values(limit) for limit in self.host.limits],
+                "compiled_problem": why_not(),
             },
             "gpu": asdict(self.gpu),
             "gb_per_s": {
@@ -123,6 +125,7 @@ class Diagnosis:
             *(limits or [("limits", "only the memory of the machine")]),
             ("memlock", locked),
             ("cores", _cores(host)),
+            ("copies", f"by numpy, because {why}" if (why := why_not()) else "by compiled code"),
             ("GPU", _gpu(gpu)),
             ("", f"torch {gpu.torch}, {built}; {driver}"),
         ]
