@@ -84,9 +84,10 @@ class BaseFeeder(Generic[T_co]):
     def depth_reason(self) -> str:
         """Depth of the loop and the measured times behind it; empty if the depth is not measured.
 
-        Without a ``depth``, a ``Feeder`` over rows in memory and ``wrap_loader`` measure on the CPU
-        whether short batches are faster in the synchronous loop. They keep the faster depth while
-        batches stay short. ``train_rows`` without a ``depth`` measures on every device, once.
+        Without a ``depth``, ``Feeder`` and ``wrap_loader`` measure on the CPU whether short batches
+        are faster in the synchronous loop. They keep the faster depth while batches stay short. A
+        ``Feeder`` whose rows native threads copy always prefetches. ``train_rows`` without a
+        ``depth`` measures on every device, once.
         """
         return self._loop.depth_reason
 

@@ -22,7 +22,7 @@ from pinfeed.memory.plan import Plan, check_route
 from pinfeed.pipeline.host_transfer import rows_on_host
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.planner import Planner
-from pinfeed.pipeline.schedule import PrefetchSchedule, choose_schedule
+from pinfeed.pipeline.schedule import PrefetchSchedule, choose_schedule, crew_schedule
 from pinfeed.pipeline.sources.store_rows import RowSource
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.rows.orders import Order
@@ -102,9 +102,9 @@ class Feeder(ResumableFeeder[T_co]):
             options. With ``"all"`` or None, every process iterates over all rows.
         depth: Number of batches to prefetch, at most 1,024, because each takes memory; 0 is the
             synchronous loop. It replaces ``config.depth``. With None, pinfeed chooses 2, or more
-            for small batches. On the CPU, a loop over rows in memory then measures whether 0 is
-            faster for short batches, unless ``verify`` is set. It keeps the faster depth, which
-            ``depth_reason`` names.
+            for small batches. On the CPU, a loop whose rows no native threads copy then measures
+            whether 0 is faster for short batches, unless ``verify`` is set. It keeps the faster
+            depth, which ``depth_reason`` names.
         device: ``"auto"`` (CUDA if available), ``"cpu"``, ``"cuda"``, ``"cuda:1"``, a
             ``torch.device`` or a Device.
         route: Route of rows from page-locked (pinned) stores to a GPU. On the ``"direct"`` route,
@@ -364,7 +364,8 @@ class Feeder(ResumableFeeder[T_co]):
     ) -> PrefetchSchedule:
         """Open the device, and choose the number of batches that are prefetched to it."""
         tree = self._stores
-        schedule = choose_schedule(tree, selection.batch_size, selection.config, depth)
+        config = selection.config
+        schedule = choose_schedule(tree, selection.batch_size, config, depth)
         if options.has_transforms:
             schedule = _schedule_of_single_batches(schedule)
         # A loop that writes back prefetches single batches.
@@ -372,6 +373,15 @@ class Feeder(ResumableFeeder[T_co]):
         n_batches = schedule.n_slots + 1 + n_held(write_depth)
         n_parts = len(tree.stores) + 2 * len(tree.ragged)
         self._open_device(device, n_parts * n_batches)
+        if (
+            schedule.measures_depth
+            and self._device.unified
+            and isinstance(selection.order, Order)
+            and not options.has_transforms
+            and (config is None or config.cpu_memory_limit is None)
+            and tree.may_have_crew
+        ):
+            return crew_schedule((selection.batch_size or 0) * tree.row_nbytes)
         # Whether verify finds changed rows must not depend on measured times.
         return schedule.on(self._device, may_measure=not self._verify)
 

@@ -149,8 +149,8 @@ def wrap_loader(
         device: Target device, as for ``Feeder``.
         depth: Number of batches to prefetch, at most 1,024. With 0, the training loop requests
             each batch from the loader and copies it to the device. With None, pinfeed chooses 2. On
-            the CPU, the loop then measures whether 0 is faster for short batches, unless ``fetch``
-            reads files. It keeps the faster depth, which ``depth_reason`` names. The batches are
+            the CPU, the loop then measures whether 0 is faster for short batches. It keeps the
+            faster depth, which ``depth_reason`` names. The batches are
             the same.
         fetch: For each key, a pair (source, ids). The source is one that ``Feeder`` takes: a path,
             array, tensor or store, of any dtype and row shape, or a structure of several with

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from pinfeed.devices.base import Tensor
 from pinfeed.errors import StoreError, VerificationError
+from pinfeed.native.library import library
 from pinfeed.pipeline.source_structure import (
     leaves_of,
     note_possible_shards,
@@ -22,7 +23,8 @@ from pinfeed.pipeline.source_structure import (
 from pinfeed.pipeline.write_check import WriteCheck
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
-from pinfeed.stores.base import is_store, row_nbytes
+from pinfeed.stores.base import is_store, memory_rows_of, row_nbytes
+from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.opened import open_store
 from pinfeed.stores.ragged import RaggedStore
 from pinfeed.stores.sharded_file import ShardedStore
@@ -94,6 +96,11 @@ class StoreTree:
         """Bytes of a row of all stores together, on average."""
         ragged = sum(store.mean_row_nbytes for store in self.ragged)
         return sum(map(row_nbytes, self.stores)) + math.ceil(ragged)
+
+    @property
+    def may_have_crew(self) -> bool:
+        """Whether a crew can copy the rows of all stores, at least when files are in memory."""
+        return library() is not None and not self.ragged and all(map(_may_have_crew, self.stores))
 
     @property
     def rebuild(self) -> Rebuild:
@@ -181,6 +188,12 @@ class StoreTree:
         store = open_store(leaf, name)
         self._owned.append(store)
         return store
+
+
+def _may_have_crew(store: Store) -> bool:
+    if isinstance(store, LocalFileStore):
+        return store.is_one_array and store.can_map
+    return memory_rows_of(store) is not None
 
 
 def _shape_of(store: Store | RaggedStore) -> tuple[int | str, ...]:
