@@ -27,6 +27,8 @@ class Crew:
         sources: Rows that every job copies.
         n_threads: Number of threads.
         n_jobs: Maximum number of jobs for which ``wait`` has not returned.
+        ring_at: Number of jobs with rows to copy at which sleeping threads are woken; the waiting
+            thread copies fewer itself.
         bypass: Whether rows are written past the caches of the processor.
 
     Raises:
@@ -39,6 +41,7 @@ class Crew:
         *,
         n_threads: int,
         n_jobs: int,
+        ring_at: int,
         bypass: bool,
     ) -> None:
         found = library()
@@ -50,10 +53,7 @@ class Crew:
         self._library = found
         numbers = [number for source in sources for number in source.description]
         pack = packing(4 + len(numbers))
-        # Sleeping threads are woken when half of the jobs wait, because waking takes several us.
-        self._crew = found.open_crew(
-            pack(n_jobs, max(1, n_jobs // 2), bypass, len(sources), *numbers)
-        )
+        self._crew = found.open_crew(pack(n_jobs, ring_at, bypass, len(sources), *numbers))
         if not self._crew:
             raise MemoryError("the system has no memory for the threads that copy rows")
         # Memory of each job for which ``wait`` has not returned, by number.

@@ -94,6 +94,14 @@ class MemoryRows:
         if self._copy(_pack_copy(*self.description, *request)):
             raise self.error()
 
+    def gather_to(self, rows: Indices, address: int) -> None:
+        """Copy rows to memory for as many rows, given its address."""
+        rows = np.ascontiguousarray(rows, np.int64)
+        n = len(rows)
+        request = (rows.ctypes.data, 0, n, address, n, self.row_nbytes, 0)
+        if self._copy(_pack_copy(*self.description, *request)):
+            raise self.error()
+
     def read_run(self, first: int, out: npt.NDArray[Any]) -> None:
         """Copy the rows from ``first`` on into ``out``."""
         request = (0, first, len(out), *self._target(out), 0)

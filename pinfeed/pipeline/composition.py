@@ -126,7 +126,7 @@ def _crew_loop(
     memory_rows = source.memory_rows()
     if memory_rows is None:
         return None
-    spans = batches.spans(position.epoch, position.batch)
+    spans = batches.spans(position.epoch, position.batch, schedule.batches_per_slot)
     parts = LoopParts(
         mover=mover,
         first=position.batch,

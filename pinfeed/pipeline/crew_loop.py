@@ -6,6 +6,7 @@ rows (see ``pinfeed/native/crew.c``). The thread of the loop helps with the batc
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import operator
@@ -23,12 +24,16 @@ from pinfeed.pipeline.slot import Slot
 from pinfeed.pipeline.sources.base import HostBatch
 from pinfeed.pipeline.sources.store_rows import RowSource, new_row_group
 from pinfeed.profiling.timeline import Timeline
+from pinfeed.rows.batches import sizes
 from pinfeed.rows.orders import Rows
 
 # Memory is as fast as a few cores can copy.
 _MOST_THREADS = 4
 # Batches whose rows do not stay in the cache until the loop uses them are written past it.
 _BYPASS_BYTES = 2 << 20
+# Waking a thread takes 10 to 50 us, in which it would copy about as many bytes.
+_WAKE_BYTES = 256 << 10
+_TINY_BYTES = 64 << 10
 
 _address_of = operator.methodcaller("data_ptr")
 
@@ -68,28 +73,35 @@ class CrewLoop(Loop):
         self._batch_size = batch_size
         self._memory_rows = memory_rows
         self._spans = spans
-        self._full = self._parts_of(self._batch_size)
-        self._free.extend(parts.mover.begin(parts.schedule.depth + 1, 1))
+        schedule = parts.schedule
+        self._slot_rows = schedule.batches_per_slot * batch_size
+        self._full = self._parts_of(self._slot_rows)
+        self._full_sizes = sizes(self._slot_rows, batch_size)
+        self._free.extend(parts.mover.begin(schedule.n_slots, schedule.batches_per_slot))
         # Slots that the crew is filling, each with the number of its job, in order.
         self._copying: deque[tuple[Slot, int]] = deque()
-        # Row indices of the running span, the position of the next batch in them, and the address
+        # Row indices of the running span, the position of the next slot in them, and the address
         # of the first index.
         self._span: Rows = np.empty(0, np.int64)
         self._position = 0
         self._address = 0
-        self._numbers = itertools.count(parts.first)
+        self._numbers = itertools.count(parts.first, schedule.batches_per_slot)
         # Whether the epoch has more batches.
         self._has_rows = True
 
     def _slots(self) -> Callable[[], Slot | None]:
-        depth = self._parts.schedule.depth
-        nbytes = (depth + 2) * self._batch_size * sum(rows.row_nbytes for rows in self._memory_rows)
+        n_slots = len(self._free)
+        nbytes = self._slot_rows * sum(rows.row_nbytes for rows in self._memory_rows)
+        # One copied slot should be left when the threads are woken.
+        ring_at = min(-(-_WAKE_BYTES // max(1, nbytes)), max(1, n_slots - 1))
         self._threads.start_readers(calls_transforms=False)
         self._threads.start_crew(
             self._memory_rows,
             n_threads=max(1, min(len(os.sched_getaffinity(0)) - 1, _MOST_THREADS)),
-            n_jobs=depth + 1,
-            bypass=nbytes > _BYPASS_BYTES,
+            n_jobs=n_slots,
+            # Tiny slots are copied in less time than a thread takes to wake up.
+            ring_at=ring_at if n_slots * nbytes > _TINY_BYTES else n_slots + 1,
+            bypass=(n_slots + 1) * nbytes > _BYPASS_BYTES,
         )
         self._crew = self._threads.crew
         self._drawn = self._threads.reader.submit(next, self._spans, None)
@@ -105,7 +117,7 @@ class CrewLoop(Loop):
         slot, job = self._copying.popleft()
         failed, begin_s, slot.ready_s = self._crew.wait(job)
         if failed:
-            raise self._memory_rows[failed - 1].error()
+            self._fail(slot, self._memory_rows[failed - 1].error())
         slot.read_s = slot.ready_s - begin_s
         return slot
 
@@ -113,21 +125,23 @@ class CrewLoop(Loop):
         """Do the same, and record the time in which the rows were copied."""
         slot = self._next()
         if slot is not None:
-            timeline.add("read", slot.number, slot.ready_s - slot.read_s, slot.ready_s, 1)
+            n_batches = len(slot.batch_tensors)
+            timeline.add("read", slot.number, slot.ready_s - slot.read_s, slot.ready_s, n_batches)
         return slot
 
     def _submit(self) -> None:
-        """Make the crew copy the next batch, unless the epoch has ended."""
+        """Make the crew copy the next batches, unless the epoch has ended."""
         begin = self._position
         if begin == len(self._span):
             begin = 0
             if not self._draw():
                 return
-        n = min(self._batch_size, len(self._span) - begin)
+        n = min(self._slot_rows, len(self._span) - begin)
         self._position = begin + n
+        is_full = n == self._slot_rows
         slot = self._free.popleft()
         slot.number = next(self._numbers)
-        parts = self._full if n == self._batch_size else self._parts_of(n)
+        parts = self._full if is_full else self._parts_of(n)
         slot.tensors, slot.nbytes = self._transfer.allocate(parts)
         job = self._crew.submit(
             self._address + 8 * begin,
@@ -137,9 +151,31 @@ class CrewLoop(Loop):
         )
         source = self._source
         group = new_row_group((self._span[begin : begin + n], 0, source.stores, None, None, None))
-        slot.batch = HostBatch((), source.rebuild, ((n, 0),), [group])
-        slot.batch_tensors = deque((slot.tensors,))
+        batches = self._full_sizes if is_full else sizes(n, self._batch_size)
+        slot.batch = HostBatch((), source.rebuild, batches, [group])
+        slot.batch_tensors = self._transfer.cut(slot.batch, slot.tensors)
         self._copying.append((slot, job))
+
+    def _fail(self, slot: Slot, error: Exception) -> None:
+        """Let a slot carry the batches before the first that cannot be read, and then its error.
+
+        Raises:
+            Exception: If no batch can be read.
+        """
+        batch = slot.batch
+        assert batch is not None
+        rows = batch.groups[0].rows
+        n_good = 0
+        with contextlib.suppress(type(error)):
+            for (begin, end), tensors in zip(batch.ranges(), slot.batch_tensors, strict=True):
+                for memory_rows, tensor in zip(self._memory_rows, tensors, strict=True):
+                    memory_rows.gather_to(rows[begin:end], tensor.data_ptr())
+                n_good += 1
+        if not n_good:
+            raise error
+        slot.error = error
+        slot.batch = batch.cut(0, n_good)
+        slot.batch_tensors = deque(itertools.islice(slot.batch_tensors, n_good))
 
     def _draw(self) -> bool:
         """Take the next span of row indices, and have the one after it drawn."""

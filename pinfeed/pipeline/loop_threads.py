@@ -91,10 +91,18 @@ class LoopThreads:
         return self._transformer
 
     def start_crew(
-        self, sources: Sequence[MemoryRows], *, n_threads: int, n_jobs: int, bypass: bool
+        self,
+        sources: Sequence[MemoryRows],
+        *,
+        n_threads: int,
+        n_jobs: int,
+        ring_at: int,
+        bypass: bool,
     ) -> None:
         """Start the threads that copy rows without Python; the arguments are those of ``Crew``."""
-        self._crew = Crew(sources, n_threads=n_threads, n_jobs=n_jobs, bypass=bypass)
+        self._crew = Crew(
+            sources, n_threads=n_threads, n_jobs=n_jobs, ring_at=ring_at, bypass=bypass
+        )
 
     @property
     def crew(self) -> Crew:

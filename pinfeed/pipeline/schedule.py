@@ -21,8 +21,8 @@ _MAX_BATCHES_PER_SLOT = 8
 _PARALLEL_BYTES = 256 << 10
 _MAX_READERS = 8
 # Batches that a crew has copied should still be in the cache when the loop uses them.
-_CREW_BYTES = 512 << 10
-_MOST_CREW_DEPTH = 7
+_CREW_SLOT_BYTES = 512 << 10
+_CREW_SLOTS = 3
 _MAX_ID_READERS = 4
 
 SHORT_BATCH_S = 2e-3
@@ -132,14 +132,15 @@ def measured_schedule(depth: int = DEFAULT_DEPTH, batches_per_slot: int = 1) -> 
 def crew_schedule(nbytes: int) -> PrefetchSchedule:
     """Return the schedule of a loop without a depth from the user, whose rows a crew copies.
 
-    The crew runs no Python, and the loop helps it. So batches need not be gathered together, and
-    prefetching costs too little to be measured.
+    The crew runs no Python, and the loop helps it, so prefetching costs too little to be measured.
 
     Args:
         nbytes: Bytes of a batch; 0 if unknown.
     """
-    depth = _CREW_BYTES // nbytes if nbytes else DEFAULT_DEPTH
-    return PrefetchSchedule(min(max(DEFAULT_DEPTH, depth), _MOST_CREW_DEPTH))
+    batches_per_slot = min(_CREW_SLOT_BYTES // nbytes, _MAX_BATCHES_PER_SLOT) if nbytes else 1
+    if batches_per_slot < 2:
+        return PrefetchSchedule(DEFAULT_DEPTH)
+    return PrefetchSchedule(_CREW_SLOTS * batches_per_slot - 1, batches_per_slot)
 
 
 def n_id_readers(depth: int) -> int:

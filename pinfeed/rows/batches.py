@@ -196,7 +196,7 @@ class OrderBatches(RowBatches):
             next_run = next(runs, None)
             for i in range(0, run_rows, slot_rows):
                 n = min(slot_rows, run_rows - i)
-                batches = full if n == slot_rows else _sizes(n, size)
+                batches = full if n == slot_rows else sizes(n, size)
                 # Most batches need no Python code for their row indices.
                 make: Callable[[], Any] = functools.partial(
                     operator.getitem, run.computed, slice(i, i + n)
@@ -207,14 +207,16 @@ class OrderBatches(RowBatches):
                 yield _row_indices((n, batches, make))
             run = next_run
 
-    def spans(self, number: int, start: int) -> Generator[Rows, None, None]:
-        """Yield the row indices of an epoch, for many whole batches at a time.
+    def spans(self, number: int, start: int, batches_per_slot: int) -> Generator[Rows, None, None]:
+        """Yield the row indices of an epoch, for many batches at a time.
 
         Args:
             number: Number of the epoch.
             start: Number of the first batch.
+            batches_per_slot: Number that divides the batches of each span, except the last one.
         """
-        step = max(1, _RUN_ROWS // self.batch_size) * self.batch_size
+        slot_rows = batches_per_slot * self.batch_size
+        step = max(1, _RUN_ROWS // slot_rows) * slot_rows
         for run in self._runs(number, range(start * self.batch_size, self._stop, step)):
             yield run.rows()
 
@@ -234,6 +236,6 @@ class OrderBatches(RowBatches):
         return min(len(self) * self.batch_size, self.order.length(self.n_rows))
 
 
-def _sizes(n_rows: int, batch_size: int) -> list[tuple[int, int]]:
+def sizes(n_rows: int, batch_size: int) -> list[tuple[int, int]]:
     """Cut ``n_rows`` rows into batches; return the size of each, with the checksum 0."""
     return [(min(batch_size, n_rows - i), 0) for i in range(0, n_rows, batch_size)]

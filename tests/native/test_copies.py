@@ -77,7 +77,11 @@ def test_a_crew_copies_every_row_of_every_job(n_threads: int, bypass: bool) -> N
     arrays = [rows_of(3000, row_nbytes) for row_nbytes in ROW_NBYTES]
     rng = np.random.default_rng(1)
     crew = Crew(
-        [memory_rows(array) for array in arrays], n_threads=n_threads, n_jobs=3, bypass=bypass
+        [memory_rows(array) for array in arrays],
+        n_threads=n_threads,
+        n_jobs=3,
+        ring_at=2,
+        bypass=bypass,
     )
     waiting: list[tuple[int, Any, list[Any]]] = []
     for n in [0, 1, 700, 3000, 5, 1234, 64, 2000]:
