@@ -45,8 +45,12 @@
 
 #define PIECE_NBYTES (128 << 10)
 #define MOST_THREADS 64
-/* A piece takes 10 to 40 us. Sleeping and waking up takes as long, so threads first look again. */
-#define LOOKS_BEFORE_SLEEP 2000
+/* Sleeping and waking up takes longer than a piece, which takes 10 to 40 us. So a thread without work
+ * looks again before it sleeps: for about 250 us while that succeeds, and for a few us otherwise,
+ * because the training step needs the cores. Once in a while it tries again. */
+#define MOST_LOOKS 8000
+#define FEW_LOOKS 200
+#define SLEEPS_BEFORE_TRIAL 16
 
 enum { RUNNING, AWAITED, ENDED };
 
@@ -168,21 +172,26 @@ static int help(struct pf_crew *crew, uint32_t number)
 static void *work(void *argument)
 {
     struct pf_crew *crew = argument;
-    uint32_t number = 0;
+    uint32_t number = 0, n_sleeps = 0;
+    int n_looks = MOST_LOOKS;
     while (!atomic_load(&crew->is_stopped)) {
         const uint32_t bell = atomic_load(&crew->bell);
         uint32_t head = atomic_load(&crew->head);
-        for (int i = 0; number == head && i < LOOKS_BEFORE_SLEEP; i++) {
+        const int has_waited = number == head;
+        for (int i = 0; number == head && i < n_looks; i++) {
             pause_briefly();
             head = atomic_load(&crew->head);
         }
         if (number == head) {
+            n_looks = ++n_sleeps % SLEEPS_BEFORE_TRIAL ? FEW_LOOKS : MOST_LOOKS;
             atomic_fetch_add(&crew->n_asleep, 1);
             if (!atomic_load(&crew->is_stopped))
                 sleep_if(&crew->bell, bell);
             atomic_fetch_sub(&crew->n_asleep, 1);
             continue;
         }
+        if (has_waited)
+            n_looks = MOST_LOOKS;
         while (!atomic_load(&crew->is_stopped) && help(crew, number)) {
         }
         number++;
@@ -313,7 +322,7 @@ int pf_crew_wait(struct pf_crew *crew, uint32_t number, double *times)
     struct job *job = &crew->jobs[number % crew->n_places];
     while (help(crew, number)) {
     }
-    for (int i = 0; i < LOOKS_BEFORE_SLEEP && atomic_load(&job->state) != ENDED; i++)
+    for (int i = 0; i < MOST_LOOKS && atomic_load(&job->state) != ENDED; i++)
         pause_briefly();
     uint32_t running = RUNNING;
     atomic_compare_exchange_strong(&job->state, &running, AWAITED);

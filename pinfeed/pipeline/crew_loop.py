@@ -30,7 +30,7 @@ from pinfeed.rows.orders import Rows
 # Memory is as fast as a few cores can copy.
 _MOST_THREADS = 4
 # Batches whose rows do not stay in the cache until the loop uses them are written past it.
-_BYPASS_BYTES = 2 << 20
+_BYPASS_BYTES = 8 << 20
 # Waking a thread takes 10 to 50 us, in which it would copy about as many bytes.
 _WAKE_BYTES = 256 << 10
 _TINY_BYTES = 64 << 10
