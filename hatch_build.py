@@ -16,7 +16,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FLAGS = "-std=c11 -O3 -Wall -Wextra -Werror=implicit -fPIC -fvisibility=hidden -shared -pthread"
-LIBRARY = "_copies.so"
+LIBRARY = "libpinfeed.so.1"
 
 
 def compile_library(folder: Path, compiler: str) -> None:

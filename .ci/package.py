@@ -21,7 +21,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LIBRARY = "pinfeed/native/_copies.so"
+LIBRARY = "pinfeed/native/libpinfeed.so.1"
 NEWCOMER, CONSTRAINTS = ROOT / ".ci" / "newcomer.py", ROOT / "constraints.txt"
 VERSIONS = re.findall(
     r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text()
@@ -77,7 +77,7 @@ def check_contents(wheel: Path, sdist: Path) -> None:
     tracked = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "pinfeed").rglob("*")
-        if "__pycache__" not in path.parts and path.is_file() and path.suffix != ".so"
+        if "__pycache__" not in path.parts and path.is_file() and ".so" not in path.suffixes
     }
     held = set(zipfile.ZipFile(wheel).namelist())
     packed = {name for name in held if ".dist-info/" not in name}

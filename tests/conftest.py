@@ -49,6 +49,20 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+@pytest.fixture
+def without_native(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Turn the compiled functions off, as an installation without a C compiler."""
+    from pinfeed.native import library
+
+    monkeypatch.setenv(library.SWITCH, "0")
+    for function in (library.library, library.why_not):
+        function.cache_clear()
+    yield
+    monkeypatch.undo()
+    for function in (library.library, library.why_not):
+        function.cache_clear()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _rates_apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     from support.remembered_trials import take_over

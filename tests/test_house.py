@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "pinfeed").rglob("*.py"))
 
-MOST_LAYERS = 10
+MOST_LAYERS = 11
 MOST_FUNCTION_LINES = 60
 MOST_CLASS_LINES = 200
 MOST_TEST_LINES = 600

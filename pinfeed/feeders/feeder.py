@@ -378,8 +378,7 @@ class Feeder(ResumableFeeder[T_co]):
             and self._device.unified
             and isinstance(selection.order, Order)
             and not options.has_transforms
-            and (config is None or config.cpu_memory_limit is None)
-            and tree.may_have_crew
+            and tree.may_have_crew(is_limited=config is not None and bool(config.cpu_memory_limit))
         ):
             return crew_schedule((selection.batch_size or 0) * tree.row_nbytes)
         # Whether verify finds changed rows must not depend on measured times.

@@ -89,7 +89,7 @@ class Crew:
         return number
 
     def wait(self, number: int) -> tuple[int, float, float]:
-        """Wait for a job, and copy a part of it meanwhile.
+        """Wait for a job, and copy parts of it while other threads copy the rest.
 
         Args:
             number: Number of the job.

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
-PATH = Path(__file__).with_name("_copies.so")
+PATH = Path(__file__).with_name("libpinfeed.so.1")
 SWITCH = "PINFEED_NATIVE"
 """Environment variable; with the value 0, nothing uses the compiled functions."""
 

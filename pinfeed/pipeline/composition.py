@@ -121,7 +121,8 @@ def _crew_loop(
 ) -> CrewLoop | None:
     """Return a loop whose rows a crew copies, if all rows are in memory and an order draws them."""
     batches = source.batches
-    if not schedule.depth or schedule.has_writer or not isinstance(batches, OrderBatches):
+    is_plain = schedule.depth and not schedule.has_writer and not schedule.measures_depth
+    if not is_plain or not isinstance(batches, OrderBatches):
         return None
     memory_rows = source.memory_rows()
     if memory_rows is None:

@@ -55,7 +55,7 @@ class CrewLoop(Loop):
         parts: Mover of the loop, which allocates the batches, and its functions.
         source: Source of the rows, without ragged ones.
         batch_size: Rows of a batch.
-        memory_rows: Where the rows of each store are.
+        memory_rows: Rows of each store, in memory.
         spans: Row indices of the epoch. The reader thread iterates over them.
     """
 

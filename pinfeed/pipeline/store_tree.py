@@ -97,10 +97,20 @@ class StoreTree:
         ragged = sum(store.mean_row_nbytes for store in self.ragged)
         return sum(map(row_nbytes, self.stores)) + math.ceil(ragged)
 
-    @property
-    def may_have_crew(self) -> bool:
-        """Whether a crew can copy the rows of all stores, at least when files are in memory."""
-        return library() is not None and not self.ragged and all(map(_may_have_crew, self.stores))
+    def may_have_crew(self, *, is_limited: bool) -> bool:
+        """Return whether a crew can copy the rows of all stores, if all files are in memory.
+
+        Args:
+            is_limited: Whether host memory has a limit, which may not hold the files.
+        """
+        if library() is None or self.ragged:
+            return False
+        return all(
+            store.is_one_array and not is_limited and store.can_map
+            if isinstance(store, LocalFileStore)
+            else memory_rows_of(store) is not None
+            for store in self.stores
+        )
 
     @property
     def rebuild(self) -> Rebuild:
@@ -188,12 +198,6 @@ class StoreTree:
         store = open_store(leaf, name)
         self._owned.append(store)
         return store
-
-
-def _may_have_crew(store: Store) -> bool:
-    if isinstance(store, LocalFileStore):
-        return store.is_one_array and store.can_map
-    return memory_rows_of(store) is not None
 
 
 def _shape_of(store: Store | RaggedStore) -> tuple[int | str, ...]:

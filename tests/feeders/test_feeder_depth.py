@@ -136,6 +136,7 @@ def measured_feeder(**options: Any) -> tuple[Feeder, Clock]:
     return feeder, clock
 
 
+@pytest.mark.usefixtures("without_native")
 @pytest.mark.parametrize(("ahead_s", "chosen"), [(1e-4, AHEAD), (2e-4, SYNCHRONOUS)])
 def test_short_batches_are_measured_on_the_cpu(tmp_path: Path, ahead_s: float, chosen: str) -> None:
     feeder, clock = measured_feeder(timeline=True)
@@ -161,6 +162,7 @@ def test_short_batches_are_measured_on_the_cpu(tmp_path: Path, ahead_s: float, c
     feeder.close()
 
 
+@pytest.mark.usefixtures("without_native")
 def test_the_synchronous_loop_that_was_chosen_has_no_threads() -> None:
     feeder, clock = measured_feeder()
     run(feeder, clock, 2e-4, 1e-4)
@@ -194,6 +196,7 @@ def test_a_depth_that_was_not_chosen_is_not_said_to_be_measured() -> None:
     feeder.close()
 
 
+@pytest.mark.usefixtures("without_native")
 def test_long_batches_are_always_prefetched() -> None:
     feeder, clock = measured_feeder()
     assert not any(run(feeder, clock, 0.004, 0.001))

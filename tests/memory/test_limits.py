@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import pickle
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +11,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pinfeed import Config, GiB, HostEmbedding, KiB, MiB, Offload
+from pinfeed import Config, GiB, MiB
 from pinfeed.errors import ArgumentError, BudgetError
 from pinfeed.memory.depth import check_depth
+from pinfeed.memory.host import FreeHostMemory
 from pinfeed.memory.plan import Allocation, Plan, Route
-from pinfeed.memory.units import human, human_rate, parse_size
+from pinfeed.memory.units import human
 from pinfeed.pipeline.loop_transforms import NO_TRANSFORMS
 from pinfeed.pipeline.planner import Planner
 from pinfeed.pipeline.schedule import PrefetchSchedule
@@ -351,11 +351,16 @@ def test_memory_of_the_host_is_one_limit_where_batches_live_there() -> None:
     assert MiB(31) < plan.host_bytes <= MiB(32)
 
 
+def set_free_memory(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    free = FreeHostMemory(nbytes, nbytes)
+    monkeypatch.setattr("pinfeed.pipeline.planner.free_host_memory", lambda: free)
+
+
 @pytest.mark.parametrize("headroom", [0.0, 0.1, 0.25, 0.999])
 def test_without_a_limit_the_free_memory_less_the_headroom_is_the_limit(
     headroom: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pinfeed.pipeline.planner.free_host_bytes", lambda: GiB(40))
+    set_free_memory(monkeypatch, GiB(40))
     load = load_of(row_nbytes=(100_000,), n_rows=10**9)
     plan, _ = load.planner(2, Config(headroom=headroom), GiB(8)).plan(None)
     assert (plan.cpu_memory_limit, plan.gpu_memory_limit) == (
@@ -369,7 +374,7 @@ def test_a_limit_that_is_given_needs_no_free_memory(monkeypatch: pytest.MonkeyPa
     config = Config(cpu_memory_limit=MiB(100), gpu_memory_limit=MiB(10))
     plans = []
     for free in (0, FREE):
-        monkeypatch.setattr("pinfeed.pipeline.planner.free_host_bytes", lambda free=free: free)
+        set_free_memory(monkeypatch, free)
         plans.append(load_of().planner(2, config, free).plan(None)[0])
     assert plans[0] == plans[1]
 
@@ -429,7 +434,7 @@ def test_a_refusal_is_exact_to_the_byte(short: int, unified: bool) -> None:
 def test_a_refusal_for_lack_of_free_memory_says_so(
     cpu: int, gpu: int, limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pinfeed.pipeline.planner.free_host_bytes", lambda: cpu)
+    set_free_memory(monkeypatch, cpu)
     with pytest.raises(BudgetError, match=re.escape(limit)) as refusal:
         load_of().planner(2, Config(), gpu).plan(None)
     assert "bytes), the free memory minus the headroom; raise" in str(refusal.value)
@@ -475,93 +480,6 @@ def test_a_config_has_names_and_does_not_change() -> None:
 
 
 # -- messages --------------------------------------------------------------------------------------
-
-
-def test_units() -> None:
-    assert (KiB(), MiB(), GiB()) == (1 << 10, 1 << 20, 1 << 30)
-    assert (KiB(2), MiB(3), GiB(4)) == (2048, 3 << 20, 4 << 30)
-    assert GiB(1.5) == 1_610_612_736
-    assert KiB(0.1) == 102, "rounded down"
-    assert (KiB(0), MiB(0.0)) == (0, 0)
-    assert all(type(unit(1.5)) is int for unit in (KiB, MiB, GiB))
-
-
-@pytest.mark.parametrize("text", ["128MiB", " 128 mib", "134217728", "134217728B"])
-def test_sizes_may_be_text_everywhere(text: str) -> None:
-    config = Config(cpu_memory_limit=text, gpu_memory_limit=text, device_cache=text)
-    sizes = config.cpu_memory_limit, config.gpu_memory_limit, config.device_cache
-    assert sizes == (MiB(128),) * 3
-    assert Config(cpu_memory_limit=text) == Config(cpu_memory_limit=MiB(128))
-    assert pickle.loads(pickle.dumps(config)) == config == dataclasses.replace(config)
-    assert HostEmbedding(2, 2, device_cache=text).device_cache == MiB(128)
-    Offload("cpu", host_limit=text, threshold=text, window=text).close()
-
-
-@pytest.mark.parametrize("text", ["2G", "0", "-1", "GiB", "1e999", "half"])
-def test_text_that_is_no_size_is_refused(text: str) -> None:
-    expected = re.escape(
-        f"={text!r}: expected a whole number, at least 1 (bytes: pinfeed.GiB(2)), or text such as "
-        "'2GiB', '512MiB' or '1.5e9', or "
-    )
-    with pytest.raises(ArgumentError, match="^cpu_memory_limit" + expected):
-        Config(cpu_memory_limit=text)
-    with pytest.raises(ArgumentError, match="^device_cache" + expected):
-        HostEmbedding(2, 2, device_cache=text)
-    with pytest.raises(ArgumentError, match=f"^window={text!r}: expected a whole number"):
-        Offload("cpu", window=text)
-
-
-@pytest.mark.parametrize("value", [True, 1.0, None])
-def test_other_objects_are_no_sizes(value: Any) -> None:
-    with pytest.raises(ArgumentError, match=f"^limit={value}: expected a whole number"):
-        parse_size(value, "limit")
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (1536, "1.5 KiB"),
-        (MiB(1), "1.0 MiB"),
-        (GiB(1.5), "1.5 GiB"),
-        (GiB(5000), "4.9 TiB"),
-        (GiB(3814.7), "3.7 TiB"),
-        (GiB(3 << 20), "3.0 PiB"),
-        (GiB(5000 << 20), "5,000.0 PiB"),
-        (MiB(1) - 1, "1.0 MiB"),
-        (MiB(1023.96), "1.0 GiB"),
-        (MiB(1023.94), "1023.9 MiB"),
-        (GiB(1) - 1, "1.0 GiB"),
-        (1023.7, "1.0 KiB"),
-        (-MiB(1023.96), "-1.0 GiB"),
-    ],
-)
-def test_bytes_as_people_read_them(nbytes: int, text: str) -> None:
-    assert human(nbytes) == text
-
-
-@pytest.mark.parametrize(
-    ("bytes_per_s", "text"),
-    [
-        (0, "0 B/s"),
-        (999.4, "999 B/s"),
-        (999.6, "1.00 KB/s"),
-        (4_100, "4.10 KB/s"),
-        (850_000, "850 KB/s"),
-        (999_499_000, "999 MB/s"),
-        (999_600_000, "1.00 GB/s"),
-        (2.4e6, "2.40 MB/s"),
-        (1.25e9, "1.25 GB/s"),
-        (9.996e9, "10.0 GB/s"),
-        (33e9, "33.0 GB/s"),
-        (99.96e9, "100 GB/s"),
-        (4_800e9, "4,800 GB/s"),
-    ],
-)
-def test_rates_as_people_read_them(bytes_per_s: float, text: str) -> None:
-    assert human_rate(bytes_per_s) == text
 
 
 def test_a_plan_in_words() -> None:
