@@ -17,6 +17,7 @@ from pinfeed.memory.host import free_host_memory
 from pinfeed.memory.limits import MemoryLimits, usual_batch_size
 from pinfeed.memory.plan import Allocation, Plan, Route
 from pinfeed.memory.units import human
+from pinfeed.native.library import why_not
 from pinfeed.pipeline.loop_memory import loop_allocations
 from pinfeed.pipeline.loop_transforms import LoopTransforms, TransformNbytes
 from pinfeed.pipeline.part_memory import PartSize, ragged_sizes
@@ -89,7 +90,7 @@ class Planner:
         plan = dataclasses.replace(
             plan,
             items=plan.items + choice.items,
-            notes=(*[why] * bool(why), *choice.notes, *plan.notes),
+            notes=(*[why] * bool(why), *choice.notes, *plan.notes, *_without_native()),
             measures_depth=self.schedule.measures_depth,
         )
         return plan, choice
@@ -235,6 +236,14 @@ class Planner:
             free = free.without(ragged[-1].items)
         notes = notes_of(reads.note for reads in ragged if reads.note is not None)
         return dataclasses.replace(choice, notes=choice.notes + notes, ragged=ragged)
+
+
+def _without_native() -> list[str]:
+    """Return a note if the compiled functions are missing."""
+    why = why_not()
+    return (
+        [f"numpy copies rows instead of pinfeed's compiled functions, because {why}"] if why else []
+    )
 
 
 def plan_reads_by_id(stores: Sequence[Store], config: MemoryLimits | None) -> ReadPlan:

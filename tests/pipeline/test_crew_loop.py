@@ -81,6 +81,20 @@ def test_batches_equal_those_of_the_synchronous_loop(
         assert all(map(equal, epoch, expected))
 
 
+@pytest.mark.parametrize("depth", [0, 2, None])
+def test_numpy_gives_the_same_batches(depth: int | None, request: pytest.FixtureRequest) -> None:
+    source = arrays(100)
+    found = []
+    for _ in range(2):
+        with feeder_of(source, depth=depth, shuffle=True) as feeder:
+            found.append(list(feeder))
+            notes = feeder.plan.notes
+        request.getfixturevalue("without_native")
+    assert len(found[0]) == 15
+    assert all(map(equal, *found))
+    assert "numpy copies rows" in notes[-1]
+
+
 def test_a_span_of_row_indices_has_whole_batches() -> None:
     source = np.arange(100_000)
     for batch_size in (999, 16_384, 16_385, 60_000):
