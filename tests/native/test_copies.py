@@ -31,7 +31,7 @@ def memory_rows(array: npt.NDArray[Any]) -> MemoryRows:
 
 @pytest.mark.parametrize("row_nbytes", ROW_NBYTES)
 @pytest.mark.parametrize("stride", [0, 1, 64])
-@settings(deadline=None)
+@settings(deadline=None, max_examples=20)
 @given(data=st.data())
 def test_rows_equal_those_of_numpy(row_nbytes: int, stride: int, data: st.DataObject) -> None:
     array = rows_of(50, row_nbytes + stride)[:, :row_nbytes]
