@@ -26,12 +26,13 @@ def compile_library(folder: Path, compiler: str) -> None:
         OSError: If there is no such compiler.
         subprocess.CalledProcessError: If the compiler fails.
     """
+    # An earlier library may not fit the Python files.
+    (folder / LIBRARY).unlink(missing_ok=True)
     sources = sorted(map(str, folder.glob("*.c")))
     partial = folder / f"{LIBRARY}.{os.getpid()}"
     try:
         command = [*shlex.split(compiler), *FLAGS.split(), *sources, "-o", str(partial)]
         subprocess.run(command, check=True)
-        # A process that has loaded the earlier library keeps it.
         partial.replace(folder / LIBRARY)
     finally:
         partial.unlink(missing_ok=True)

@@ -352,7 +352,6 @@ class Feeder(ResumableFeeder[T_co]):
             # The results of host_transform take other memory than rows.
             capacity = []
         self._is_limited = config is not None
-        self._schedule = schedule
         self._transforms = transforms
         self._source = RowSource(
             tree.stores, self._reads.strategies, tree.rebuild, batches, self._reads.ragged
@@ -373,6 +372,9 @@ class Feeder(ResumableFeeder[T_co]):
         n_batches = schedule.n_slots + 1 + n_held(write_depth)
         n_parts = len(tree.stores) + 2 * len(tree.ragged)
         self._open_device(device, n_parts * n_batches)
+        # Whether verify finds changed rows must not depend on measured times.
+        schedule = schedule.on(self._device, may_measure=not self._verify)
+        self._schedule_without_crew = schedule
         if (
             schedule.measures_depth
             and self._device.unified
@@ -381,8 +383,7 @@ class Feeder(ResumableFeeder[T_co]):
             and tree.may_have_crew(is_limited=config is not None and bool(config.cpu_memory_limit))
         ):
             return crew_schedule((selection.batch_size or 0) * tree.row_nbytes)
-        # Whether verify finds changed rows must not depend on measured times.
-        return schedule.on(self._device, may_measure=not self._verify)
+        return schedule
 
     def _schedule_with_writes(self) -> PrefetchSchedule:
         """Return the schedule of a loop that writes back.
@@ -391,7 +392,7 @@ class Feeder(ResumableFeeder[T_co]):
         batches, this costs more than prefetching saves, so such a loop prefetches fewer.
         """
         return dataclasses.replace(
-            _schedule_of_single_batches(self._schedule),
+            _schedule_of_single_batches(self._schedule_without_crew),
             writes=True,
             repeats=not self._source.batches.is_distinct,
         )

@@ -4,6 +4,8 @@
  * as to call a function. Addresses are integers. pinfeed/native/library.py packs the arrays. */
 #include "pinfeed.h"
 
+#include <stdlib.h>
+
 #define PF_API __attribute__((visibility("default")))
 
 static inline void *pointer(int64_t address)
@@ -56,19 +58,22 @@ PF_API int64_t pf_api_copy_runs(const int64_t *a)
  * 0. */
 PF_API int64_t pf_api_crew_open(const int64_t *a)
 {
-    enum { MOST = 256 };
-    struct pf_rows sources[MOST];
-    int64_t row_nbytes[MOST];
     const int64_t n = a[3];
-    if (n > MOST)
-        return 0;
-    for (int64_t k = 0; k < n; k++) {
-        const int64_t *const description = a + 4 + k * N_DESCRIPTION;
-        sources[k] = rows_of(description);
-        row_nbytes[k] = description[ROW_NBYTES];
+    struct pf_rows *const sources = calloc((size_t)n, sizeof *sources);
+    int64_t *const row_nbytes = calloc((size_t)n, sizeof *row_nbytes);
+    struct pf_crew *crew = NULL;
+    if (sources && row_nbytes) {
+        for (int64_t k = 0; k < n; k++) {
+            const int64_t *const description = a + 4 + k * N_DESCRIPTION;
+            sources[k] = rows_of(description);
+            row_nbytes[k] = description[ROW_NBYTES];
+        }
+        crew = pf_crew_open((int)n, sources, row_nbytes, (uint32_t)a[0], (uint32_t)a[1],
+                            (int)a[2]);
     }
-    return (intptr_t)pf_crew_open((int)n, sources, row_nbytes, (uint32_t)a[0], (uint32_t)a[1],
-                                  (int)a[2]);
+    free(sources);
+    free(row_nbytes);
+    return (intptr_t)crew;
 }
 
 /* Arguments: crew, number of threads. */

@@ -83,28 +83,30 @@ copy_each(const struct pf_rows *source, const int64_t *from, int64_t first,
     }
 }
 
-/* Whether rows [begin, end) are a run of consecutive rows on both sides. */
-static int is_run(const struct pf_rows *source, const int64_t *from, const struct pf_rows *target,
-                  const int64_t *to, int64_t row_nbytes, int64_t begin, int64_t end)
+/* Returns the first of rows [begin, end) if they are a run of consecutive rows on both sides, or -1. */
+static int64_t run_of(const struct pf_rows *source, const int64_t *from, int64_t first,
+                      const struct pf_rows *target, const int64_t *to, int64_t row_nbytes,
+                      int64_t begin, int64_t end)
 {
     if (source->stride != row_nbytes || target->stride != row_nbytes || to || begin == end)
-        return 0;
+        return -1;
     if (!from)
-        return 1;
-    if (from[end - 1] - from[begin] != end - 1 - begin)
-        return 0;
-    for (int64_t i = begin + 1; i < end; i++)
-        if (from[i] != from[i - 1] + 1)
-            return 0;
-    return from[begin] >= 0 && from[end - 1] < source->n;
+        return first + begin;
+    const int64_t row = from[begin], n = end - begin;
+    if (row < 0 || row + n > source->n || from[end - 1] != row + n - 1)
+        return -1;
+    for (int64_t i = 1; i < n; i++)
+        if (from[begin + i] != row + i)
+            return -1;
+    return row;
 }
 
 void pf_copy(const struct pf_rows *source, const int64_t *from, int64_t first,
              const struct pf_rows *target, const int64_t *to, int64_t row_nbytes, int64_t begin,
              int64_t end, int bypass)
 {
-    if (is_run(source, from, target, to, row_nbytes, begin, end)) {
-        const int64_t row = from ? from[begin] : first + begin;
+    const int64_t row = run_of(source, from, first, target, to, row_nbytes, begin, end);
+    if (row >= 0) {
         copy_run(row_at(target, begin), source->base + row * row_nbytes,
                  (end - begin) * row_nbytes, bypass);
     } else {

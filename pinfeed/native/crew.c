@@ -88,7 +88,7 @@ struct pf_crew {
     _Atomic uint32_t bell;
     _Atomic uint32_t n_asleep;
     _Atomic uint32_t is_stopped;
-    pthread_mutex_t stopping; /* held while the threads are joined, which changes n_threads */
+    pthread_mutex_t stopping; /* held while n_threads changes */
     pthread_t threads[MOST_THREADS];
 };
 
@@ -254,9 +254,11 @@ void pf_crew_start(struct pf_crew *crew, int n_threads)
     sigdelset(&all, SIGFPE);
     sigdelset(&all, SIGILL);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    while (crew->n_threads < n_threads
+    pthread_mutex_lock(&crew->stopping);
+    while (!atomic_load(&crew->is_stopped) && crew->n_threads < n_threads
            && !pthread_create(&crew->threads[crew->n_threads], NULL, work, crew))
         crew->n_threads++;
+    pthread_mutex_unlock(&crew->stopping);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 

@@ -6,7 +6,9 @@ import ctypes
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+from pinfeed.errors import ClosedError
 from pinfeed.native.library import Library, library, packing
 from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.threads.exit import PoolThread, exit_hook
@@ -14,6 +16,8 @@ from pinfeed.threads.exit import PoolThread, exit_hook
 _pack_wait = packing(3)
 # The wait was cut off by a signal.
 _SIGNAL = -1
+
+_SHUT_DOWN = "the loop has ended; begin another loop"
 
 
 class Crew:
@@ -56,11 +60,10 @@ class Crew:
         self._crew = found.open_crew(pack(n_jobs, ring_at, bypass, len(sources), *numbers))
         if not self._crew:
             raise MemoryError("the system has no memory for the threads that copy rows")
-        # Memory of each job for which ``wait`` has not returned, by number.
-        self._kept: dict[int, object] = {}
-        end = weakref.finalize(
-            self, _end, found, self._crew, exit_hook.n_forks, (sources, self._kept)
-        )
+        # The memory that the threads may use: the sources, and each job for which ``wait`` has not
+        # returned, by number. It is empty after the threads have ended.
+        self._memory: list[dict[Any, object]] = [{"sources": sources}]
+        end = weakref.finalize(self, _end, found, self._crew, exit_hook.n_forks, self._memory)
         # A program may end within a loop, which then uses the crew once more.
         end.atexit = False
         self._n_forks = exit_hook.n_forks
@@ -81,10 +84,15 @@ class Crew:
             n: Number of rows.
             outs: For each source, the address of its rows in the batch.
             memory: Objects on whose memory the row indices and the batch are.
+
+        Raises:
+            ClosedError: If the crew was shut down.
         """
+        if not self._memory:
+            raise ClosedError(_SHUT_DOWN)
         request = self._pack_submit(self._crew, rows, 0, n, *outs)
         number = self._next_number
-        self._kept[number] = memory
+        self._memory[0][number] = memory
         self._next_number = self._library.submit(request) + 1
         return number
 
@@ -97,19 +105,27 @@ class Crew:
         Returns:
             0, or 1 + the number of a source that could not be read; and the times at which the
             copy began and ended, in seconds of ``time.perf_counter``.
+
+        Raises:
+            ClosedError: If the crew was shut down.
         """
+        if not self._memory:
+            raise ClosedError(_SHUT_DOWN)
+        # This thread copies, too, also after another one has shut the crew down.
+        memory = self._memory[0]
         request = _pack_wait(self._crew, number, self._times_address)
         # After a signal, the interpreter calls its handler before the next call.
         while (failed := self._library.wait(request)) == _SIGNAL:
             pass
-        del self._kept[number]
+        del memory[number]
         return failed, self._times[0], self._times[1]
 
     def shutdown(self, wait: bool = True) -> None:
-        """End the threads, so that only ``wait`` copies. A second call does nothing."""
+        """End the threads, and drop the memory of all jobs. A second call does nothing."""
         # A forked process has none of the threads.
         if self._n_forks == exit_hook.n_forks:
             self._library.stop_crew(packing(1)(self._crew))
+            self._memory.clear()
         exit_hook.pools.discard(self._reference)
 
 

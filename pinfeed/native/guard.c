@@ -29,6 +29,12 @@ struct attempt {
 static _Thread_local struct attempt *volatile attempt
     __attribute__((tls_model("initial-exec")));
 static _Thread_local volatile sig_atomic_t is_passing_on __attribute__((tls_model("initial-exec")));
+/* The last fault of this thread that was passed on, and how often in a row. */
+static _Thread_local const void *volatile passed_on __attribute__((tls_model("initial-exec")));
+static _Thread_local volatile sig_atomic_t n_passed_on __attribute__((tls_model("initial-exec")));
+
+/* A handler that returns without a remedy lets the same access fault again, forever. */
+#define MOST_TIMES 100
 
 static pthread_mutex_t changing = PTHREAD_MUTEX_INITIALIZER;
 static int n_mapped;
@@ -47,16 +53,24 @@ static void die(int signal_number)
 static void pass_on(int signal_number, siginfo_t *info, void *context)
 {
     const struct sigaction before = earlier;
-    /* A handler that raises the signal again, as faulthandler does, arrives here once more. */
-    if (is_passing_on || (!(before.sa_flags & SA_SIGINFO) && before.sa_handler == SIG_DFL)) {
+    const int is_fault = info->si_code > 0;
+    const int is_plain = !(before.sa_flags & SA_SIGINFO);
+    n_passed_on = is_fault && info->si_addr == passed_on ? n_passed_on + 1 : 0;
+    passed_on = is_fault ? info->si_addr : NULL;
+    if (is_plain && before.sa_handler == SIG_IGN && !is_fault)
+        return;
+    /* A handler that raises the signal again, as faulthandler does, arrives here once more. The
+     * kernel does not permit that a fault is ignored. */
+    if (is_passing_on || n_passed_on > MOST_TIMES
+        || (is_plain && (before.sa_handler == SIG_DFL || before.sa_handler == SIG_IGN))) {
         die(signal_number);
         return;
     }
     is_passing_on = 1;
-    if (before.sa_flags & SA_SIGINFO)
-        before.sa_sigaction(signal_number, info, context);
-    else if (before.sa_handler != SIG_IGN)
+    if (is_plain)
         before.sa_handler(signal_number);
+    else
+        before.sa_sigaction(signal_number, info, context);
     is_passing_on = 0;
 }
 

@@ -24,7 +24,13 @@ from pinfeed.devices.base import Tensor
 from pinfeed.pipeline.compared_draws import ComparedDraws
 from pinfeed.pipeline.crew_loop import CrewLoop
 from pinfeed.pipeline.depth_choice import DepthChoice
-from pinfeed.pipeline.draws import BatchDraws, Draws, SharedDraws, Thunks
+from pinfeed.pipeline.draws import (
+    BatchDraws,
+    Draws,
+    SharedDraws,
+    Thunks,
+    close_unless_running,
+)
 from pinfeed.pipeline.filler import Filler
 from pinfeed.pipeline.host_transfer import HostTransfer
 from pinfeed.pipeline.host_writes import HostWrites
@@ -135,7 +141,7 @@ def _crew_loop(
         schedule=dataclasses.replace(schedule, n_readers=1),
         lend=mover.lend,
         stop=mover.stop,
-        close=spans.close,
+        close=functools.partial(close_unless_running, spans),
         quiesce=mover.quiesce,
     )
     return CrewLoop(parts, source, batches.batch_size, memory_rows, spans)

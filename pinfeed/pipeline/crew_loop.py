@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from pinfeed.errors import ReadError
 from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.pipeline.host_transfer import HostTransfer
 from pinfeed.pipeline.loop import Loop, LoopParts
@@ -75,6 +76,8 @@ class CrewLoop(Loop):
         self._spans = spans
         schedule = parts.schedule
         self._slot_rows = schedule.batches_per_slot * batch_size
+        # The user may give an array another shape while the loop runs.
+        self._row_types = [(store.row_shape, store.dtype) for store in source.stores]
         self._full = self._parts_of(self._slot_rows)
         self._full_sizes = sizes(self._slot_rows, batch_size)
         self._free.extend(parts.mover.begin(schedule.n_slots, schedule.batches_per_slot))
@@ -111,13 +114,19 @@ class CrewLoop(Loop):
     def _next(self) -> Slot | None:
         """Submit jobs for all free slots, and wait for the next full slot."""
         while self._has_rows and self._free:
-            self._submit()
+            try:
+                self._submit()
+            except Exception:
+                # The batches before the error come first. Then, the next attempt raises it.
+                if not self._copying:
+                    raise
+                break
         if not self._copying:
             return None
         slot, job = self._copying.popleft()
         failed, begin_s, slot.ready_s = self._crew.wait(job)
         if failed:
-            self._fail(slot, self._memory_rows[failed - 1].error())
+            self._fail(slot, self._memory_rows[failed - 1])
         slot.read_s = slot.ready_s - begin_s
         return slot
 
@@ -137,12 +146,13 @@ class CrewLoop(Loop):
             if not self._draw():
                 return
         n = min(self._slot_rows, len(self._span) - begin)
-        self._position = begin + n
         is_full = n == self._slot_rows
-        slot = self._free.popleft()
-        slot.number = next(self._numbers)
+        slot = self._free[0]
         parts = self._full if is_full else self._parts_of(n)
         slot.tensors, slot.nbytes = self._transfer.allocate(parts)
+        self._free.popleft()
+        self._position = begin + n
+        slot.number = next(self._numbers)
         job = self._crew.submit(
             self._address + 8 * begin,
             n,
@@ -156,7 +166,7 @@ class CrewLoop(Loop):
         slot.batch_tensors = self._transfer.cut(slot.batch, slot.tensors)
         self._copying.append((slot, job))
 
-    def _fail(self, slot: Slot, error: Exception) -> None:
+    def _fail(self, slot: Slot, failed: MemoryRows) -> None:
         """Let a slot carry the batches before the first that cannot be read, and then its error.
 
         Raises:
@@ -166,14 +176,15 @@ class CrewLoop(Loop):
         assert batch is not None
         rows = batch.groups[0].rows
         n_good = 0
-        with contextlib.suppress(type(error)):
+        with contextlib.suppress(ReadError):
             for (begin, end), tensors in zip(batch.ranges(), slot.batch_tensors, strict=True):
                 for memory_rows, tensor in zip(self._memory_rows, tensors, strict=True):
                     memory_rows.gather_to(rows[begin:end], tensor.data_ptr())
                 n_good += 1
         if not n_good:
-            raise error
-        slot.error = error
+            raise failed.error()
+        slot.error = failed.error()
+        slot.nbytes = slot.nbytes * n_good // len(batch.batches)
         slot.batch = batch.cut(0, n_good)
         slot.batch_tensors = deque(itertools.islice(slot.batch_tensors, n_good))
 
@@ -189,4 +200,11 @@ class CrewLoop(Loop):
         return True
 
     def _parts_of(self, n: int) -> list[BatchPart]:
-        return [BatchPart((n, *store.row_shape), store.dtype) for store in self._source.stores]
+        return [BatchPart((n, *row_shape), dtype) for row_shape, dtype in self._row_types]
+
+    def _forget_slots(self) -> None:
+        super()._forget_slots()
+        # The crew keeps what its threads still use.
+        self._copying.clear()
+        self._memory_rows = ()
+        self._span = np.empty(0, np.int64)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Generator
-from typing import Protocol
+from typing import Any, Protocol
 
 from pinfeed.pipeline.mover import Mover
 from pinfeed.pipeline.slot import Cancelled, Slot
@@ -72,9 +72,16 @@ class Draws:
         """Do nothing, because the loop writes no rows that recur."""
 
     def close(self) -> None:
-        # If an interrupt has cut off the wait for the reader threads, one may still run the source.
-        if inspect.getgeneratorstate(self._thunks) != inspect.GEN_RUNNING:
-            self._thunks.close()
+        close_unless_running(self._thunks)
+
+
+def close_unless_running(generator: Generator[Any, None, None]) -> None:
+    """Close the generator of a source.
+
+    If an interrupt has cut off the wait for the reader threads, one may still run the generator.
+    """
+    if inspect.getgeneratorstate(generator) != inspect.GEN_RUNNING:
+        generator.close()
 
 
 def _no_time() -> float:

@@ -111,7 +111,7 @@ class LoopThreads:
         return self._crew
 
     def stop_crew(self) -> None:
-        """End the threads that copy rows, before the memory of their jobs is free."""
+        """End the threads that copy rows, which then use no memory of their jobs any more."""
         if self._crew is not None:
             self._crew.shutdown()
 

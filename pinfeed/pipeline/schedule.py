@@ -139,8 +139,11 @@ def crew_schedule(nbytes: int) -> PrefetchSchedule:
     """
     batches_per_slot = min(_CREW_SLOT_BYTES // nbytes, _MAX_BATCHES_PER_SLOT) if nbytes else 1
     if batches_per_slot < 2:
-        return PrefetchSchedule(DEFAULT_DEPTH)
-    return PrefetchSchedule(_CREW_SLOTS * batches_per_slot - 1, batches_per_slot)
+        schedule = PrefetchSchedule(DEFAULT_DEPTH)
+    else:
+        schedule = PrefetchSchedule(_CREW_SLOTS * batches_per_slot - 1, batches_per_slot)
+    # Until files are in memory, reader threads read them.
+    return _with_readers(schedule, nbytes)
 
 
 def n_id_readers(depth: int) -> int:
@@ -181,7 +184,17 @@ def choose_schedule(
         schedule = measured_schedule(4 * batches_per_slot - 1, batches_per_slot)
     else:
         schedule = measured_schedule()
-    if 0 < nbytes * batches_per_slot < _PARALLEL_BYTES:
+    return _with_readers(schedule, nbytes)
+
+
+def _with_readers(schedule: PrefetchSchedule, nbytes: int) -> PrefetchSchedule:
+    """Return a schedule with as many reader threads as its slots are worth.
+
+    Args:
+        schedule: The schedule.
+        nbytes: Bytes of a batch; 0 if unknown.
+    """
+    if 0 < nbytes * schedule.batches_per_slot < _PARALLEL_BYTES:
         return schedule
     n_readers = min(schedule.n_slots, len(os.sched_getaffinity(0)), _MAX_READERS)
     return dataclasses.replace(schedule, n_readers=n_readers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -29,6 +28,8 @@ _SHORT_RUN = 192
 _SHORT_RUN_WITH_GAPS = 64
 # Rows that are copied by row index at once, so that the indices stay in the CPU cache.
 _PIECE_ROWS = 1 << 15
+# Above this size, the compiled gather is faster, although it takes some us to describe the rows.
+_LARGE_BYTES = 256 << 10
 
 
 class ArrayStore:
@@ -115,15 +116,15 @@ class ArrayStore:
         """Copy rows into ``out``, like ``Store.gather``."""
         self.gather_unchecked(checked_gather(self, rows, out), out)
 
-    @functools.cached_property
+    @property
     def memory_rows(self) -> MemoryRows | None:
-        """The rows, if the compiled functions can copy them."""
+        """The rows where they are now, if the compiled functions can copy them."""
         return MemoryRows.of_array(self._array)
 
     def gather_unchecked(self, rows: Rows, out: Array) -> None:
         """Copy rows into ``out``. The caller has checked all arguments."""
-        if out.nbytes > SMALL_GATHER_BYTES and self.memory_rows is not None:
-            self.memory_rows.gather(rows, out)
+        if out.nbytes > _LARGE_BYTES and (memory_rows := self.memory_rows) is not None:
+            memory_rows.gather(rows, out)
         elif out.nbytes > SMALL_GATHER_BYTES and (run := run_of(rows)) is not None:
             out[...] = self._array[run]
         elif self._array.flags.c_contiguous:

@@ -200,10 +200,17 @@ def unchecked_gather(store: Gatherable) -> Gather:
 def memory_rows_of(store: Gatherable) -> MemoryRows | None:
     """Return where the rows of a store are, if compiled functions may copy them.
 
-    A subclass or an object that replaces ``gather`` may return other rows.
+    A subclass or an object that replaces a method that gathers may return other rows. So one class
+    must define all of them.
     """
-    is_replaced = unchecked_gather(store) == store.gather
-    return None if is_replaced else getattr(store, "memory_rows", None)
+    names = ("memory_rows", "gather", "gather_unchecked")
+    replaced = getattr(store, "__dict__", {})
+    owners = {
+        next((kind for kind in type(store).__mro__ if name in vars(kind)), None) for name in names
+    }
+    if len(owners) > 1 or None in owners or any(name in replaced for name in names):
+        return None
+    return cast("MemoryRows | None", getattr(store, "memory_rows", None))
 
 
 class StoreRows:

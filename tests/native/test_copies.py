@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pinfeed.errors import ClosedError
 from pinfeed.native import library as native
 from pinfeed.native.crew import Crew
 from pinfeed.native.library import packing
@@ -91,10 +92,11 @@ def test_a_crew_copies_every_row_of_every_job(n_threads: int, bypass: bool) -> N
         waiting.append((job, rows, outs))
         if len(waiting) == 3:
             check(crew, arrays, *waiting.pop(0))
-    crew.shutdown()
-    # The threads have ended, and the waiting thread copies the rest itself.
     for one in waiting:
         check(crew, arrays, *one)
+    crew.shutdown()
+    with pytest.raises(ClosedError):
+        crew.wait(0)
 
 
 def check(crew: Crew, arrays: list[Any], job: int, rows: Any, outs: list[Any]) -> None:

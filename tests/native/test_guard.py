@@ -35,17 +35,21 @@ for batch in feeder:
 """
 
 FAULT = """
-import faulthandler, mmap, os, sys
+import faulthandler, mmap, os, signal, sys
 import numpy as np
 import pinfeed
 
-if sys.argv[1] == "before":
-    faulthandler.enable()
+if sys.argv[1] == "ignored":
+    signal.signal(signal.SIGBUS, signal.SIG_IGN)
 feeder = pinfeed.Feeder(sys.argv[2], batch_size=100, device="cpu")
 for _ in feeder:
     pass
-if sys.argv[1] == "after":
+if sys.argv[1] in ("after", "disabled"):
     faulthandler.enable()
+for _ in feeder:
+    pass
+if sys.argv[1] == "disabled":
+    faulthandler.disable()
 with open(sys.argv[2] + ".other", "w+b") as file:
     file.truncate(8192)
     other = mmap.mmap(file.fileno(), 8192)
@@ -80,7 +84,14 @@ def test_a_file_that_shrinks_in_a_loop_is_an_error(path: Path, handler: str, dep
 
 
 @pytest.mark.parametrize(
-    ("handler", "how"), [("none", "touched"), ("after", "sent"), ("after", "touched")]
+    ("handler", "how"),
+    [
+        ("none", "touched"),
+        ("after", "sent"),
+        ("after", "touched"),
+        ("disabled", "touched"),
+        ("ignored", "touched"),
+    ],
 )
 def test_other_faults_end_the_process_as_without_pinfeed(
     path: Path, handler: str, how: str
@@ -88,7 +99,7 @@ def test_other_faults_end_the_process_as_without_pinfeed(
     done = run(FAULT, handler, path, how)
     assert done.returncode == -signal.SIGBUS
     assert "not reached" not in done.stdout
-    assert done.stderr.count("Fatal Python error: Bus error") == (handler != "none")
+    assert done.stderr.count("Fatal Python error: Bus error") == (handler == "after")
 
 
 def test_training_goes_on_after_the_error(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import pinfeed
 from pinfeed.native import library as native
 from pinfeed.pipeline.crew_loop import CrewLoop
 from pinfeed.pipeline.prefetch_loop import PrefetchLoop
+from pinfeed.rows.orders import Sequential
 
 pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 
@@ -105,6 +107,68 @@ def test_a_span_of_row_indices_has_whole_batches() -> None:
         assert torch.equal(torch.cat(batches).sort().values, torch.from_numpy(source))
 
 
+def test_a_source_may_have_many_columns() -> None:
+    with feeder_of({f"c{i}": np.arange(50) + i for i in range(300)}, shuffle=True) as feeder:
+        batches = list(feeder)
+        assert isinstance(loop_of(feeder), CrewLoop)
+    for i in (0, 299):
+        column = torch.cat([batch[f"c{i}"] for batch in batches]).sort().values
+        assert torch.equal(column, torch.arange(50) + i)
+
+
+def test_a_store_that_was_read_can_be_pickled() -> None:
+    store = pinfeed.ArrayStore(np.zeros((1000, 1000)))
+    with feeder_of(store, batch_size=500) as feeder:
+        list(feeder)
+    assert pickle.loads(pickle.dumps(store)).n_rows == 1000
+
+
+def test_an_array_may_change_its_shape_between_loops() -> None:
+    array = np.arange(2_000_000.0).reshape(2000, 1000)
+    store = pinfeed.ArrayStore(array)
+    out = np.empty((2000, 1000))
+    store.gather(np.arange(2000), out)
+    array.shape = (4000, 500)
+    out = np.empty((4000, 500))
+    store.gather(np.arange(4000)[::-1], out)
+    np.testing.assert_array_equal(out, array[::-1])
+
+
+def test_an_ended_loop_keeps_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "rows.npy"
+    np.save(path, np.zeros((1000, 100)))
+    feeder = feeder_of(path)
+    for _ in feeder:
+        break
+    assert not loop_of(feeder)._crew._memory
+    assert str(path) in Path("/proc/self/maps").read_text()
+    feeder.close()
+    assert str(path) not in Path("/proc/self/maps").read_text()
+
+
+class FailingOrder(Sequential):
+    """An order that fails in its second span."""
+
+    def bind(self, n_rows: int, epoch: int) -> Any:
+        def at(positions: Any) -> Any:
+            if positions[0]:
+                raise ZeroDivisionError
+            return positions
+
+        return at
+
+
+@pytest.mark.parametrize("depth", [2, None])
+def test_batches_before_an_error_of_the_order_come_first(depth: int | None) -> None:
+    n = 0
+    with feeder_of(np.zeros(40_000), batch_size=1000, depth=depth, rows=FailingOrder()) as feeder:
+        with pytest.raises(ZeroDivisionError):
+            for _ in feeder:
+                n += 1
+        assert isinstance(loop_of(feeder), CrewLoop)
+    assert n in (15, 16)
+
+
 class OtherRows(pinfeed.ArrayStore):
     """A subclass whose rows are not those of its array."""
 
@@ -113,10 +177,19 @@ class OtherRows(pinfeed.ArrayStore):
         out *= 2
 
 
+class UncheckedRows(pinfeed.ArrayStore):
+    """A subclass that replaces only the gather without checks."""
+
+    def gather_unchecked(self, rows: Any, out: Any) -> None:
+        super().gather_unchecked(rows, out)
+        out *= 2
+
+
 def test_loops_that_need_more_are_not_copied_by_a_crew(tmp_path: Path) -> None:
     array = np.arange(100.0)
     for source, options in (
         (OtherRows(array), {}),
+        (UncheckedRows(array), {}),
         (array, {"rows": [np.array([3, 4]), np.array([5])], "batch_size": None}),
         (array, {"host_transform": lambda batch: batch}),
     ):
