@@ -50,7 +50,8 @@ class Crew:
     ) -> None:
         found = library()
         assert found is not None
-        exit_hook.check_open()
+        if n_threads:
+            exit_hook.check_open()
         starter = threading.current_thread()
         self.owner: threading.Thread = starter.owner if isinstance(starter, PoolThread) else starter
         """The program's own thread for which the crew works."""
@@ -72,7 +73,8 @@ class Crew:
         self._next_number = 0
         self._pack_submit = packing(4 + len(sources))
         self._reference = weakref.ref(self)
-        exit_hook.pools.add(self._reference)
+        if n_threads:
+            exit_hook.pools.add(self._reference)
         # An interrupt before this step leaves no threads, and one after it an owner of them.
         found.start_crew(packing(2)(self._crew, n_threads))
 

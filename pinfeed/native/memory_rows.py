@@ -90,7 +90,15 @@ class MemoryRows:
         if positions is not None:
             positions = np.ascontiguousarray(positions, np.int64)
             places = positions.ctypes.data
-        request = (rows.ctypes.data, 0, len(rows), *self._target(out), places)
+        request = (
+            rows.__array_interface__["data"][0],
+            0,
+            len(rows),
+            out.__array_interface__["data"][0],
+            len(out),
+            self.row_nbytes,
+            places,
+        )
         if self._copy(_pack_copy(*self.description, *request)):
             raise self.error()
 

@@ -127,8 +127,7 @@ def _crew_loop(
 ) -> CrewLoop | None:
     """Return a loop whose rows a crew copies, if all rows are in memory and an order draws them."""
     batches = source.batches
-    is_plain = schedule.depth and not schedule.has_writer and not schedule.measures_depth
-    if not is_plain or not isinstance(batches, OrderBatches):
+    if schedule.has_writer or schedule.measures_depth or not isinstance(batches, OrderBatches):
         return None
     memory_rows = source.memory_rows()
     if memory_rows is None:
@@ -137,7 +136,7 @@ def _crew_loop(
     parts = LoopParts(
         mover=mover,
         first=position.batch,
-        # One thread draws row indices.
+        # One thread draws row indices, if the loop prefetches.
         schedule=dataclasses.replace(schedule, n_readers=1),
         lend=mover.lend,
         stop=mover.stop,

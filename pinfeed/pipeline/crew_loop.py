@@ -2,6 +2,7 @@
 
 Python draws row indices, for many batches at a time, and hands tensors out. The crew copies the
 rows (see ``pinfeed/native/crew.c``). The thread of the loop helps with the batch that it waits for.
+At depth 0, there are no threads, and it copies every batch itself.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class CrewLoop(Loop):
         source: Source of the rows, without ragged ones.
         batch_size: Rows of a batch.
         memory_rows: Rows of each store, in memory.
-        spans: Row indices of the epoch. The reader thread iterates over them.
+        spans: Row indices of the epoch. The reader thread iterates over them, if there is one.
     """
 
     def __init__(
@@ -73,7 +74,9 @@ class CrewLoop(Loop):
         self._source = source
         self._batch_size = batch_size
         self._memory_rows = memory_rows
-        self._spans = spans
+        # Draws the next span; in the thread of the loop if it prefetches nothing.
+        self._draw_span: Callable[[], Rows | None] = functools.partial(next, spans, None)
+        self._take_span: Callable[[], Rows | None] = self._draw_span
         schedule = parts.schedule
         self._slot_rows = schedule.batches_per_slot * batch_size
         # The user may give an array another shape while the loop runs.
@@ -93,21 +96,25 @@ class CrewLoop(Loop):
         self._has_rows = True
 
     def _slots(self) -> Callable[[], Slot | None]:
+        n_threads = 0
+        if self._parts.schedule.depth:
+            n_threads = max(1, min(len(os.sched_getaffinity(0)) - 1, _MOST_THREADS))
+            self._threads.start_readers(calls_transforms=False)
+            self._drawn = self._threads.reader.submit(self._draw_span)
+            self._take_span = self._take_drawn
         n_slots = len(self._free)
         nbytes = self._slot_rows * sum(rows.row_nbytes for rows in self._memory_rows)
         # One copied slot should be left when the threads are woken.
         ring_at = min(-(-_WAKE_BYTES // max(1, nbytes)), max(1, n_slots - 1))
-        self._threads.start_readers(calls_transforms=False)
         self._threads.start_crew(
             self._memory_rows,
-            n_threads=max(1, min(len(os.sched_getaffinity(0)) - 1, _MOST_THREADS)),
+            n_threads=n_threads,
             n_jobs=n_slots,
             # Tiny slots are copied in less time than a thread takes to wake up.
             ring_at=ring_at if n_slots * nbytes > _TINY_BYTES else n_slots + 1,
             bypass=(n_slots + 1) * nbytes > _BYPASS_BYTES,
         )
         self._crew = self._threads.crew
-        self._drawn = self._threads.reader.submit(next, self._spans, None)
         timeline = self._counters.timeline
         return self._next if timeline is None else functools.partial(self._next_recorded, timeline)
 
@@ -162,8 +169,11 @@ class CrewLoop(Loop):
         source = self._source
         group = new_row_group((self._span[begin : begin + n], 0, source.stores, None, None, None))
         batches = self._full_sizes if is_full else sizes(n, self._batch_size)
-        slot.batch = HostBatch((), source.rebuild, batches, [group])
-        slot.batch_tensors = self._transfer.cut(slot.batch, slot.tensors)
+        slot.batch = batch = HostBatch((), source.rebuild, batches, [group])
+        tensors = slot.tensors
+        slot.batch_tensors = (
+            deque((tensors,)) if len(batches) == 1 else self._transfer.cut(batch, tensors)
+        )
         self._copying.append((slot, job))
 
     def _fail(self, slot: Slot, failed: MemoryRows) -> None:
@@ -189,15 +199,21 @@ class CrewLoop(Loop):
         slot.batch_tensors = deque(itertools.islice(slot.batch_tensors, n_good))
 
     def _draw(self) -> bool:
-        """Take the next span of row indices, and have the one after it drawn."""
-        span = self._drawn.result()
+        """Take the next span of row indices; return whether there is one."""
+        span = self._take_span()
         if span is None:
             self._has_rows = False
             return False
         self._span = span
         self._address = span.ctypes.data
-        self._drawn = self._threads.reader.submit(next, self._spans, None)
         return True
+
+    def _take_drawn(self) -> Rows | None:
+        """Return the span that the reader thread has drawn, and let it draw the next one."""
+        span = self._drawn.result()
+        if span is not None:
+            self._drawn = self._threads.reader.submit(self._draw_span)
+        return span
 
     def _parts_of(self, n: int) -> list[BatchPart]:
         return [BatchPart((n, *row_shape), dtype) for row_shape, dtype in self._row_types]

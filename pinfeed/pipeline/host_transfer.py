@@ -105,7 +105,9 @@ class HostTransfer:
         slot.number = number
         slot.batch = batch
         slot.tensors = tensors
-        slot.batch_tensors = self.cut(batch, tensors)
+        slot.batch_tensors = (
+            deque((tensors,)) if len(batch.batches) == 1 else self.cut(batch, tensors)
+        )
         slot.ready_s = self.counters.now()
         slot.read_s = slot.source_s + slot.rows_s + slot.ready_s - slot.made_s
         return slot
@@ -201,8 +203,6 @@ class HostTransfer:
 
     def cut(self, batch: HostBatch, tensors: list[Tensor]) -> deque[list[Tensor]]:
         """Return the tensors of each of the batches that were gathered together."""
-        if len(batch.batches) == 1:
-            return deque((tensors,))
         return deque(
             [self.device.cut(tensor, begin, end) for tensor in tensors]
             for begin, end in batch.ranges()
