@@ -64,10 +64,15 @@ def library() -> Library | None:
     return Library(PATH)
 
 
+def is_turned_off() -> bool:
+    """Return whether the user has turned the compiled functions off."""
+    return os.environ.get(SWITCH) == "0"
+
+
 @functools.cache
 def why_not() -> str:
     """Return why the compiled functions are not used; empty if they are."""
-    if os.environ.get(SWITCH) == "0":
+    if is_turned_off():
         return f"{SWITCH}=0 is set"
     if not PATH.exists():
         return "they were not built, because no C compiler was found during the installation"

@@ -17,7 +17,7 @@ from pinfeed.memory.host import free_host_memory
 from pinfeed.memory.limits import MemoryLimits, usual_batch_size
 from pinfeed.memory.plan import Allocation, Plan, Route
 from pinfeed.memory.units import human
-from pinfeed.native.library import why_not
+from pinfeed.native.library import is_turned_off, why_not
 from pinfeed.pipeline.loop_memory import loop_allocations
 from pinfeed.pipeline.loop_transforms import LoopTransforms, TransformNbytes
 from pinfeed.pipeline.part_memory import PartSize, ragged_sizes
@@ -239,11 +239,11 @@ class Planner:
 
 
 def _without_native() -> list[str]:
-    """Return a note if the compiled functions are missing."""
+    """Return a note if the compiled functions are missing, unless the user has turned them off."""
     why = why_not()
-    return (
-        [f"numpy copies rows instead of pinfeed's compiled functions, because {why}"] if why else []
-    )
+    if not why or is_turned_off():
+        return []
+    return [f"numpy copies rows instead of pinfeed's compiled functions, because {why}"]
 
 
 def plan_reads_by_id(stores: Sequence[Store], config: MemoryLimits | None) -> ReadPlan:

@@ -90,11 +90,20 @@ def test_numpy_gives_the_same_batches(depth: int | None, request: pytest.Fixture
     for _ in range(2):
         with feeder_of(source, depth=depth, shuffle=True) as feeder:
             found.append(list(feeder))
-            notes = feeder.plan.notes
         request.getfixturevalue("without_native")
     assert len(found[0]) == 15
     assert all(map(equal, *found))
-    assert "numpy copies rows" in notes[-1]
+
+
+def test_the_plan_says_that_the_compiled_part_was_not_built(
+    monkeypatch: pytest.MonkeyPatch, without_native: None
+) -> None:
+    monkeypatch.delenv(native.SWITCH)
+    monkeypatch.setattr(native, "PATH", Path("missing"))
+    native.why_not.cache_clear()
+    with feeder_of(arrays(100)) as feeder:
+        assert "numpy copies rows" in feeder.plan.notes[-1]
+        assert "no C compiler was found" in feeder.plan.notes[-1]
 
 
 def test_a_span_of_row_indices_has_whole_batches() -> None:
