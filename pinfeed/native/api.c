@@ -13,66 +13,62 @@ static inline void *pointer(int64_t address)
     return (void *)(intptr_t)address;
 }
 
-/* The description of rows: base, n, stride, limit, size, fd, and bytes of a row. */
-enum { N_DESCRIPTION = 7, ROW_NBYTES = 6 };
+/* A source is described by the bytes of a row, the number of its parts, and the parts. */
+enum { N_PART = sizeof(struct pf_rows) / sizeof(int64_t) };
 
-static struct pf_rows rows_of(const int64_t *a)
+_Static_assert(sizeof(struct pf_rows) == 7 * sizeof(int64_t), "a part is seven numbers");
+
+static struct pf_source source_of(const int64_t *a)
 {
-    const struct pf_rows rows = {pointer(a[0]), a[1], a[2], pointer(a[3]), a[4], (int)a[5]};
-    return rows;
+    const struct pf_source source = {(const struct pf_rows *)(a + 2), a[1], a[0]};
+    return source;
 }
 
-static struct pf_rows target_of(const int64_t *a)
+/* Returns the result of a copy, after a look at the sizes of the files. */
+static int64_t checked(const struct pf_source *source, int result)
 {
-    const struct pf_rows rows = {.base = pointer(a[0]), .n = a[1], .stride = a[2]};
-    return rows;
+    return result || pf_has_shrunk(source) ? -1 : 0;
 }
 
-/* Arguments: description of the source, row indices, first row, number of rows to copy, target
- * (base, n, stride), target indices. Returns 0, or -1 if the source could not be read. */
+/* Arguments: row indices, first row, number of rows to copy, target (base and number of rows), target
+ * indices, and the source. Returns 0, or -1 if the source could not be read. */
 PF_API int64_t pf_api_copy(const int64_t *a)
 {
-    const struct pf_rows source = rows_of(a);
-    const int64_t *const b = a + N_DESCRIPTION;
-    const struct pf_rows target = target_of(b + 3);
-    if (source.limit)
+    const struct pf_source source = source_of(a + 6);
+    const struct pf_rows target = {.base = pointer(a[3]), .n = a[4], .stride = source.row_nbytes};
+    if (source.parts->limit)
         pf_guard_arm();
-    return pf_copy_guarded(&source, pointer(b[0]), b[1], &target, pointer(b[6]), a[ROW_NBYTES], 0,
-                           b[2], 0);
+    return checked(&source, pf_copy_guarded(&source, pointer(a[0]), a[1], &target, pointer(a[5]),
+                                            0, a[2], 0));
 }
 
-/* Arguments: description of the source, starts, lengths and places of the runs, number of runs,
- * target (base, n, stride). Returns as pf_api_copy does. */
+/* Arguments: starts, lengths and places of the runs, number of runs, target (base and number of
+ * rows), and the source. Returns as pf_api_copy does. */
 PF_API int64_t pf_api_copy_runs(const int64_t *a)
 {
-    const struct pf_rows source = rows_of(a);
-    const int64_t *const b = a + N_DESCRIPTION;
-    const struct pf_rows target = target_of(b + 4);
-    if (source.limit)
+    const struct pf_source source = source_of(a + 6);
+    const struct pf_rows target = {.base = pointer(a[4]), .n = a[5], .stride = source.row_nbytes};
+    if (source.parts->limit)
         pf_guard_arm();
-    return pf_copy_runs_guarded(&source, pointer(b[0]), pointer(b[1]), pointer(b[2]), b[3],
-                                &target, a[ROW_NBYTES]);
+    return checked(&source, pf_copy_runs_guarded(&source, pointer(a[0]), pointer(a[1]),
+                                                 pointer(a[2]), a[3], &target));
 }
 
-/* Arguments: places, ring_at, bypass, number of sources, and their descriptions. Returns the crew, or
- * 0. */
+/* Arguments: places, ring_at, bypass, number of sources, and the sources. Returns the crew, or 0. */
 PF_API int64_t pf_api_crew_open(const int64_t *a)
 {
     const int64_t n = a[3];
-    struct pf_rows *const sources = calloc((size_t)n, sizeof *sources);
-    int64_t *const row_nbytes = calloc((size_t)n, sizeof *row_nbytes);
-    struct pf_crew *crew = NULL;
-    if (sources && row_nbytes) {
-        for (int64_t k = 0; k < n; k++) {
-            const int64_t *const description = a + 4 + k * N_DESCRIPTION;
-            sources[k] = rows_of(description);
-            row_nbytes[k] = description[ROW_NBYTES];
-        }
-        crew = pf_crew_open((int)n, sources, row_nbytes, (uint32_t)a[0], (uint32_t)a[1],
-                            (int)a[2]);
+    struct pf_source *const sources = calloc((size_t)n, sizeof *sources);
+    if (!sources)
+        return 0;
+    const int64_t *description = a + 4;
+    for (int64_t k = 0; k < n; k++) {
+        sources[k] = source_of(description);
+        description += 2 + sources[k].n_parts * N_PART;
     }
+    struct pf_crew *const crew =
+        pf_crew_open((int)n, sources, (uint32_t)a[0], (uint32_t)a[1], (int)a[2]);
     free(sources);
-    free(row_nbytes);
     return (intptr_t)crew;
 }
 

@@ -16,6 +16,8 @@
 #define AHEAD 12
 /* The hardware prefetches the rest of a longer row itself. */
 #define MOST_PREFETCHED 512
+/* Rows whose parts are looked up together. */
+#define CHUNK 512
 
 static inline void prefetch(const char *row, int64_t nbytes)
 {
@@ -129,4 +131,53 @@ void pf_copy(const struct pf_rows *source, const int64_t *from, int64_t first,
     if (bypass)
         _mm_sfence();
 #endif
+}
+
+/* This takes one step if all parts have about equally many rows. */
+static const struct pf_rows *part_of(const struct pf_source *source, int64_t row)
+{
+    const struct pf_rows *part = source->parts, *const last = part + source->n_parts - 1;
+    const int64_t guess = row / part->n;
+    part = guess < source->n_parts ? part + (guess < 0 ? 0 : guess) : last;
+    while (part > source->parts && row < part->first)
+        part--;
+    while (part < last && row >= part->first + part->n)
+        part++;
+    return part;
+}
+
+void pf_copy_parts(const struct pf_source *source, const int64_t *from, int64_t first,
+                   const struct pf_rows *target, const int64_t *to, int64_t begin, int64_t end,
+                   int bypass)
+{
+    if (source->n_parts == 1) {
+        pf_copy(source->parts, from, first, target, to, source->row_nbytes, begin, end, bypass);
+        return;
+    }
+    static const struct pf_rows all_memory = {.n = INT64_MAX, .stride = 1};
+    int64_t rows[CHUNK];
+    for (int64_t done = begin; done < end; done += CHUNK) {
+        const int64_t n = end - done < CHUNK ? end - done : CHUNK;
+        const struct pf_rows *part = part_of(source, from ? from[done] : first + done);
+        int is_one = 1;
+        for (int64_t i = 0; i < n; i++) {
+            rows[i] = (from ? from[done + i] : first + done + i) - part->first;
+            is_one &= (uint64_t)rows[i] < (uint64_t)part->n;
+        }
+        if (!is_one) {
+            /* The rows become addresses. */
+            const int64_t before = part->first;
+            for (int64_t i = 0; i < n; i++) {
+                part = part_of(source, before + rows[i]);
+                rows[i] = (intptr_t)row_at(part, before + rows[i] - part->first);
+            }
+        }
+        struct pf_rows places = *target;
+        if (!to) {
+            places.base += done * target->stride;
+            places.n -= done;
+        }
+        pf_copy(is_one ? part : &all_memory, rows, 0, &places, to ? to + done : NULL,
+                source->row_nbytes, 0, n, bypass);
+    }
 }

@@ -69,8 +69,7 @@ struct job {
 };
 
 struct source {
-    struct pf_rows rows;
-    int64_t row_nbytes;
+    struct pf_source rows;
     int64_t rows_per_piece;
 };
 
@@ -78,7 +77,7 @@ struct pf_crew {
     int n_sources;
     int n_threads;
     int bypass;
-    int may_fail; /* whether a source is a mapped file */
+    int may_fail; /* whether a source has mapped files */
     uint32_t n_places;
     uint32_t ring_at; /* jobs with pieces to take at which a sleeping thread is woken */
     struct source *sources;
@@ -123,6 +122,12 @@ static int64_t n_pieces_of(const struct source *source, int64_t n)
     return (n + source->rows_per_piece - 1) / source->rows_per_piece;
 }
 
+static void note_failure(struct job *job, int k)
+{
+    int32_t none = 0;
+    atomic_compare_exchange_strong(&job->failed, &none, k + 1);
+}
+
 /* Copies one piece of a job. The pieces of all sources are numbered one after the other. */
 static void copy_piece(const struct pf_crew *crew, struct job *job, int64_t piece)
 {
@@ -130,20 +135,22 @@ static void copy_piece(const struct pf_crew *crew, struct job *job, int64_t piec
     for (int64_t n; piece >= (n = n_pieces_of(&crew->sources[k], job->n)); k++)
         piece -= n;
     const struct source *source = &crew->sources[k];
-    const struct pf_rows target = {.base = job->outs[k], .n = job->n, .stride = source->row_nbytes};
+    const struct pf_rows target = {
+        .base = job->outs[k], .n = job->n, .stride = source->rows.row_nbytes};
     const int64_t begin = piece * source->rows_per_piece;
     int64_t end = begin + source->rows_per_piece;
     if (end > job->n)
         end = job->n;
-    if (pf_copy_guarded(&source->rows, job->rows, job->first, &target, NULL, source->row_nbytes,
-                        begin, end, crew->bypass)) {
-        int32_t none = 0;
-        atomic_compare_exchange_strong(&job->failed, &none, k + 1);
-    }
+    if (pf_copy_guarded(&source->rows, job->rows, job->first, &target, NULL, begin, end,
+                        crew->bypass))
+        note_failure(job, k);
 }
 
-static void end_job(struct job *job)
+static void end_job(const struct pf_crew *crew, struct job *job)
 {
+    for (int k = 0; k < crew->n_sources; k++)
+        if (pf_has_shrunk(&crew->sources[k].rows))
+            note_failure(job, k);
     job->end_s = now_s();
     if (atomic_exchange(&job->state, ENDED) == AWAITED)
         wake(&job->state, 1);
@@ -165,7 +172,7 @@ static int help(struct pf_crew *crew, uint32_t number)
         atomic_fetch_sub(&crew->n_untaken, 1);
     copy_piece(crew, job, job->n_pieces - left);
     if (atomic_fetch_sub(&job->unfinished, 1) == 1)
-        end_job(job);
+        end_job(crew, job);
     return 1;
 }
 
@@ -222,17 +229,34 @@ void pf_crew_free(struct pf_crew *crew)
     if (crew->jobs)
         for (uint32_t i = 0; i < crew->n_places; i++)
             free(crew->jobs[i].outs);
+    if (crew->sources)
+        for (int k = 0; k < crew->n_sources; k++)
+            free((void *)crew->sources[k].rows.parts);
     free(crew->jobs);
     free(crew->sources);
     free(crew);
 }
 
-static int allocate(struct pf_crew *crew)
+static int allocate(struct pf_crew *crew, const struct pf_source *sources)
 {
     crew->sources = calloc((size_t)crew->n_sources, sizeof *crew->sources);
     crew->jobs = calloc(crew->n_places, sizeof *crew->jobs);
     if (!crew->sources || !crew->jobs)
         return -1;
+    for (int k = 0; k < crew->n_sources; k++) {
+        struct source *const source = &crew->sources[k];
+        const size_t nbytes = (size_t)sources[k].n_parts * sizeof *sources[k].parts;
+        struct pf_rows *const parts = malloc(nbytes);
+        if (!parts)
+            return -1;
+        memcpy(parts, sources[k].parts, nbytes);
+        source->rows = sources[k];
+        source->rows.parts = parts;
+        const int64_t row_nbytes = sources[k].row_nbytes;
+        const int64_t per_piece = row_nbytes ? PIECE_NBYTES / row_nbytes : INT64_MAX / 2;
+        source->rows_per_piece = per_piece ? per_piece : 1;
+        crew->may_fail |= parts->limit != NULL;
+    }
     for (uint32_t i = 0; i < crew->n_places; i++) {
         struct job *job = &crew->jobs[i];
         job->outs = calloc((size_t)crew->n_sources, sizeof *job->outs);
@@ -262,9 +286,8 @@ void pf_crew_start(struct pf_crew *crew, int n_threads)
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
-struct pf_crew *pf_crew_open(int n_sources, const struct pf_rows *sources,
-                             const int64_t *row_nbytes, uint32_t n_places, uint32_t ring_at,
-                             int bypass)
+struct pf_crew *pf_crew_open(int n_sources, const struct pf_source *sources, uint32_t n_places,
+                             uint32_t ring_at, int bypass)
 {
     struct pf_crew *crew = calloc(1, sizeof *crew);
     if (!crew)
@@ -276,16 +299,9 @@ struct pf_crew *pf_crew_open(int n_sources, const struct pf_rows *sources,
     crew->ring_at = ring_at;
     crew->bypass = bypass;
     pthread_mutex_init(&crew->stopping, NULL);
-    if (allocate(crew)) {
+    if (allocate(crew, sources)) {
         pf_crew_free(crew);
         return NULL;
-    }
-    for (int k = 0; k < n_sources; k++) {
-        const int64_t per_piece = row_nbytes[k] ? PIECE_NBYTES / row_nbytes[k] : INT64_MAX / 2;
-        crew->sources[k].rows = sources[k];
-        crew->sources[k].row_nbytes = row_nbytes[k];
-        crew->sources[k].rows_per_piece = per_piece ? per_piece : 1;
-        crew->may_fail |= sources[k].limit != NULL;
     }
     return crew;
 }

@@ -20,8 +20,7 @@
 
 struct attempt {
     sigjmp_buf back;
-    const char *begin;
-    const char *end;
+    const struct pf_source *source;
 };
 
 /* The copy that this thread makes. The initial-exec model needs no allocation, which a signal
@@ -74,12 +73,19 @@ static void pass_on(int signal_number, siginfo_t *info, void *context)
     is_passing_on = 0;
 }
 
+static int has_address(const struct pf_source *source, const char *address)
+{
+    for (int64_t k = 0; k < source->n_parts; k++)
+        if (address >= source->parts[k].base && address < source->parts[k].limit)
+            return 1;
+    return 0;
+}
+
 static void handle(int signal_number, siginfo_t *info, void *context)
 {
     struct attempt *const copy = attempt;
-    const char *address = info->si_addr;
     /* A positive code says that the kernel reports a fault, at si_addr. */
-    if (copy && info->si_code > 0 && address >= copy->begin && address < copy->end) {
+    if (copy && info->si_code > 0 && has_address(copy->source, info->si_addr)) {
         attempt = NULL;
         siglongjmp(copy->back, 1);
     }
@@ -122,34 +128,37 @@ void pf_guard_count(int change)
         pf_guard_arm();
 }
 
-/* The rest of the last page of a file reads as zeros, without a signal. So a file that has become
- * shorter by less than a page shows only its size. */
-static int has_shrunk(const struct pf_rows *source)
+int pf_has_shrunk(const struct pf_source *source)
 {
-    return source->limit && lseek(source->fd, 0, SEEK_END) < source->size;
+    for (int64_t k = 0; k < source->n_parts; k++) {
+        const struct pf_rows *const part = &source->parts[k];
+        if (part->limit && lseek((int)part->fd, 0, SEEK_END) < part->size)
+            return 1;
+    }
+    return 0;
 }
 
-int pf_copy_guarded(const struct pf_rows *source, const int64_t *from, int64_t first,
-                    const struct pf_rows *target, const int64_t *to, int64_t row_nbytes,
-                    int64_t begin, int64_t end, int bypass)
+int pf_copy_guarded(const struct pf_source *source, const int64_t *from, int64_t first,
+                    const struct pf_rows *target, const int64_t *to, int64_t begin, int64_t end,
+                    int bypass)
 {
-    struct attempt copy = {.begin = source->base, .end = source->limit};
-    if (source->limit) {
+    struct attempt copy = {.source = source};
+    if (source->parts->limit) {
         if (sigsetjmp(copy.back, 0))
             return -1;
         attempt = &copy;
     }
-    pf_copy(source, from, first, target, to, row_nbytes, begin, end, bypass);
+    pf_copy_parts(source, from, first, target, to, begin, end, bypass);
     attempt = NULL;
-    return has_shrunk(source) ? -1 : 0;
+    return 0;
 }
 
-int pf_copy_runs_guarded(const struct pf_rows *source, const int64_t *starts,
+int pf_copy_runs_guarded(const struct pf_source *source, const int64_t *starts,
                          const int64_t *lengths, const int64_t *places, int64_t n_runs,
-                         const struct pf_rows *target, int64_t row_nbytes)
+                         const struct pf_rows *target)
 {
-    struct attempt copy = {.begin = source->base, .end = source->limit};
-    if (source->limit) {
+    struct attempt copy = {.source = source};
+    if (source->parts->limit) {
         if (sigsetjmp(copy.back, 0))
             return -1;
         attempt = &copy;
@@ -158,8 +167,8 @@ int pf_copy_runs_guarded(const struct pf_rows *source, const int64_t *starts,
         struct pf_rows part = *target;
         part.base += places[k] * target->stride;
         part.n = lengths[k];
-        pf_copy(source, NULL, starts[k], &part, NULL, row_nbytes, 0, lengths[k], 0);
+        pf_copy_parts(source, NULL, starts[k], &part, NULL, 0, lengths[k], 0);
     }
     attempt = NULL;
-    return has_shrunk(source) ? -1 : 0;
+    return 0;
 }

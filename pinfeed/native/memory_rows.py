@@ -1,8 +1,8 @@
-"""MemoryRows: rows at equal distances in memory, which compiled functions copy."""
+"""MemoryRows: rows in memory, which compiled functions copy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,49 +13,43 @@ from pinfeed.native.library import library, packing
 Indices = npt.NDArray[np.int64]
 """Row indices, shape (n,)."""
 
-_pack_copy = packing(14)
-_pack_copy_runs = packing(14)
 
+class MemoryPart(NamedTuple):
+    """Rows at equal distances in memory, or in a mapped file; see ``pf_rows`` in pinfeed.h."""
 
-class MappedPart(NamedTuple):
-    """The file in which mapped rows are."""
-
-    limit: int
-    """Address of the end of the file in memory."""
-    size: int
+    address: int
+    """Address of the first row."""
+    n_rows: int
+    """Number of rows, at least one."""
+    stride: int
+    """Bytes from one row to the next; rows may overlap."""
+    limit: int = 0
+    """Address of the end of the mapped file; 0 for memory that cannot fail."""
+    size: int = 0
     """Bytes that the file has at least."""
-    fd: int
+    fd: int = -1
     """Descriptor of the file."""
 
 
-_MEMORY = MappedPart(0, 0, -1)
-
-
 class MemoryRows:
-    """Rows at equal distances in memory, and the compiled functions that copy them.
+    """Rows in memory, and the compiled functions that copy them.
 
     Methods raise ``error()`` if a mapped file has shrunk, or a page of it could not be loaded.
 
     Args:
         owner: Object that keeps the memory alive.
-        address: Address of the first row.
-        n_rows: Number of rows, at least one.
-        stride: Bytes from one row to the next; rows may overlap.
         row_nbytes: Bytes of a row.
-        file: File that is mapped; by default, the rows are in memory that cannot fail.
+        parts: The rows, in order.
         error: Returns the error of a copy that has failed.
     """
 
-    __slots__ = ("_copy", "_copy_runs", "description", "error", "owner", "row_nbytes")
+    __slots__ = ("_copy", "_copy_runs", "_pack", "description", "error", "owner", "row_nbytes")
 
     def __init__(
         self,
         owner: object,
-        address: int,
-        n_rows: int,
-        stride: int,
         row_nbytes: int,
-        file: MappedPart = _MEMORY,
+        parts: Sequence[MemoryPart],
         error: Callable[[], Exception] = RuntimeError,
     ) -> None:
         found = library()
@@ -63,8 +57,14 @@ class MemoryRows:
         self.owner = owner
         self.error = error
         self.row_nbytes = row_nbytes
-        self.description = (address, n_rows, stride, *file, row_nbytes)
+        description = [row_nbytes, len(parts)]
+        first = 0
+        for part in parts:
+            description += [*part, first]
+            first += part.n_rows
+        self.description = tuple(description)
         """Description of the rows, as the compiled functions take it."""
+        self._pack = packing(6 + len(description))
         self._copy = found.copy
         self._copy_runs = found.copy_runs
 
@@ -73,7 +73,8 @@ class MemoryRows:
         """Return the rows of an array; None if the array, or the installation, has none."""
         if library() is None or not array[0].flags.c_contiguous:
             return None
-        return cls(array, array.ctypes.data, len(array), array.strides[0], array[0].nbytes)
+        part = MemoryPart(array.ctypes.data, len(array), array.strides[0])
+        return cls(array, array[0].nbytes, [part])
 
     def gather(
         self, rows: Indices, out: npt.NDArray[Any], positions: Indices | None = None
@@ -96,24 +97,23 @@ class MemoryRows:
             len(rows),
             out.__array_interface__["data"][0],
             len(out),
-            self.row_nbytes,
             places,
         )
-        if self._copy(_pack_copy(*self.description, *request)):
+        if self._copy(self._pack(*request, *self.description)):
             raise self.error()
 
     def gather_to(self, rows: Indices, address: int) -> None:
         """Copy rows to memory for as many rows, given its address."""
         rows = np.ascontiguousarray(rows, np.int64)
         n = len(rows)
-        request = (rows.ctypes.data, 0, n, address, n, self.row_nbytes, 0)
-        if self._copy(_pack_copy(*self.description, *request)):
+        request = (rows.ctypes.data, 0, n, address, n, 0)
+        if self._copy(self._pack(*request, *self.description)):
             raise self.error()
 
     def read_run(self, first: int, out: npt.NDArray[Any]) -> None:
         """Copy the rows from ``first`` on into ``out``."""
-        request = (0, first, len(out), *self._target(out), 0)
-        if self._copy(_pack_copy(*self.description, *request)):
+        request = (0, first, len(out), out.ctypes.data, len(out), 0)
+        if self._copy(self._pack(*request, *self.description)):
             raise self.error()
 
     def gather_runs(
@@ -129,9 +129,6 @@ class MemoryRows:
         """
         runs = [np.ascontiguousarray(numbers, np.int64) for numbers in (starts, lengths, places)]
         addresses = [numbers.ctypes.data for numbers in runs]
-        request = (*addresses, len(starts), *self._target(out))
-        if self._copy_runs(_pack_copy_runs(*self.description, *request)):
+        request = (*addresses, len(starts), out.ctypes.data, len(out))
+        if self._copy_runs(self._pack(*request, *self.description)):
             raise self.error()
-
-    def _target(self, out: npt.NDArray[Any]) -> tuple[int, int, int]:
-        return out.ctypes.data, len(out), self.row_nbytes

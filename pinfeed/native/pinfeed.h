@@ -19,7 +19,15 @@ struct pf_rows {
     int64_t stride;    /* bytes from one row to the next; less than a row if rows overlap */
     const char *limit; /* end of the mapped file; NULL for memory */
     int64_t size;      /* bytes that the mapped file has at least */
-    int fd;            /* its descriptor */
+    int64_t fd;        /* its descriptor */
+    int64_t first;     /* the index of row 0 among all rows of the store */
+};
+
+/* Rows of one store: of an array, or of one or more files. */
+struct pf_source {
+    const struct pf_rows *parts; /* in the order of their rows */
+    int64_t n_parts;
+    int64_t row_nbytes;
 };
 
 /* copy.c */
@@ -31,19 +39,27 @@ void pf_copy(const struct pf_rows *source, const int64_t *from, int64_t first,
              const struct pf_rows *target, const int64_t *to, int64_t row_nbytes, int64_t begin,
              int64_t end, int bypass);
 
+/* Does the same with the rows of all parts. */
+void pf_copy_parts(const struct pf_source *source, const int64_t *from, int64_t first,
+                   const struct pf_rows *target, const int64_t *to, int64_t begin, int64_t end,
+                   int bypass);
+
 /* guard.c */
 
-/* Copies as pf_copy does. Returns 0, or -1 if `source` is a file that has shrunk or of which a page
- * could not be loaded. */
-int pf_copy_guarded(const struct pf_rows *source, const int64_t *from, int64_t first,
-                    const struct pf_rows *target, const int64_t *to, int64_t row_nbytes,
-                    int64_t begin, int64_t end, int bypass);
+/* Copies as pf_copy_parts does. Returns 0, or -1 if a page of a file could not be loaded. */
+int pf_copy_guarded(const struct pf_source *source, const int64_t *from, int64_t first,
+                    const struct pf_rows *target, const int64_t *to, int64_t begin, int64_t end,
+                    int bypass);
 
 /* Copies runs of rows: `lengths[k]` rows from row `starts[k]` of `source` on become those from row
  * `places[k]` of `target` on. Returns as pf_copy_guarded does. */
-int pf_copy_runs_guarded(const struct pf_rows *source, const int64_t *starts,
+int pf_copy_runs_guarded(const struct pf_source *source, const int64_t *starts,
                          const int64_t *lengths, const int64_t *places, int64_t n_runs,
-                         const struct pf_rows *target, int64_t row_nbytes);
+                         const struct pf_rows *target);
+
+/* Returns whether a file is shorter than it was. The rest of the last page of a file reads as zeros,
+ * so this tells after a copy whether the rows are right. */
+int pf_has_shrunk(const struct pf_source *source);
 
 /* Makes sure that the signal handler comes first. Call it before guarded copies of mapped files. */
 void pf_guard_arm(void);
@@ -57,14 +73,13 @@ struct pf_crew;
 
 /* Returns a crew without threads, or NULL if memory is missing.
  *
- * sources, row_nbytes: the rows that every job copies, and the bytes of a row
+ * sources: the rows that every job copies
  * n_places: most jobs that have not ended, or that the loop has not waited for
  * ring_at: jobs with pieces to take at which sleeping threads are woken; the loop copies fewer
  *     itself, when it needs them
  * bypass: whether rows are written past the caches */
-struct pf_crew *pf_crew_open(int n_sources, const struct pf_rows *sources,
-                             const int64_t *row_nbytes, uint32_t n_places, uint32_t ring_at,
-                             int bypass);
+struct pf_crew *pf_crew_open(int n_sources, const struct pf_source *sources, uint32_t n_places,
+                             uint32_t ring_at, int bypass);
 
 /* Starts as many of `n_threads` threads as the system permits. Without any, only the loop copies. */
 void pf_crew_start(struct pf_crew *crew, int n_threads);

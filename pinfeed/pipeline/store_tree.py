@@ -106,7 +106,7 @@ class StoreTree:
         if library() is None or self.ragged:
             return False
         return all(
-            store.is_one_array and not is_limited and store.can_map
+            store.is_native and not is_limited and store.can_map
             if isinstance(store, LocalFileStore)
             else memory_rows_of(store) is not None
             for store in self.stores

@@ -110,9 +110,9 @@ class LocalFileStore(ShardedStore[FileReader]):
             self._keep_cache = self.nbytes <= free.page_cache
 
     @property
-    def is_one_array(self) -> bool:
-        """Whether the rows are those of one file, in the byte order of this machine."""
-        return len(self._layouts) == 1 and not self._swapped
+    def is_native(self) -> bool:
+        """Whether the rows are in the byte order of this machine."""
+        return not self._swapped
 
     @property
     def can_map(self) -> bool:

@@ -10,7 +10,7 @@ from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.base import Array, Gather, checked_gather, run_of
-from pinfeed.stores.disk.file_map import FileMap
+from pinfeed.stores.disk.file_map import FileMap, joined_rows
 from pinfeed.stores.formats.row_layout import RowLayout
 from pinfeed.stores.sharded_file import ShardedStore, as_bytes
 
@@ -29,11 +29,12 @@ class MappedFileStore(ShardedStore[FileMap]):
     def __init__(self, layouts: Sequence[RowLayout], open_map: Callable[[int], FileMap]) -> None:
         self._open_map = open_map
         super().__init__(layouts)
-        for number, layout in enumerate(layouts):
-            if layout.n_rows:
-                self._reader(number)
+        maps = [self._reader(number) for number, layout in enumerate(layouts) if layout.n_rows]
         # The map of the only file, if its rows need no conversion.
-        self._only = self._reader(0) if len(layouts) == 1 and not self._swapped else None
+        self._only = maps[0] if len(layouts) == 1 and not self._swapped else None
+        self._memory_rows: MemoryRows | None = None
+        if not self._swapped and maps[0].memory_rows is not None:
+            self._memory_rows = joined_rows(maps)
 
     def gather(self, rows: Rows, out: Array) -> None:
         """Copy rows into ``out``, like ``Store.gather``.
@@ -49,12 +50,14 @@ class MappedFileStore(ShardedStore[FileMap]):
 
         It raises a ReadError if a file has shrunk.
         """
-        return self._gather_shards if self._only is None else self._only.read_all
+        if self._only is not None:
+            return self._only.read_all
+        return self._gather_shards if self._memory_rows is None else self._memory_rows.gather
 
     @property
     def memory_rows(self) -> MemoryRows | None:
         """The rows, if the compiled functions can copy them."""
-        return None if self._only is None else self._only.memory_rows
+        return self._memory_rows
 
     def _gather_shards(self, rows: Rows, out: Array) -> None:
         run = run_of(rows)
@@ -90,7 +93,7 @@ class MappedFileStore(ShardedStore[FileMap]):
 
     def close(self) -> None:
         """Unmap the files; a gather that is running keeps its map until it ends."""
-        self._only = None
+        self._only = self._memory_rows = None
         super().close()
 
     def _open_reader(self, number: int) -> FileMap:

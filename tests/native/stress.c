@@ -28,22 +28,24 @@ static void *stop(void *crew)
 static void *loop(void *argument)
 {
     uint32_t seed = (uint32_t)(uintptr_t)argument;
-    struct pf_rows sources[N_SOURCES] = {{0}};
+    struct pf_rows parts[N_SOURCES] = {{0}};
+    struct pf_source sources[N_SOURCES];
     char *outs[N_PLACES][N_SOURCES];
     int64_t rows[N_PLACES][MOST], n[N_PLACES];
     for (int k = 0; k < N_SOURCES; k++) {
-        sources[k].base = malloc((size_t)(N_ROWS * row_nbytes[k]));
-        sources[k].n = N_ROWS;
-        sources[k].stride = row_nbytes[k];
+        parts[k].base = malloc((size_t)(N_ROWS * row_nbytes[k]));
+        parts[k].n = N_ROWS;
+        parts[k].stride = row_nbytes[k];
+        sources[k] = (struct pf_source){&parts[k], 1, row_nbytes[k]};
         for (int64_t i = 0; i < N_ROWS; i++)
-            memset(sources[k].base + i * row_nbytes[k], (int)((i * 7 + k) & 0xFF),
+            memset(parts[k].base + i * row_nbytes[k], (int)((i * 7 + k) & 0xFF),
                    (size_t)row_nbytes[k]);
         for (int place = 0; place < N_PLACES; place++)
             outs[place][k] = malloc((size_t)(MOST * row_nbytes[k]));
     }
     for (int round = 0; round < 6; round++) {
-        struct pf_crew *crew = pf_crew_open(N_SOURCES, sources, row_nbytes, N_PLACES,
-                                            1 + (uint32_t)round % 2, round % 2);
+        struct pf_crew *crew =
+            pf_crew_open(N_SOURCES, sources, N_PLACES, 1 + (uint32_t)round % 2, round % 2);
         pf_crew_start(crew, 1 + round % 3);
         pthread_t stopper;
         const int stops = round > 3;
@@ -66,7 +68,7 @@ static void *loop(void *argument)
             for (int k = 0; k < N_SOURCES; k++)
                 for (int64_t i = 0; i < n[place]; i++)
                     if (memcmp(outs[place][k] + i * row_nbytes[k],
-                               sources[k].base + rows[place][i] * row_nbytes[k],
+                               parts[k].base + rows[place][i] * row_nbytes[k],
                                (size_t)row_nbytes[k]))
                         abort();
         }
@@ -76,13 +78,13 @@ static void *loop(void *argument)
         pf_crew_free(crew);
     }
     /* A crew that is stopped while jobs are left. */
-    struct pf_crew *crew = pf_crew_open(N_SOURCES, sources, row_nbytes, N_PLACES, 1, 0);
+    struct pf_crew *crew = pf_crew_open(N_SOURCES, sources, N_PLACES, 1, 0);
     pf_crew_start(crew, 2);
     pf_crew_submit(crew, rows[0], 0, 100, outs[0]);
     pf_crew_stop(crew);
     pf_crew_free(crew);
     for (int k = 0; k < N_SOURCES; k++) {
-        free(sources[k].base);
+        free(parts[k].base);
         for (int place = 0; place < N_PLACES; place++)
             free(outs[place][k]);
     }

@@ -12,7 +12,7 @@ from pinfeed.errors import ClosedError
 from pinfeed.native import library as native
 from pinfeed.native.crew import Crew
 from pinfeed.native.library import packing
-from pinfeed.native.memory_rows import MemoryRows
+from pinfeed.native.memory_rows import MemoryPart, MemoryRows
 from pinfeed.rows import permutation as permutations
 
 pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
@@ -63,6 +63,44 @@ def test_runs_equal_those_of_numpy(runs: list[tuple[int, int]]) -> None:
         expected[place : place + length] = array[start : start + length]
     memory_rows(array).gather_runs(starts, lengths, places, out)
     np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize("row_nbytes", [1, 12, 64, 1000])
+@settings(deadline=None, max_examples=30)
+@given(
+    sizes=st.lists(st.sampled_from([1, 2, 40, 700, 2000]), min_size=2, max_size=6),
+    stride=st.sampled_from([0, 5]),
+    seed=st.integers(0, 99),
+)
+def test_rows_of_several_parts_equal_those_of_numpy(
+    row_nbytes: int, sizes: list[int], stride: int, seed: int
+) -> None:
+    arrays = [rows_of(n, row_nbytes + stride, n)[:, :row_nbytes] for n in sizes]
+    whole = np.concatenate(arrays)
+    n_rows = len(whole)
+    parts = [MemoryPart(x.ctypes.data, len(x), x.strides[0]) for x in arrays]
+    joined = MemoryRows(arrays, row_nbytes, parts)
+    rng = np.random.default_rng(seed)
+    begin = int(rng.integers(n_rows))
+    for rows in (
+        rng.integers(n_rows, size=1500),
+        np.arange(begin, n_rows),
+        np.arange(n_rows)[::-7],
+    ):
+        out = np.zeros((len(rows), row_nbytes), np.uint8)
+        joined.gather(rows, out)
+        np.testing.assert_array_equal(out, whole[rows])
+        places = rng.permutation(len(rows))
+        joined.gather(rows, out, places)
+        np.testing.assert_array_equal(out[places], whole[rows])
+    out = np.zeros((n_rows - begin, row_nbytes), np.uint8)
+    joined.read_run(begin, out)
+    np.testing.assert_array_equal(out, whole[begin:])
+    out = np.zeros((n_rows, row_nbytes), np.uint8)
+    run = [np.array([i], np.int64) for i in (begin, n_rows - begin, begin)]
+    joined.gather_runs(*run, out)
+    np.testing.assert_array_equal(out[begin:], whole[begin:])
+    joined.gather(np.array([-1, n_rows, 1 << 60, -(1 << 60)]), out[:4])
 
 
 def test_an_index_that_changes_after_its_check_reads_no_other_memory() -> None:

@@ -102,6 +102,22 @@ def test_other_faults_end_the_process_as_without_pinfeed(
     assert done.stderr.count("Fatal Python error: Bus error") == (handler == "after")
 
 
+@pytest.mark.parametrize("depth", [0, 2, None])
+def test_the_error_names_the_one_of_several_files_that_has_shrunk(
+    tmp_path: Path, depth: int | None
+) -> None:
+    paths = [str(tmp_path / f"{i}.npy") for i in range(3)]
+    for path in paths:
+        np.save(path, np.zeros((3000, 50), np.float32))
+    store = pinfeed.MmapStore(paths)
+    with pinfeed.Feeder(store, batch_size=100, device="cpu", depth=depth, shuffle=True) as feeder:
+        assert sum(len(batch) for batch in feeder) == 9000
+        os.truncate(paths[1], 300_000)
+        with pytest.raises(pinfeed.errors.ReadError, match="has shrunk to 300000"):
+            for _ in feeder:
+                pass
+
+
 def test_training_goes_on_after_the_error(path: Path) -> None:
     array = np.load(path)
     feeder = pinfeed.Feeder(path, batch_size=100, device="cpu", depth=2)

@@ -106,6 +106,23 @@ def test_the_plan_says_that_the_compiled_part_was_not_built(
         assert "no C compiler was found" in feeder.plan.notes[-1]
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_several_files_are_read_like_one_array(tmp_path: Path, shuffle: bool) -> None:
+    arrays = [np.random.default_rng(n).normal(size=(n, 6)) for n in (100, 1, 700, 35)]
+    paths = [str(tmp_path / f"{i}.npy") for i in range(4)]
+    for path, array in zip(paths, arrays, strict=True):
+        np.save(path, array)
+    whole = torch.from_numpy(np.concatenate(arrays))
+    source = {"x": pinfeed.MmapStore(paths), "row": np.arange(836)}
+    with feeder_of(source, shuffle=shuffle) as feeder:
+        for _ in range(2):
+            batches = list(feeder)
+            rows = torch.cat([batch["row"] for batch in batches])
+            assert torch.equal(rows.sort().values, torch.arange(836))
+            assert torch.equal(torch.cat([batch["x"] for batch in batches]), whole[rows])
+        assert isinstance(loop_of(feeder), CrewLoop)
+
+
 def test_a_span_of_row_indices_has_whole_batches() -> None:
     source = np.arange(100_000)
     for batch_size in (999, 16_384, 16_385, 60_000):

@@ -8,7 +8,7 @@ import functools
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from pinfeed.errors import ReadError
 from pinfeed.memory.mapping import PAGE, POPULATE_READ, advise_huge_pages
 from pinfeed.native.library import library, packing
-from pinfeed.native.memory_rows import MappedPart, MemoryRows
+from pinfeed.native.memory_rows import MemoryPart, MemoryRows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import copy_runs, put_rows
@@ -81,13 +81,7 @@ class FileMap:
         self.memory_rows: MemoryRows | None = None
         """The rows, if the compiled functions can copy them."""
         if (found := library()) is not None and n and nbytes:
-            file = MappedPart(self._address + layout.end, layout.end, fd)
-            address = self._address + begin
-            # The check of the size also keeps the descriptor open.
-            error = functools.partial(_read_error, layout, check_size)
-            self.memory_rows = MemoryRows(
-                self._bytes, address, n, layout.stride, nbytes, file, error
-            )
+            self.memory_rows = joined_rows([self])
             found.count_maps(_MAPPED)
             weakref.finalize(self._bytes, found.count_maps, _UNMAPPED)
         self._rows: Bytes = np.ndarray((n, nbytes), np.uint8, self._bytes, begin, strides)
@@ -242,16 +236,36 @@ class FileMap:
         return self._address + begin, start + self._layout.span(n_rows) - begin
 
 
-def _read_error(layout: RowLayout, check_size: Callable[[], None]) -> ReadError:
+def joined_rows(maps: Sequence[FileMap]) -> MemoryRows:
+    """Return the rows of maps, one after the other, for the compiled functions."""
+    owner = [one._bytes for one in maps]
+    parts: list[MemoryPart] = []
+    for one in maps:
+        layout, end = one._layout, one._layout.end
+        address = one._address + layout.offset
+        parts.append(
+            MemoryPart(address, layout.n_rows, layout.stride, one._address + end, end, one._fd)
+        )
+    # The checks of the size also keep the descriptors open.
+    checks = [(one._layout, one._check_size) for one in maps]
+    error = functools.partial(_read_error, checks)
+    return MemoryRows(owner, maps[0]._layout.row_nbytes, parts, error)
+
+
+def _read_error(checks: Sequence[tuple[RowLayout, Callable[[], None]]]) -> ReadError:
     """Return the error of a compiled copy that has failed."""
-    try:
-        check_size()
-    except ReadError as error:
-        return error.with_traceback(None)
+    for _, check_size in checks:
+        try:
+            check_size()
+        except ReadError as error:
+            return error.with_traceback(None)
+    layout = checks[0][0]
+    others = f" or of {len(checks) - 1} other files" if len(checks) > 1 else ""
     return ReadError(
         errno.EIO,
-        f"a page of the rows (bytes {layout.offset} to {layout.end} of the file) could not be "
-        "loaded, because the disk failed, or the file was shorter for a moment; expected a file "
-        "that stays as it is while it is streamed; read it again, or copy it to another disk",
+        f"a page of the rows (bytes {layout.offset} to {layout.end} of the file{others}) could not "
+        "be loaded, because the disk failed, or the file was shorter for a moment; expected files "
+        "that stay as they are while they are streamed; read them again, or copy them to another "
+        "disk",
         layout.path,
     )
