@@ -124,3 +124,12 @@ PF_API int64_t pf_api_permute(const int64_t *a)
     pf_permute(&network, pointer(a[0]), a[1], pointer(a[2]));
     return 0;
 }
+
+/* Arguments: descriptor, kind of the requests, number of requests, their addresses, offsets and
+ * numbers of bytes, and where to write the results. */
+PF_API int64_t pf_api_request_each(const int64_t *a)
+{
+    pf_request_each((int)a[0], (int)a[1], pointer(a[3]), pointer(a[4]), pointer(a[5]), a[2],
+                    pointer(a[6]));
+    return 0;
+}

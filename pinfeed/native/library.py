@@ -34,6 +34,7 @@ class Library:
         self.copy = _function(releasing, "pf_api_copy")
         self.copy_runs = _function(releasing, "pf_api_copy_runs")
         self.permute = _function(releasing, "pf_api_permute")
+        self.request_each = _function(releasing, "pf_api_request_each")
         self.open_crew = _function(releasing, "pf_api_crew_open")
         self.start_crew = _function(releasing, "pf_api_crew_start")
         self.submit = _function(holding, "pf_api_crew_submit")

@@ -4,6 +4,7 @@
  * guard.c    survives pages that cannot be loaded while rows are copied
  * crew.c     threads that copy the rows of the next batches
  * shuffle.c  shuffled row indices
+ * requests.c reads and writes many parts of a file
  * api.c      the functions that Python calls, through ctypes; one library serves every Python
  *
  * The caller keeps all memory alive that it passes here, until the copy has ended. */
@@ -119,5 +120,15 @@ struct pf_network {
 
 /* Writes the permuted numbers of `positions`, which are below net->n, to `out`. */
 void pf_permute(const struct pf_network *net, const int64_t *positions, int64_t n, int64_t *out);
+
+/* requests.c */
+
+/* PF_READ_CACHED reads only what is in the page cache. */
+enum { PF_READ, PF_READ_CACHED, PF_WRITE };
+
+/* Makes n requests, one after another. Each moves nbytes[i] bytes between memory and a file. The
+ * results are the bytes moved, or negative error numbers. */
+void pf_request_each(int fd, int kind, const int64_t *addresses, const int64_t *offsets,
+                     const int64_t *nbytes, int64_t n, int64_t *results);
 
 #endif

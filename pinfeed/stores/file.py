@@ -1,9 +1,8 @@
 """MmapStore: rows of a file on disk, or of several shards, which are never read as a whole.
 
-``gather`` reads from the page cache straight into the output: consecutive rows by preadv, scattered
-rows by native AIO. Therefore, no part of the file stays resident in the process, and a file that
-shrinks is an error. If the files fit the page cache, a feeder gathers their rows from a memory map
-instead, which is several times as fast.
+``gather`` reads from the page cache straight into the output, by pread. Therefore, no part of the
+file stays resident in the process, and a file that shrinks is an error. If the files fit the page
+cache, a feeder gathers their rows from a memory map instead, which is several times as fast.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from pinfeed.memory.host import FreeHostMemory, free_host_memory
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.base import Array, checked_scatter
-from pinfeed.stores.disk import linux_aio
 from pinfeed.stores.disk.file_reader import SPAN_BYTES, FileReader, inode_of
 from pinfeed.stores.disk.file_system import is_safe_to_map
 from pinfeed.stores.formats.row_layout import RowLayout
@@ -49,7 +48,6 @@ class LocalFileStore(ShardedStore[FileReader]):
     _PROCESS_STATE: ClassVar[tuple[str, ...]] = (
         *ShardedStore._PROCESS_STATE,
         "_n_writes",
-        "_contexts",
         "_inodes",
     )
 
@@ -79,7 +77,6 @@ class LocalFileStore(ShardedStore[FileReader]):
         super()._init_process_state()
         # Number of writes of each shard that has not been flushed since.
         self._n_writes: dict[int, int] = {}
-        self._contexts = linux_aio.AioContextPool()
         self._inodes = [inode_of(os.stat(layout.path)) for layout in self._layouts]
 
     @property
@@ -200,12 +197,10 @@ class LocalFileStore(ShardedStore[FileReader]):
             self.flush()
         finally:
             super().close()
-            self._contexts.close()
 
     def _open_reader(self, number: int) -> FileReader:
         return FileReader(
             self._layouts[number],
-            self._contexts,
             inode=self._inodes[number],
             writable=self.writable,
             keep_cache=self.keep_cache,

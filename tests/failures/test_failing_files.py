@@ -18,7 +18,7 @@ import torch
 
 from pinfeed import Feeder, HostEmbedding, MmapStore, PinnedStore, checkpoint, errors, rows
 from pinfeed.devices.cpu import HostDevice
-from pinfeed.stores.disk import file_reader, linux_aio
+from pinfeed.stores.disk import file_reader
 from pinfeed.testing import SimDevice
 
 N, SIZE = 600, 20
@@ -50,9 +50,9 @@ class Disk:
         self.fault = fault
         self.n_good = n_good
         self._preadv = os.preadv
-        self._reap = linux_aio.AioContext._reap
+        self._request_each = file_reader.request_each
         patch.setattr(file_reader.os, "preadv", self.preadv)
-        patch.setattr(linux_aio.AioContext, "_reap", lambda requests, n: self.reap(requests, n))
+        patch.setattr(file_reader, "request_each", self.request_each)
 
     def is_bad(self) -> bool:
         self.n_good -= 1
@@ -65,16 +65,18 @@ class Disk:
             raise OSError(errno.EIO, "Input/output error")
         return self._preadv(fd, buffers, offset)
 
-    def reap(self, requests: Any, n: int) -> Any:
-        events = self._reap(requests, n).copy()
+    def request_each(self, *request: Any) -> Any:
+        results = self._request_each(*request)
+        if results is None:
+            return None
         if self.fault == "short":
-            events["result"] //= 2
+            results //= 2
         if self.fault == "EINTR":
-            events["result"] = -errno.EINTR
-        if self.fault == "EIO" and n and self.is_bad():
-            events["result"][0] = -errno.EIO
+            results[:] = -errno.EINTR
+        if self.fault == "EIO" and len(results) and self.is_bad():
+            results[0] = -errno.EIO
             self.n_good = 0
-        return events
+        return results
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -1,5 +1,8 @@
 """The compiled copies, compared with numpy."""
 
+import errno
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,7 @@ from pinfeed.native import library as native
 from pinfeed.native.crew import Crew
 from pinfeed.native.library import packing
 from pinfeed.native.memory_rows import MemoryPart, MemoryRows
+from pinfeed.native.requests import Kind, request_each
 from pinfeed.rows import permutation as permutations
 
 pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
@@ -151,6 +155,34 @@ def test_permutations_equal_those_of_numpy(n: int, monkeypatch: pytest.MonkeyPat
     compiled = permutations.permutation(n, "1/2")(positions)
     monkeypatch.setattr(permutations, "library", lambda: None)
     np.testing.assert_array_equal(compiled, permutations.permutation(n, "1/2")(positions))
+
+
+def test_requests_report_what_each_moved(tmp_path: Path) -> None:
+    path = tmp_path / "bytes"
+    path.write_bytes(bytes(range(200)))
+    memory = np.zeros(4 * 100, np.uint8)
+    addresses = memory.ctypes.data + 100 * np.arange(4)
+    offsets = np.array([10, 150, 300, -1])
+    nbytes = np.array([100, 100, 100, 100])
+    fd = os.open(path, os.O_RDWR)
+    try:
+        for kind in (Kind.READ, Kind.READ_CACHED):
+            memory[:] = 255
+            results = request_each(fd, kind, addresses, offsets, nbytes)
+            assert results is not None
+            assert results.tolist() == [100, 50, 0, -errno.EINVAL]
+            np.testing.assert_array_equal(memory[:150], [*range(10, 110), *range(150, 200)])
+        n = 1000
+        places = np.random.default_rng(1).permutation(n)
+        values = np.arange(n, dtype=np.uint16)
+        results = request_each(
+            fd, Kind.WRITE, values.ctypes.data + 2 * np.arange(n), 2 * places, np.full(n, 2)
+        )
+        assert results is not None
+        assert (results == 2).all()
+        np.testing.assert_array_equal(np.fromfile(path, np.uint16)[places], values)
+    finally:
+        os.close(fd)
 
 
 def test_arguments_are_packed_as_the_c_code_reads_them() -> None:

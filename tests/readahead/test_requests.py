@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from pinfeed import Feeder, MmapStore, Ranks, rows
-from pinfeed.stores.disk import linux_aio
 from tests.support.stores import gathered, saved
 
 
 @pytest.fixture
-def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def lengths(monkeypatch: pytest.MonkeyPatch, without_native: None) -> list[int]:
     """Return the list to which each later request appends its number of bytes."""
     found: list[int] = []
     read = os.preadv
@@ -22,8 +21,6 @@ def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(sum(map(len, buffers)))
         return read(fd, buffers, *args)
 
-    # Native AIO would bypass this function.
-    monkeypatch.setattr(linux_aio.AioContext, "create", lambda: None)
     monkeypatch.setattr(os, "preadv", counted)
     return found
 

@@ -12,10 +12,10 @@ from support.stores import gathered, saved
 
 from pinfeed import MmapStore, errors
 from pinfeed.memory.host import resident_bytes
-from pinfeed.stores.disk import file_reader, linux_aio
+from pinfeed.stores.disk import file_reader
 from pinfeed.testing.suites import StoreTests, sample
 
-# The system takes 30 ms to destroy the native AIO context of each store. One class has every shape.
+# One class has every shape.
 _FEW_SHAPES = ((), (2, 1, 3, 2))
 
 
@@ -25,12 +25,9 @@ class TestMmapStore(StoreTests):
         return MmapStore(tmp_path / "x.npy", mode="r+", dtype=array.dtype)
 
 
-class TestMmapStoreWithoutTheSystemCall(TestMmapStore):
-    """If native AIO is not allowed, rows are read and written one by one."""
-
-    @pytest.fixture(autouse=True)
-    def forbid(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(linux_aio.AioContext, "create", lambda: None)
+@pytest.mark.usefixtures("without_native")
+class TestMmapStoreWithoutCompiledFunctions(TestMmapStore):
+    """Rows are read and written one by one."""
 
 
 class TestMmapStoreOfShards(StoreTests):
@@ -85,10 +82,10 @@ def test_mmap_store_does_not_keep_the_file_in_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rows", [[70, 20, 99, 5], [96, 97, 98, 99]], ids=["scattered", "run"])
 @pytest.mark.parametrize("call", [True, False], ids=["one call", "row by row"])
 def test_a_file_that_shrinks_is_an_error(
-    tmp_path: Path, to: str, rows: list[int], call: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, to: str, rows: list[int], call: bool, request: pytest.FixtureRequest
 ) -> None:
     if not call:
-        monkeypatch.setattr(linux_aio.AioContext, "create", lambda: None)
+        request.getfixturevalue("without_native")
     path = saved(tmp_path / "x.npy", np.ones((100, 1000)))
     with MmapStore(path) as store:
         gathered(store, rows)
@@ -131,11 +128,11 @@ def test_an_error_of_the_disk_names_the_file(
 
 @pytest.mark.parametrize("call", [True, False], ids=["one call", "row by row"])
 def test_a_write_that_fails_raises_the_error_of_the_system(
-    tmp_path: Path, call: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, call: bool, request: pytest.FixtureRequest
 ) -> None:
     """The system refuses to write beyond a limit, as on a full disk; rows before it are written."""
     if not call:
-        monkeypatch.setattr(linux_aio.AioContext, "create", lambda: None)
+        request.getfixturevalue("without_native")
     path = saved(tmp_path / "x.npy", np.zeros(10_000))
     with MmapStore(path, mode="r+") as store:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -179,42 +176,6 @@ def test_every_shard_is_flushed_even_if_one_fails(
     assert len(set(synced)) == 3
     store.close()
     assert synced[3:] == synced[1:2]
-
-
-def test_an_interrupted_call_does_not_answer_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = saved(tmp_path / "x.npy", np.arange(100.0))
-
-    def interrupted(self: Any, n: int) -> Any:
-        raise KeyboardInterrupt
-
-    with MmapStore(path) as store:
-        with monkeypatch.context() as patch:
-            patch.setattr(linux_aio.AioContext, "_reap", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                gathered(store, [3, 1])
-        assert gathered(store, [30, 10, 50]).tolist() == [30, 10, 50]
-        os.truncate(path, 300)
-        with pytest.raises(errors.ReadError, match="shrunk"):
-            gathered(store, [30, 10, 50])
-
-
-def test_native_aio_works_here() -> None:
-    """It is the fast path of every test machine; no other test would notice if it failed."""
-    requests = linux_aio.AioContext.create()
-    assert requests is not None
-    requests.close()
-    requests.close()
-
-
-def test_a_forked_process_makes_a_context_of_its_own(tmp_path: Path) -> None:
-    with MmapStore(saved(tmp_path / "x.npy", np.arange(10.0))) as store:
-        gathered(store, [3, 1])
-        pid = os.fork()
-        if pid == 0:
-            os._exit(0 if gathered(store, [9, 2]).tolist() == [9, 2] else 1)
-        assert os.waitpid(pid, 0)[1] == 0
 
 
 def test_a_thousand_shards_do_not_exhaust_descriptors(tmp_path: Path) -> None:

@@ -31,7 +31,6 @@ from pinfeed import (
 )
 from pinfeed.rows.runs import Runs
 from pinfeed.stores import array, runs
-from pinfeed.stores.disk import linux_aio
 
 LAYOUTS = ["offsets", "padded"]
 
@@ -110,8 +109,7 @@ def test_items_that_are_windows(step: int, tmp_path: Path) -> None:
         items.close()
 
 
-def test_rows_without_native_aio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linux_aio.AioContext, "create", lambda: None)
+def test_rows_without_compiled_functions(tmp_path: Path, without_native: None) -> None:
     plain = Ragged(40, 30)
     with RaggedStore(saved(tmp_path / "x.npy", plain.values), plain.offsets) as store:
         rows = np.random.default_rng(1).permutation(40)

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 from support.programs import Programs
-from support.stores import FileTests
 
 from pinfeed import MmapStore, errors
 from pinfeed.tensors.dtypes import BFLOAT16
+from pinfeed.testing.suites import StoreTests
 
 
-class TestRaw(FileTests):
+class TestRaw(StoreTests):
     def make(self, array: np.ndarray, tmp_path: Path) -> MmapStore:
         (tmp_path / "x.bin").write_bytes(b"head!" + array.tobytes() + b"tail")
         return MmapStore.raw(
@@ -21,7 +21,7 @@ class TestRaw(FileTests):
         )
 
 
-class TestRawShardsOfTheOtherByteOrder(FileTests):
+class TestRawShardsOfTheOtherByteOrder(StoreTests):
     def make(self, array: np.ndarray, tmp_path: Path) -> MmapStore:
         if array.dtype == BFLOAT16:
             pytest.skip("numpy has no byte order for bfloat16")

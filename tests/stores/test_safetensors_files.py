@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from support.remote_files import npy
-from support.stores import FileTests, gathered
+from support.stores import gathered
 
 from pinfeed import MmapStore, RemoteStore, errors
 from pinfeed.tensors.dtypes import BFLOAT16
-from pinfeed.testing.suites import sample
+from pinfeed.testing.suites import StoreTests, sample
 
 
 def torch_of(array: np.ndarray) -> torch.Tensor:
@@ -27,7 +27,7 @@ def torch_of(array: np.ndarray) -> torch.Tensor:
     )
 
 
-class TestSafetensors(FileTests):
+class TestSafetensors(StoreTests):
     """The tensor lies between those of other dtypes, at an address that is not aligned."""
 
     def make(self, array: np.ndarray, tmp_path: Path) -> MmapStore:

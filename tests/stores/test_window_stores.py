@@ -21,7 +21,7 @@ from pinfeed.readahead.in_memory import InMemoryCopy
 from pinfeed.readahead.mapped_file import MappedFile
 from pinfeed.readahead.page_cache import PageCacheReadahead
 from pinfeed.readahead.windows import WindowReadahead
-from pinfeed.stores.disk import file_map, file_reader, linux_aio
+from pinfeed.stores.disk import file_map, file_reader
 from pinfeed.testing.suites import ROW_SHAPES, ReadOnlyStoreTests
 
 
@@ -29,11 +29,6 @@ class TestWindowsThatTouch(ReadOnlyStoreTests):
     # A window has an axis of items.
     row_shapes = tuple(shape for shape in ROW_SHAPES if shape)
     step_more = 0
-
-    @pytest.fixture(autouse=True)
-    def forbid(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        # The system takes 30 ms to destroy each context. The property test has native AIO.
-        monkeypatch.setattr(linux_aio.AioContext, "create", lambda: None)
 
     def make(self, array: np.ndarray, tmp_path: Path) -> MmapStore:
         n, length = array.shape[:2]

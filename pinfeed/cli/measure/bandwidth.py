@@ -181,8 +181,7 @@ def random_rate(
 ) -> float:
     """Return the rate of reading rows of a file in random order, with one pread per row.
 
-    The rows of a batch are sorted, and each thread reads a slice of them. Native AIO in each thread
-    was not faster than one pread per row, because the disk is the bottleneck.
+    The rows of a batch are sorted, and each thread reads a slice of them.
 
     Args:
         path: The file.

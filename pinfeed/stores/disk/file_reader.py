@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import FileMissing, ReadError
+from pinfeed.native.requests import Kind, request_each
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
-from pinfeed.stores.disk import linux_aio
 from pinfeed.stores.disk.file_map import FileMap
 from pinfeed.stores.disk.page_cache import PageCache
 from pinfeed.stores.formats.row_layout import RowLayout
@@ -46,7 +46,6 @@ class FileReader:
 
     Args:
         layout: Layout of the rows of the file.
-        contexts: Contexts for many reads by one system call.
         inode: Identity of the file whose header was read.
         writable: Whether to open the file for ``write_rows``, too.
         keep_cache: Whether data that was read stays in the page cache.
@@ -59,14 +58,12 @@ class FileReader:
     def __init__(
         self,
         layout: RowLayout,
-        contexts: linux_aio.AioContextPool,
         *,
         inode: tuple[int, int],
         writable: bool,
         keep_cache: bool,
     ) -> None:
         self._layout = layout
-        self._contexts = contexts
         try:
             self._fd = os.open(layout.path, os.O_RDWR if writable else os.O_RDONLY)
         except FileNotFoundError:
@@ -184,18 +181,9 @@ class FileReader:
         nbytes = self._layout.row_nbytes
         if not nbytes:
             return
-        unwritten = np.arange(len(rows))
-        with self._contexts.take() as context:
-            if context is not None:
-                results = context.run(
-                    linux_aio.WRITE,
-                    self._fd,
-                    values.ctypes.data + unwritten * nbytes,
-                    self._offsets(rows),
-                    nbytes,
-                )
-                unwritten = np.flatnonzero(results != nbytes)
-        for i in unwritten.tolist():
+        addresses = values.ctypes.data + np.arange(len(rows)) * nbytes
+        sizes = np.full(len(rows), nbytes)
+        for i in self._request_each(Kind.WRITE, addresses, self._offsets(rows), sizes).tolist():
             self._write(self._layout.begin(int(rows[i])), values[i].data)
 
     def map(self) -> FileMap:
@@ -223,7 +211,7 @@ class FileReader:
         if not self._layout.row_nbytes or not len(runs.lengths):
             return
         self._cache.expect_random_reads()
-        missing = self._read_some(runs, out, linux_aio.NOWAIT)
+        missing = self._read_some(runs, out, Kind.READ_CACHED)
         if not len(missing):
             return
         # Sorted, so that one thread reads adjacent runs one after the other, and the kernel merges
@@ -246,25 +234,17 @@ class FileReader:
             for call in calls:
                 call.result()
 
-    def _read_some(self, runs: Runs, out: Bytes, flags: int = 0) -> Rows:
-        """Read many runs per system call, and return the runs that were not read.
+    def _read_some(self, runs: Runs, out: Bytes, kind: Kind = Kind.READ) -> Rows:
+        """Read runs, and return the positions in ``runs`` of those that were not read."""
+        row_nbytes = self._layout.row_nbytes
+        addresses = out.ctypes.data + runs.places * row_nbytes
+        offsets = self._offsets(runs.starts)
+        return self._request_each(kind, addresses, offsets, runs.lengths * row_nbytes)
 
-        Returns:
-            Positions in ``runs`` of the runs that were not read, shape (k,).
-        """
-        nbytes = runs.lengths * self._layout.row_nbytes
-        with self._contexts.take() as context:
-            if context is None:
-                return np.arange(len(nbytes))
-            results = context.run(
-                linux_aio.READ,
-                self._fd,
-                out.ctypes.data + runs.places * self._layout.row_nbytes,
-                self._offsets(runs.starts),
-                nbytes,
-                flags,
-            )
-        return np.flatnonzero(results != nbytes)
+    def _request_each(self, kind: Kind, addresses: Rows, offsets: Rows, nbytes: Rows) -> Rows:
+        """Make many requests together, and return the positions of those that were not done."""
+        results = request_each(self._fd, kind, addresses, offsets, nbytes)
+        return np.arange(len(nbytes)) if results is None else np.flatnonzero(results != nbytes)
 
     def _read_all(self, runs: Runs, out: Bytes) -> None:
         for i in self._read_some(runs, out).tolist():
