@@ -18,7 +18,7 @@ _pack = packing(7)
 
 
 class Kind(enum.IntEnum):
-    """What a request does; see pinfeed.h."""
+    """Kind of a request; see pinfeed.h."""
 
     READ = 0
     READ_CACHED = 1
@@ -33,7 +33,7 @@ def request_each(
 
     Args:
         fd: Descriptor of the file.
-        kind: What the requests do.
+        kind: Kind of the requests.
         addresses: Address in memory of each request, shape (n,).
         offsets: Offset in the file of each request, shape (n,).
         nbytes: Bytes of each request, shape (n,).

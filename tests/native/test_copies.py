@@ -162,7 +162,7 @@ def test_requests_report_what_each_moved(tmp_path: Path) -> None:
     path.write_bytes(bytes(range(200)))
     memory = np.zeros(4 * 100, np.uint8)
     addresses = memory.ctypes.data + 100 * np.arange(4)
-    offsets = np.array([10, 150, 300, -1])
+    offsets = np.array([10, 150, 300, -2])
     nbytes = np.array([100, 100, 100, 100])
     fd = os.open(path, os.O_RDWR)
     try:
