@@ -22,7 +22,7 @@ from pinfeed.native import library as native
 
 # Rows of 2 KiB, so that pages of the file are lost in each batch.
 N, WIDTH, SIZE = 1200, 256, 20
-LIMIT_S = 60
+LIMIT_S = 20
 N_PROCESSES = 3
 
 needs_native = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
