@@ -19,11 +19,15 @@
  *     and exchanging the whole ticket. So a thread reads the other fields only after it has taken
  *     a piece, and the job cannot end before this piece has.
  * (2) A thread goes to sleep while the loop submits a job. It reads `bell` before it looks for
- *     jobs, and sleeps only if `bell` has not changed. The loop submits first and then rings.
+ *     jobs, and counts itself in `n_asleep`; then it sleeps only if `bell` has not changed. The loop
+ *     submits first, then rings, and then looks whether threads sleep.
  * (3) The loop goes to sleep while the last piece ends. It announces that in `state` by comparing
  *     and exchanging, which fails if the job has ended.
  * (4) Another thread stops the crew while the loop waits. A thread ends every piece that it has
- *     taken, and the loop takes all others, so the job ends all the same.
+ *     taken, and the loop takes all others, so the job ends all the same. A thread that goes to
+ *     sleep reads `is_stopped` after `bell`, which the other thread changes last.
+ * (5) A thread takes the last piece of a job that the loop has not counted yet. The loop counts a
+ *     job in `n_untaken` before it writes the ticket, so it never counts too few.
  *
  * tests/native/test_crew_model.py checks these for every order of the steps.
  *

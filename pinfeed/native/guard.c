@@ -5,17 +5,21 @@
  * signal comes from the file that the thread is copying, the handler jumps there, and the copy
  * ends with an error. Every other signal goes to the handler that was there before.
  *
- * Rules: the handler calls nothing but sigaction, raise, siglongjmp and the earlier handler. It
- * acts only on threads that are copying. It is installed while files are mapped. Other libraries
- * may install handlers later, such as faulthandler; each copy looks for that, and puts this handler
- * in front again. */
+ * Rules: the handler calls nothing but sigaction, raise, pthread_sigmask, siglongjmp and earlier
+ * handlers. It acts only on threads that are copying. It is installed while files are mapped. Other
+ * libraries may install handlers later, such as faulthandler; each copy looks for that, and puts this
+ * handler in front again. A later handler may call this one, because it was there before. So each
+ * such call goes to the handler that was there before the later one, and the last call ends the
+ * process. */
 #define _GNU_SOURCE
 #include "pinfeed.h"
 
 #include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <stddef.h>
+#include <ucontext.h>
 #include <unistd.h>
 
 struct attempt {
@@ -27,19 +31,39 @@ struct attempt {
  * handler could not do. */
 static _Thread_local struct attempt *volatile attempt
     __attribute__((tls_model("initial-exec")));
-static _Thread_local volatile sig_atomic_t is_passing_on __attribute__((tls_model("initial-exec")));
+/* Earlier handlers that this thread is calling, one within the other. */
+static _Thread_local volatile sig_atomic_t n_calls __attribute__((tls_model("initial-exec")));
 /* The last fault of this thread that was passed on, and how often in a row. */
 static _Thread_local const void *volatile passed_on __attribute__((tls_model("initial-exec")));
 static _Thread_local volatile sig_atomic_t n_passed_on __attribute__((tls_model("initial-exec")));
 
 /* A handler that returns without a remedy lets the same access fault again, forever. */
 #define MOST_TIMES 100
+#define MOST_EARLIER 8
 
 static pthread_mutex_t changing = PTHREAD_MUTEX_INITIALIZER;
 static int n_mapped;
-static struct sigaction earlier;
+/* The handlers before which this one was put, the latest last. */
+static struct sigaction earlier[MOST_EARLIER];
+static _Atomic int n_earlier;
 
 static void handle(int signal_number, siginfo_t *info, void *context);
+
+static void lock(void)
+{
+    pthread_mutex_lock(&changing);
+}
+
+static void unlock(void)
+{
+    pthread_mutex_unlock(&changing);
+}
+
+/* In a child that is forked while another thread holds the lock, it would stay locked. */
+__attribute__((constructor)) static void prepare_forks(void)
+{
+    pthread_atfork(lock, unlock, unlock);
+}
 
 static void die(int signal_number)
 {
@@ -51,26 +75,27 @@ static void die(int signal_number)
 /* Gives the signal to the handler that was there before this one. */
 static void pass_on(int signal_number, siginfo_t *info, void *context)
 {
-    const struct sigaction before = earlier;
+    const int number = atomic_load(&n_earlier) - 1 - n_calls;
+    const struct sigaction none = {.sa_handler = SIG_DFL};
+    const struct sigaction before = number < 0 ? none : earlier[number];
     const int is_fault = info->si_code > 0;
     const int is_plain = !(before.sa_flags & SA_SIGINFO);
     n_passed_on = is_fault && info->si_addr == passed_on ? n_passed_on + 1 : 0;
     passed_on = is_fault ? info->si_addr : NULL;
     if (is_plain && before.sa_handler == SIG_IGN && !is_fault)
         return;
-    /* A handler that raises the signal again, as faulthandler does, arrives here once more. The
-     * kernel does not permit that a fault is ignored. */
-    if (is_passing_on || n_passed_on > MOST_TIMES
+    /* The kernel does not permit that a fault is ignored. */
+    if (n_passed_on > MOST_TIMES
         || (is_plain && (before.sa_handler == SIG_DFL || before.sa_handler == SIG_IGN))) {
         die(signal_number);
         return;
     }
-    is_passing_on = 1;
+    n_calls++;
     if (is_plain)
         before.sa_handler(signal_number);
     else
         before.sa_sigaction(signal_number, info, context);
-    is_passing_on = 0;
+    n_calls--;
 }
 
 static int has_address(const struct pf_source *source, const char *address)
@@ -87,6 +112,8 @@ static void handle(int signal_number, siginfo_t *info, void *context)
     /* A positive code says that the kernel reports a fault, at si_addr. */
     if (copy && info->si_code > 0 && has_address(copy->source, info->si_addr)) {
         attempt = NULL;
+        /* The handler that called this one may have blocked signals. */
+        pthread_sigmask(SIG_SETMASK, &((const ucontext_t *)context)->uc_sigmask, NULL);
         siglongjmp(copy->back, 1);
     }
     pass_on(signal_number, info, context);
@@ -98,32 +125,47 @@ static int is_in_front(struct sigaction *now)
            && now->sa_sigaction == handle;
 }
 
+static void note_earlier(const struct sigaction *now)
+{
+    int number = 0;
+    while (number < atomic_load(&n_earlier) && earlier[number].sa_sigaction != now->sa_sigaction)
+        number++;
+    if (number == MOST_EARLIER)
+        number--;
+    earlier[number] = *now;
+    atomic_store(&n_earlier, number + 1);
+}
+
 void pf_guard_arm(void)
 {
     struct sigaction now;
     if (is_in_front(&now))
         return;
-    pthread_mutex_lock(&changing);
+    lock();
     if (n_mapped && !is_in_front(&now)) {
-        earlier = now;
+        note_earlier(&now);
         struct sigaction action = {.sa_sigaction = handle};
-        /* SA_NODEFER: the jump out of the handler does not restore the signal mask. */
+        /* SA_NODEFER: a signal that an earlier handler raises, as faulthandler does, must arrive here
+         * within the call of that handler. */
         action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
         sigemptyset(&action.sa_mask);
         sigaction(SIGBUS, &action, NULL);
     }
-    pthread_mutex_unlock(&changing);
+    unlock();
 }
 
 void pf_guard_count(int change)
 {
     struct sigaction now;
-    pthread_mutex_lock(&changing);
+    lock();
     n_mapped += change;
-    /* A handler that was installed later may call this one, so it is only removed from the front. */
-    if (!n_mapped && is_in_front(&now))
-        sigaction(SIGBUS, &earlier, NULL);
-    pthread_mutex_unlock(&changing);
+    /* A handler that was installed later may call this one, or may have been turned off since. Then
+     * this one stays. */
+    if (!n_mapped && n_earlier == 1 && is_in_front(&now)) {
+        sigaction(SIGBUS, &earlier[0], NULL);
+        n_earlier = 0;
+    }
+    unlock();
     if (change > 0)
         pf_guard_arm();
 }

@@ -1,4 +1,5 @@
 /* Crews under stress, for ThreadSanitizer and AddressSanitizer: see test_sanitizers.py. */
+#define _GNU_SOURCE
 #include "../../pinfeed/native/pinfeed.h"
 
 #include <pthread.h>
@@ -6,6 +7,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 enum { N_ROWS = 5000, N_PLACES = 3, N_JOBS = 60, MOST = 700 };
 
@@ -91,12 +94,84 @@ static void *loop(void *argument)
     return NULL;
 }
 
+enum { NBYTES = 192, SHRUNK = 5000 };
+
+static void *shrink(void *fd)
+{
+    if (ftruncate((int)(intptr_t)fd, SHRUNK))
+        abort();
+    return NULL;
+}
+
+/* Runs a loop over a mapped file, which shrinks meanwhile and is whole again in the next round. */
+static void *loop_over_file(void *argument)
+{
+    uint32_t seed = (uint32_t)(uintptr_t)argument;
+    const size_t size = N_ROWS * NBYTES;
+    const int64_t nbytes[] = {NBYTES};
+    FILE *const file = tmpfile();
+    const int fd = file ? fileno(file) : -1;
+    char *const content = malloc(size);
+    char *const copies = malloc((size_t)N_PLACES * MOST * NBYTES);
+    int64_t rows[N_PLACES][MOST];
+    for (int64_t i = 0; i < N_ROWS; i++)
+        memset(content + i * NBYTES, (int)(i % 255 + 1), NBYTES);
+    if (fd < 0 || ftruncate(fd, (off_t)size))
+        abort();
+    char *const map = mmap(NULL, size, PROT_READ, MAP_SHARED, fd, 0);
+    if (map == MAP_FAILED)
+        abort();
+    const struct pf_rows source = {map, N_ROWS, NBYTES, map + size, (int64_t)size, fd};
+    for (int round = 0; round < 10; round++) {
+        if (pwrite(fd, content, size, 0) != (ssize_t)size)
+            abort();
+        pf_guard_count(1);
+        struct pf_crew *crew = pf_crew_open(1, &source, nbytes, N_PLACES, 1, round % 2);
+        pf_crew_start(crew, 1 + round % 3);
+        pthread_t shrinker;
+        uint32_t submitted = 0, first_without_file = N_JOBS;
+        for (uint32_t waited = 0; waited < N_JOBS; waited++) {
+            for (; submitted < N_JOBS && submitted < waited + N_PLACES; submitted++) {
+                int64_t *const own = rows[submitted % N_PLACES];
+                char *out = copies + submitted % N_PLACES * MOST * NBYTES;
+                for (int64_t i = 0; i < MOST; i++)
+                    own[i] = random_below(&seed, N_ROWS);
+                pf_crew_submit(crew, own, 0, MOST, &out);
+            }
+            if (waited == N_JOBS / 3)
+                pthread_create(&shrinker, NULL, shrink, (void *)(intptr_t)fd);
+            if (waited == N_JOBS / 2) {
+                pthread_join(shrinker, NULL);
+                first_without_file = submitted;
+            }
+            double times[2];
+            const int failed = pf_crew_wait(crew, waited, times);
+            if (failed < 0 || failed > 1 || (failed && waited < N_JOBS / 3)
+                || (!failed && waited >= first_without_file))
+                abort();
+            const char *const found = copies + waited % N_PLACES * MOST * NBYTES;
+            for (int64_t i = 0; i < MOST && !failed; i++)
+                if (memcmp(found + i * NBYTES,
+                           content + rows[waited % N_PLACES][i] * NBYTES, NBYTES))
+                    abort();
+        }
+        pf_crew_stop(crew);
+        pf_crew_free(crew);
+        pf_guard_count(-1);
+    }
+    munmap(map, size);
+    free(copies);
+    free(content);
+    fclose(file);
+    return NULL;
+}
+
 int main(void)
 {
-    pthread_t loops[3];
-    for (uintptr_t i = 0; i < 3; i++)
-        pthread_create(&loops[i], NULL, loop, (void *)(i + 1));
-    for (int i = 0; i < 3; i++)
+    pthread_t loops[5];
+    for (uintptr_t i = 0; i < 5; i++)
+        pthread_create(&loops[i], NULL, i < 3 ? loop : loop_over_file, (void *)(i + 1));
+    for (int i = 0; i < 5; i++)
         pthread_join(loops[i], NULL);
     struct pf_network network = {100003, 317, 316, {1, 2, 3, 4, 5, 6}};
     int64_t positions[1000], out[1000];

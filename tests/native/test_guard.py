@@ -1,6 +1,7 @@
 """Pages that cannot be loaded while rows are copied: errors instead of the end of the process."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -171,3 +172,55 @@ gc.collect()
 print(handler() != 0)
 """
     assert run(program, path).stdout.split() == ["False", "True", "False"]
+
+
+@pytest.fixture(scope="module")
+def handlers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compile handlers.c with the functions that it tests."""
+    if shutil.which("cc") is None:
+        pytest.skip("there is no C compiler")
+    program = tmp_path_factory.mktemp("handlers") / "handlers"
+    folder = Path(__file__).parent
+    sources = [
+        folder / "handlers.c",
+        *(native.PATH.with_name(name) for name in ("guard.c", "copy.c")),
+    ]
+    subprocess.run(["cc", "-std=c11", "-O1", "-pthread", *sources, "-o", program], check=True)
+    return program
+
+
+@pytest.mark.parametrize(
+    ("steps", "output"),
+    [
+        ("mof", "r"),
+        ("Amof", "rA"),
+        # A later handler comes first until the next copy begins.
+        ("AmBof", "BrBA"),
+        ("AmBoof", "BrBrBA"),
+        ("AmBaoof", "rrBA"),
+        ("AmBaCaof", "rCBA"),
+        ("AmBaCof", "CrCBA"),
+        # Later handlers that are removed, or installed again.
+        ("AmBdaof", "rA"),
+        ("AmBadBaof", "rBA"),
+        ("mSaof", "r"),
+        ("mSaduf", ""),
+        # No file is mapped for a while.
+        ("Amuf", "A"),
+        ("AmBuf", "BA"),
+        ("AmBauf", "BA"),
+        ("AmBumof", "rBA"),
+        ("AmuBmof", "rBA"),
+    ],
+)
+def test_a_fault_of_others_reaches_each_handler_once(
+    handlers: Path, steps: str, output: str
+) -> None:
+    """The steps are those of handlers.c; a copy that fails (o) gives r, and f ends the process."""
+    done = subprocess.run([handlers, steps], capture_output=True, text=True, timeout=20)
+    assert (done.stdout, done.returncode) == (output, -signal.SIGBUS)
+
+
+def test_a_fork_while_another_thread_installs_the_handler(handlers: Path) -> None:
+    done = subprocess.run([handlers, "F"], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("k", 0)
