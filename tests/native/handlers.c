@@ -103,7 +103,8 @@ int main(int argc, char **argv)
     char *const other = mmap(NULL, NBYTES, PROT_READ, MAP_SHARED, fd, 0);
     if (map == MAP_FAILED || other == MAP_FAILED || ftruncate(fd, 0))
         abort();
-    const struct pf_rows source = {map, 1, NBYTES, map + NBYTES, NBYTES, fd};
+    const struct pf_rows rows = {map, 1, NBYTES, map + NBYTES, NBYTES, fd, 0};
+    const struct pf_source source = {&rows, 1, NBYTES};
     const struct pf_rows target = {.base = row, .n = 1, .stride = NBYTES};
     for (const char *step = argv[1]; *step; step++) {
         struct sigaction action = {0};
@@ -119,7 +120,7 @@ int main(int argc, char **argv)
             sigaction(SIGBUS, &before[last], NULL);
             break;
         case 'o':
-            if (pf_copy_guarded(&source, NULL, 0, &target, NULL, NBYTES, 0, 1, 0))
+            if (pf_copy_guarded(&source, NULL, 0, &target, NULL, 0, 1, 0))
                 say('r');
             break;
         case 'f':

@@ -108,7 +108,6 @@ static void *loop_over_file(void *argument)
 {
     uint32_t seed = (uint32_t)(uintptr_t)argument;
     const size_t size = N_ROWS * NBYTES;
-    const int64_t nbytes[] = {NBYTES};
     FILE *const file = tmpfile();
     const int fd = file ? fileno(file) : -1;
     char *const content = malloc(size);
@@ -121,12 +120,18 @@ static void *loop_over_file(void *argument)
     char *const map = mmap(NULL, size, PROT_READ, MAP_SHARED, fd, 0);
     if (map == MAP_FAILED)
         abort();
-    const struct pf_rows source = {map, N_ROWS, NBYTES, map + size, (int64_t)size, fd};
+    /* In two parts, as the rows of two files are. */
+    enum { HALF = N_ROWS / 2 };
+    const struct pf_rows halves[] = {
+        {map, HALF, NBYTES, map + size, (int64_t)size, fd, 0},
+        {map + HALF * NBYTES, N_ROWS - HALF, NBYTES, map + size, (int64_t)size, fd, HALF},
+    };
+    const struct pf_source source = {halves, 2, NBYTES};
     for (int round = 0; round < 10; round++) {
         if (pwrite(fd, content, size, 0) != (ssize_t)size)
             abort();
         pf_guard_count(1);
-        struct pf_crew *crew = pf_crew_open(1, &source, nbytes, N_PLACES, 1, round % 2);
+        struct pf_crew *crew = pf_crew_open(1, &source, N_PLACES, 1, round % 2);
         pf_crew_start(crew, 1 + round % 3);
         pthread_t shrinker;
         uint32_t submitted = 0, first_without_file = N_JOBS;
