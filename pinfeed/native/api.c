@@ -29,7 +29,7 @@ static struct pf_rows target_of(const int64_t *a)
 }
 
 /* Arguments: description of the source, row indices, first row, number of rows to copy, target
- * (base, n, stride), target indices. Returns 0, or -1 if the source could not be read. */
+ * (base, n, stride), target indices, bypass. Returns 0, or -1 if the source could not be read. */
 PF_API int64_t pf_api_copy(const int64_t *a)
 {
     const struct pf_rows source = rows_of(a);
@@ -38,7 +38,7 @@ PF_API int64_t pf_api_copy(const int64_t *a)
     if (source.limit)
         pf_guard_arm();
     return pf_copy_guarded(&source, pointer(b[0]), b[1], &target, pointer(b[6]), a[ROW_NBYTES], 0,
-                           b[2], 0);
+                           b[2], (int)b[7]);
 }
 
 /* Arguments: description of the source, starts, lengths and places of the runs, number of runs,

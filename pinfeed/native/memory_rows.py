@@ -13,7 +13,10 @@ from pinfeed.native.library import library, packing
 Indices = npt.NDArray[np.int64]
 """Row indices, shape (n,)."""
 
-_pack_copy = packing(14)
+# Bytes of a line of the processor's caches.
+_LINE = 64
+
+_pack_copy = packing(15)
 _pack_copy_runs = packing(14)
 
 
@@ -98,6 +101,7 @@ class MemoryRows:
             len(out),
             self.row_nbytes,
             places,
+            0,
         )
         if self._copy(_pack_copy(*self.description, *request)):
             raise self.error()
@@ -106,13 +110,13 @@ class MemoryRows:
         """Copy rows to memory for as many rows, given its address."""
         rows = np.ascontiguousarray(rows, np.int64)
         n = len(rows)
-        request = (rows.ctypes.data, 0, n, address, n, self.row_nbytes, 0)
+        request = (rows.ctypes.data, 0, n, address, n, self.row_nbytes, 0, 0)
         if self._copy(_pack_copy(*self.description, *request)):
             raise self.error()
 
     def read_run(self, first: int, out: npt.NDArray[Any]) -> None:
         """Copy the rows from ``first`` on into ``out``."""
-        request = (0, first, len(out), *self._target(out), 0)
+        request = (0, first, len(out), *self._target(out), 0, 0)
         if self._copy(_pack_copy(*self.description, *request)):
             raise self.error()
 
@@ -132,6 +136,29 @@ class MemoryRows:
         request = (*addresses, len(starts), *self._target(out))
         if self._copy_runs(_pack_copy_runs(*self.description, *request)):
             raise self.error()
+
+    @property
+    def has_whole_lines(self) -> bool:
+        """Whether each row begins and ends with a line of the caches, so that writes bypass them."""
+        address, _, stride = self.description[:3]
+        return not (address % _LINE or stride % _LINE or self.row_nbytes % _LINE)
+
+    def scatter(self, rows: Indices, values: npt.NDArray[Any]) -> None:
+        """Write rows, past the caches of the processor if they have whole lines.
+
+        The rows are in memory, not in a mapped file. Of a row that occurs twice, the last value
+        remains.
+
+        Args:
+            rows: Row indices in range, shape (m,).
+            values: C-contiguous, with m rows.
+        """
+        rows = np.ascontiguousarray(rows, np.int64)
+        address, n_rows, stride = self.description[:3]
+        n = len(rows)
+        source = (values.ctypes.data, n, self.row_nbytes, *_MEMORY, self.row_nbytes)
+        request = (0, 0, n, address, n_rows, stride, rows.ctypes.data, True)
+        self._copy(_pack_copy(*source, *request))
 
     def _target(self, out: npt.NDArray[Any]) -> tuple[int, int, int]:
         return out.ctypes.data, len(out), self.row_nbytes
