@@ -79,7 +79,12 @@ class MemoryRows:
         return cls(array, array.ctypes.data, len(array), array.strides[0], array[0].nbytes)
 
     def gather(
-        self, rows: Indices, out: npt.NDArray[Any], positions: Indices | None = None
+        self,
+        rows: Indices,
+        out: npt.NDArray[Any],
+        positions: Indices | None = None,
+        *,
+        bypass: bool = False,
     ) -> None:
         """Copy rows into ``out``.
 
@@ -87,6 +92,7 @@ class MemoryRows:
             rows: Row indices in range, shape (m,).
             out: C-contiguous, with n rows.
             positions: Positions in ``out``, shape (m,); None for the first m.
+            bypass: Whether to write past the caches of the processor, if ``out`` permits it.
         """
         rows = np.ascontiguousarray(rows, np.int64)
         places = 0
@@ -101,7 +107,7 @@ class MemoryRows:
             len(out),
             self.row_nbytes,
             places,
-            0,
+            bypass,
         )
         if self._copy(_pack_copy(*self.description, *request)):
             raise self.error()
@@ -139,7 +145,7 @@ class MemoryRows:
 
     @property
     def has_whole_lines(self) -> bool:
-        """Whether each row begins and ends with a line of the caches, so that writes bypass them."""
+        """Whether each row consists of whole lines of the caches, so that writes bypass them."""
         address, _, stride = self.description[:3]
         return not (address % _LINE or stride % _LINE or self.row_nbytes % _LINE)
 
