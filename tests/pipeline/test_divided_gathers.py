@@ -1,7 +1,9 @@
 """Long batches for a device are gathered in pieces, by several threads."""
 
 import contextlib
+import functools
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 from support.schedules import SLOTS
 
-from pinfeed import ArrayStore, Feeder, MmapStore
+from pinfeed import ArrayStore, Feeder, MmapStore, PinnedStore
 from pinfeed.devices.cpu import HostDevice
 from pinfeed.errors import ReadError
 from pinfeed.native import library as native
@@ -110,11 +112,12 @@ def test_rows_of_a_file_in_memory(tmp_path: Path) -> None:
 @needs_native
 @pytest.mark.usefixtures("batches_are_long")
 @pytest.mark.parametrize("row_nbytes", [24, 64, 8192])
-def test_pieces_fill_the_whole_part(row_nbytes: int) -> None:
+@pytest.mark.parametrize("make", [ArrayStore, functools.partial(PinnedStore, pin=False)])
+def test_pieces_fill_the_whole_part(make: Callable[..., ArrayStore], row_nbytes: int) -> None:
     array = np.random.default_rng(0).integers(0, 256, (50, row_nbytes), np.uint8)
     rows = np.random.default_rng(1).integers(0, 50, 33)
     out = np.zeros((33, row_nbytes), np.uint8)
-    pieces = gather_pieces(StoreRows(ArrayStore(array), rows), out, never)
+    pieces = gather_pieces(StoreRows(make(array), rows), out, never)
     assert pieces is not None
     helpers = HelperThreads(HostDevice(), HELPERS, 2)
     helpers.run_all(pieces)
