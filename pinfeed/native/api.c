@@ -30,16 +30,17 @@ static int64_t checked(const struct pf_source *source, int result)
     return result || pf_has_shrunk(source) ? -1 : 0;
 }
 
-/* Arguments: row indices, first row, number of rows to copy, target (base and number of rows), target
- * indices, and the source. Returns 0, or -1 if the source could not be read. */
+/* Arguments: row indices, first row, number of rows to copy, target (base, number of rows, and bytes
+ * from one to the next), target indices, bypass, and the source. Returns 0, or -1 if the source could
+ * not be read. */
 PF_API int64_t pf_api_copy(const int64_t *a)
 {
-    const struct pf_source source = source_of(a + 6);
-    const struct pf_rows target = {.base = pointer(a[3]), .n = a[4], .stride = source.row_nbytes};
+    const struct pf_source source = source_of(a + 8);
+    const struct pf_rows target = {.base = pointer(a[3]), .n = a[4], .stride = a[5]};
     if (source.parts->limit)
         pf_guard_arm();
-    return checked(&source, pf_copy_guarded(&source, pointer(a[0]), a[1], &target, pointer(a[5]),
-                                            0, a[2], 0));
+    return checked(&source, pf_copy_guarded(&source, pointer(a[0]), a[1], &target, pointer(a[6]),
+                                            0, a[2], (int)a[7]));
 }
 
 /* Arguments: starts, lengths and places of the runs, number of runs, target (base and number of

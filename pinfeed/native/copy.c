@@ -3,7 +3,9 @@
  * A gather of short rows waits for memory: the processor does not know the next row before it has
  * read the next index. Therefore the rows some places ahead are prefetched. A long batch, which no
  * cache can hold until the loop uses it, is written past the caches, because an ordinary store
- * would first read each line of the target. */
+ * would first read each line of the target. The same holds for many rows that are scattered. Rows
+ * that are written twice end as the last ones, because a thread's stores to one address keep their
+ * order. */
 #include "pinfeed.h"
 
 #include <string.h>

@@ -13,6 +13,9 @@ from pinfeed.native.library import library, packing
 Indices = npt.NDArray[np.int64]
 """Row indices, shape (n,)."""
 
+# Bytes of a line of the processor's caches.
+_LINE = 64
+
 
 class MemoryPart(NamedTuple):
     """Rows at equal distances in memory, or in a mapped file; see ``pf_rows`` in pinfeed.h."""
@@ -43,7 +46,16 @@ class MemoryRows:
         error: Returns the error of a copy that has failed.
     """
 
-    __slots__ = ("_copy", "_copy_runs", "_pack", "description", "error", "owner", "row_nbytes")
+    __slots__ = (
+        "_copy",
+        "_copy_runs",
+        "_pack",
+        "_parts",
+        "description",
+        "error",
+        "owner",
+        "row_nbytes",
+    )
 
     def __init__(
         self,
@@ -57,14 +69,10 @@ class MemoryRows:
         self.owner = owner
         self.error = error
         self.row_nbytes = row_nbytes
-        description = [row_nbytes, len(parts)]
-        first = 0
-        for part in parts:
-            description += [*part, first]
-            first += part.n_rows
-        self.description = tuple(description)
+        self._parts = parts
+        self.description = _description(row_nbytes, parts)
         """Description of the rows, as the compiled functions take it."""
-        self._pack = packing(6 + len(description))
+        self._pack = packing(8 + len(self.description))
         self._copy = found.copy
         self._copy_runs = found.copy_runs
 
@@ -77,7 +85,12 @@ class MemoryRows:
         return cls(array, array[0].nbytes, [part])
 
     def gather(
-        self, rows: Indices, out: npt.NDArray[Any], positions: Indices | None = None
+        self,
+        rows: Indices,
+        out: npt.NDArray[Any],
+        positions: Indices | None = None,
+        *,
+        bypass: bool = False,
     ) -> None:
         """Copy rows into ``out``.
 
@@ -85,6 +98,7 @@ class MemoryRows:
             rows: Row indices in range, shape (m,).
             out: C-contiguous, with n rows.
             positions: Positions in ``out``, shape (m,); None for the first m.
+            bypass: Whether to write past the caches of the processor, if ``out`` permits it.
         """
         rows = np.ascontiguousarray(rows, np.int64)
         places = 0
@@ -97,7 +111,9 @@ class MemoryRows:
             len(rows),
             out.__array_interface__["data"][0],
             len(out),
+            self.row_nbytes,
             places,
+            bypass,
         )
         if self._copy(self._pack(*request, *self.description)):
             raise self.error()
@@ -106,13 +122,14 @@ class MemoryRows:
         """Copy rows to memory for as many rows, given its address."""
         rows = np.ascontiguousarray(rows, np.int64)
         n = len(rows)
-        request = (rows.ctypes.data, 0, n, address, n, 0)
+        request = (rows.ctypes.data, 0, n, address, n, self.row_nbytes, 0, 0)
         if self._copy(self._pack(*request, *self.description)):
             raise self.error()
 
     def read_run(self, first: int, out: npt.NDArray[Any]) -> None:
         """Copy the rows from ``first`` on into ``out``."""
-        request = (0, first, len(out), out.ctypes.data, len(out), 0)
+        n = len(out)
+        request = (0, first, n, out.ctypes.data, n, self.row_nbytes, 0, 0)
         if self._copy(self._pack(*request, *self.description)):
             raise self.error()
 
@@ -130,5 +147,40 @@ class MemoryRows:
         runs = [np.ascontiguousarray(numbers, np.int64) for numbers in (starts, lengths, places)]
         addresses = [numbers.ctypes.data for numbers in runs]
         request = (*addresses, len(starts), out.ctypes.data, len(out))
-        if self._copy_runs(self._pack(*request, *self.description)):
+        pack = packing(6 + len(self.description))
+        if self._copy_runs(pack(*request, *self.description)):
             raise self.error()
+
+    @property
+    def has_whole_lines(self) -> bool:
+        """Whether each row consists of whole lines of the caches, so that writes bypass them."""
+        return not any(
+            part.address % _LINE or part.stride % _LINE or self.row_nbytes % _LINE
+            for part in self._parts
+        )
+
+    def scatter(self, rows: Indices, values: npt.NDArray[Any]) -> None:
+        """Write rows, past the caches of the processor if they have whole lines.
+
+        The rows are those of an array. Of a row that occurs twice, the last value remains.
+
+        Args:
+            rows: Row indices in range, shape (m,).
+            values: C-contiguous, with m rows.
+        """
+        (part,) = self._parts
+        rows = np.ascontiguousarray(rows, np.int64)
+        n = len(rows)
+        request = (0, 0, n, part.address, part.n_rows, part.stride, rows.ctypes.data, True)
+        source = MemoryPart(values.ctypes.data, n, self.row_nbytes)
+        self._copy(self._pack(*request, *_description(self.row_nbytes, [source])))
+
+
+def _description(row_nbytes: int, parts: Sequence[MemoryPart]) -> list[int]:
+    """Return the description of rows that the compiled functions take."""
+    numbers = [row_nbytes, len(parts)]
+    first = 0
+    for part in parts:
+        numbers += [*part, first]
+        first += part.n_rows
+    return numbers

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from pinfeed.devices.base import Tensor
 from pinfeed.memory.page_locked import unlock_freed
+from pinfeed.pipeline.mover import RunAll, run_in_turn
 from pinfeed.pipeline.part_memory import grown, known_nbytes, layout
 from pinfeed.pipeline.slot import Cancelled, Slot
 from pinfeed.pipeline.sources.base import HostBatch
@@ -65,12 +66,15 @@ class HostTransfer:
         """Slots that the running loop uses."""
         self.is_stopping = False
 
-    def begin(self, n_slots: int, batches_per_slot: int) -> Sequence[Slot]:
+    def begin(
+        self, n_slots: int, batches_per_slot: int, gather_all: RunAll = run_in_turn
+    ) -> Sequence[Slot]:
         """Begin a loop.
 
         Args:
             n_slots: Number of slots that the loop uses.
             batches_per_slot: Number of batches in each slot.
+            gather_all: Not used, because nothing is staged.
         """
         unlock_freed()
         self.is_stopping = False

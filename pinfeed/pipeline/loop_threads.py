@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -12,9 +11,12 @@ from pinfeed.devices.base import Device
 from pinfeed.errors import ClosedError
 from pinfeed.native.crew import Crew
 from pinfeed.native.memory_rows import MemoryRows
+from pinfeed.pipeline.helper_threads import HelperThreads
+from pinfeed.pipeline.mover import run_in_turn
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.guarded import guarded
-from pinfeed.threads.call import Call, Pending, Workers
+from pinfeed.stores.divided_gather import N_GATHERING_THREADS as _N_GATHERING_THREADS
+from pinfeed.threads.call import Pending, Workers
 from pinfeed.threads.exit import exit_hook
 
 # Number of threads that help the writer to scatter the rows of a write-back. Together they use at
@@ -30,9 +32,10 @@ _CLOSED = (
 class LoopThreads:
     """Reader threads and writer threads of one loop.
 
-    ``start_readers`` starts the reader threads and the transform thread. The writer threads start
-    with the first write-back: one queues the copies to the host, the other scatters the rows that
-    have arrived, and may have helpers. At depth 0, a loop has no threads, and the caller makes
+    ``start_readers`` starts the reader threads and the transform thread. Helpers of the readers
+    start with the first long batch that is staged. The writer threads start with the first
+    write-back: one queues the copies to the host, the other scatters the rows that have arrived,
+    and may have helpers. At depth 0, a loop has no threads, and the caller makes
     every call itself. A loop with threads may do the same while its threads have no calls.
 
     Args:
@@ -66,7 +69,9 @@ class LoopThreads:
         self._crew: Crew | None = None
         self._writer: Workers | None = None
         self._scatterer: Workers | None = None
-        self._scatter_helpers: Workers | None = None
+        self._scatter_helpers = HelperThreads(device, "pinfeed-scatter-helper", _N_SCATTER_HELPERS)
+        n_gather_helpers = max(0, _N_GATHERING_THREADS - schedule.n_readers)
+        self._gather_helpers = HelperThreads(device, "pinfeed-read-helper", n_gather_helpers)
 
     def start_readers(self, *, calls_transforms: bool) -> None:
         """Start the reader threads.
@@ -136,31 +141,18 @@ class LoopThreads:
 
         Return, or raise the first error, when all calls have ended.
         """
-        own: list[Call[object]] = []
-        pending: list[Pending[object]] = []
-        for i, call in enumerate(calls):
-            submitted = None
-            if i % (1 + _N_SCATTER_HELPERS):
-                # If the program is ending, or no thread starts, this thread makes the call.
-                with contextlib.suppress(Exception):
-                    submitted = self._helpers().submit(guarded, call)
-            if submitted is None:
-                own.append(Call(call))
-            else:
-                pending.append(submitted)
-        for made in own:
-            made.run()
-        pending += own
-        errors = [call.exception() for call in pending]
-        for error in filter(None, errors):
-            raise error
+        self._scatter_helpers.run_all(calls)
 
-    def _helpers(self) -> Workers:
-        """Return the threads that help the second writer to scatter rows."""
-        if self._scatter_helpers is None:
-            name = "pinfeed-scatter-helper"
-            self._scatter_helpers = self._device.worker(name, _N_SCATTER_HELPERS)
-        return self._scatter_helpers
+    def gather_all(self, calls: Sequence[Callable[[], object]]) -> None:
+        """Make several calls, in several threads if the machine has cores (reader).
+
+        Return, or raise the first error, when all calls have ended.
+        """
+        if self.is_inline:
+            # An interrupt of the caller must not leave calls to other threads.
+            run_in_turn(calls)
+        else:
+            self._gather_helpers.run_all(calls)
 
     def join_readers(self) -> None:
         """Wait until the reader threads, the transform thread and the crew have ended."""
@@ -170,14 +162,16 @@ class LoopThreads:
             for worker in (self._reader, self._transformer):
                 if worker is not None:
                     worker.shutdown(wait=True)
+            self._gather_helpers.shutdown()
 
     def join_writers(self) -> None:
         """Wait until the writer threads have made all submitted calls."""
         with self._joining:
             self._are_writers_joined = True
-        for worker in (self._writer, self._scatterer, self._scatter_helpers):
+        for worker in (self._writer, self._scatterer):
             if worker is not None:
                 worker.shutdown(wait=True)
+        self._scatter_helpers.shutdown()
 
     @property
     def is_inside(self) -> bool:

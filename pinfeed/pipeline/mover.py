@@ -20,6 +20,15 @@ from pinfeed.pipeline.slot import Slot
 from pinfeed.pipeline.sources.base import HostBatch, RowGroup
 from pinfeed.profiling.counters import Counters
 
+RunAll = Callable[[Sequence[Callable[[], object]]], None]
+"""Makes several calls, maybe in several threads, and returns when all have ended."""
+
+
+def run_in_turn(calls: Sequence[Callable[[], object]]) -> None:
+    """Make calls one after the other."""
+    for call in calls:
+        call()
+
 
 class Mover(Protocol):
     """Moves the batches of one loop at a time to a device, in slots."""
@@ -36,7 +45,7 @@ class Mover(Protocol):
     def is_stopping(self) -> bool:
         """Whether the loop has ended, so that no further batch need be filled."""
 
-    def begin(self, n_slots: int, batches_per_slot: int) -> Sequence[Any]:
+    def begin(self, n_slots: int, batches_per_slot: int, gather_all: RunAll = ...) -> Sequence[Any]:
         """Begin a loop, and return its slots."""
 
     def fill(self, slot: Any, batch: HostBatch, number: int) -> Slot:

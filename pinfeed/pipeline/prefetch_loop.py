@@ -32,7 +32,9 @@ class PrefetchLoop(Loop):
         schedule = parts.schedule
         self.keeps_last = parts.mover.device.unified
         self._turns = itertools.count()
-        self._free.extend(parts.mover.begin(schedule.n_slots, schedule.batches_per_slot))
+        self._free.extend(
+            parts.mover.begin(schedule.n_slots, schedule.batches_per_slot, self._threads.gather_all)
+        )
         # Slots that are being filled or are full, in the order of their batches.
         self._filling: deque[Pending[Slot | None]] = deque()
         # The call that this thread has finished last.

@@ -12,10 +12,12 @@ import numpy.typing as npt
 from pinfeed.devices.base import Buffer, Device, Tensor, aligned
 from pinfeed.memory.mapping import block_nbytes
 from pinfeed.memory.plan import Allocation
+from pinfeed.pipeline.mover import RunAll, run_in_turn
 from pinfeed.pipeline.part_memory import SHARED, PartMemory, Place, known_nbytes, shared_nbytes
 from pinfeed.pipeline.slot import DeviceSlot
 from pinfeed.pipeline.sources.base import HostBatch
 from pinfeed.stores.base import HostArray, part_nbytes
+from pinfeed.stores.divided_gather import gather_pieces
 
 _BYTES = np.dtype(np.uint8)
 
@@ -62,6 +64,8 @@ class SlotGather:
         self._parts = parts
         self._indices = indices
         self._check_stop = check_stop
+        self.run_all: RunAll = run_in_turn
+        """Makes the calls that gather a long part, and returns when all have ended."""
 
     def gather(self, slot: DeviceSlot, batch: HostBatch) -> Gathered:
         """Read the staged parts of a batch (reader).
@@ -132,7 +136,11 @@ class SlotGather:
             out = self._parts.staging(slot.staging, i, part.shape, part.dtype)
             gathered.staged.append((out, slot.tensors[i]))
         self._check_stop()
-        part.read(out, self._check_stop)
+        pieces = gather_pieces(part, out, self._check_stop)
+        if pieces is None:
+            part.read(out, self._check_stop)
+        else:
+            self.run_all(pieces)
 
     def _add_indices(
         self,

@@ -132,6 +132,7 @@ from pinfeed.memory.page_locked import unlock_freed
 from pinfeed.pipeline.cache_transfer import CacheTransfer
 from pinfeed.pipeline.forwarding import Write, WriteLog, forwards
 from pinfeed.pipeline.loop_transforms import LoopTransforms
+from pinfeed.pipeline.mover import RunAll, run_in_turn
 from pinfeed.pipeline.part_memory import PartMemory, Staging
 from pinfeed.pipeline.pending_write import HeldValues, PendingWrite, StagedRows, require_distinct
 from pinfeed.pipeline.slot import Cancelled, DeviceSlot
@@ -211,13 +212,17 @@ class Transfer:
         self._asked: Event | None = None
         self._lent: _TimedWork | None = None
 
-    def begin(self, n_slots: int, batches_per_slot: int) -> Sequence[DeviceSlot]:
+    def begin(
+        self, n_slots: int, batches_per_slot: int, gather_all: RunAll = run_in_turn
+    ) -> Sequence[DeviceSlot]:
         """Begin a loop. All copies and write-backs of earlier loops are completed.
 
         Args:
             n_slots: Number of slots that the loop uses.
             batches_per_slot: Number of batches in each slot.
+            gather_all: Makes the calls that gather a long part into staging memory.
         """
+        self._gather.run_all = gather_all
         self.log = WriteLog()
         self.is_stopping = False
         self._was_staged = False
@@ -477,7 +482,7 @@ class Transfer:
         self,
         pending: PendingWrite,
         begun: Pending[None],
-        run_all: Callable[[Sequence[Callable[[], object]]], None],
+        run_all: RunAll,
     ) -> None:
         """Scatter the values of a write-back that have arrived in staging memory (second writer).
 
@@ -525,7 +530,7 @@ class Transfer:
         begun = Call(self.begin_write, pending, ())
         begun.run()
         try:
-            self.finish_write(pending, begun, _run_in_turn)
+            self.finish_write(pending, begun, run_in_turn)
         finally:
             # For the same reason as in finish_write.
             del begun
@@ -561,6 +566,8 @@ class Transfer:
             if pending.arrived is not None:
                 pending.arrived.sync()  # as above, if an error kept a write from being finished
         self._begun = {}
+        # The threads of the loop have ended.
+        self._gather.run_all = run_in_turn
         if self._lent is not None:
             self._asked = self.device.current_stream().record(timed=True)
             self._record_device_span(self._asked)
@@ -736,9 +743,3 @@ class Transfer:
         work = self._lent
         self._lent = None
         self._timeline.add_timed("device", work.number, work.begun, end, work.n_batches)
-
-
-def _run_in_turn(calls: Sequence[Callable[[], object]]) -> None:
-    """Make calls one after the other."""
-    for call in calls:
-        call()

@@ -102,7 +102,8 @@ class WholeFile:
         self._find_loaded()
         self._complete = bool(self._is_loaded.all())
         if self._complete:
-            yield AnyBatch(functools.partial(StoreRows, self, gather=self._rows.gather_unchecked))
+            rows = self._rows
+            yield AnyBatch(functools.partial(StoreRows, rows, gather=rows.gather_unchecked))
             return
         self._is_begun = self._is_loaded.copy()
         self._chunks_to_load = self._load_order(windows, start, stop)

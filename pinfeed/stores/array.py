@@ -30,6 +30,10 @@ _SHORT_RUN_WITH_GAPS = 64
 _PIECE_ROWS = 1 << 15
 # Above this size, the compiled gather is faster, although it takes some us to describe the rows.
 _LARGE_BYTES = 256 << 10
+# From these sizes of the values and of the array on, a scatter past the caches is faster, even if
+# the same rows are gathered next.
+_LARGE_SCATTER_BYTES = 2 << 20
+_UNCACHED_BYTES = 64 << 20
 
 
 class ArrayStore:
@@ -113,8 +117,12 @@ class ArrayStore:
         return bool(self._array.flags.writeable) and not self._shares_itself
 
     def gather(self, rows: Rows, out: Array) -> None:
-        """Copy rows into ``out``, like ``Store.gather``."""
-        self.gather_unchecked(checked_gather(self, rows, out), out)
+        """Copy rows into ``out``, like ``Store.gather``; ``out`` may be a part of the array."""
+        rows = checked_gather(self, rows, out)
+        if np.may_share_memory(out, self._array):
+            out[...] = self._array[rows]
+        else:
+            self.gather_unchecked(rows, out)
 
     @property
     def memory_rows(self) -> MemoryRows | None:
@@ -161,6 +169,15 @@ class ArrayStore:
         rows = checked_scatter(self, rows, values)
         if (run := run_of(rows)) is not None:
             self._array[run] = values
+        elif (
+            values.nbytes >= _LARGE_SCATTER_BYTES
+            and self._array.nbytes >= _UNCACHED_BYTES
+            and values.flags.c_contiguous
+            and not np.may_share_memory(values, self._array)
+            and (memory_rows := self.memory_rows) is not None
+            and memory_rows.has_whole_lines
+        ):
+            memory_rows.scatter(rows, values)
         else:
             put_rows(self._array, rows, values)
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from pinfeed.errors import ArgumentError, ClosedError, DeviceError, MissingDependency, StoreError
 from pinfeed.memory.mapping import Bytes, anonymous
 from pinfeed.memory.page_locked import REGISTER, page_locked, unlock_freed
+from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import ArrayStore
@@ -203,8 +204,18 @@ class PinnedStore(ArrayStore):
         return functools.partial(type(self), pin=pin), (self._array,)
 
     def gather(self, rows: Rows, out: Array) -> None:
+        # The memory is required before the arguments are checked.
         self._require_memory()
         super().gather(rows, out)
+
+    def gather_unchecked(self, rows: Rows, out: Array) -> None:
+        self._require_memory()
+        super().gather_unchecked(rows, out)
+
+    @property
+    def memory_rows(self) -> MemoryRows | None:
+        """The rows; None in a forked process, in which ``gather`` raises an error."""
+        return super().memory_rows if self._has_memory else None
 
     def gather_runs(self, runs: Runs, out: Array) -> None:
         self._require_memory()
@@ -222,8 +233,12 @@ class PinnedStore(ArrayStore):
         """
         unlock_freed()
 
+    @property
+    def _has_memory(self) -> bool:
+        return not self.page_locked or self._pid == os.getpid()
+
     def _require_memory(self) -> None:
-        if self.page_locked and self._pid != os.getpid():
+        if not self._has_memory:
             # Access to the memory would end the process.
             raise ClosedError(
                 "a forked process does not inherit page-locked memory; read the rows before the "

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pinfeed.errors import ClosedError
+from pinfeed.memory.mapping import huge
 from pinfeed.native import library as native
 from pinfeed.native.crew import Crew
 from pinfeed.native.library import packing
@@ -52,6 +53,28 @@ def test_rows_equal_those_of_numpy(row_nbytes: int, stride: int, data: st.DataOb
     memory_rows(array).gather(rows, scattered, positions)
     np.testing.assert_array_equal(scattered[positions], array[rows])
     assert (scattered[len(rows) :] == 7).all()
+
+
+@pytest.mark.parametrize("row_nbytes", [8, 64, 100, 192, 4096])
+@settings(deadline=None, max_examples=20)
+@given(rows=st.lists(st.integers(0, 19), max_size=60))
+def test_scattered_rows_equal_those_of_numpy(row_nbytes: int, rows: list[int]) -> None:
+    """Of a row that occurs twice, the last value remains."""
+    target = np.zeros((20, row_nbytes), np.uint8)
+    values = rows_of(len(rows), row_nbytes)
+    expected = target.copy()
+    expected[rows] = values
+    memory_rows(target).scatter(np.array(rows, np.int64), values)
+    np.testing.assert_array_equal(target, expected)
+
+
+@pytest.mark.parametrize(
+    ("begin", "shape", "expected"),
+    [(0, (4, 64), True), (1, (4, 64), False), (0, (4, 96), False), (64, (2, 128), True)],
+)
+def test_rows_have_whole_lines(begin: int, shape: tuple[int, int], expected: bool) -> None:
+    memory = huge(4096)[begin : begin + shape[0] * shape[1]]
+    assert memory_rows(memory.reshape(shape)).has_whole_lines == expected
 
 
 @settings(deadline=None)

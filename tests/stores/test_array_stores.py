@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pinfeed import ArrayStore, Feeder, PinnedStore, errors
+from pinfeed.memory.mapping import huge
+from pinfeed.stores import array as array_stores
 from pinfeed.stores.array import shares_itself
 from pinfeed.testing.suites import StoreTests
 
@@ -135,3 +137,54 @@ def test_no_array_that_shares_memory_with_itself_is_written(
         assert shares_itself(array)
     elif array.flags.c_contiguous or array.flags.f_contiguous:
         assert not shares_itself(array)
+
+
+@pytest.fixture
+def scatters_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the rows of these tests be scattered past the caches."""
+    monkeypatch.setattr(array_stores, "_LARGE_SCATTER_BYTES", 1)
+    monkeypatch.setattr(array_stores, "_UNCACHED_BYTES", 1)
+
+
+def _rows_in_lines() -> np.ndarray:
+    array = huge(50 * 128)[: 50 * 128].view(np.float32).reshape(50, 32)
+    array[:] = 0
+    return array
+
+
+@pytest.mark.usefixtures("scatters_are_large")
+@settings(deadline=None)
+@given(rows=st.lists(st.integers(0, 49)), step=st.sampled_from([1, 2, -1]))
+@pytest.mark.parametrize("is_sliced", [False, True])
+def test_large_scatters_equal_those_of_numpy(rows: list[int], step: int, is_sliced: bool) -> None:
+    array = _rows_in_lines()
+    indices = np.array(rows, np.int64) // abs(step)
+    values = np.random.default_rng(0).random((len(rows), 32)).astype(np.float32)
+    values = values.repeat(2, axis=1)[:, ::2] if is_sliced else values
+    expected = array[::step].copy()
+    expected[indices] = values
+    ArrayStore(array[::step]).scatter(indices, values)
+    np.testing.assert_array_equal(array[::step], expected)
+
+
+@pytest.mark.usefixtures("scatters_are_large", "without_native")
+def test_large_scatters_need_no_compiled_functions() -> None:
+    array = _rows_in_lines()
+    ArrayStore(array).scatter(np.array([7, 3, 7]), np.arange(96, dtype=np.float32).reshape(3, 32))
+    np.testing.assert_array_equal(array[[3, 7]], np.arange(32, 96).reshape(2, 32))
+
+
+@pytest.mark.usefixtures("scatters_are_large")
+def test_scattered_values_may_be_rows_of_the_array_itself() -> None:
+    array = _rows_in_lines()
+    array[:] = np.arange(50)[:, None]
+    ArrayStore(array).scatter(np.arange(40)[::-1], array[:40])
+    np.testing.assert_array_equal(array[:40, 0], np.arange(40)[::-1])
+
+
+def test_rows_may_be_gathered_into_the_array_itself() -> None:
+    array = np.random.default_rng(0).normal(size=(2000, 128))
+    rows = np.random.default_rng(1).permutation(2000)[:1000]
+    expected = array[rows]
+    ArrayStore(array).gather(rows, array[500:1500])
+    np.testing.assert_array_equal(array[500:1500], expected)

@@ -29,6 +29,16 @@ def test_pinned_store_without_cuda() -> None:
     assert not store.page_locked
 
 
+def test_a_forked_process_does_not_touch_page_locked_memory() -> None:
+    store = PinnedStore.zeros((10, 2), pin=False)
+    store.page_locked = True
+    store._pid = -1
+    assert store.memory_rows is None
+    for gather in (store.gather, store.gather_unchecked):
+        with pytest.raises(errors.ClosedError, match="forked process"):
+            gather(np.array([0]), np.empty((1, 2), store.dtype))
+
+
 class Refusing:
     """CuPy's runtime with a driver that locks nothing."""
 
