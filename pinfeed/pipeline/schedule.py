@@ -20,8 +20,10 @@ _MAX_BATCHES_PER_SLOT = 8
 # The gather of a smaller slot takes less time than waking a second thread.
 _PARALLEL_BYTES = 256 << 10
 _MAX_READERS = 8
-# Batches that a crew has copied should still be in the cache when the loop uses them.
-_CREW_SLOT_BYTES = 512 << 10
+# A crew shares the cost of a slot among more batches. They are still in the last cache when the loop
+# uses them.
+_CREW_SLOT_BYTES = 2 << 20
+_MAX_BATCHES_PER_CREW_SLOT = 16
 _CREW_SLOTS = 3
 _MAX_ID_READERS = 4
 
@@ -137,7 +139,9 @@ def crew_schedule(nbytes: int) -> PrefetchSchedule:
     Args:
         nbytes: Bytes of a batch; 0 if unknown.
     """
-    batches_per_slot = min(_CREW_SLOT_BYTES // nbytes, _MAX_BATCHES_PER_SLOT) if nbytes else 1
+    batches_per_slot = 1
+    if nbytes:
+        batches_per_slot = min(_CREW_SLOT_BYTES // nbytes, _MAX_BATCHES_PER_CREW_SLOT)
     if batches_per_slot < 2:
         schedule = PrefetchSchedule(DEFAULT_DEPTH)
     else:

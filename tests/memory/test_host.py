@@ -245,6 +245,9 @@ held = mmap.mmap(-1, 1 << 26, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 status = open("/proc/self/status").read().splitlines()
 used = next(int(line.split()[1]) * 1024 for line in status if line.startswith("{usage}:"))
 print(unbound, before, before - free_host_bytes(), (1 << 32) - used - free_host_bytes())
+# Under the next limit, the interpreter gets no memory from the system.
+spare = [bytes(200) for _ in range(20_000)]
+spare = spare[::200]
 resource.setrlimit(resource.{limit}, (1 << 20, resource.RLIM_INFINITY))
 print(free_host_bytes())
 """
