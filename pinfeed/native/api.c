@@ -134,3 +134,15 @@ PF_API int64_t pf_api_request_each(const int64_t *a)
                     pointer(a[6]));
     return 0;
 }
+
+/* Arguments of these two: row indices, number of them, and both outputs. They return what the
+ * functions of distinct.c return. */
+PF_API int64_t pf_api_distinct_rows(const int64_t *a)
+{
+    return pf_distinct_rows(pointer(a[0]), a[1], pointer(a[2]), pointer(a[3]));
+}
+
+PF_API int64_t pf_api_first_occurrences(const int64_t *a)
+{
+    return pf_first_occurrences(pointer(a[0]), a[1], pointer(a[2]), pointer(a[3]));
+}

@@ -35,6 +35,8 @@ class Library:
         self.copy_runs = _function(releasing, "pf_api_copy_runs")
         self.permute = _function(releasing, "pf_api_permute")
         self.request_each = _function(releasing, "pf_api_request_each")
+        self.distinct_rows = _function(releasing, "pf_api_distinct_rows")
+        self.first_occurrences = _function(releasing, "pf_api_first_occurrences")
         self.open_crew = _function(releasing, "pf_api_crew_open")
         self.start_crew = _function(releasing, "pf_api_crew_start")
         self.submit = _function(holding, "pf_api_crew_submit")

@@ -5,6 +5,7 @@
  * crew.c     threads that copy the rows of the next batches
  * shuffle.c  shuffled row indices
  * requests.c reads and writes many parts of a file
+ * distinct.c distinct row indices
  * api.c      the functions that Python calls, through ctypes; one library serves every Python
  *
  * The caller keeps all memory alive that it passes here, until the copy has ended. */
@@ -130,5 +131,14 @@ enum { PF_READ, PF_READ_CACHED, PF_WRITE };
  * results are the bytes moved, or negative error numbers. */
 void pf_request_each(int fd, int kind, const int64_t *addresses, const int64_t *offsets,
                      const int64_t *nbytes, int64_t n, int64_t *results);
+
+/* distinct.c: the functions of pinfeed/rows/distinct.py.
+ *
+ * rows: the row indices, shape (n,)
+ * The outputs have room for `n` numbers. The functions return the number of distinct rows, or -1 if a
+ * row is negative, or the bits of the largest row and of `n` are more than 64 together. */
+int64_t pf_distinct_rows(const int64_t *rows, int64_t n, int64_t *distinct, int64_t *positions);
+int64_t pf_first_occurrences(const int64_t *rows, int64_t n, int64_t *distinct,
+                             int64_t *positions);
 
 #endif

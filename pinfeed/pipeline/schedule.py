@@ -20,8 +20,8 @@ _MAX_BATCHES_PER_SLOT = 8
 # The gather of a smaller slot takes less time than waking a second thread.
 _PARALLEL_BYTES = 256 << 10
 _MAX_READERS = 8
-# A crew shares the cost of a slot among more batches. They are still in the last cache when the loop
-# uses them.
+# A crew shares the cost of a slot among more batches, which are still in the last cache when the
+# loop uses them.
 _CREW_SLOT_BYTES = 2 << 20
 _MAX_BATCHES_PER_CREW_SLOT = 16
 _CREW_SLOTS = 3

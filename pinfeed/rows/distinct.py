@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from pinfeed.native.library import library, packing
 from pinfeed.rows.orders import Rows
+
+_pack = packing(4)
 
 
 def sort_rows(rows: Rows) -> tuple[Rows, Rows]:
@@ -43,6 +46,10 @@ def distinct_rows(rows: Rows) -> tuple[Rows, Rows]:
         The distinct rows in ascending order, and for each of ``rows`` its position among them,
         shape (n,).
     """
+    found = _compiled("distinct_rows", rows)
+    if found is not None:
+        n, distinct, positions = found
+        return distinct[:n].copy(), positions
     ascending, order = sort_rows(rows)
     is_first = _differs_from_previous(ascending)
     distinct = ascending.compress(is_first)
@@ -63,6 +70,10 @@ def first_occurrences(rows: Rows) -> tuple[Rows, Rows | None]:
     """
     if bool((rows[1:] > rows[:-1]).all()):
         return rows, None
+    found = _compiled("first_occurrences", rows)
+    if found is not None:
+        n, distinct, positions = found
+        return (rows, None) if n == len(rows) else (distinct[:n].copy(), positions)
     ascending, order = sort_rows(rows)
     is_first = _differs_from_previous(ascending)
     if bool(is_first.all()):
@@ -76,6 +87,24 @@ def first_occurrences(rows: Rows) -> tuple[Rows, Rows | None]:
     positions = np.empty(len(rows), np.int64)
     positions[order] = rank.take(first).take(_places(is_first, out=ascending))
     return rows.compress(occurs_first), positions
+
+
+def _compiled(function: str, rows: Rows) -> tuple[int, Rows, Rows] | None:
+    """Call a compiled function; see distinct.c.
+
+    Returns:
+        The number of distinct rows, an array of shape (n,) that begins with them, and the position
+        of each row among them, shape (n,). None without compiled functions, or if a row is negative
+        or too large for them.
+    """
+    native = library()
+    if native is None:
+        return None
+    rows = np.ascontiguousarray(rows, np.int64)
+    distinct, positions = np.empty_like(rows), np.empty_like(rows)
+    address, *outputs = (array.ctypes.data for array in (rows, distinct, positions))
+    n_distinct = getattr(native, function)(_pack(address, len(rows), *outputs))
+    return None if n_distinct < 0 else (n_distinct, distinct, positions)
 
 
 def _places(is_first: npt.NDArray[np.bool_], out: Rows) -> Rows:

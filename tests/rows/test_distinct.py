@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pinfeed.rows.distinct import distinct_rows, first_occurrences, sort_rows
 
@@ -21,6 +23,7 @@ CASES = {
     "many rows": _RNG.integers(0, 1 << 40, 4097),
     # Three rows leave 61 bits for each row.
     "largest keys": [(1 << 61) - 1, 0, (1 << 61) - 1],
+    "largest compiled keys": [(1 << 62) - 1, 0, (1 << 62) - 1],
     "too large for keys": [1 << 61, 0, 1 << 61],
     "large rows that repeat": _RNG.integers(_LARGEST - 50, _LARGEST, 300),
     "negative rows": [-1, 4, -7, 4, -1],
@@ -63,3 +66,28 @@ def test_rows_may_be_a_part_of_an_array():
     columns = _RNG.integers(0, 50, (40, 2))
     rows, positions = distinct_rows(columns[:, 1])
     assert np.array_equal(rows[positions], columns[:, 1])
+
+
+@st.composite
+def _any_rows(draw):
+    """Draw rows with any number of bits, of which some repeat."""
+    bound = 1 << draw(st.integers(0, 62))
+    n = draw(st.sampled_from([1, 2, 3, 100, 5000]))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    pool = rng.integers(-bound if draw(st.booleans()) else 0, bound, n)
+    return rng.choice(pool, n)
+
+
+@pytest.mark.parametrize("function", [distinct_rows, first_occurrences])
+@given(rows=_any_rows())
+def test_rows_of_every_size_are_those_of_unique(function, rows):
+    distinct, positions = function(rows)
+    assert np.array_equal(distinct if positions is None else distinct[positions], rows)
+    assert np.array_equal(np.sort(distinct), np.unique(rows))
+
+
+@pytest.mark.usefixtures("without_native")
+def test_rows_are_the_same_without_compiled_functions(rows):
+    test_rows_are_sorted_and_equal_rows_keep_their_order(rows)
+    test_distinct_rows_are_those_of_unique(rows)
+    test_first_occurrences_keep_the_order_of_the_rows(rows)
