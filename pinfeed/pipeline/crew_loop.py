@@ -58,7 +58,8 @@ class CrewLoop(Loop):
         source: Source of the rows, without ragged ones.
         batch_size: Rows of a batch.
         memory_rows: Rows of each store, in memory.
-        spans: Row indices of the epoch. The reader thread iterates over them, if there is one.
+        spans: Row indices of the epoch.
+        draws_ahead: Whether a reader thread iterates over ``spans``, if the loop prefetches.
     """
 
     def __init__(
@@ -68,13 +69,16 @@ class CrewLoop(Loop):
         batch_size: int,
         memory_rows: Sequence[MemoryRows],
         spans: Spans,
+        *,
+        draws_ahead: bool,
     ) -> None:
         super().__init__(parts)
         self._transfer = cast("HostTransfer", parts.mover)
         self._source = source
         self._batch_size = batch_size
         self._memory_rows = memory_rows
-        # Draws the next span; in the thread of the loop if it prefetches nothing.
+        self._draws_ahead = draws_ahead
+        # Draws the next span, in the thread of the loop unless it has a reader thread.
         self._draw_span: Callable[[], Rows | None] = functools.partial(next, spans, None)
         self._take_span: Callable[[], Rows | None] = self._draw_span
         schedule = parts.schedule
@@ -99,9 +103,10 @@ class CrewLoop(Loop):
         n_threads = 0
         if self._parts.schedule.depth:
             n_threads = max(1, min(len(os.sched_getaffinity(0)) - 1, _MOST_THREADS))
-            self._threads.start_readers(calls_transforms=False)
-            self._drawn = self._threads.reader.submit(self._draw_span)
-            self._take_span = self._take_drawn
+            if self._draws_ahead:
+                self._threads.start_readers(calls_transforms=False)
+                self._drawn = self._threads.reader.submit(self._draw_span)
+                self._take_span = self._take_drawn
         n_slots = len(self._free)
         nbytes = self._slot_rows * sum(rows.row_nbytes for rows in self._memory_rows)
         # One copied slot should be left when the threads are woken.
@@ -156,24 +161,18 @@ class CrewLoop(Loop):
         is_full = n == self._slot_rows
         slot = self._free[0]
         parts = self._full if is_full else self._parts_of(n)
-        slot.tensors, slot.nbytes = self._transfer.allocate(parts)
-        self._free.popleft()
-        self._position = begin + n
-        slot.number = next(self._numbers)
-        job = self._crew.submit(
-            self._address + 8 * begin,
-            n,
-            map(_address_of, slot.tensors),
-            (self._span, slot.tensors),
-        )
+        arrays, slot.nbytes = self._transfer.allocate(parts)
         source = self._source
         group = new_row_group((self._span[begin : begin + n], 0, source.stores, None, None, None))
         batches = self._full_sizes if is_full else sizes(n, self._batch_size)
         slot.batch = batch = HostBatch((), source.rebuild, batches, [group])
-        tensors = slot.tensors
-        slot.batch_tensors = (
-            deque((tensors,)) if len(batches) == 1 else self._transfer.cut(batch, tensors)
-        )
+        slot.batch_tensors = self._transfer.cut(batch, arrays)
+        # The rows of the first batch are where the rows of all batches begin.
+        addresses = map(_address_of, slot.batch_tensors[0])
+        job = self._crew.submit(self._address + 8 * begin, n, addresses, (self._span, arrays))
+        self._free.popleft()
+        self._position = begin + n
+        slot.number = next(self._numbers)
         self._copying.append((slot, job))
 
     def _fail(self, slot: Slot, failed: MemoryRows) -> None:

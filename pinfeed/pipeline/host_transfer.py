@@ -22,7 +22,7 @@ from pinfeed.pipeline.part_memory import grown, known_nbytes, layout
 from pinfeed.pipeline.slot import Cancelled, Slot
 from pinfeed.pipeline.sources.base import HostBatch
 from pinfeed.profiling.counters import Counters
-from pinfeed.stores.base import CheckStop
+from pinfeed.stores.base import Array
 
 if TYPE_CHECKING:
     from pinfeed.devices.cpu import HostDevice
@@ -105,36 +105,40 @@ class HostTransfer:
         Raises:
             Cancelled: If ``stop`` was called.
         """
-        tensors, slot.nbytes = self.allocate(batch.parts, self.check_stop)
+        arrays, slot.nbytes = self.allocate(batch.parts)
+        tensors: list[Tensor] = []
+        for part, out in zip(batch.parts, arrays, strict=True):
+            if out is None:
+                tensors.append(self.device.adopt(part, None))
+                slot.nbytes += known_nbytes(tensors[-1])
+            else:
+                part.read(out, self.check_stop)
+                tensors.append(self._wrap(out))
         slot.number = number
         slot.batch = batch
         slot.tensors = tensors
         slot.batch_tensors = (
-            deque((tensors,)) if len(batch.batches) == 1 else self.cut(batch, tensors)
+            deque((tensors,)) if len(batch.batches) == 1 else self.cut(batch, arrays)
         )
         slot.ready_s = self.counters.now()
         slot.read_s = slot.source_s + slot.rows_s + slot.ready_s - slot.made_s
         return slot
 
-    def allocate(
-        self, parts: Sequence[Any], check_stop: CheckStop | None = None
-    ) -> tuple[list[Tensor], int]:
-        """Return a tensor for each part of a batch, and their bytes (reader).
+    def allocate(self, parts: Sequence[Any]) -> tuple[list[Array | None], int]:
+        """Return memory for each part of a batch, and the bytes of all (reader).
 
         Args:
-            parts: The parts.
-            check_stop: Called while the parts are read into the tensors; None if the caller fills
-                the tensors, so that the parts need only a shape and a dtype.
+            parts: The parts, or what has the shape and the dtype of each. For a part that is a
+                tensor already, there is None instead of memory.
         """
         device = self.device
         places, shared_nbytes = self._places
         shared = device.empty(shared_nbytes, None) if shared_nbytes else None
-        tensors: list[Tensor] = []
+        arrays: list[Array | None] = []
         total = 0
         for i, part in enumerate(parts):
-            if check_stop is not None and getattr(part, "host_value", None) is not None:
-                tensors.append(device.adopt(part, None))
-                total += known_nbytes(tensors[-1])
+            if getattr(part, "host_value", None) is not None:
+                arrays.append(None)
                 continue
             shape = part.shape
             dtype = part.dtype
@@ -144,16 +148,11 @@ class HostTransfer:
             if nbytes > full:
                 full = self._grow(i, nbytes)
                 offset = None
-            out: npt.NDArray[Any]
             if offset is None:
-                out = np.ndarray(shape, dtype, device.empty(full, None))
+                arrays.append(np.ndarray(shape, dtype, device.empty(full, None)))
             else:
-                out = np.ndarray(shape, dtype, shared, offset)
-            if check_stop is not None:
-                part.read(out, check_stop)
-            # numpy does not have bfloat16, whose kind is "V".
-            tensors.append(device.wrap(out) if dtype.kind == "V" else device.from_numpy(out))
-        return tensors, total
+                arrays.append(np.ndarray(shape, dtype, shared, offset))
+        return arrays, total
 
     def transform(self, slot: Slot, function: Callable[[Any], Any]) -> None:
         """Call ``device_transform`` on the batch of a full slot (transform thread).
@@ -205,12 +204,22 @@ class HostTransfer:
         self.active_slots = ()
         unlock_freed()
 
-    def cut(self, batch: HostBatch, tensors: list[Tensor]) -> deque[list[Tensor]]:
-        """Return the tensors of each of the batches that were gathered together."""
-        return deque(
-            [self.device.cut(tensor, begin, end) for tensor in tensors]
-            for begin, end in batch.ranges()
-        )
+    def cut(self, batch: HostBatch, arrays: Sequence[Any]) -> deque[list[Tensor]]:
+        """Return the tensors of each of the batches that are gathered together.
+
+        They are not views of one tensor, because an operation in place on one batch must not affect
+        autograd in another batch.
+
+        Args:
+            batch: The batches.
+            arrays: Memory of each part of all batches.
+        """
+        wrap = self._wrap
+        return deque([wrap(array[begin:end]) for array in arrays] for begin, end in batch.ranges())
+
+    def _wrap(self, array: Array) -> Tensor:
+        # numpy does not have bfloat16, whose kind is "V".
+        return self.device.wrap(array) if array.dtype.kind == "V" else self.device.from_numpy(array)
 
     def _grow(self, i: int, nbytes: int) -> int:
         """Note that part ``i`` of a slot has more bytes than before; return the bytes to take."""

@@ -134,14 +134,20 @@ class _OrderRun:
         return self.computed
 
     def _compute(self) -> Rows:
-        rows = np.empty(self._end - self._begin, np.int64)
+        n = self._end - self._begin
+        # The rows of pinfeed's own orders are in range, and in new arrays.
+        is_own = is_distinct(self._order)
+        if is_own and n <= _RUN_ROWS:
+            return self._at(np.arange(self._begin, self._end)).astype(np.int64, copy=False)
+        rows = np.empty(n, np.int64)
         name = f"rows={self._order!r}"
-        for i in range(0, len(rows), _RUN_ROWS):
+        for i in range(0, n, _RUN_ROWS):
             part = rows[i : i + _RUN_ROWS]
-            positions = np.arange(self._begin + i, self._begin + i + len(part))
-            part[:] = check_rows(self._at(positions), self._n_rows, name)
-            # The owner of the order may have changed its array since the check.
-            check_rows(part, self._n_rows, name)
+            found = self._at(np.arange(self._begin + i, self._begin + i + len(part)))
+            part[:] = found if is_own else check_rows(found, self._n_rows, name)
+            if not is_own:
+                # The owner of the order may have changed its array since the check.
+                check_rows(part, self._n_rows, name)
         return rows
 
 
