@@ -215,6 +215,8 @@ class HostTransfer:
             arrays: Memory of each part of all batches.
         """
         wrap = self._wrap
+        if len(batch.batches) == 1:
+            return deque(([wrap(array) for array in arrays],))
         return deque([wrap(array[begin:end]) for array in arrays] for begin, end in batch.ranges())
 
     def _wrap(self, array: Array) -> Tensor:

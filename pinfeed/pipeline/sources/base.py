@@ -117,8 +117,6 @@ class HostBatch:
 
     def ranges(self) -> list[tuple[int, int]]:
         """Return the range [begin, end) of the rows of each batch."""
-        if len(self.batches) == 1:
-            return [(0, self.batches[0][0])]
         ends = list(itertools.accumulate(n_rows for n_rows, _ in self.batches))
         return list(zip([0, *ends], ends, strict=False))
 
