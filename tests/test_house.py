@@ -163,6 +163,19 @@ def test_the_import_contract_has_few_layers() -> None:
     assert len(re.findall(r'"[^"]+"', layers[1])) <= MOST_LAYERS
 
 
+def test_lines_of_c_are_as_short_as_those_of_python() -> None:
+    files = [*(ROOT / "pinfeed/native").glob("*.[ch]"), *(ROOT / "tests/native").glob("*.c")]
+    refuse(
+        [
+            f"{path.relative_to(ROOT)}:{number}"
+            for path in sorted(files)
+            for number, line in enumerate(path.read_text().splitlines(), 1)
+            if len(line) > 100
+        ]
+    )
+    assert files
+
+
 def test_functions_are_short() -> None:
     long = [str(one) for one in functions() if n_lines(one.node) > MOST_FUNCTION_LINES]
     refuse(long)

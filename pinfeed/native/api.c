@@ -1,7 +1,8 @@
 /* The functions that Python calls.
  *
- * Each takes its arguments as an array of int64, because ctypes takes as long to convert an argument
- * as to call a function. Addresses are integers. pinfeed/native/library.py packs the arrays. */
+ * Each takes its arguments as an array of int64, because ctypes takes as long to convert an
+ * argument as to call a function. Addresses are integers. pinfeed/native/library.py packs the
+ * arrays. */
 #include "pinfeed.h"
 
 #include <stdlib.h>
@@ -30,9 +31,9 @@ static int64_t checked(const struct pf_source *source, int result)
     return result || pf_has_shrunk(source) ? -1 : 0;
 }
 
-/* Arguments: row indices, first row, number of rows to copy, target (base, number of rows, and bytes
- * from one to the next), target indices, bypass, and the source. Returns 0, or -1 if the source could
- * not be read. */
+/* Arguments: row indices, first row, number of rows to copy, target (base, number of rows, and
+ * bytes from one to the next), target indices, bypass, and the source. Returns 0, or -1 if the
+ * source could not be read. */
 PF_API int64_t pf_api_copy(const int64_t *a)
 {
     const struct pf_source source = source_of(a + 8);
@@ -55,7 +56,8 @@ PF_API int64_t pf_api_copy_runs(const int64_t *a)
                                                  pointer(a[2]), a[3], &target));
 }
 
-/* Arguments: places, ring_at, bypass, number of sources, and the sources. Returns the crew, or 0. */
+/* Arguments: places, ring_at, bypass, number of sources, and the sources. Returns the crew, or
+ * 0. */
 PF_API int64_t pf_api_crew_open(const int64_t *a)
 {
     const int64_t n = a[3];

@@ -87,7 +87,8 @@ copy_each(const struct pf_rows *source, const int64_t *from, int64_t first,
     }
 }
 
-/* Returns the first of rows [begin, end) if they are a run of consecutive rows on both sides, or -1. */
+/* Returns the first of rows [begin, end) if they are a run of consecutive rows on both sides, or
+ * -1. */
 static int64_t run_of(const struct pf_rows *source, const int64_t *from, int64_t first,
                       const struct pf_rows *target, const int64_t *to, int64_t row_nbytes,
                       int64_t begin, int64_t end)

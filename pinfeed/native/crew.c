@@ -1,9 +1,9 @@
 /* A crew: threads that copy the rows of the next batches, for one loop.
  *
- * The loop submits a job for each batch: the indices of its rows, and where the rows of each source
- * go. A job is divided into pieces of about 128 KiB, so that all threads can copy one batch. The
- * threads take pieces of the oldest job first. When the loop needs a batch, it takes pieces of that
- * job, too, instead of sleeping until a thread wakes up.
+ * The loop submits a job for each batch, or for several short ones: the indices of the rows, and
+ * where the rows of each source go. A job is divided into pieces of about 128 KiB, so that all
+ * threads can copy one batch. The threads take pieces of the oldest job first. When the loop needs
+ * a batch, it takes pieces of that job, too, instead of sleeping until a thread wakes up.
  *
  * States of a job, which is in a place of a ring that later jobs use again:
  *
@@ -19,8 +19,8 @@
  *     and exchanging the whole ticket. So a thread reads the other fields only after it has taken
  *     a piece, and the job cannot end before this piece has.
  * (2) A thread goes to sleep while the loop submits a job. It reads `bell` before it looks for
- *     jobs, and counts itself in `n_asleep`; then it sleeps only if `bell` has not changed. The loop
- *     submits first, then rings, and then looks whether threads sleep.
+ *     jobs, and counts itself in `n_asleep`; then it sleeps only if `bell` has not changed. The
+ *     loop submits first, then rings, and then looks whether threads sleep.
  * (3) The loop goes to sleep while the last piece ends. It announces that in `state` by comparing
  *     and exchanging, which fails if the job has ended.
  * (4) Another thread stops the crew while the loop waits. A thread ends every piece that it has
@@ -31,8 +31,8 @@
  *
  * tests/native/test_crew_model.py checks these for every order of the steps.
  *
- * The loop's thread submits and waits. It keeps the memory of each job alive until it has waited for
- * the job, or has stopped the crew. */
+ * The loop's thread submits and waits. It keeps the memory of each job alive until it has waited
+ * for the job, or has stopped the crew. */
 #define _GNU_SOURCE
 #include "pinfeed.h"
 
@@ -49,9 +49,9 @@
 
 #define PIECE_NBYTES (128 << 10)
 #define MOST_THREADS 64
-/* Sleeping and waking up takes longer than a piece, which takes 10 to 40 us. So a thread without work
- * looks again before it sleeps: for about 250 us while that succeeds, and for a few us otherwise,
- * because the training step needs the cores. Once in a while it tries again. */
+/* Sleeping and waking up takes longer than a piece, which takes 10 to 40 us. So a thread without
+ * work looks again before it sleeps: for about 250 us while that succeeds, and for a few us
+ * otherwise, because the training step needs the cores. Once in a while it tries again. */
 #define MOST_LOOKS 8000
 #define FEW_LOOKS 200
 #define SLEEPS_BEFORE_TRIAL 16

@@ -27,8 +27,8 @@ static void add_up(uint32_t *places, int64_t n_digits)
     }
 }
 
-/* Writes the sorted keys of the rows to `keys`. Returns the bits of a position, or -1 if the rows are
- * too large or too many for keys. */
+/* Writes the sorted keys of the rows to `keys`. Returns the bits of a position, or -1 if the
+ * rows are too large or too many for keys. */
 static int sort_keys(const int64_t *rows, int64_t n, uint64_t *keys, uint64_t *spare)
 {
     uint32_t places[2][1 << MOST_DIGIT_BITS];
@@ -108,7 +108,8 @@ int64_t pf_first_occurrences(const int64_t *rows, int64_t n, int64_t *distinct, 
     int64_t n_distinct = 0;
     for (int64_t i = 0; i < n; i++) {
         const int64_t earlier = positions[i], is_first = earlier == i;
-        /* Without a branch, which the processor could not predict. The keys are not needed any more. */
+        /* Without a branch, which the processor could not predict. The keys are not needed any
+         * more. */
         distinct[n_distinct] = rows[i];
         positions[i] = n_distinct;
         positions[i] = positions[earlier];

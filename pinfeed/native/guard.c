@@ -6,11 +6,11 @@
  * ends with an error. Every other signal goes to the handler that was there before.
  *
  * Rules: the handler calls nothing but sigaction, raise, pthread_sigmask, siglongjmp and earlier
- * handlers. It acts only on threads that are copying. It is installed while files are mapped. Other
- * libraries may install handlers later, such as faulthandler; each copy looks for that, and puts this
- * handler in front again. A later handler may call this one, because it was there before. So each
- * such call goes to the handler that was there before the later one, and the last call ends the
- * process. */
+ * handlers. It acts only on threads that are copying. It is installed while files are mapped.
+ * Other libraries may install handlers later, such as faulthandler; each copy looks for that,
+ * and puts this handler in front again. A later handler may call this one, because it was there
+ * before. So each such call goes to the handler that was there before the later one, and the
+ * last call ends the process. */
 #define _GNU_SOURCE
 #include "pinfeed.h"
 
@@ -43,7 +43,9 @@ static _Thread_local volatile sig_atomic_t n_passed_on __attribute__((tls_model(
 
 static pthread_mutex_t changing = PTHREAD_MUTEX_INITIALIZER;
 static int n_mapped;
-/* The handlers before which this one was put, the latest last. */
+/* The handlers before which this one was put, the latest last. A handler must not wait for the
+ * lock, so it reads them without it. They change only when pf_guard_arm finds a handler that it
+ * has not noted. */
 static struct sigaction earlier[MOST_EARLIER];
 static _Atomic int n_earlier;
 
@@ -145,8 +147,8 @@ void pf_guard_arm(void)
     if (n_mapped && !is_in_front(&now)) {
         note_earlier(&now);
         struct sigaction action = {.sa_sigaction = handle};
-        /* SA_NODEFER: a signal that an earlier handler raises, as faulthandler does, must arrive here
-         * within the call of that handler. */
+        /* SA_NODEFER: a signal that an earlier handler raises, as faulthandler does, must arrive
+         * here within the call of that handler. */
         action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
         sigemptyset(&action.sa_mask);
         sigaction(SIGBUS, &action, NULL);

@@ -162,7 +162,7 @@ class MemoryRows:
     def scatter(self, rows: Indices, values: npt.NDArray[Any]) -> None:
         """Write rows, past the caches of the processor if they have whole lines.
 
-        The rows are those of an array. Of a row that occurs twice, the last value remains.
+        The rows are those of an array. If a row occurs twice, its last value remains.
 
         Args:
             rows: Row indices in range, shape (m,).

@@ -59,8 +59,8 @@ int pf_copy_runs_guarded(const struct pf_source *source, const int64_t *starts,
                          const int64_t *lengths, const int64_t *places, int64_t n_runs,
                          const struct pf_rows *target);
 
-/* Returns whether a file is shorter than it was. The rest of the last page of a file reads as zeros,
- * so this tells after a copy whether the rows are right. */
+/* Returns whether a file is shorter than it was. The rest of the last page of a file reads as
+ * zeros, so this tells after a copy whether the rows are right. */
 int pf_has_shrunk(const struct pf_source *source);
 
 /* Makes sure that the signal handler comes first. Call it before guarded copies of mapped files. */
@@ -83,7 +83,8 @@ struct pf_crew;
 struct pf_crew *pf_crew_open(int n_sources, const struct pf_source *sources, uint32_t n_places,
                              uint32_t ring_at, int bypass);
 
-/* Starts as many of `n_threads` threads as the system permits. Without any, only the loop copies. */
+/* Starts as many of `n_threads` threads as the system permits. Without any, only the loop
+ * copies. */
 void pf_crew_start(struct pf_crew *crew, int n_threads);
 
 /* Submits a job, and returns its number. The place of the job must be free.
@@ -135,8 +136,9 @@ void pf_request_each(int fd, int kind, const int64_t *addresses, const int64_t *
 /* distinct.c: the functions of pinfeed/rows/distinct.py.
  *
  * rows: the row indices, shape (n,)
- * The outputs have room for `n` numbers. The functions return the number of distinct rows, or -1 if a
- * row is negative, or the bits of the largest row and of `n` are more than 64 together. */
+ *
+ * The outputs have room for `n` numbers. The functions return the number of distinct rows, or -1 if
+ * a row is negative, or the bits of the largest row and of `n` are more than 64 together. */
 int64_t pf_distinct_rows(const int64_t *rows, int64_t n, int64_t *distinct, int64_t *positions);
 int64_t pf_first_occurrences(const int64_t *rows, int64_t n, int64_t *distinct,
                              int64_t *positions);

@@ -3,8 +3,8 @@
 
 #define CHUNK 512
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__) \
-    && !defined(__SANITIZE_ADDRESS__)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) \
+    && !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
 /* The library chooses the version for the processor when it is loaded. */
 #define FOR_EACH_PROCESSOR __attribute__((target_clones("avx2", "default")))
 #else

@@ -15,7 +15,7 @@ from pinfeed.pipeline.helper_threads import HelperThreads
 from pinfeed.pipeline.mover import run_in_turn
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.guarded import guarded
-from pinfeed.stores.divided_gather import N_GATHERING_THREADS as _N_GATHERING_THREADS
+from pinfeed.stores.divided_gather import N_GATHERING_THREADS
 from pinfeed.threads.call import Pending, Workers
 from pinfeed.threads.exit import exit_hook
 
@@ -35,8 +35,8 @@ class LoopThreads:
     ``start_readers`` starts the reader threads and the transform thread. Helpers of the readers
     start with the first long batch that is staged. The writer threads start with the first
     write-back: one queues the copies to the host, the other scatters the rows that have arrived,
-    and may have helpers. At depth 0, a loop has no threads, and the caller makes
-    every call itself. A loop with threads may do the same while its threads have no calls.
+    and may have helpers. At depth 0, a loop has no threads, and the caller makes every call itself.
+    A loop with threads may do the same while its threads have no calls.
 
     Args:
         device: Device that makes the threads.
@@ -70,7 +70,7 @@ class LoopThreads:
         self._writer: Workers | None = None
         self._scatterer: Workers | None = None
         self._scatter_helpers = HelperThreads(device, "pinfeed-scatter-helper", _N_SCATTER_HELPERS)
-        n_gather_helpers = max(0, _N_GATHERING_THREADS - schedule.n_readers)
+        n_gather_helpers = max(0, N_GATHERING_THREADS - schedule.n_readers)
         self._gather_helpers = HelperThreads(device, "pinfeed-read-helper", n_gather_helpers)
 
     def start_readers(self, *, calls_transforms: bool) -> None:

@@ -9,8 +9,8 @@
  *   a       look whether the handler of guard.c is in front
  *   o       copy a row of a file that has shrunk: writes r if this is an error
  *   f       touch another page that cannot be loaded
- *   F       fork while another thread installs and removes the handler; write k if all children could
- *           install it, too */
+ *   F       fork while another thread installs and removes the handler; write k if all children
+ *           could install it, too */
 #define _GNU_SOURCE
 #include "../../pinfeed/native/pinfeed.h"
 

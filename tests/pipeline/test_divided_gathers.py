@@ -34,7 +34,7 @@ needs_native = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not(
 @pytest.fixture
 def batches_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let several threads gather the batches of these tests, on any machine."""
-    monkeypatch.setattr(loop_threads, "_N_GATHERING_THREADS", 5)
+    monkeypatch.setattr(loop_threads, "N_GATHERING_THREADS", 5)
     monkeypatch.setattr(divided_gather, "DIVIDED_NBYTES", 1)
     monkeypatch.setattr(divided_gather, "_PIECE_NBYTES", 100)
 
@@ -180,7 +180,7 @@ def test_a_loop_without_prefetching_gathers_in_its_own_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An interrupt would otherwise leave pieces to other threads."""
-    monkeypatch.setattr(loop_threads, "_N_GATHERING_THREADS", 5)
+    monkeypatch.setattr(loop_threads, "N_GATHERING_THREADS", 5)
     names: list[str] = []
     threads = LoopThreads(HostDevice(), PrefetchSchedule(0))
     threads.gather_all([lambda: names.append(threading.current_thread().name)] * 4)
@@ -198,7 +198,7 @@ def test_readers_count_among_the_gathering_threads(
             started.append(n_threads)
             return super().worker(name, 1)
 
-    monkeypatch.setattr(loop_threads, "_N_GATHERING_THREADS", n_threads)
+    monkeypatch.setattr(loop_threads, "N_GATHERING_THREADS", n_threads)
     threads = LoopThreads(Counting(), PrefetchSchedule(2, n_readers=3))
     threads.gather_all([int] * 4)
     threads.join_readers()
