@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from pinfeed.cli.doctor.advice import Data
+from pinfeed.cli.doctor.reuse_sketch import CACHE_SHARES, CacheSize, ReuseSketch
 from pinfeed.cli.terminal.output import saying, table
 from pinfeed.cli.terminal.sources import open_rows
 from pinfeed.errors import RowIndexError
 from pinfeed.memory.units import human
 from pinfeed.rows.indices import check_rows
 from pinfeed.stores import Store
-from pinfeed.training.embeddings.reuse_sketch import CACHE_SHARES, CacheSize, ReuseSketch
 from pinfeed.validation.wrapping import wrapped
 
 # Reading more row indices takes seconds.

@@ -227,7 +227,6 @@ class ShardedSource(TableRowSource):
             parts += position_parts(lookup)
             tables.append(_BatchTable(spec, lookup, plan.counts, group))
         groups = [table.group for table in tables]
-        self._cache_hint.add(groups)
         data = DataOnDevice(load, lookups)
         complete = functools.partial(self._lent_batch, data, tables, number)
         return HostBatch(

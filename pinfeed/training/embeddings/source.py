@@ -27,7 +27,6 @@ from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
 from pinfeed.stores.base import HostArray, StoreRows
 from pinfeed.training.embeddings.batch_rows import BatchRows
-from pinfeed.training.embeddings.cache_hint import CacheHint, gains_from_cache
 from pinfeed.training.embeddings.lookup import (
     DataOnDevice,
     HostLookup,
@@ -134,7 +133,6 @@ class TableRowSource(LoaderSource):
         self.caches: Sequence[RowCache | None] = [None] * len(tables)
         """For each table, the cache of its rows on the device; None for a table without one."""
         self._look_ahead = look_ahead
-        self._cache_hint = CacheHint()
 
     @property
     def fingerprint(self) -> Mapping[str, Any]:  # type: ignore[override]  # a constant there
@@ -169,35 +167,14 @@ class TableRowSource(LoaderSource):
         """
         return contextlib.nullcontext()
 
-    def watch_reuse(self, *, is_unified: bool) -> None:
-        """Start to record how often rows are looked up repeatedly, for ``transfer_hint``.
-
-        Only tables without a cache are recorded.
-
-        Args:
-            is_unified: Whether the device of the loop is the CPU.
-        """
-        self._cache_hint = CacheHint(
-            (table.name, table.stores)
-            if cache is None and gains_from_cache(table.stores, is_unified=is_unified)
-            else None
-            for table, cache in zip(self._tables, self.caches, strict=True)
-        )
-
-    def begin(self) -> None:
-        super().begin()
-        self._cache_hint.begin_epoch()
-
     def hint(self, source_share: float) -> str:
         if source_share >= 0.5:
             return super().hint(source_share)
         names = ", ".join(table.name for table in self._tables)
-        if cache := self.transfer_hint():
-            return f"Gathering rows of {names} takes most of the time. {cache}"
         return (
             f"Gathering rows of {names} takes most of the time. A table in memory (store=None) is "
             "faster than a table in a file. A smaller dtype or fewer distinct ids per batch reduce "
-            "the bytes to gather."
+            "the bytes to gather. `pinfeed doctor --ids` reports whether a device cache would help."
         )
 
     def epoch(
@@ -206,9 +183,6 @@ class TableRowSource(LoaderSource):
         for cache in filter(None, self.caches):
             cache.begin()
         return super().epoch(number, start, checksum, batches_per_slot)
-
-    def transfer_hint(self) -> str:
-        return self._cache_hint.text()
 
     def draw(self, batch: Any) -> BatchThunk:
         # The user's functions run here, one batch at a time. Any idle reader thread computes the
@@ -256,7 +230,6 @@ class TableRowSource(LoaderSource):
             parts.append(HostLeaf(torch.from_numpy(lookup.rows)))
             groups.append(add_rows(parts, lookup.rows, table.stores, cached))
             parts += position_parts(lookup)
-        self._cache_hint.add(groups)
         data = DataOnDevice(load, lookups)
         complete = functools.partial(self._device_batch, data, groups, lookups)
         return HostBatch(

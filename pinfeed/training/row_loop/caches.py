@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pinfeed.devices.base import Device
 from pinfeed.errors import BudgetError
@@ -11,8 +11,8 @@ from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Allocation, Place
 from pinfeed.memory.units import human
 from pinfeed.pipeline.row_cache.cache import RowCache
+from pinfeed.stores import ArrayStore, Store
 from pinfeed.stores.base import row_nbytes
-from pinfeed.training.embeddings.cache_hint import gains_from_cache
 from pinfeed.training.embeddings.device_cache import check_device_cache, n_cached_rows
 from pinfeed.training.memory_model.config import Config
 from pinfeed.training.row_loop.lent_table import LentTable
@@ -45,7 +45,7 @@ def row_caches(
     automatic = [
         i
         for i, lent in enumerate(tables)
-        if sizes[i] == "auto" and gains_from_cache(lent.stores, is_unified=device.unified)
+        if sizes[i] == "auto" and _gains_from_cache(lent.stores, is_unified=device.unified)
     ]
     made = [cache for cache in found if cache is not None]
     if not automatic and (config is None or not made):
@@ -97,7 +97,7 @@ def cache_notes(
                 )
         elif lent.table.device_cache is not None:
             reason = "the remaining memory is smaller than a row with its optimizer state"
-            if not gains_from_cache(lent.stores, is_unified=device.unified):
+            if not _gains_from_cache(lent.stores, is_unified=device.unified):
                 reason = "on the CPU, reading rows in memory is as fast as a cache"
             notes.append(f"{name} has no cache: {reason}")
     return tuple(notes)
@@ -109,6 +109,16 @@ def _cache(lent: LentTable, size: int | float, device: Device) -> RowCache:
     n_rows = lent.stores[0].n_rows
     capacity = n_cached_rows(size, n_rows, nbytes, lent.table.name)
     return RowCache(lent.table.name, lent.stores, capacity, device)
+
+
+def _gains_from_cache(stores: Iterable[Store], *, is_unified: bool) -> bool:
+    """Return whether a cache on the device can be faster than the stores of a table.
+
+    Args:
+        stores: Stores of the weights and their state.
+        is_unified: Whether the device is the CPU, which reads rows in memory as fast as a cache.
+    """
+    return not (is_unified and all(isinstance(store, ArrayStore) for store in stores))
 
 
 def _nbytes(lent: LentTable) -> int:

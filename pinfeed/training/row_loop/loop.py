@@ -347,7 +347,6 @@ class RowLoop(LoaderFeeder[T_co]):
         self._route = found.choose_route(self._stores, 0, self._wanted_route)
         self._caches = row_caches(self._tables, found, self._config)
         self._row_source.caches = self._caches
-        self._row_source.watch_reuse(is_unified=found.unified)
         return found
 
     def _generator(self) -> GeneratorType[Any, None, None] | None:

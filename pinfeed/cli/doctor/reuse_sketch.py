@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,7 +46,7 @@ class ReuseSketch:
     This method is SHARDS: Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 2015.
 
     When the memory of 256 KiB is full, half of the sampled rows are dropped. When few sampled rows
-    remain, further lookups are not recorded. Any thread may call the methods.
+    remain, further lookups are not recorded.
 
     Args:
         n_rows: Number of rows of the table.
@@ -56,13 +55,10 @@ class ReuseSketch:
     def __init__(self, n_rows: int) -> None:
         self._n_rows = n_rows
         self._rate = 1.0
-        self._lock = threading.Lock()
-        # Sampled lookups in their order: row + epoch * n_rows.
+        # Sampled lookups in their order.
         self._lookups = np.empty(_MOST_LOOKUPS, np.int64)
         self._n_lookups = 0
         self._n_batches = 0
-        self._epoch = 0
-        self._n_rows_seen = 0
         self._analysis: _Analysis | None = None
 
     @property
@@ -75,16 +71,6 @@ class ReuseSketch:
         """Whether enough batches were recorded."""
         return self._n_batches >= _FEWEST_BATCHES and self._n_lookups >= _FEWEST_LOOKUPS
 
-    @property
-    def rows_per_batch(self) -> float:
-        """Number of rows that a batch looks up on average."""
-        return self._n_rows_seen / max(1, self._n_batches)
-
-    def begin_epoch(self) -> None:
-        """Begin a new epoch, at whose start all caches are empty."""
-        with self._lock:
-            self._epoch += 1
-
     def add(self, rows: Rows) -> None:
         """Record the rows that a batch looks up.
 
@@ -93,22 +79,21 @@ class ReuseSketch:
         """
         if self.is_full:
             return
-        with self._lock:
-            sampled = rows[self._is_sampled(rows)]
-            while self._n_lookups + len(sampled) > _MOST_LOOKUPS and self._can_drop_rows:
-                self._drop_half_of_rows()
-                sampled = sampled[self._is_sampled(sampled)]
-            start = self._n_lookups
-            stop = min(start + len(sampled), _MOST_LOOKUPS)
-            self._lookups[start:stop] = sampled[: stop - start] + self._epoch * self._n_rows
-            self._n_lookups = stop
-            self._n_batches += 1
-            self._n_rows_seen += len(rows)
+        sampled = rows[self._is_sampled(rows)]
+        while self._n_lookups + len(sampled) > _MOST_LOOKUPS and self._can_drop_rows:
+            self._drop_half_of_rows()
+            sampled = sampled[self._is_sampled(sampled)]
+        start = self._n_lookups
+        stop = min(start + len(sampled), _MOST_LOOKUPS)
+        self._lookups[start:stop] = sampled[: stop - start]
+        self._n_lookups = stop
+        self._n_batches += 1
+        self._analysis = None
 
     def hit_rate(self, capacity: float) -> float:
         """Return the share of looked-up rows that would have been in a cache of ``capacity`` rows.
 
-        The cache is empty at the start of each epoch. It keeps either the most recently used rows
+        The cache is empty at first. It keeps either the most recently used rows
         or the most frequently used rows, whichever serves more. The most frequently used rows are
         found in the first half of the lookups, and evaluated with the second half.
         """
@@ -139,24 +124,20 @@ class ReuseSketch:
         """Sample half as many rows, and drop the lookups of the other rows."""
         self._rate /= 2
         lookups = self._lookups[: self._n_lookups]
-        kept = lookups[self._is_sampled(lookups % self._n_rows)]
+        kept = lookups[self._is_sampled(lookups)]
         self._lookups[: len(kept)] = kept
         self._n_lookups = len(kept)
 
     def _analysed(self) -> _Analysis:
         """Return the analysis of the lookups so far."""
-        with self._lock:
-            if self._analysis is None or self._analysis.n_batches != self._n_batches:
-                lookups = self._lookups[: self._n_lookups]
-                self._analysis = _Analysis.of(lookups, self._n_rows, self._rate, self._n_batches)
-            return self._analysis
+        if self._analysis is None:
+            self._analysis = _Analysis.of(self._lookups[: self._n_lookups], self._rate)
+        return self._analysis
 
 
 class _Analysis(NamedTuple):
     """The lookups of a sample, by the smallest cache that serves them."""
 
-    n_batches: int
-    """Number of batches in the sample."""
     n_lookups: int
     rate: float
     """Share of the rows that are sampled."""
@@ -170,21 +151,21 @@ class _Analysis(NamedTuple):
     """
 
     @classmethod
-    def of(cls, lookups: Rows, n_rows: int, rate: float, n_batches: int) -> _Analysis:
-        """Analyse lookups, each given as row + epoch * n_rows."""
+    def of(cls, lookups: Rows, rate: float) -> _Analysis:
+        """Analyse the lookups of the sampled rows."""
         previous = _previous_positions(lookups)
         is_again = previous >= 0
         # Each distinct row in between counts once, at its first lookup there. The previous lookup
         # of that row is earlier.
         distances = _n_earlier_and_not_larger(previous) - (previous + 1)
         # Rows with equal use are ranked by hash, because row indices are often ordered by use.
-        hashes = _hash(lookups % n_rows)
+        hashes = _hash(lookups)
         half = len(lookups) // 2
         rows, uses = np.unique(hashes[:half], return_counts=True)
         by_use = rows[np.argsort(-uses, kind="stable")]
         ranks = _positions_in(by_use, hashes[half:][is_again[half:]])
         distances = np.sort(distances[is_again])
-        return cls(n_batches, len(lookups), rate, distances, np.sort(ranks[ranks >= 0]))
+        return cls(len(lookups), rate, distances, np.sort(ranks[ranks >= 0]))
 
     def hit_rate(self, capacity: float) -> float:
         """Return the share of the lookups that a cache of ``capacity`` rows serves."""
