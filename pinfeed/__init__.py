@@ -59,8 +59,10 @@ from pinfeed.stores import (
 if TYPE_CHECKING:
     from pinfeed import checkpoint as checkpoint
     from pinfeed.feeders.dataset import RowDataset as RowDataset
-    from pinfeed.training.distributed.table import ShardedEmbedding as ShardedEmbedding
-    from pinfeed.training.distributed.table import ShardedEmbeddingBag as ShardedEmbeddingBag
+    from pinfeed.training.distributed.sharded_table import ShardedEmbedding as ShardedEmbedding
+    from pinfeed.training.distributed.sharded_table import (
+        ShardedEmbeddingBag as ShardedEmbeddingBag,
+    )
     from pinfeed.training.embeddings.bag import HostEmbeddingBag as HostEmbeddingBag
     from pinfeed.training.embeddings.combined_optimizer import (
         CombinedOptimizer as CombinedOptimizer,
@@ -71,8 +73,8 @@ if TYPE_CHECKING:
     from pinfeed.training.memory_model.config import Config as Config
     from pinfeed.training.memory_model.estimate import estimate as estimate
     from pinfeed.training.offload.offload import Offload as Offload
-    from pinfeed.training.row_loop.read import read_rows as read_rows
-    from pinfeed.training.row_loop.train import train_rows as train_rows
+    from pinfeed.training.row_loop.train_rows import read_rows as read_rows
+    from pinfeed.training.row_loop.train_rows import train_rows as train_rows
     from pinfeed.training.trainer.memory_monitor import MemoryMonitor as MemoryMonitor
     from pinfeed.training.trainer.trainer import Trainer as Trainer
 
@@ -87,13 +89,13 @@ _WITH_TORCH = {
     "Offload": "training.offload.offload",
     "RowDataset": "feeders.dataset",
     "RowOptimizer": "training.embeddings.optimizer",
-    "ShardedEmbedding": "training.distributed.table",
-    "ShardedEmbeddingBag": "training.distributed.table",
+    "ShardedEmbedding": "training.distributed.sharded_table",
+    "ShardedEmbeddingBag": "training.distributed.sharded_table",
     "Trainer": "training.trainer.trainer",
     "BigBatch": "training.large_batch.big_batch",
     "estimate": "training.memory_model.estimate",
-    "read_rows": "training.row_loop.read",
-    "train_rows": "training.row_loop.train",
+    "read_rows": "training.row_loop.train_rows",
+    "train_rows": "training.row_loop.train_rows",
 }
 """Modules of the public names that need torch; each is imported when its name is first used."""
 

@@ -13,7 +13,7 @@ from pinfeed.errors import ArgumentError
 from pinfeed.stores import Store
 from pinfeed.tensors.numpy_torch import TORCH, to_torch
 from pinfeed.training.distributed.checkpoint import LocalSave, ShardedSave
-from pinfeed.training.distributed.table import ShardedEmbedding
+from pinfeed.training.distributed.sharded_table import ShardedEmbedding
 from pinfeed.training.embeddings.combined_optimizer import (
     CombinedOptimizer,
     row_optimizers,

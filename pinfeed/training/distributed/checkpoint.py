@@ -122,7 +122,7 @@ class ShardedSave(LocalSave):
         self._lockstep.agree(step)
         n_received = self._lockstep.exchange_counts(n_own)
         own = torch.tensor([*numbers] * self._size, dtype=torch.int64)[:, None]
-        found = self._lockstep.exchange_rows("words", [own], [n_own], [n_received])[0][:, 0]
+        found = self._lockstep.exchange_rows("control bytes", [own], [n_own], [n_received])[0][:, 0]
         return [of_rank.tolist() for of_rank in found.split(n_received)]
 
 

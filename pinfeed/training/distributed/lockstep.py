@@ -161,7 +161,7 @@ class Lockstep:
         message[:, :_N_HEADER] = step, batch, table, len(text), flags
         message[:, _N_HEADER:] = 0 if numbers is None else numbers
         one = [1] * self.size
-        found = self.exchange("words", message.view(np.uint8), one, one).view(np.int64)
+        found = self.exchange("control bytes", message.view(np.uint8), one, one).view(np.int64)
         n_bytes = found[:, _N_AGREED].tolist()
         reasons = self._exchange_texts(text, n_bytes) if any(n_bytes) else [""] * self.size
         agreed = found[:, :_N_AGREED]
@@ -222,7 +222,9 @@ class Lockstep:
         """Send a number to each rank, and return the number from each rank."""
         one = [1] * self.size
         numbers = np.array(counts, np.int64).view(np.uint8).reshape(-1, 8)
-        found: list[int] = self.exchange("words", numbers, one, one).view(np.int64)[:, 0].tolist()
+        found: list[int] = (
+            self.exchange("control bytes", numbers, one, one).view(np.int64)[:, 0].tolist()
+        )
         return found
 
     def exchange_rows(
@@ -288,7 +290,7 @@ class Lockstep:
     def _exchange_texts(self, text: npt.NDArray[np.uint8], n_bytes: Sequence[int]) -> list[str]:
         """Send a text to all ranks, and return the text from each rank."""
         sent = np.tile(text, self.size)[:, None]
-        found = self.exchange("words", sent, [len(text)] * self.size, n_bytes)[:, 0]
+        found = self.exchange("control bytes", sent, [len(text)] * self.size, n_bytes)[:, 0]
         return [one.tobytes().decode() for one in np.split(found, np.cumsum(n_bytes)[:-1])]
 
 

@@ -2,14 +2,15 @@
 
 Each rank requests rows from the ranks that own them, and these send the rows. A row may still
 change if a recent batch also looks it up. A row in the cache of its rank has its newest value on
-the device. Such rows are deferred: ``ShardedDeviceBatch`` sends them when their batch is lent. All
+the device. Such rows are deferred: ``receive_deferred`` sends them when their batch is lent. All
 other rows are sent here. Every row is therefore sent once, with the values of the synchronous loop.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -41,6 +42,10 @@ class ExchangedTable:
     """Number of preceding batches whose changes may be missing in the store during a gather."""
     is_trained: bool
     """Whether the loop changes the rows."""
+    mean: bool
+    """Whether gradients are averaged over ranks, instead of summed."""
+    description: str
+    """Text that must be the same on all ranks."""
 
 
 class Counts(NamedTuple):
@@ -56,33 +61,38 @@ class Counts(NamedTuple):
     """Rows of ``given`` that are sent when the batch is lent."""
 
 
-@dataclass(frozen=True)
-class ExchangePlan:
+class RowPositions(NamedTuple):
+    """Positions of the rows to exchange, on the host or on the device."""
+
+    order: torch.Tensor
+    """Positions in the wanted rows, ordered by the rank that owns the row."""
+    given: torch.Tensor
+    """Positions in the own rows, ordered by the rank that wants the row."""
+    by_row: torch.Tensor
+    """Positions in ``given``, ordered by own row, then by rank."""
+    n_by_row: torch.Tensor
+    """Number of ranks that want each own row."""
+    deferred_in: torch.Tensor
+    """The part of ``order`` that is deferred."""
+    deferred_out: torch.Tensor
+    """The part of ``given`` that is deferred."""
+
+
+class ExchangePlan(NamedTuple):
     """The rows of a table that one batch needs, on one rank.
 
     These are the rows that this rank looks up ("wanted"), and its own rows that any rank looks up.
     """
 
-    order: Positions
-    """Positions in the wanted rows, ordered by the rank that owns the row."""
     values: Array
     """The wanted rows, sorted by id. Deferred rows are not filled yet."""
     own: Rows
     """Own rows that any rank wants, as distinct ascending indices in this rank's store."""
-    given: Positions
-    """Positions in ``own``, ordered by the rank that wants the row."""
-    by_row: Positions
-    """Positions in ``given``, ordered by own row, then by rank."""
-    n_by_row: Positions
-    """Number of ranks that want each own row."""
-    deferred_in: Positions
-    """The part of ``order`` that is deferred."""
-    deferred_out: Positions
-    """The part of ``given`` that is deferred."""
+    positions: RowPositions
     cached: CachedRows | None
     """The rows of ``own`` in the cache of the table, or None without a cache."""
     counts: Counts
-    """Lengths of ``order``, ``given``, ``deferred_in`` and ``deferred_out``, by rank."""
+    """Numbers of the rows by rank."""
 
 
 class RowExchange:
@@ -128,16 +138,21 @@ class RowExchange:
         with self._lockstep.no_report():
             n_asked = numbers.T.tolist()
             asked = self._exchange_ids(requests, n_asked)
-            offers = self._make_offers(number, asked, n_asked)
+            with self.report_bad_batch(number):
+                offers = [
+                    _Offer(*of_table)
+                    for of_table in zip(self._tables, self._changing, asked, n_asked, strict=True)
+                ]
             return self._exchange_values(number, requests, offers)
 
-    def end(self, number: int) -> None:
-        """Agree that no rank has a batch ``number``.
-
-        Raises:
-            RankError: If another rank has such a batch, has failed, or has left.
-        """
-        self._lockstep.agree(RankStep.NO_BATCH, number)
+    @contextlib.contextmanager
+    def report_bad_batch(self, number: int) -> Iterator[None]:
+        """Inform the other ranks if the block, which prepares a batch, fails."""
+        try:
+            yield
+        except BaseException as error:
+            self._lockstep.leave(RankStep.BAD_BATCH, repr(error), number)
+            raise
 
     def _exchange_ids(
         self, requests: Sequence[_Request], n_asked: Sequence[list[int]]
@@ -159,35 +174,24 @@ class RowExchange:
         received = self._lockstep.exchange_rows("ids", ids, n_wanted, n_asked)
         return [_flat(column) for column in received]
 
-    def _make_offers(
-        self, number: int, asked: Sequence[Rows], n_asked: Sequence[list[int]]
-    ) -> list[_Offer]:
-        """Gather the requested rows, and inform the other ranks if this fails."""
-        try:
-            return [
-                _Offer(*of_table)
-                for of_table in zip(self._tables, self._changing, asked, n_asked, strict=True)
-            ]
-        except BaseException as error:
-            self._lockstep.leave(RankStep.BAD_BATCH, repr(error), number)
-            raise
-
     def _exchange_values(
         self, number: int, requests: Sequence[_Request], offers: Sequence[_Offer]
     ) -> list[ExchangePlan]:
-        """Send the offered rows, and marks for the deferred rows."""
+        """Send the offered rows, and a byte for each row that says whether it is deferred."""
         lockstep = self._lockstep
         n_wanted = [request.n_by_rank for request in requests]
         n_given = [offer.n_given for offer in offers]
         n_sent = [offer.n_sent for offer in offers]
         numbers, _ = lockstep.agree(RankStep.ROWS, number, numbers=np.array(n_sent).T)
-        own_marks = [_column(offer.is_deferred) for offer in offers]
-        marks = lockstep.exchange_rows("marks", own_marks, n_given, n_wanted)
+        own_deferred = [_column(offer.is_deferred) for offer in offers]
+        deferred = lockstep.exchange_rows("control bytes", own_deferred, n_given, n_wanted)
         own_values = [to_torch(offer.values) for offer in offers]
         values = lockstep.exchange_rows("rows", own_values, n_sent, numbers.T.tolist())
         return [
             offer.plan(request, _flat(of_table), memory_of(rows))
-            for offer, request, of_table, rows in zip(offers, requests, marks, values, strict=True)
+            for offer, request, of_table, rows in zip(
+                offers, requests, deferred, values, strict=True
+            )
         ]
 
 
@@ -267,7 +271,7 @@ class _Offer:
         return [n - deferred for n, deferred in zip(self.n_given, self.n_deferred, strict=True)]
 
     def plan(self, request: _Request, is_deferred: Array, rows: Array) -> ExchangePlan:
-        """Return the plan of the batch, with the marks and rows that other ranks have sent.
+        """Return the plan of the batch, with what other ranks have sent.
 
         Args:
             request: The rows that this rank wants.
@@ -278,26 +282,29 @@ class _Offer:
         values = np.empty((len(order), *rows.shape[1:]), rows.dtype)
         values[order[~is_deferred]] = rows
         n_deferred = _count_by_rank(is_deferred, request.n_by_rank)
+        positions = (
+            order,
+            self.given,
+            sort_rows(self.given)[1],
+            np.bincount(self.given, minlength=len(self.own)),
+            order[is_deferred],
+            self.given[self.is_deferred],
+        )
         return ExchangePlan(
-            order=order,
-            values=values,
-            own=self.own,
-            given=self.given,
-            by_row=sort_rows(self.given)[1],
-            n_by_row=np.bincount(self.given, minlength=len(self.own)),
-            deferred_in=order[is_deferred],
-            deferred_out=self.given[self.is_deferred],
-            cached=self._cached,
-            counts=Counts(request.n_by_rank, self.n_given, n_deferred, self.n_deferred),
+            values,
+            self.own,
+            RowPositions(*map(torch.from_numpy, positions)),
+            self._cached,
+            Counts(request.n_by_rank, self.n_given, n_deferred, self.n_deferred),
         )
 
 
-def _count_by_rank(marks: Array, counts: Sequence[int]) -> list[int]:
-    """Return the number of set marks of each rank.
+def _count_by_rank(flags: Array, counts: Sequence[int]) -> list[int]:
+    """Return the number of set flags of each rank.
 
-    The marks of rank 0 are first, and rank i has ``counts[i]`` marks.
+    The flags of rank 0 are first, and rank i has ``counts[i]`` flags.
     """
-    return [int(of_rank.sum()) for of_rank in np.split(marks, np.cumsum(counts)[:-1])]
+    return [int(of_rank.sum()) for of_rank in np.split(flags, np.cumsum(counts)[:-1])]
 
 
 def _column(array: Array) -> torch.Tensor:

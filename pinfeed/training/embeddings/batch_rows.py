@@ -20,7 +20,7 @@ class BatchRows:
     Args:
         rows: Row indices in the table, ascending, each once, shape (n,).
         ids: The same row indices on the device, int64.
-        weight: Values of the rows on the device, shape (n, embedding_dim).
+        values: Values of the rows on the device, shape (n, embedding_dim).
         positions: Tensors of ids that the batch contains, each with the positions of its ids among
             ``rows``. A lookup of such a tensor needs no search.
     """
@@ -29,12 +29,12 @@ class BatchRows:
         self,
         rows: Rows,
         ids: torch.Tensor,
-        weight: nn.Parameter,
+        values: torch.Tensor,
         positions: Sequence[tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
         self.rows = rows
         self.ids = ids
-        self.weight = weight
+        self.weight = nn.Parameter(values, requires_grad=False)
         self.sparse = False
         """Whether lookups give ``weight`` sparse gradients, as ``nn.Embedding(sparse=True)``."""
         self.may_be_trained = False
@@ -42,8 +42,13 @@ class BatchRows:
 
         It may then have changed them through ``weight.data``, which torch does not record.
         """
-        self._version = version_of(weight)
+        self._version = version_of(self.weight)
         self._prepared = [(known, version_of(known), found) for known, found in positions]
+
+    @property
+    def stored_rows(self) -> Rows:
+        """Indices of the rows that are in the store of this process, and are written back to it."""
+        return self.rows
 
     @property
     def owned(self) -> nn.Parameter:
@@ -123,6 +128,10 @@ class BatchRows:
         # torch warns of ids that are not contiguous, such as a column of a batch.
         positions = torch.searchsorted(self.ids, wanted.contiguous()).clamp_(max=len(self.rows) - 1)
         return positions, self.ids[positions] == wanted
+
+    def require_gradients(self) -> None:
+        """Make the rows trainable, before the training step."""
+        self.weight.requires_grad_()
 
     def collect_gradients(self, every: Sequence[Any]) -> None:
         """Move gradients from ``weight`` to ``owned``, for this table and others of its kind.

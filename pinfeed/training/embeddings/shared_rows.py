@@ -1,4 +1,4 @@
-"""Tables that running loops lend, and the search for tables that share rows.
+"""The tables of running loops, and the search for loops over rows that a caller wants to use.
 
 Two tables share rows if their rows are in the same memory or file, whatever their names are. A loop
 prefetches rows, so it would not see what another loop writes to them.
@@ -10,61 +10,54 @@ import itertools
 import os
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from pinfeed.stores import Store
 from pinfeed.stores.overlap import share_rows
 
 if TYPE_CHECKING:
     from pinfeed.training.embeddings.table import HostEmbedding
+    from pinfeed.training.row_loop.loop_table import LoopTable
 
-
-class LentRows(Protocol):
-    """Rows of a table, with its optimizer's state, that a loop lends."""
-
-    table: HostEmbedding
-    stores: list[Store]
-
-    @property
-    def writes(self) -> bool:
-        """Whether the loop writes the rows."""
-        ...
-
-
-# There is no lock, because the garbage collector may end a loop and call forget_lent while this
+# There is no lock, because the garbage collector may end a loop and call unregister while this
 # thread is inside any function of this module. Each change and each copy is atomic, in C.
-_lent: set[weakref.ref[LentRows]] = set()
+_registered: set[weakref.ref[LoopTable]] = set()
 
 # The loops of the parent process do not run in a forked process.
-os.register_at_fork(after_in_child=_lent.clear)
+os.register_at_fork(after_in_child=_registered.clear)
 
 
-def note_lent(rows: LentRows) -> None:
-    """Note that a loop lends rows, until ``forget_lent``."""
-    _lent.add(weakref.ref(rows, _lent.discard))
+def register(used: LoopTable) -> None:
+    """Register a table that a running loop uses, until ``unregister``."""
+    _registered.add(weakref.ref(used, _registered.discard))
 
 
-def forget_lent(rows: LentRows) -> None:
-    """Note that a loop has ended. A second call does nothing."""
-    _lent.discard(weakref.ref(rows))
+def unregister(used: LoopTable) -> None:
+    """Note that the loop has ended. A second call does nothing."""
+    _registered.discard(weakref.ref(used))
 
 
-def lent_with(table: HostEmbedding, stores: Sequence[Store], *, write: bool) -> list[HostEmbedding]:
-    """Return the other tables that loops lend and that have rows in ``stores``.
+def loops_over(
+    table: HostEmbedding, stores: Sequence[Store], *, reads: bool = False, writes: bool = False
+) -> list[LoopTable]:
+    """Return the tables of running loops that exclude a use of ``table``.
+
+    A loop over the same table excludes the use, unless both only read. A loop over another table
+    excludes it if both have rows in common, and one of the two writes them.
 
     Args:
-        table: The caller's table, which is not in the result.
-        stores: Stores of the caller's table.
-        write: Whether the caller writes to the stores. If not, tables that loops only read are not
-            in the result.
+        table: The table.
+        stores: Stores of the table to compare with those of other tables.
+        reads: Whether the caller reads the rows without training them.
+        writes: Whether the caller writes to the stores.
     """
-    if not _lent:
-        return []
-    every = [reference() for reference in _lent.copy()]
-    others = [lent for lent in every if lent is not None and lent.table is not table]
-    return [
-        lent.table
-        for lent in others
-        if (write or lent.writes)
-        and any(itertools.starmap(share_rows, itertools.product(stores, lent.stores)))
-    ]
+    found = [] if table._training is None else [table._training]
+    if not reads:
+        found += table._readers
+    every = [reference() for reference in _registered.copy()] if _registered else []
+    for used in every:
+        if used is None or used.table is table or not (writes or used.writes):
+            continue
+        if any(itertools.starmap(share_rows, itertools.product(stores, used.stores))):
+            found.append(used)
+    return found

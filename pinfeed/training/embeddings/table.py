@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +24,7 @@ from pinfeed.training.embeddings.arguments import HINTS, checked_padding, intege
 from pinfeed.training.embeddings.batch_rows import BatchRows, position_in
 from pinfeed.training.embeddings.device_cache import DeviceCacheSize, check_device_cache
 from pinfeed.training.embeddings.initializers import Fill, Init, find_initializer
-from pinfeed.training.embeddings.row_loans import ReadLoans, RowLender
-from pinfeed.training.embeddings.shared_rows import lent_with
+from pinfeed.training.embeddings.shared_rows import loops_over
 from pinfeed.training.embeddings.table_store import (
     NewTable,
     Path,
@@ -44,6 +43,9 @@ from pinfeed.validation.arguments import (
     real_number,
     whole_number,
 )
+
+if TYPE_CHECKING:
+    from pinfeed.training.row_loop.loop_table import LoopTable
 
 
 class HostEmbedding(nn.Module):
@@ -112,8 +114,9 @@ class HostEmbedding(nn.Module):
     # It is one class because all of it is one nn.Module interface. Stores, initializers and the
     # rows of a batch have modules of their own.
 
-    # The training loop that has reserved the table, and the rows of its current batch.
-    _lender: RowLender | None = None
+    # The loop over train_rows that uses the table, and the rows of its current batch outside
+    # evaluating().
+    _training: LoopTable | None = None
     _batch_rows: BatchRows | None = None
 
     @explain_arguments(HINTS)
@@ -148,7 +151,8 @@ class HostEmbedding(nn.Module):
         fill = find_initializer(init)
         self.overwrite = overwrite
         self.trainable = True
-        self._read_loans = ReadLoans()
+        # Loops over read_rows, in the order in which they have begun.
+        self._readers: dict[LoopTable, None] = {}
         shape = (self._n_own_rows(), self.embedding_dim)
         opened = open_table_store(store, NewTable(self.name, shape, dtype, pin, overwrite))
         self._store = opened.store
@@ -268,7 +272,7 @@ class HostEmbedding(nn.Module):
         """
         lent = self._batch_rows
         if lent is None:
-            read = self._read_loans.here()
+            read = self._rows_to_read()
             if read:
                 return read[0]
             self._refuse_in_evaluation("weight")
@@ -319,10 +323,12 @@ class HostEmbedding(nn.Module):
             Exception: If a write-back has failed. The original error is raised.
             ClosedError: If the loop runs in another thread.
         """
-        tables = [self, *lent_with(self, [self._store], write=False)]
-        for lender in dict.fromkeys(table._running_lender() for table in tables):
-            if lender is not None:
-                lender.flush_writes()
+        sessions = [used.session for used in loops_over(self, [self._store], reads=True)]
+        for session in dict.fromkeys(sessions):
+            if session.is_running:
+                session.flush_writes()
+            else:
+                session.release_if_over()
 
     def require_idle(self) -> None:
         """Check that no loop runs over this table, or over a table that shares its rows.
@@ -330,8 +336,8 @@ class HostEmbedding(nn.Module):
         Raises:
             ClosedError: If such a loop runs.
         """
-        for table in (self, *lent_with(self, [self._store], write=True)):
-            table.require_not_lent()
+        for used in loops_over(self, [self._store], writes=True):
+            used.require_ended()
 
     def require_not_lent(self) -> None:
         """Check that no loop lends rows of this table; tables that share its rows do not count.
@@ -339,14 +345,8 @@ class HostEmbedding(nn.Module):
         Raises:
             ClosedError: If a loop does.
         """
-        if self._lender is not None:
-            self._lender.release_tables()
-        if self._lender is not None:
-            raise ClosedError(
-                f"a loop over rows of {self.name} is running; end it first, with break or with "
-                "close() of the loop that train_rows returned"
-            )
-        self._read_loans.require_none(self.name)
+        for used in loops_over(self, []):
+            used.require_ended()
 
     def require_resumed(self) -> None:
         """Check that the rows belong to this run.
@@ -456,31 +456,9 @@ class HostEmbedding(nn.Module):
                 os.remove(store)
             raise
 
-    def _take(self, lender: RowLender) -> None:
-        """Reserve the table for one loop until ``_release``; no other loop lends its rows."""
-        self.require_not_lent()
-        self._lender = lender
-
-    def _release(self) -> None:
-        """End the reservation of ``_take``."""
-        self._batch_rows = None
-        self._lender = None
-
     def __getstate__(self) -> dict[str, Any]:
         # A copy of a model does not belong to the loop in whose training step it was made.
-        return {**self.__dict__, "_lender": None, "_read_loans": ReadLoans()}
-
-    def _require_readable(self) -> None:
-        """Check that no loop trains rows of the table, or that its step is in ``evaluating()``.
-
-        Raises:
-            ClosedError: If a loop does.
-        """
-        lender = self._lender
-        if lender is not None and not lender.is_evaluating:
-            lender.release_tables()
-        if lender is not None and self._lender is lender:
-            lender._require_evaluating(self.name)
+        return {**self.__dict__, "_training": None, "_readers": {}}
 
     def _refuse_in_evaluation(self, what: str) -> None:
         """Check that the training step of the table's loop is not inside ``evaluating()``.
@@ -491,7 +469,7 @@ class HostEmbedding(nn.Module):
         Raises:
             ClosedError: If it is inside.
         """
-        if self._lender is not None and self._lender.is_evaluating:
+        if self._training is not None and self._training.session.is_evaluating:
             raise ClosedError(
                 f"{what} of {self.name} was requested inside evaluating(), where rows can be read "
                 "and not trained; leave evaluating() first"
@@ -507,18 +485,24 @@ class HostEmbedding(nn.Module):
         """Whether a lookup now is one of a training step: in training mode, with gradients."""
         return self.training and torch.is_grad_enabled()
 
-    def _running_lender(self) -> RowLender | None:
-        """Return the loop that lends rows of the table now."""
-        if self._lender is not None and not self._lender.is_running:
-            self._lender.release_tables()
-        return self._lender
+    def _rows_to_read(self) -> list[BatchRows]:
+        """Return the rows of loops over ``read_rows`` in this thread, with the newest loop first.
+
+        Only the thread of a loop sees its rows, because on a GPU another thread may use another
+        stream.
+        """
+        if not self._readers:
+            return []
+        readers = reversed(list(self._readers))
+        found = [used.rows for used in readers if used.session.is_in_this_thread]
+        return [rows for rows in found if rows is not None]
 
     def _look_up(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
         """Return positions of ids in some rows, these rows, and the position of the padding row."""
         lent = self._batch_rows
         if lent is not None:
             lent.may_be_trained |= self.training
-        every = self._read_loans.here() if lent is None else [lent]
+        every = self._rows_to_read() if lent is None else [lent]
         for rows in every:
             look_for = rows.find if self._may_read_others() else rows.positions
             positions = look_for(ids, self.name)
@@ -543,7 +527,7 @@ class HostEmbedding(nn.Module):
         if self._batch_rows is None:
             return True
         # A copy of the table does not know which changes its store still lacks.
-        return self._lender is not None and not self.training and not torch.is_grad_enabled()
+        return self._training is not None and not self.training and not torch.is_grad_enabled()
 
     def _look_up_in_store(
         self, ids: torch.Tensor, lent: Sequence[BatchRows]
@@ -559,8 +543,8 @@ class HostEmbedding(nn.Module):
             weight = self.read(rows).to(lent[0].weight.device if lent else ids.device)
         else:
             check_rows(rows, self.num_embeddings, self.name)
-            assert self._lender is not None
-            self._lender._flush_earlier_writes()
+            assert self._training is not None
+            self._training.session.flush_earlier_writes()
             weight = self._batch_rows.newest(rows, to_torch(self._gathered(rows)))
         return (
             torch.from_numpy(positions.reshape(ids.shape)).to(weight.device),

@@ -15,7 +15,7 @@ from pinfeed.stores import ArrayStore, Store
 from pinfeed.stores.base import row_nbytes
 from pinfeed.training.embeddings.device_cache import check_device_cache, n_cached_rows
 from pinfeed.training.memory_model.config import Config
-from pinfeed.training.row_loop.lent_table import LentTable
+from pinfeed.training.row_loop.loop_table import LoopTable
 
 # Share of the remaining memory for caches of size "auto". The rest is for the rows of the batches,
 # because their number is unknown before the loader yields the batches.
@@ -23,7 +23,7 @@ _AUTO_SHARE = 0.75
 
 
 def row_caches(
-    tables: Sequence[LentTable], device: Device, config: MemoryLimits | None
+    tables: Sequence[LoopTable], device: Device, config: MemoryLimits | None
 ) -> list[RowCache | None]:
     """Return the cache of each table; None for a table without one.
 
@@ -38,14 +38,14 @@ def row_caches(
     """
     found: list[RowCache | None] = [None] * len(tables)
     # Checked again, because users may have changed the attribute of a table.
-    sizes = [check_device_cache(lent.table.device_cache) for lent in tables]
+    sizes = [check_device_cache(used.table.device_cache) for used in tables]
     for i, size in enumerate(sizes):
         if isinstance(size, (int, float)):
             found[i] = _cache(tables[i], size, device)
     automatic = [
         i
-        for i, lent in enumerate(tables)
-        if sizes[i] == "auto" and _gains_from_cache(lent.stores, is_unified=device.unified)
+        for i, used in enumerate(tables)
+        if sizes[i] == "auto" and _gains_from_cache(used.stores, is_unified=device.unified)
     ]
     made = [cache for cache in found if cache is not None]
     if not automatic and (config is None or not made):
@@ -77,12 +77,12 @@ def cache_allocations(caches: Sequence[RowCache | None], device: Device) -> tupl
 
 
 def cache_notes(
-    tables: Sequence[LentTable], caches: Sequence[RowCache | None], device: Device
+    tables: Sequence[LoopTable], caches: Sequence[RowCache | None], device: Device
 ) -> tuple[str, ...]:
     """Return notes on the memory and the copies of caches, and on tables that get no cache."""
     notes = []
-    for lent, cache in zip(tables, caches, strict=True):
-        name = lent.table.name
+    for used, cache in zip(tables, caches, strict=True):
+        name = used.name
         if cache is not None:
             if cache.capacity == cache.stores[0].n_rows:
                 notes.append(
@@ -95,20 +95,20 @@ def cache_notes(
                     f"rows that leave the cache of {name} take {memory} memory in addition until "
                     "they are written, at most as many as a batch has"
                 )
-        elif lent.table.device_cache is not None:
+        elif used.table.device_cache is not None:
             reason = "the remaining memory is smaller than a row with its optimizer state"
-            if not _gains_from_cache(lent.stores, is_unified=device.unified):
+            if not _gains_from_cache(used.stores, is_unified=device.unified):
                 reason = "on the CPU, reading rows in memory is as fast as a cache"
             notes.append(f"{name} has no cache: {reason}")
     return tuple(notes)
 
 
-def _cache(lent: LentTable, size: int | float, device: Device) -> RowCache:
+def _cache(used: LoopTable, size: int | float, device: Device) -> RowCache:
     """Return the cache of a table, for its weights and its optimizer state."""
-    nbytes = sum(map(row_nbytes, lent.stores))
-    n_rows = lent.stores[0].n_rows
-    capacity = n_cached_rows(size, n_rows, nbytes, lent.table.name)
-    return RowCache(lent.table.name, lent.stores, capacity, device)
+    nbytes = sum(map(row_nbytes, used.stores))
+    n_rows = used.stores[0].n_rows
+    capacity = n_cached_rows(size, n_rows, nbytes, used.name)
+    return RowCache(used.name, used.stores, capacity, device)
 
 
 def _gains_from_cache(stores: Iterable[Store], *, is_unified: bool) -> bool:
@@ -121,9 +121,9 @@ def _gains_from_cache(stores: Iterable[Store], *, is_unified: bool) -> bool:
     return not (is_unified and all(isinstance(store, ArrayStore) for store in stores))
 
 
-def _nbytes(lent: LentTable) -> int:
+def _nbytes(used: LoopTable) -> int:
     """Return the bytes of a whole table with its optimizer state."""
-    return lent.stores[0].n_rows * sum(map(row_nbytes, lent.stores))
+    return used.stores[0].n_rows * sum(map(row_nbytes, used.stores))
 
 
 def _left(device: Device, config: MemoryLimits | None, made: Sequence[RowCache]) -> int:

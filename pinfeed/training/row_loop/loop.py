@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from types import GeneratorType
-from typing import Any, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from pinfeed.devices.base import Device
 from pinfeed.errors import ArgumentError
@@ -16,43 +14,21 @@ from pinfeed.feeders.loop_options import LoopOptions
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan, check_route
-from pinfeed.pipeline.abandoned import is_abandoned
 from pinfeed.pipeline.active_run import is_suspended
-from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.schedule import PrefetchSchedule, n_id_readers
-from pinfeed.training.distributed.table import ShardedEmbedding
-from pinfeed.training.embeddings.source import Exchanged
+from pinfeed.training.distributed.rank_loop import Exchanged, RankLoop
+from pinfeed.training.distributed.row_exchange import ExchangedTable
+from pinfeed.training.distributed.sharded_table import ShardedEmbedding
 from pinfeed.training.row_loop.caches import cache_allocations, cache_notes, row_caches
-from pinfeed.training.row_loop.lending import RowLending
-from pinfeed.training.row_loop.lent_table import LentTable
-from pinfeed.training.row_loop.replay import LoaderReplay, require_row_loop_state
-from pinfeed.training.row_loop.source import row_source
+from pinfeed.training.row_loop.loader_replay import LoaderReplay, require_row_loop_state
+from pinfeed.training.row_loop.loop_table import LoopTable
+from pinfeed.training.row_loop.row_source import TableRowSource
+from pinfeed.training.row_loop.session import TableSession
 from pinfeed.validation.arguments import check_flag, whole_number
 from pinfeed.validation.safe_repr import safe_repr
 
-
-def check_loop_options(
-    config: MemoryLimits | None,
-    depth: int | None,
-    look_ahead: int | None,
-    verify: bool,
-    options: LoopOptions,
-) -> tuple[int | None, int | None]:
-    """Check options of a loop over tables; return its depth and its look-ahead.
-
-    Raises:
-        ArgumentError: If an option is invalid.
-    """
-    if config is not None and not isinstance(config, MemoryLimits):
-        raise ArgumentError(f"config={config!r}: expected a pinfeed.Config")
-    depth = check_optional_depth(depth)
-    if depth is None and config is not None:
-        depth = config.depth
-    if look_ahead is not None:
-        look_ahead = whole_number(look_ahead, "look_ahead", least=0)
-    check_flag(verify, "verify")
-    options.require_generator_for_seed()
-    return depth, look_ahead
+# Slightly larger numbers gain little.
+_LOOK_AHEAD = 2
 
 
 class RowLoop(LoaderFeeder[T_co]):
@@ -86,7 +62,7 @@ class RowLoop(LoaderFeeder[T_co]):
     def __init__(
         self,
         loader: Any,
-        tables: Sequence[LentTable],
+        tables: Sequence[LoopTable],
         *,
         config: MemoryLimits | None,
         depth: int | None,
@@ -96,15 +72,25 @@ class RowLoop(LoaderFeeder[T_co]):
         verify: bool,
         options: LoopOptions,
     ) -> None:
+        if config is not None and not isinstance(config, MemoryLimits):
+            raise ArgumentError(f"config={config!r}: expected a pinfeed.Config")
+        depth = check_optional_depth(depth)
+        if depth is None and config is not None:
+            depth = config.depth
+        check_flag(verify, "verify")
+        options.require_generator_for_seed()
         self._wanted_route = check_route(route)
         self._config = config
         self._tables = tables
-        self._stores = [store for lent in tables for store in lent.stores]
+        self._stores = [store for used in tables for store in used.stores]
         schedule = _schedule(depth, tables, verify=verify)
         self._schedule = schedule
-        self._row_source = row_source(
-            loader, tables, schedule, look_ahead=look_ahead, verify=verify
-        )
+        if look_ahead is None:
+            # The synchronous loop requests each batch from the loader only when a step needs it.
+            look_ahead = _LOOK_AHEAD if schedule.depth else 0
+        look_ahead = whole_number(look_ahead, "look_ahead", least=0)
+        self._ranks = _rank_loop(tables, schedule, verify=verify)
+        self._row_source = TableRowSource(loader, tables, look_ahead, self._ranks)
         # For each batch: rows of every store, ids of every table, and leaves of the loader's batch.
         n_spare = (len(self._stores) + len(tables) + 4) * (2 * schedule.depth + 2)
         super().__init__(
@@ -115,21 +101,18 @@ class RowLoop(LoaderFeeder[T_co]):
             n_spare=n_spare,
         )
         self._replay = LoaderReplay(self._row_source)
-        self._lending = RowLending(
-            tables,
-            self._device,
-            verify=verify,
-            writes_always=self._row_source.writes_always,
+        self._session = TableSession(
+            tables, self._loop, self._device, ranks=self._ranks, verify=verify
         )
-        # Iterator of the last loop. The reference is weak, so a loop ends when the caller drops it.
-        self._iterator: weakref.ref[GeneratorType[Any, None, None]] | None = None
 
     @safe_repr
     def __repr__(self) -> str:
         loader = type(self._loader).__name__
+        tables = ", ".join(
+            f"{used.name} ({used.n_rows:,}, {used.table.embedding_dim})" for used in self._tables
+        )
         return (
-            f"<RowLoop: a {loader}, with rows of {self._lending}; batches on {self.device}, "
-            f"{self._loop}>"
+            f"<RowLoop: a {loader}, with rows of {tables}; batches on {self.device}, {self._loop}>"
         )
 
     def __iter__(self) -> Iterator[T_co]:
@@ -142,14 +125,12 @@ class RowLoop(LoaderFeeder[T_co]):
             StoreError: If a table or its optimizer state is in an existing file that was not
                 resumed.
         """
-        with self._row_source.report_failure():
-            self._lending.require_resumed()
+        with contextlib.nullcontext() if self._ranks is None else self._ranks.report_failure():
+            self._session.require_resumed()
         # Checked again when the loop begins, because two iterators may be made before that.
         self._loop.end_last()
-        self._lending.require_idle()
-        generator = self._loop.run(lambda lent: lent, begin=self._begin, through=self._train)
-        self._iterator = weakref.ref(cast("GeneratorType[Any, None, None]", generator))
-        return generator
+        self._session.require_free()
+        return self._session.iterate(self._begin)
 
     @property
     def route(self) -> str:
@@ -182,7 +163,7 @@ class RowLoop(LoaderFeeder[T_co]):
     @property
     def exchanged(self) -> Exchanged:
         """Bytes that this rank has sent to other ranks for sharded tables."""
-        return self._row_source.exchanged
+        return Exchanged() if self._ranks is None else self._ranks.exchanged
 
     @property
     def epoch(self) -> int:
@@ -197,7 +178,7 @@ class RowLoop(LoaderFeeder[T_co]):
     @property
     def is_evaluating(self) -> bool:
         """Whether the training step is inside ``evaluating()``."""
-        return self._lending.is_evaluating
+        return self._session.is_evaluating
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         """Return a context for evaluating the tables in the middle of a training step.
@@ -224,18 +205,7 @@ class RowLoop(LoaderFeeder[T_co]):
                 changed inside it.
             Exception: If a write-back has failed. The original error is raised.
         """
-        return self._lending.evaluating(self)
-
-    def _require_evaluating(self, table: str) -> None:
-        """Check that the caller is inside ``evaluating()``, in the thread of the loop.
-
-        Args:
-            table: Name of the table to read.
-
-        Raises:
-            ClosedError: If it is not.
-        """
-        self._lending.require_evaluating(table)
+        return self._session.evaluating()
 
     def set_epoch(self, number: int) -> None:
         """Set the number of the next epoch, and pass it to the loader, as ``wrap_loader`` does.
@@ -285,43 +255,7 @@ class RowLoop(LoaderFeeder[T_co]):
             ClosedError: If the loop runs in another thread.
             Exception: If a write-back has failed. The original error is raised.
         """
-        self._lending.write_copy()
-        self._loop.drain()
-
-    def _flush_earlier_writes(self) -> None:
-        """Wait until the changes of all batches before the current one are in the stores.
-
-        Raises:
-            ClosedError: If the loop runs in another thread.
-            Exception: If a write-back has failed. The original error is raised.
-        """
-        self._lending.require_thread()
-        self._loop.drain()
-
-    def release_tables(self) -> None:
-        """Release the tables if the loop has ended without doing so, or cannot continue.
-
-        Interrupts can prevent a loop from releasing its tables. A loop cannot continue if only
-        tracebacks refer to its iterator.
-
-        Raises:
-            Exception: If a write-back has failed. The original error is raised.
-        """
-        if self.is_running and self._iterator is not None and not is_abandoned(self._iterator):
-            return
-        if (generator := self._generator()) is not None:
-            generator.close()
-        self._lending.release(self)
-        self._loop.drain()
-
-    def _leave(self, reason: str) -> None:
-        """End the loop as ``break`` does, and release its tables. The loop is in this thread.
-
-        Args:
-            reason: Error message of its iterator, if the program requests another batch.
-        """
-        self._loop.leave(reason)
-        self._lending.release(self)
+        self._session.flush_writes()
 
     def close(self) -> None:
         """End a running loop, and complete its write-backs.
@@ -334,8 +268,8 @@ class RowLoop(LoaderFeeder[T_co]):
         """
         with contextlib.ExitStack() as stack:
             stack.callback(super().close)
-            generator = self._generator()
-            if generator is None or self._lending.is_in_other_thread:
+            generator = self._session.iterator
+            if generator is None or self._session.is_in_other_thread:
                 return
             # Any other loop raises ClosedError when it requests a batch.
             if is_suspended(generator):
@@ -349,58 +283,68 @@ class RowLoop(LoaderFeeder[T_co]):
         self._row_source.caches = self._caches
         return found
 
-    def _generator(self) -> GeneratorType[Any, None, None] | None:
-        """Return the iterator of the last loop, if the caller has not dropped it."""
-        return self._iterator() if self._iterator is not None else None
-
     def _begin(self) -> None:
         """Begin an epoch of the loader at the first batch of the loop."""
         # The caches of a training loop keep their memory inside evaluating().
-        inside = self._lending.is_inside_evaluation
+        inside = self._session.is_inside_evaluation
         self._row_source.caches = [None] * len(self._tables) if inside else self._caches
         self._replay.begin(self._loop.start)
-        self._lending.prepare()
-
-    def _train(self, lent_batches: Iterator[LentBatch]) -> Iterator[Any]:
-        """Lend the rows of each batch while the caller runs its training step."""
-        batches = cast("Generator[LentBatch, None, None]", lent_batches)
-        with contextlib.ExitStack() as stack:
-            self._lending.reserve(self, stack)
-            stack.enter_context(self._row_source.claim_ranks())
-            stack.enter_context(contextlib.closing(batches))
-            stack.enter_context(self._row_source.in_lockstep())
-            self._lending.enter_thread()
-            for lent_batch in batches:
-                data = self._lending.bind(lent_batch)
-                has_finished = False
-                try:
-                    yield data
-                    has_finished = True
-                    self._lending.require_training()
-                    self._lending.check_step()
-                finally:
-                    # After break or an error, the optimizer's changes count, as in the plain loop.
-                    del data
-                    self._lending.finish_batch(check=has_finished)
-            self._lending.check_stores()
 
 
-def _schedule(depth: int | None, tables: Sequence[LentTable], *, verify: bool) -> PrefetchSchedule:
+def _schedule(depth: int | None, tables: Sequence[LoopTable], *, verify: bool) -> PrefetchSchedule:
     """Return the schedule of a loop, which measures its depth if none was given.
 
     Ranks of sharded tables need the same depth, and a verified loop is slow at any depth. Neither
     measures its depth.
     """
-    writes = any(lent.may_write for lent in tables)
-    has_caches = any(lent.table.device_cache is not None for lent in tables)
-    if depth is not None:
-        n_readers = n_id_readers(depth)
-        return PrefetchSchedule(depth, n_readers=n_readers, writes=writes, has_caches=has_caches)
-    is_sharded = any(isinstance(lent.table, ShardedEmbedding) for lent in tables)
+    is_sharded = any(isinstance(used.table, ShardedEmbedding) for used in tables)
+    measures_depth = depth is None and not verify and not is_sharded
+    depth = DEFAULT_DEPTH if depth is None else depth
     return PrefetchSchedule(
-        DEFAULT_DEPTH,
-        n_readers=n_id_readers(DEFAULT_DEPTH),
-        writes=writes,
-        has_caches=has_caches,
-        measures_depth=not verify and not is_sharded,
+        depth,
+        n_readers=n_id_readers(depth),
+        writes=not any(used.reads for used in tables),
+        has_caches=any(used.table.device_cache is not None for used in tables),
+        measures_depth=measures_depth,
     )
+
+
+def _rank_loop(
+    tables: Sequence[LoopTable], schedule: PrefetchSchedule, *, verify: bool
+) -> RankLoop | None:
+    """Return the ranks that loop together; None if no table is sharded.
+
+    Raises:
+        ArgumentError: If some of the tables are sharded and some are not, or they are sharded over
+            different process groups.
+    """
+    sharded = [used.table for used in tables if isinstance(used.table, ShardedEmbedding)]
+    if not sharded:
+        return None
+    rank_group = sharded[0].rank_group
+    if len(sharded) < len(tables) or any(table.rank_group is not rank_group for table in sharded):
+        kinds = [
+            f"{used.name} ({'' if isinstance(used.table, ShardedEmbedding) else 'not '}sharded)"
+            for used in tables
+        ]
+        raise ArgumentError(
+            f"tables: {', '.join(kinds)}; expected either all tables sharded over the same "
+            "process_group, or no sharded table"
+        )
+    exchanged = []
+    for used, table in zip(tables, sharded, strict=True):
+        is_trained = used.optimizer is not None
+        kinds = [f"{store.dtype} {tuple(store.row_shape)}" for store in used.stores]
+        exchanged.append(
+            ExchangedTable(
+                partition=table.owners,
+                weights=used.stores[0],
+                n_recent=schedule.max_unseen_writes * is_trained,
+                is_trained=is_trained,
+                mean=table.mean,
+                description=(
+                    f"{used.name}: {used.n_rows} rows, {', '.join(kinds)}, mean={table.mean}"
+                ),
+            )
+        )
+    return RankLoop(rank_group, exchanged, schedule, verify=verify)

@@ -25,8 +25,8 @@ from pinfeed import (
 from pinfeed.errors import (
     VerificationError,
 )
-from pinfeed.training.distributed import batch_rows
-from pinfeed.training.embeddings.source import Exchanged
+from pinfeed.training.distributed import sharded_rows
+from pinfeed.training.distributed.rank_loop import Exchanged
 
 ADAGRAD = torch.optim.Adagrad
 
@@ -275,11 +275,14 @@ def test_every_row_crosses_once_in_each_direction(verify: bool) -> None:
     assert four.gradients == four.rows + four.late_rows == 5 * 4 * sum(n_elsewhere)
     assert four.rows
     assert four.late_rows
-    assert four.words - three.words == size * (size - 1) * (4 * 40 + 2 * 8) + n_elsewhere[3]
+    assert (
+        four.control_bytes - three.control_bytes
+        == size * (size - 1) * (4 * 40 + 2 * 8) + n_elsewhere[3]
+    )
 
 
 def test_verify_finds_rows_that_arrived_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_rows, "exchange_deferred", lambda tables: None)
+    monkeypatch.setattr(sharded_rows, "exchange_deferred", lambda tables: None)
     with pytest.raises(
         VerificationError,
         match=r"table 0 of the loop, row \d+ differs from the row on its own rank",
@@ -288,7 +291,7 @@ def test_verify_finds_rows_that_arrived_wrong(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_more_tables_than_there_are_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_rows, "MAX_FLAGS", 1)
+    monkeypatch.setattr(sharded_rows, "MAX_FLAGS", 1)
     want = dense(FIXED, STEPS, SGD, 0.5)
     for got in sharded(FIXED, STEPS, SGD, 0.5, size=2, depth=1):
         assert_equal(got, want)

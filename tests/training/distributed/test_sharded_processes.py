@@ -106,7 +106,10 @@ def test_ranks_as_processes(tmp_path: Path, programs: Programs) -> None:
     assert done.returncode == 0, done
     out = done.stdout
     lonely = torch.load(tmp_path / "absent" / "0.pt")
-    assert "RankError('rank 0 of 2 lost the other ranks in an exchange of words: " in lonely["read"]
+    assert (
+        "RankError('rank 0 of 2 lost the other ranks in an exchange of control bytes: "
+        in lonely["read"]
+    )
     assert (
         "RankError('rank 0 of 2 made a sharded table, but another rank did not within the timeout"
         in lonely["made"]

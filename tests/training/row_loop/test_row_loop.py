@@ -312,8 +312,8 @@ def test_the_data_of_verification_is_released_with_the_loop() -> None:
     table = table_of_zeros()
     loop = train_rows(ids_of([0], [1]), {table: same}, device="cpu", verify=True)
     for _ in loop:
-        assert loop._lending._reference is not None
-    assert loop._lending._reference is None
+        assert loop._session._reference is not None
+    assert loop._session._reference is None
 
 
 def test_changes_can_be_flushed_in_the_loop() -> None:

@@ -22,7 +22,7 @@ from pinfeed import (
     errors,
     read_rows,
 )
-from pinfeed.training.embeddings.shared_rows import forget_lent, lent_with, note_lent
+from pinfeed.training.embeddings.shared_rows import loops_over, register, unregister
 
 N, DIM = 8, 4
 Pair = tuple[Any, Any]
@@ -282,13 +282,13 @@ def test_the_garbage_collector_may_end_a_loop_while_tables_are_compared() -> Non
 
         @property
         def table(self) -> HostEmbedding:
-            thread = threading.Thread(target=forget_lent, args=(self,))
+            thread = threading.Thread(target=unregister, args=(self,))
             thread.start()
             thread.join(0.5)
             has_waited.append(thread.is_alive())
             return table
 
     rows = Collected()
-    note_lent(rows)
-    assert lent_with(table, [table.store], write=True) == []
+    register(rows)
+    assert loops_over(table, [table.store], writes=True) == []
     assert has_waited == [False]

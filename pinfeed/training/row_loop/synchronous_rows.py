@@ -12,6 +12,7 @@ from pinfeed.errors import VerificationError
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
 from pinfeed.tensors.numpy_torch import bytes_by_row, to_numpy
+from pinfeed.training.row_loop.loop_table import LoopTable
 
 
 class SynchronousRows:
@@ -21,35 +22,46 @@ class SynchronousRows:
     written it before. Later writes of the loop change the copy immediately.
 
     Args:
-        tables: For each table: its name, the names of its stores (weights, then row-wise state),
-            and the stores.
+        tables: The tables of a loop.
     """
 
-    def __init__(self, tables: Sequence[tuple[str, Sequence[str], Sequence[Store]]]) -> None:
-        self._tables = [_copies_of(*table) for table in tables]
+    def __init__(self, tables: Sequence[LoopTable]) -> None:
+        self._tables = [
+            [
+                _RowCopies(f"{used.name}, {name}", store)
+                for name, store in zip(used.names, used.stores, strict=True)
+            ]
+            for used in tables
+        ]
 
-    def check(self, batch: int, lent: Sequence[tuple[Rows, Sequence[torch.Tensor]]]) -> None:
+    def check(
+        self, batch: int, every: Sequence[Rows], stored: Sequence[Sequence[torch.Tensor]]
+    ) -> None:
         """Compare the rows of a batch with the rows that the synchronous loop would gather.
 
         Args:
             batch: Number of the batch, for the error.
-            lent: For each table: its row indices, and these rows of each of its stores.
+            every: For each table, its row indices.
+            stored: For each table, these rows of each of its stores.
 
         Raises:
             VerificationError: If a row differs.
         """
-        for table, (rows, tensors) in zip(self._tables, lent, strict=True):
+        for table, rows, tensors in zip(self._tables, every, stored, strict=True):
             for copy, tensor in zip(table, tensors, strict=True):
                 copy.compare(f"batch {batch}", rows, _bytes(tensor))
 
-    def write(self, written: Sequence[tuple[Rows, Sequence[torch.Tensor | None] | None]]) -> None:
+    def write(
+        self, every: Sequence[Rows], written: Sequence[Sequence[torch.Tensor | None] | None]
+    ) -> None:
         """Write the rows that the loop writes back.
 
         Args:
-            written: For each table: its row indices, and the values for each of its stores. None
-                instead of values leaves a store or a table unchanged.
+            every: For each table, its row indices.
+            written: For each table, the values for each of its stores. None instead of values
+                leaves a store or a table unchanged.
         """
-        for table, (rows, tensors) in zip(self._tables, written, strict=True):
+        for table, rows, tensors in zip(self._tables, every, written, strict=True):
             for copy, tensor in zip(table, tensors or (), strict=False):
                 if tensor is not None:
                     values = _bytes(tensor).copy()
@@ -100,12 +112,6 @@ class _RowCopies:
                 f"{when}: {self.name}, row {rows[first]} is {value}; the synchronous loop has "
                 f"{expected_value} ({len(wrong)} of {len(rows)} rows differ)"
             )
-
-
-def _copies_of(table: str, names: Sequence[str], stores: Sequence[Store]) -> list[_RowCopies]:
-    """Return empty row copies for each store of a table."""
-    pairs = zip(names, stores, strict=True)
-    return [_RowCopies(f"{table}, {name}", store) for name, store in pairs]
 
 
 def _gathered(store: Store, rows: Rows) -> npt.NDArray[np.uint8]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pinfeed.errors import ArgumentError
 from pinfeed.tensors import rng_state
-from pinfeed.training.embeddings.source import TableRowSource
+from pinfeed.training.row_loop.row_source import TableRowSource
 
 
 class LoaderReplay:

@@ -1,0 +1,299 @@
+"""TableRowSource: a loader's batches, each with the table rows that it looks up."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from pinfeed.devices.base import Tensor
+from pinfeed.pipeline.row_cache.cache import RowCache
+from pinfeed.pipeline.row_cache.decisions import CachedRows
+from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, RowGroup
+from pinfeed.pipeline.sources.dataloader import END, HostLeaf, LoaderSource, load_of
+from pinfeed.rows.orders import Rows
+from pinfeed.stores import Store
+from pinfeed.stores.base import HostArray, StoreRows
+from pinfeed.tensors.numpy_torch import to_torch
+from pinfeed.training.distributed.rank_loop import RankLoop
+from pinfeed.training.distributed.row_exchange import ExchangePlan, RowPositions
+from pinfeed.training.distributed.sharded_rows import OwnRows, RankLink, ShardedBatchRows
+from pinfeed.training.embeddings.batch_rows import BatchRows
+from pinfeed.training.row_loop.host_lookup import (
+    DataOnDevice,
+    HostLookup,
+    look_up,
+    position_parts,
+)
+from pinfeed.training.row_loop.loop_table import LoopTable
+
+T = TypeVar("T")
+
+
+class TableBatch(NamedTuple):
+    """A batch on the device, with the table rows that it looks up."""
+
+    data: Any
+    """The batch in the structure that the loader returned."""
+    rows: list[Any]
+    """For each table, the BatchRows that the batch looks up."""
+    stored: list[list[Tensor]]
+    """For each table, its rows on the device that are written back, one tensor for each store."""
+
+
+class _HostRows(NamedTuple):
+    """The rows of one table that a batch looks up, on the host."""
+
+    lookup: HostLookup
+    group: RowGroup
+    link: RankLink | None
+    """Exchange of the rows between ranks; None if the table is not sharded."""
+
+
+class TableRowSource(LoaderSource):
+    """The batches of a loader, with the table rows that they look up.
+
+    If tables are sharded, a batch has two kinds of rows. The first are rows of this rank that any
+    rank looks up in its batch of the same number. The second are rows of other ranks that this rank
+    looks up.
+
+    Args:
+        loader: A loader, as for ``wrap_loader``.
+        tables: The tables.
+        look_ahead: Number of later batches that caches know when they decide which rows of a batch
+            to keep. Sharded tables have no look-ahead.
+        ranks: Ranks that exchange the rows of sharded tables; None for other tables.
+
+    Raises:
+        ArgumentError: If the loader cannot be iterated.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        tables: Sequence[LoopTable],
+        look_ahead: int = 0,
+        ranks: RankLoop | None = None,
+    ) -> None:
+        super().__init__(loader)
+        self._tables = tables
+        self._look_ahead = look_ahead
+        self._ranks = ranks
+        self.caches: Sequence[RowCache | None] = [None] * len(tables)
+        """For each table, the cache of its rows on the device; None for a table without one."""
+
+    @property
+    def fingerprint(self) -> Mapping[str, Any]:  # type: ignore[override]  # a constant there
+        ranks = {} if self._ranks is None else {"ranks": [self._ranks.rank, self._ranks.size]}
+        tables = [[table.name, table.n_rows] for table in self._tables]
+        return {"order": "a DataLoader's own", "tables": tables, **ranks}
+
+    def hint(self, source_share: float) -> str:
+        if source_share >= 0.5:
+            return super().hint(source_share)
+        names = ", ".join(table.name for table in self._tables)
+        return (
+            f"Gathering rows of {names} takes most of the time. A table in memory (store=None) is "
+            "faster than a table in a file. A smaller dtype or fewer distinct ids per batch reduce "
+            "the bytes to gather. `pinfeed doctor --ids` reports whether a device cache would help."
+        )
+
+    def epoch(
+        self, number: int, start: int, checksum: int, batches_per_slot: int
+    ) -> Generator[BatchThunk, None, None]:
+        for cache in filter(None, self.caches):
+            cache.begin()
+        return super().epoch(number, start, checksum, batches_per_slot)
+
+    def draw(self, batch: Any) -> BatchThunk:
+        # The user's functions run here, one batch at a time. Any idle reader thread computes the
+        # rest from their ids.
+        return functools.partial(self._load, batch, self._ids(batch))
+
+    def _draws(self, batches: Iterator[Any]) -> Generator[BatchThunk, None, None]:
+        if self._ranks is not None:
+            yield from self._draw_exchanged(batches, self._ranks)
+        elif any(self.caches):
+            yield from self._draw_cached(batches)
+        else:
+            yield from super()._draws(batches)
+
+    def _draw_cached(self, batches: Iterator[Any]) -> Generator[BatchThunk, None, None]:
+        # A cache decides about batches in their order, so one thread looks up their rows here.
+        for load, lookups in _ahead(self._lookups(batches), self._look_ahead):
+            cached = [
+                None if cache is None else cache.decide(lookup.rows)
+                for cache, lookup in zip(self.caches, lookups, strict=True)
+            ]
+            yield functools.partial(self._host_batch, load, lookups, cached)
+
+    def _lookups(
+        self, batches: Iterator[Any]
+    ) -> Generator[tuple[HostBatch, list[HostLookup]], None, None]:
+        """Announce the lookups of each batch to the caches, and yield the batch with them."""
+        while (batch := self.next_batch(batches)) is not END:
+            load, lookups = self._looked_up(batch, self._ids(batch))
+            for cache, lookup in zip(self.caches, lookups, strict=True):
+                if cache is not None:
+                    cache.decisions.announce(lookup.rows)
+            yield load, lookups
+
+    def _draw_exchanged(
+        self, batches: Iterator[Any], ranks: RankLoop
+    ) -> Generator[BatchThunk, None, None]:
+        exchange = ranks.exchange(self.caches)
+        while True:
+            number = self._number
+            with exchange.report_bad_batch(number):
+                batch = self.next_batch(batches)
+                if batch is not END:
+                    load, lookups = self._looked_up(batch, self._ids(batch))
+            if batch is END:
+                ranks.end_batches(number)
+                return
+            wanted = [lookup.rows for lookup in lookups]
+            # A variable for the plans would keep their rows in memory until the next batch.
+            yield functools.partial(
+                self._exchanged_batch, load, lookups, exchange.exchange(number, wanted), number
+            )
+
+    def _ids(self, batch: Any) -> list[Any]:
+        """Return the ids that a batch looks up in each table."""
+        return [table.ids_of(batch) for table in self._tables]
+
+    def _looked_up(self, batch: Any, ids: Sequence[Any]) -> tuple[HostBatch, list[HostLookup]]:
+        """Return the batch itself, and its lookup in each table."""
+        load = load_of(batch)
+        pairs = zip(self._tables, ids, strict=True)
+        return load, [
+            look_up(load, of_table, table.name, table.n_rows) for table, of_table in pairs
+        ]
+
+    def _load(self, batch: Any, ids: Sequence[Any]) -> HostBatch:
+        load, lookups = self._looked_up(batch, ids)
+        return self._host_batch(load, lookups, [None] * len(lookups))
+
+    def _host_batch(
+        self,
+        load: HostBatch,
+        lookups: Sequence[HostLookup],
+        every_cached: Sequence[CachedRows | None],
+    ) -> HostBatch:
+        """Return a batch with the parts of ``load``, followed by the parts of each table."""
+        parts = list(load.parts)
+        every = []
+        for table, lookup, cached in zip(self._tables, lookups, every_cached, strict=True):
+            parts.append(HostLeaf(torch.from_numpy(lookup.rows)))
+            group = _add_rows(parts, lookup.rows, table.stores, cached)
+            parts += position_parts(lookup)
+            every.append(_HostRows(lookup, group, None))
+        return _with_rows(load, parts, every)
+
+    def _exchanged_batch(
+        self,
+        load: HostBatch,
+        lookups: Sequence[HostLookup],
+        plans: Sequence[ExchangePlan],
+        number: int,
+    ) -> HostBatch:
+        """Return a batch, as ``_host_batch`` does, with the rows that ranks have exchanged."""
+        assert self._ranks is not None
+        parts = list(load.parts)
+        every = []
+        for i, (table, lookup, plan) in enumerate(zip(self._tables, lookups, plans, strict=True)):
+            leaves = (torch.from_numpy(lookup.rows), to_torch(plan.values), *plan.positions)
+            parts += map(HostLeaf, leaves)
+            group = _add_rows(parts, plan.own, table.stores, plan.cached)
+            parts += position_parts(lookup)
+            every.append(_HostRows(lookup, group, self._ranks.link(number, i, plan.counts)))
+        return _with_rows(load, parts, every)
+
+
+def _with_rows(load: HostBatch, parts: list[HostArray], every: Sequence[_HostRows]) -> HostBatch:
+    """Return a batch with parts for the rows of each table."""
+    data = DataOnDevice(load, [rows.lookup for rows in every])
+    complete = functools.partial(_table_batch, data, every)
+    groups = [rows.group for rows in every]
+    return HostBatch(
+        parts, data.rebuild, load.batches, groups, n_data=data.n_parts, complete=complete
+    )
+
+
+def _table_batch(
+    on_device: DataOnDevice, every: Sequence[_HostRows], data: Any, parts: list[Tensor]
+) -> TableBatch:
+    """Add the rows of each table to the batch, from the parts of ``_with_rows``."""
+    tensors = iter(parts[on_device.n_parts :])
+    batch = TableBatch(data, [], [])
+    for lookup, group, link in every:
+        ids = next(tensors)
+        if link is not None:
+            values = next(tensors)
+            row_positions = RowPositions(*(next(tensors) for _ in RowPositions._fields))
+        if group.cached is not None:
+            # Only the cache needs the positions.
+            next(tensors)
+        stored = [next(tensors) for _ in group.stores]
+        positions = on_device.positions(lookup, parts, tensors)
+        batch.stored.append(stored)
+        if link is None:
+            batch.rows.append(BatchRows(lookup.rows, ids, stored[0], positions))
+        else:
+            own = OwnRows(group.batch_rows, stored[0])
+            batch.rows.append(
+                ShardedBatchRows(lookup.rows, ids, values, positions, own, row_positions, link)
+            )
+    return batch
+
+
+def _add_rows(
+    parts: list[HostArray], rows: Rows, stores: Sequence[Store], cached: CachedRows | None
+) -> RowGroup:
+    """Add rows of a table to the parts of a batch, and return their group.
+
+    Args:
+        parts: The parts, to which this function appends.
+        rows: Indices of the rows.
+        stores: Stores of the rows.
+        cached: The same rows in the cache of the table; None without a cache.
+    """
+    if cached is not None:
+        rows = cached.gathered
+        cached.part = len(parts)
+        parts.append(HostLeaf(torch.from_numpy(cached.packed_positions)))
+    group = RowGroup(rows, len(parts), stores, cached=cached)
+    parts += [StoreRows(store, rows) for store in stores]
+    return group
+
+
+def _ahead(items: Iterator[T], n: int) -> Generator[T, None, None]:
+    """Yield each item when the next ``n`` items are known.
+
+    At the beginning, fewer items are known, to avoid a delay of the first item. The function draws
+    two items for each item that it yields. An error is raised after the items before it.
+    """
+    waiting: deque[T] = deque()
+    failure: Exception | None = None
+    is_over = False
+    while waiting or not is_over:
+        for _ in range(min(2, n + 1 - len(waiting))):
+            if is_over:
+                break
+            try:
+                waiting.append(next(items))
+            except StopIteration:
+                is_over = True
+            except Exception as error:
+                failure = error
+                is_over = True
+        if waiting:
+            yield waiting.popleft()
+    if failure is not None:
+        try:
+            raise failure
+        finally:
+            # The error's traceback keeps this frame, which must not keep the error.
+            del failure
