@@ -27,7 +27,7 @@ from pinfeed.pipeline.sources.store_rows import RowSource
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.rows.orders import Order
 from pinfeed.rows.ragged_batches import ElementBatches
-from pinfeed.rows.rank_warnings import note_workers
+from pinfeed.rows.rank_batches import note_workers
 from pinfeed.rows.ranks import Ranks
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
 from pinfeed.validation.safe_repr import safe_repr

@@ -18,8 +18,7 @@ from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.functions import ReaderSource
 from pinfeed.pipeline.sources.samples import SampleReader
 from pinfeed.rows.batches import OrderBatches
-from pinfeed.rows.rank_batches import RankBatches
-from pinfeed.rows.rank_warnings import note_workers
+from pinfeed.rows.rank_batches import RankBatches, note_workers
 from pinfeed.rows.ranks import Ranks
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.validation.arguments import explain_arguments, whole_number

@@ -15,8 +15,7 @@ from pinfeed.memory.plan import Plan
 from pinfeed.rows.batches import OrderBatches, RowBatches
 from pinfeed.rows.orders import BlockShuffled, Order, PerRank, sequential, shuffled
 from pinfeed.rows.ragged_batches import ElementBatches
-from pinfeed.rows.rank_batches import RankBatches
-from pinfeed.rows.rank_shard import RankShard, shard_of_rank
+from pinfeed.rows.rank_batches import RankBatches, RankShard, shard_of_rank
 from pinfeed.rows.ranks import Ranks
 from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch
 from pinfeed.validation.arguments import check_flag, check_seed

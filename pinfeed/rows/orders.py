@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.permutation import draws, keys_of, permutation
-from pinfeed.rows.rank_partition import Progress, RankPartition, StridedSlice, Uneven, positions_of
+from pinfeed.rows.ranks import Progress, RankPartition, StridedSlice, Uneven, positions_of
 from pinfeed.validation.arguments import (
     check_flag,
     check_rank,
