@@ -13,7 +13,7 @@ from pinfeed.feeders.loop_options import LoopOptions
 from pinfeed.memory.plan import Plan
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.sources.dataloader import LoaderSource, StatefulSource
+from pinfeed.pipeline.sources.loader_source import LoaderSource, StatefulSource
 from pinfeed.validation.safe_repr import safe_repr
 
 STATE_METHODS = ("state_dict", "load_state_dict")

@@ -23,7 +23,7 @@ from pinfeed.pipeline.host_transfer import rows_on_host
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.planner import Planner
 from pinfeed.pipeline.schedule import PrefetchSchedule, choose_schedule, crew_schedule
-from pinfeed.pipeline.sources.store_rows import RowSource
+from pinfeed.pipeline.sources.row_source import RowSource
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.rows.orders import Order
 from pinfeed.rows.ragged_batches import ElementBatches

@@ -15,8 +15,8 @@ from pinfeed.feeders.row_selection import RowSelection, warn_if_empty
 from pinfeed.memory.depth import check_depth
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.sources.functions import ReaderSource
-from pinfeed.pipeline.sources.samples import SampleReader
+from pinfeed.pipeline.sources.reader_source import ReaderSource
+from pinfeed.pipeline.sources.sample_reader import SampleReader
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.rank_batches import RankBatches, note_workers
 from pinfeed.rows.ranks import Ranks

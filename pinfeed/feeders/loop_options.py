@@ -13,8 +13,8 @@ from pinfeed.pipeline.active_run import Again
 from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.loop_transforms import NO_TRANSFORMS, LoopTransforms
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.sources.base import Source
-from pinfeed.pipeline.sources.transforms import BatchTransform, Seed
+from pinfeed.pipeline.sources.batch_transform import BatchTransform, Seed
+from pinfeed.pipeline.sources.source import Source
 from pinfeed.validation.arguments import check_choice, check_flag, check_seed
 from pinfeed.validation.functions import check_function, takes_generator
 

@@ -13,7 +13,7 @@ from pinfeed.feeders.loop_options import LoopOptions
 from pinfeed.memory.depth import check_optional_depth
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.pipeline.schedule import PrefetchSchedule, measured_schedule
-from pinfeed.pipeline.sources.dataloader import LoaderSource, StatefulSource
+from pinfeed.pipeline.sources.loader_source import LoaderSource, StatefulSource
 from pinfeed.validation.arguments import check_choice, explain_arguments
 
 if TYPE_CHECKING:

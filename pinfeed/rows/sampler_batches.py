@@ -111,7 +111,7 @@ class SamplerBatches(RowBatches):
                 )
             self._remember_epoch(sampler)
 
-    def follow(self, epoch: int) -> None:
+    def epoch_changed(self, epoch: int) -> None:
         """Set the sampler to an epoch if it reports another one.
 
         A sampler that does not report its epoch stays as it is, because its owner may have set it.
@@ -177,7 +177,7 @@ class SamplerBatches(RowBatches):
             yield _row_indices(group)
 
     def _batches(self, number: int, start: int, checksum: int) -> Iterator[tuple[Rows, int]]:
-        self.follow(number)
+        self.epoch_changed(number)
         total = 0
         count = 0
         for rows in self._cut():

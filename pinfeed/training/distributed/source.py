@@ -16,8 +16,9 @@ import torch
 from pinfeed.devices.base import Tensor
 from pinfeed.errors import ClosedError
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, RowGroup
-from pinfeed.pipeline.sources.dataloader import END, HostLeaf
+from pinfeed.pipeline.sources.host_leaves import HostLeaf
+from pinfeed.pipeline.sources.loader_source import END
+from pinfeed.pipeline.sources.source import BatchThunk, HostBatch, RowGroup
 from pinfeed.tensors.numpy_torch import to_torch
 from pinfeed.training.distributed.batch_rows import (
     RowPositions,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from pinfeed.memory.units import human
-from pinfeed.pipeline.sources.base import RowGroup
+from pinfeed.pipeline.sources.source import RowGroup
 from pinfeed.stores import ArrayStore, Store
 from pinfeed.stores.base import row_nbytes
 from pinfeed.training.embeddings.reuse_sketch import CacheSize, ReuseSketch

@@ -11,7 +11,7 @@ import torch
 import pinfeed
 from pinfeed import ArrayStore, HostEmbedding, MmapStore, RowOptimizer
 from pinfeed.devices.cpu import HostDevice
-from pinfeed.pipeline.sources.base import RowGroup
+from pinfeed.pipeline.sources.source import RowGroup
 from pinfeed.profiling.starvation import explanation
 from pinfeed.profiling.stats import Totals
 from pinfeed.training.embeddings.cache_hint import CacheHint, gains_from_cache

@@ -1,23 +1,25 @@
-"""RowFetch: the rows of stores whose ids are in the batches of a loader."""
+"""RowFetch: the rows of stores whose ids are in the batches of a loader; the ids of a batch."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from pinfeed.devices.base import Device, RowCopy, Tensor
-from pinfeed.pipeline.sources.base import ArrayPart, HostBatch, RowGroup
-from pinfeed.pipeline.sources.ids import IdsOf, ids_array
+from pinfeed.errors import ArgumentError, RowIndexError, StoreError, described
+from pinfeed.pipeline.sources.host_leaves import host_batch_of
+from pinfeed.pipeline.sources.source import ArrayPart, HostBatch, RowGroup
 from pinfeed.readahead import HostRows, ReadStrategy
 from pinfeed.readahead.base import main_hint
-from pinfeed.rows.distinct import first_occurrences
-from pinfeed.rows.indices import check_rows
+from pinfeed.rows.indices import check_rows, first_occurrences
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Array, CheckStop, HostArray, Store, never, row_nbytes
 from pinfeed.tensors.pytree import Rebuild
@@ -25,6 +27,8 @@ from pinfeed.tensors.pytree import Rebuild
 # Rows are copied to their positions in pieces of this size, which stay in the processor's cache.
 _PIECE_BYTES = 256 << 10
 
+IdsOf = Callable[[Any], Any]
+"""Returns the ids of the rows that a batch on the host needs."""
 Serve = Callable[[Rows], HostRows]
 """Returns rows of one store, which are gathered later."""
 
@@ -127,15 +131,16 @@ class RowFetch:
         """
         return [ids_array(spec.ids_of(batch), spec.name).copy() for spec in self._specs]
 
-    def add(self, load: HostBatch, ids: Sequence[Array]) -> HostBatch:
-        """Return a batch with the parts of ``load``, the rows of all entries, and positions.
+    def add(self, batch: Any, ids: Sequence[Array]) -> HostBatch:
+        """Return a loader's batch with the rows of all entries, and their positions.
 
         Only entries with repeated ids need positions.
 
         Raises:
             RowIndexError: If ids are out of range.
         """
-        parts = list(load.parts)
+        host_batch = host_batch_of(batch)
+        parts = list(host_batch.parts)
         groups: list[RowGroup] = []
         found = [
             self._add_rows(spec, serving, of_spec, parts, groups)
@@ -143,8 +148,8 @@ class RowFetch:
         ]
         positions = [fetched.positions for fetched in found if fetched.positions is not None]
         parts += [ArrayPart(of_entry.astype(np.int32)) for of_entry in positions]
-        rebuild = functools.partial(self._rebuild, load.rebuild, len(load.parts), found)
-        return HostBatch(parts, rebuild, load.batches, groups)
+        rebuild = functools.partial(self._rebuild, host_batch.rebuild, len(host_batch.parts), found)
+        return HostBatch(parts, rebuild, host_batch.batches, groups)
 
     def hint(self) -> str:
         """Return what to change if a loop stalls on gathering these rows."""
@@ -221,3 +226,67 @@ class RowFetch:
         out = self._device.tensor(memory, shape, dtype)
         self._device.copy_rows([RowCopy(distinct, out, taken=positions)], compute)
         return out
+
+
+def ids_function(ids: Any, name: str) -> IdsOf:
+    """Return a function of a batch that returns its ids, from the user's function or key.
+
+    Args:
+        ids: A function of the batch, or the key of the ids in the batch.
+        name: Name of the ids in errors.
+    """
+    if callable(ids):
+        function: IdsOf = ids
+        return function
+
+    def ids_at_key(batch: Any) -> Any:
+        try:
+            return batch[ids]
+        except (LookupError, TypeError) as error:
+            found = f"the batch is a {type(batch).__name__}"
+            if isinstance(batch, Mapping):
+                found = f"the batch has keys {', '.join(map(repr, batch))}"
+            raise ArgumentError(
+                f"{name}: no ids at {ids!r}, because {found}; expected the key of its ids, or a "
+                "function of the batch"
+            ) from error
+
+    return ids_at_key
+
+
+def ids_array(ids: Any, name: str) -> Array:
+    """Return ids as an array of integers of the same shape.
+
+    Args:
+        ids: Tensor, array, or sequence of integers.
+        name: Name of the ids in errors.
+
+    Raises:
+        RowIndexError: If the ids are not integers.
+    """
+    # numpy takes some objects for arrays without elements, such as the empty storage that a
+    # HeteroData of PyG makes for a missing key.
+    if isinstance(ids, Mapping) or not (
+        hasattr(ids, "__array__") or isinstance(ids, (Sequence, Number))
+    ):
+        raise RowIndexError(
+            f"{name}: the ids of the batch are a {type(ids).__name__}; expected integers in a "
+            "tensor, an array or a list; give a function or a key that returns them"
+        )
+    torch = sys.modules.get("torch")
+    try:
+        if torch is not None and isinstance(ids, torch.Tensor):
+            # The import is local, because the pipeline is loaded without torch.
+            from pinfeed.tensors.numpy_torch import to_numpy
+
+            array = to_numpy(ids, name)
+        else:
+            array = np.asarray(ids)
+    except (StoreError, ValueError, TypeError) as error:
+        raise RowIndexError(f"{name}: ids of the batch: {described(error)}") from None
+    if array.size and array.dtype.kind not in "iu":
+        hint = "; for a mask, give ids[mask]" if array.dtype == bool else ""
+        raise RowIndexError(
+            f"{name}: the ids of the batch are {array.dtype}; expected integers{hint}"
+        )
+    return array
