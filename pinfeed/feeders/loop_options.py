@@ -15,8 +15,13 @@ from pinfeed.pipeline.loop_transforms import NO_TRANSFORMS, LoopTransforms
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.batch_transform import BatchTransform, Seed
 from pinfeed.pipeline.sources.source import Source
-from pinfeed.validation.arguments import check_choice, check_flag, check_seed
-from pinfeed.validation.functions import check_function, takes_generator
+from pinfeed.validation.arguments import (
+    check_choice,
+    check_flag,
+    check_function,
+    check_seed,
+    takes_generator,
+)
 
 
 @dataclass(frozen=True)

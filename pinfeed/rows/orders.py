@@ -84,7 +84,7 @@ def shuffled(seed: int = 0) -> Order:
 
 @explain_arguments(
     {
-        **dict.fromkeys(("num_samples", "n_rows", "size"), "the number of rows of an epoch is n="),
+        "num_samples n_rows size": "the number of rows of an epoch is n=",
         "replacement": "rows are always drawn with replacement; leave it out",
     }
 )

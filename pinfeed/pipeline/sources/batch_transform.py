@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from pinfeed.errors import ArgumentError, add_note
 from pinfeed.pipeline.sources.guarded import guarded
-from pinfeed.validation.functions import takes_generator
+from pinfeed.validation.arguments import takes_generator
 
 
 class TransformCall(NamedTuple):
