@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from pinfeed.errors import ArgumentError
-from pinfeed.feeders.base import ResumableFeeder, T_co
+from pinfeed.feeders.base_feeder import LoopOptions, ResumableFeeder, T_co
 from pinfeed.feeders.batch import Batch
 from pinfeed.feeders.hints import FEEDER_HINTS
-from pinfeed.feeders.loop_options import LoopOptions
 from pinfeed.feeders.row_selection import RowSelection
 from pinfeed.feeders.transform_trial import measure_transforms
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth, n_held
@@ -58,8 +57,8 @@ class Feeder(ResumableFeeder[T_co]):
     prefetched batch does not see other changes of its array or file. The caller owns each batch,
     which stays valid and unchanged for as long as it is kept.
 
-    A feeder replaces a DataLoader; do not put one around it, with ``batch_size=None`` either.
-    ``next(iter(feeder))`` returns one batch. ``feeder[0]`` raises a TypeError, because a feeder has
+    A feeder replaces a DataLoader. Do not wrap a feeder in a DataLoader, even with
+    ``batch_size=None``. ``next(iter(feeder))`` returns one batch. ``feeder[0]`` raises a TypeError, because a feeder has
     no rows by index; use ``RowDataset`` for these.
 
     Examples:

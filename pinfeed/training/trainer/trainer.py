@@ -13,8 +13,8 @@ from torch import nn
 
 from pinfeed.devices import torch_device
 from pinfeed.errors import ArgumentError, ClosedError
-from pinfeed.feeders.base import BaseFeeder
-from pinfeed.feeders.dataloader import LoaderFeeder
+from pinfeed.feeders.base_feeder import BaseFeeder
+from pinfeed.feeders.loader_feeder import LoaderFeeder
 from pinfeed.feeders.restartable import Restartable
 from pinfeed.feeders.wrap_loader import wrap_loader
 from pinfeed.memory import limits

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from pinfeed.errors import ArgumentError, StoreError, described
-from pinfeed.feeders.base import ResumableFeeder
+from pinfeed.feeders.base_feeder import LoopOptions, ResumableFeeder
 from pinfeed.feeders.hints import READER_HINTS
-from pinfeed.feeders.loop_options import LoopOptions
 from pinfeed.feeders.row_selection import RowSelection, warn_if_empty
 from pinfeed.memory.depth import check_depth
 from pinfeed.pipeline.lent_batch import LentBatch
