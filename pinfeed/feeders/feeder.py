@@ -58,8 +58,8 @@ class Feeder(ResumableFeeder[T_co]):
     which stays valid and unchanged for as long as it is kept.
 
     A feeder replaces a DataLoader. Do not wrap a feeder in a DataLoader, even with
-    ``batch_size=None``. ``next(iter(feeder))`` returns one batch. ``feeder[0]`` raises a TypeError, because a feeder has
-    no rows by index; use ``RowDataset`` for these.
+    ``batch_size=None``. ``next(iter(feeder))`` returns one batch. ``feeder[0]`` raises a TypeError,
+    because a feeder has no rows by index; use ``RowDataset`` for these.
 
     Examples:
         >>> np.save("x.npy", np.zeros((1000, 8), np.float32))
@@ -272,14 +272,12 @@ class Feeder(ResumableFeeder[T_co]):
         stores = self._stores
         device = self._device
         is_source = not self._transforms
-        schedule = None
-        if is_source and any(store.writable for store in stores.stores):
-            schedule = self._schedule_with_writes()
-        return self._loop.run(
-            lambda lent: Batch(lent, take(lent), stores, device, is_source=is_source),
-            schedule,
-            self._begin,
-        )
+
+        def lend(lent: LentBatch) -> Batch[T_co]:
+            return Batch(lent, take(lent), stores, device, is_source=is_source)
+
+        writes = is_source and any(store.writable for store in stores.stores)
+        return self._loop.run(lend, self._schedule_with_writes() if writes else None, self._begin)
 
     @property
     def batch_size(self) -> int | None:
@@ -331,15 +329,9 @@ class Feeder(ResumableFeeder[T_co]):
         transform_nbytes = None
         if transforms and config is not None:
             transform_nbytes = measure_transforms(tree, on, transforms)
+        rows, batch_size = selection.order, selection.batch_size
         planner = Planner(
-            tree,
-            selection.order,
-            selection.batch_size,
-            config,
-            schedule,
-            on,
-            transforms,
-            transform_nbytes,
+            tree, rows, batch_size, config, schedule, on, transforms, transform_nbytes
         )
         plan, self._reads = planner.plan(route)
         batches = selection.batches(tree.n_rows, plan)
@@ -352,9 +344,8 @@ class Feeder(ResumableFeeder[T_co]):
             capacity = []
         self._is_limited = config is not None
         self._transforms = transforms
-        self._source = RowSource(
-            tree.stores, self._reads.strategies, tree.rebuild, batches, self._reads.ragged
-        )
+        reads = self._reads
+        self._source = RowSource(tree.stores, reads.strategies, tree.rebuild, batches, reads.ragged)
         self._loop = options.runner(self._source, on, schedule, transforms, capacity)
 
     def _schedule_on(

@@ -226,7 +226,16 @@ def _identity_batches(
         ArgumentError: If a batch would contain a part of an input.
     """
     assert selection.batch_size is not None
-    size = _identities_per_batch(selection.batch_size, one_read_count)
+    size, remainder = divmod(selection.batch_size, one_read_count)
+    if remainder:
+        below = size * one_read_count
+        above = below + one_read_count
+        sizes = f"{below} or {above}" if below else f"{above}"
+        raise ArgumentError(
+            f"batch_size={selection.batch_size} is not a multiple of "
+            f"one_read_count={one_read_count}, but a batch contains all samples of its inputs; "
+            f"give batch_size={sizes}"
+        )
     if selection.shard is None:
         batches = OrderBatches(selection.all_rows, n_identities, size, selection.drop_last)
         warn_if_empty(batches, "inputs")
@@ -236,31 +245,8 @@ def _identity_batches(
     return RankBatches(shard, n_identities)
 
 
-def _identities_per_batch(batch_size: int, one_read_count: int) -> int:
-    """Return the number of inputs whose samples form a batch.
-
-    Raises:
-        ArgumentError: If the number is not whole.
-    """
-    n_identities, remainder = divmod(batch_size, one_read_count)
-    if remainder:
-        below = n_identities * one_read_count
-        above = below + one_read_count
-        sizes = f"{below} or {above}" if below else f"{above}"
-        raise ArgumentError(
-            f"batch_size={batch_size} is not a multiple of one_read_count={one_read_count}, but a "
-            f"batch contains all samples of its inputs; give batch_size={sizes}"
-        )
-    return n_identities
-
-
 def _reader(
-    kind: str,
-    function: Any,
-    values: Sequence[Any],
-    n_samples: int,
-    apply: Any,
-    dtype: Any,
+    kind: str, function: Any, values: Sequence[Any], n_samples: int, apply: Any, dtype: Any
 ) -> SampleReader:
     """Return the reader of the input samples or of the output samples.
 
@@ -272,6 +258,11 @@ def _reader(
         raise ArgumentError(
             f"{reader.function_name}={function!r}: expected a function that returns samples"
         )
+    if dtype is not None and apply is not None:
+        raise ArgumentError(
+            f"both {reader.apply_name} and {kind}_dtype were given, but the function decides the "
+            f"dtype of its batch; leave out {kind}_dtype"
+        )
     if apply is not None and not callable(apply):
         raise ArgumentError(
             f"{reader.apply_name}={apply!r}: expected a function that makes a batch from its "
@@ -279,11 +270,6 @@ def _reader(
         )
     if dtype is None:
         return reader
-    if apply is not None:
-        raise ArgumentError(
-            f"both {reader.apply_name} and {kind}_dtype were given, but the function decides the "
-            f"dtype of its batch; leave out {kind}_dtype"
-        )
     try:
         return dataclasses.replace(reader, dtype=dtype_of(dtype, f"{kind}_dtype"))
     except StoreError as error:

@@ -6,10 +6,10 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import operator
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import index
 from typing import Any, cast, get_args
 
 from pinfeed.errors import ArgumentError
@@ -62,14 +62,8 @@ class RankShard:
             done: Positions of the epoch that are already done.
         """
         in_one = isinstance(self.order, BlockShuffled) and not self.ranks.split_batches
-        return PerRank(
-            self.order,
-            self.rank,
-            self.world_size,
-            self.ranks.uneven,
-            None if in_one else self.batch_size,
-            done,
-        )
+        chunk = None if in_one else self.batch_size
+        return PerRank(self.order, self.rank, self.world_size, self.ranks.uneven, chunk, done)
 
     def batches(self, n_rows: int, done: Progress = ()) -> OrderBatches:
         """Return the batches of this rank.
@@ -218,7 +212,7 @@ def shard_of_rank(
     order: Any,
     drop_last: bool,
     size: int | None,
-    size_name: str = "batch_size",
+    size_name: str,
 ) -> RankShard | None:
     """Return this process's part of every epoch; None if it reads all rows.
 
@@ -248,14 +242,7 @@ def shard_of_rank(
         rank, world_size = shared.rank, shared.world_size
     if shared.split_batches:
         _check_divisible(size, size_name, world_size)
-    return RankShard(
-        order,
-        shared,
-        operator.index(rank),
-        operator.index(world_size),
-        drop_last,
-        operator.index(size),
-    )
+    return RankShard(order, shared, index(rank), index(world_size), drop_last, index(size))
 
 
 def _check_ranks(ranks: Any, order: Any, drop_last: bool) -> Ranks:

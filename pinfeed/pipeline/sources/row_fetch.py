@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from pinfeed.readahead import HostRows, ReadStrategy
 from pinfeed.readahead.base import main_hint
 from pinfeed.rows.indices import check_rows, first_occurrences
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.base import Array, CheckStop, HostArray, Store, never, row_nbytes
+from pinfeed.stores.base import Array, CheckStop, Store, never, row_nbytes
 from pinfeed.tensors.pytree import Rebuild
 
 # Rows are copied to their positions in pieces of this size, which stay in the processor's cache.
@@ -83,16 +83,6 @@ class RepeatedRows:
             out[begin:end] = out.take(positions[begin:end], axis=0)
 
 
-class _Fetched(NamedTuple):
-    """Rows of one entry for a batch."""
-
-    spec: FetchSpec
-    shape: tuple[int, ...]
-    """Shape of the ids."""
-    positions: Rows | None
-    """Index of the distinct row for each position of the batch; None if the rows are in place."""
-
-
 class RowFetch:
     """Adds rows to the batches of a loader, by the ids in the batches.
 
@@ -142,13 +132,24 @@ class RowFetch:
         host_batch = host_batch_of(batch)
         parts = list(host_batch.parts)
         groups: list[RowGroup] = []
-        found = [
-            self._add_rows(spec, serving, of_spec, parts, groups)
-            for spec, serving, of_spec in zip(self._specs, self._serving, ids, strict=True)
-        ]
-        positions = [fetched.positions for fetched in found if fetched.positions is not None]
-        parts += [ArrayPart(of_entry.astype(np.int32)) for of_entry in positions]
-        rebuild = functools.partial(self._rebuild, host_batch.rebuild, len(host_batch.parts), found)
+        shapes: list[tuple[tuple[int, ...], bool]] = []
+        for spec, serving, of_spec in zip(self._specs, self._serving, ids, strict=True):
+            checked = check_rows(of_spec.reshape(-1), spec.stores[0].n_rows, f"{spec.name}: ids")
+            rows, positions = first_occurrences(checked)
+            distinct = [serve(rows) for serve in serving]
+            is_spread = positions is not None and not self._device.unified
+            if not self._device.unified:
+                groups.append(RowGroup(rows, len(parts), spec.stores))
+            if positions is None or is_spread:
+                parts += distinct
+            else:
+                parts += [RepeatedRows(of_store, positions) for of_store in distinct]
+            if positions is not None and is_spread:
+                parts.append(ArrayPart(positions.astype(np.int32)))
+            shapes.append((of_spec.shape, is_spread))
+        rebuild = functools.partial(
+            self._rebuild, host_batch.rebuild, len(host_batch.parts), shapes
+        )
         return HostBatch(parts, rebuild, host_batch.batches, groups)
 
     def hint(self) -> str:
@@ -161,69 +162,45 @@ class RowFetch:
         names = ", ".join(spec.name for spec in self._specs)
         return f"Gathering rows of {names} takes most of the time. {main_hint(pairs)}"
 
-    def _add_rows(
-        self,
-        spec: FetchSpec,
-        serving: Sequence[Serve],
-        ids: Array,
-        parts: list[HostArray],
-        groups: list[RowGroup],
-    ) -> _Fetched:
-        """Add the rows of one entry to the parts of a batch."""
-        checked = check_rows(ids.reshape(-1), spec.stores[0].n_rows, f"{spec.name}: ids")
-        rows, positions = first_occurrences(checked)
-        if not self._device.unified:
-            groups.append(RowGroup(rows, len(parts), spec.stores))
-        distinct = [serve(rows) for serve in serving]
-        if positions is not None and self._device.unified:
-            parts += [RepeatedRows(of_store, positions) for of_store in distinct]
-            positions = None
-        else:
-            parts += distinct
-        return _Fetched(spec, ids.shape, positions)
-
     def _rebuild(
         self,
         rebuild: Rebuild,
         n_parts: int,
-        found: Sequence[_Fetched],
+        shapes: Sequence[tuple[tuple[int, ...], bool]],
         tensors: Iterator[Tensor],
     ) -> tuple[Any, dict[Hashable, Any]]:
-        """Return the loader's batch and the fetched rows, from the parts of ``add``."""
+        """Return the loader's batch and the fetched rows, from the parts of ``add``.
+
+        Args:
+            rebuild: Makes the loader's batch.
+            n_parts: Number of its parts.
+            shapes: For each entry the shape of its ids, and whether they repeat, so that its rows
+                are distinct and positions follow them.
+            tensors: The tensors of all parts.
+        """
         batch = rebuild(iter([next(tensors) for _ in range(n_parts)]))
-        every_rows = [[next(tensors) for _ in fetched.spec.stores] for fetched in found]
-        return batch, {
-            fetched.spec.key: self._rows(fetched, rows, tensors)
-            for fetched, rows in zip(found, every_rows, strict=True)
-        }
+        fetched = {}
+        for spec, (shape, is_spread) in zip(self._specs, shapes, strict=True):
+            rows = [next(tensors) for _ in spec.stores]
+            if is_spread:
+                positions = next(tensors)
+                pairs = zip(rows, spec.stores, strict=True)
+                rows = [self._spread(distinct, positions, store) for distinct, store in pairs]
+            if len(shape) != 1:
+                pairs = zip(rows, spec.stores, strict=True)
+                rows = [of_store.reshape((*shape, *store.row_shape)) for of_store, store in pairs]
+            fetched[spec.key] = spec.rebuild(iter(rows))
+        return batch, fetched
 
-    def _rows(self, fetched: _Fetched, rows: list[Tensor], positions: Iterator[Tensor]) -> Any:
-        """Return the rows of one entry, in the shape of its ids (consumer thread)."""
-        stores = fetched.spec.stores
-        if fetched.positions is not None:
-            of_entry = next(positions)
-            n = math.prod(fetched.shape)
-            rows = [
-                self._spread(of_store, of_entry, (n, *store.row_shape), store.dtype)
-                for of_store, store in zip(rows, stores, strict=True)
-            ]
-        if len(fetched.shape) != 1:
-            rows = [
-                of_store.reshape((*fetched.shape, *store.row_shape))
-                for of_store, store in zip(rows, stores, strict=True)
-            ]
-        return fetched.spec.rebuild(iter(rows))
-
-    def _spread(
-        self, distinct: Tensor, positions: Tensor, shape: tuple[int, ...], dtype: np.dtype[Any]
-    ) -> Tensor:
+    def _spread(self, distinct: Tensor, positions: Tensor, store: Store) -> Tensor:
         """Copy each distinct row to its positions, on a device that has its own memory.
 
         The batch is lent already, so the current stream has waited for its copies.
         """
         compute = self._device.current_stream()
-        memory = self._device.empty(math.prod(shape) * dtype.itemsize, compute)
-        out = self._device.tensor(memory, shape, dtype)
+        shape = (positions.shape[0], *store.row_shape)
+        memory = self._device.empty(math.prod(shape) * store.dtype.itemsize, compute)
+        out = self._device.tensor(memory, shape, store.dtype)
         self._device.copy_rows([RowCopy(distinct, out, taken=positions)], compute)
         return out
 
