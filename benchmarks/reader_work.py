@@ -23,7 +23,7 @@ from benchmarks.earlier import Earlier, add_before, opened
 from benchmarks.environment import environment
 from pinfeed.pipeline import recent_rows
 from pinfeed.pipeline.row_cache.policy import CachePolicy
-from pinfeed.rows.distinct import distinct_rows, first_occurrences
+from pinfeed.rows.indices import distinct_rows, first_occurrences
 from pinfeed.rows.orders import shuffled
 
 SIZES = (8192, 65_536)

@@ -36,7 +36,7 @@ from pinfeed.errors import (
 )
 from pinfeed.feeders.batch import Batch
 from pinfeed.feeders.feeder import Feeder
-from pinfeed.feeders.functions import wrap_readers
+from pinfeed.feeders.reader_feeder import wrap_readers
 from pinfeed.feeders.restartable import restartable
 from pinfeed.feeders.wrap_loader import wrap_loader
 from pinfeed.memory.plan import Plan

@@ -12,7 +12,7 @@ import numpy as np
 
 from pinfeed.devices.base import Device
 from pinfeed.errors import WriteBackError
-from pinfeed.feeders.base import T_co
+from pinfeed.feeders.base_feeder import T_co
 from pinfeed.pipeline.lent_batch import LentBatch, WritableBatch
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.rows.orders import Rows

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from pinfeed.errors import ArgumentError
-from pinfeed.feeders.base import ResumableFeeder, T_co
+from pinfeed.feeders.base_feeder import LoopOptions, ResumableFeeder, T_co
 from pinfeed.feeders.batch import Batch
 from pinfeed.feeders.hints import FEEDER_HINTS
-from pinfeed.feeders.loop_options import LoopOptions
 from pinfeed.feeders.row_selection import RowSelection
 from pinfeed.feeders.transform_trial import measure_transforms
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth, n_held
@@ -23,11 +22,11 @@ from pinfeed.pipeline.host_transfer import rows_on_host
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.planner import Planner
 from pinfeed.pipeline.schedule import PrefetchSchedule, choose_schedule, crew_schedule
-from pinfeed.pipeline.sources.store_rows import RowSource
+from pinfeed.pipeline.sources.row_source import RowSource
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.rows.orders import Order
 from pinfeed.rows.ragged_batches import ElementBatches
-from pinfeed.rows.rank_warnings import note_workers
+from pinfeed.rows.rank_batches import note_workers
 from pinfeed.rows.ranks import Ranks
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
 from pinfeed.validation.safe_repr import safe_repr
@@ -58,9 +57,9 @@ class Feeder(ResumableFeeder[T_co]):
     prefetched batch does not see other changes of its array or file. The caller owns each batch,
     which stays valid and unchanged for as long as it is kept.
 
-    A feeder replaces a DataLoader; do not put one around it, with ``batch_size=None`` either.
-    ``next(iter(feeder))`` returns one batch. ``feeder[0]`` raises a TypeError, because a feeder has
-    no rows by index; use ``RowDataset`` for these.
+    A feeder replaces a DataLoader. Do not wrap a feeder in a DataLoader, even with
+    ``batch_size=None``. ``next(iter(feeder))`` returns one batch. ``feeder[0]`` raises a TypeError,
+    because a feeder has no rows by index; use ``RowDataset`` for these.
 
     Examples:
         >>> np.save("x.npy", np.zeros((1000, 8), np.float32))
@@ -273,14 +272,12 @@ class Feeder(ResumableFeeder[T_co]):
         stores = self._stores
         device = self._device
         is_source = not self._transforms
-        schedule = None
-        if is_source and any(store.writable for store in stores.stores):
-            schedule = self._schedule_with_writes()
-        return self._loop.run(
-            lambda lent: Batch(lent, take(lent), stores, device, is_source=is_source),
-            schedule,
-            self._begin,
-        )
+
+        def lend(lent: LentBatch) -> Batch[T_co]:
+            return Batch(lent, take(lent), stores, device, is_source=is_source)
+
+        writes = is_source and any(store.writable for store in stores.stores)
+        return self._loop.run(lend, self._schedule_with_writes() if writes else None, self._begin)
 
     @property
     def batch_size(self) -> int | None:
@@ -332,15 +329,9 @@ class Feeder(ResumableFeeder[T_co]):
         transform_nbytes = None
         if transforms and config is not None:
             transform_nbytes = measure_transforms(tree, on, transforms)
+        rows, batch_size = selection.order, selection.batch_size
         planner = Planner(
-            tree,
-            selection.order,
-            selection.batch_size,
-            config,
-            schedule,
-            on,
-            transforms,
-            transform_nbytes,
+            tree, rows, batch_size, config, schedule, on, transforms, transform_nbytes
         )
         plan, self._reads = planner.plan(route)
         batches = selection.batches(tree.n_rows, plan)
@@ -353,9 +344,8 @@ class Feeder(ResumableFeeder[T_co]):
             capacity = []
         self._is_limited = config is not None
         self._transforms = transforms
-        self._source = RowSource(
-            tree.stores, self._reads.strategies, tree.rebuild, batches, self._reads.ragged
-        )
+        reads = self._reads
+        self._source = RowSource(tree.stores, reads.strategies, tree.rebuild, batches, reads.ragged)
         self._loop = options.runner(self._source, on, schedule, transforms, capacity)
 
     def _schedule_on(

@@ -1,64 +1,31 @@
-"""Advice about arguments that a function does not have but other libraries use."""
+"""Advice about arguments that a function does not have but other libraries use.
+
+The decorator ``explain_arguments`` says what the keys of these tables are.
+"""
 
 from __future__ import annotations
 
 # Arguments of torch.utils.data.DataLoader.
-_BATCH_ARGUMENTS = (
-    "batch_size",
-    "shuffle",
-    "sampler",
-    "batch_sampler",
-    "collate_fn",
-    "drop_last",
-    "generator",
-    "in_order",
-)
-_WORKER_ARGUMENTS = (
-    "num_workers",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "persistent_workers",
-)
-_MEMORY_ARGUMENTS = ("pin_memory", "pin_memory_device")
+_BATCHES = "batch_size shuffle sampler batch_sampler collate_fn drop_last generator in_order"
+_WORKERS = "num_workers timeout worker_init_fn multiprocessing_context persistent_workers"
+_MEMORY = "pin_memory pin_memory_device"
 
-_LIMITS_TOGETHER = "limits are given together; give config=pinfeed.Config({}=...)"
+_LIMITS_TOGETHER = "limits are given together; give config=pinfeed.Config({name}=...)"
 _STORAGE_OPTIONS = "give a store as the source: pinfeed.RemoteStore(url, storage_options=...)"
 
 FEEDER_HINTS = {
-    **dict.fromkeys(
-        ("num_workers", "workers", "n_workers", "n_readers"),
-        "pinfeed chooses the number of reader threads; leave it out",
-    ),
-    **dict.fromkeys(
-        ("persistent_workers", "worker_init_fn", "multiprocessing_context", "timeout"),
-        "there are no worker processes, because reader threads read the rows; leave it out",
-    ),
-    **dict.fromkeys(
-        _MEMORY_ARGUMENTS,
-        "pinfeed uses page-locked (pinned) memory if that is faster; leave it out",
-    ),
-    **dict.fromkeys(("sampler", "batch_sampler", "order"), "give it as rows="),
-    **dict.fromkeys(
-        ("prefetch_factor", "prefetch", "buffer_size"),
-        "give the number of batches to prefetch as depth=",
-    ),
-    **dict.fromkeys(
-        ("dataset", "data", "path", "x"), "give the source as the first argument, without a name"
-    ),
-    **{
-        name: _LIMITS_TOGETHER.format(name)
-        for name in ("gpu_memory_limit", "cpu_memory_limit", "preferred_batch_size", "headroom")
-    },
-    **{
-        name: f"give it to the store of a file: pinfeed.MmapStore(path, {name}=...)"
-        for name in ("memory_map", "keep_cache")
-    },
-    **dict.fromkeys(("replacement", "num_samples"), "give rows=pinfeed.rows.drawn(n, seed=...)"),
-    **dict.fromkeys(
-        ("max_elements", "max_tokens"),
-        "give rows=pinfeed.rows.element_batches(lengths, max_elements)",
-    ),
+    "num_workers workers n_workers n_readers": "pinfeed chooses the number of reader threads; "
+    "leave it out",
+    "persistent_workers worker_init_fn multiprocessing_context timeout": "there are no worker "
+    "processes, because reader threads read the rows; leave it out",
+    _MEMORY: "pinfeed uses page-locked (pinned) memory if that is faster; leave it out",
+    "sampler batch_sampler order": "give it as rows=",
+    "prefetch_factor prefetch buffer_size": "give the number of batches to prefetch as depth=",
+    "dataset data path x": "give the source as the first argument, without a name",
+    "gpu_memory_limit cpu_memory_limit preferred_batch_size headroom": _LIMITS_TOGETHER,
+    "memory_map keep_cache": "give it to the store of a file: pinfeed.MmapStore(path, {name}=...)",
+    "replacement num_samples": "give rows=pinfeed.rows.drawn(n, seed=...)",
+    "max_elements max_tokens": "give rows=pinfeed.rows.element_batches(lengths, max_elements)",
     "storage_options": _STORAGE_OPTIONS,
     "fetch": "to read rows by the ids of a batch, use pinfeed.wrap_loader(loader, fetch=...)",
     "generator": "give shuffle=True and seed=generator.initial_seed(), for another shuffled order",
@@ -74,42 +41,23 @@ FEEDER_HINTS = {
 
 READER_HINTS = {
     **FEEDER_HINTS,
-    **dict.fromkeys(
-        ("num_workers", "workers", "n_workers"), "give the number of reader threads as n_readers="
-    ),
-    **dict.fromkeys(
-        ("sampler", "batch_sampler", "rows", "order", "replacement", "num_samples"),
-        "give inputs and outputs in the order that you want, or shuffle=True",
-    ),
-    **dict.fromkeys(
-        ("dataset", "data", "source", "path", "x"),
-        "give the inputs and the outputs as the first two arguments, without names",
-    ),
-    **dict.fromkeys(
-        ("max_elements", "max_tokens"), "give the number of samples per batch as batch_size="
-    ),
+    "num_workers workers n_workers": "give the number of reader threads as n_readers=",
+    "sampler batch_sampler rows order replacement num_samples": "give inputs and outputs in the "
+    "order that you want, or shuffle=True",
+    "dataset data source path x": "give the inputs and the outputs as the first two arguments, "
+    "without names",
+    "max_elements max_tokens": "give the number of samples per batch as batch_size=",
     "collate_fn": "give apply_on_input_batch= and apply_on_output_batch=",
-    **dict.fromkeys(
-        ("transform", "host_transform", "device_transform"),
-        "apply it in read_input, or in apply_on_input_batch=",
-    ),
+    "transform host_transform device_transform": "apply it in read_input, or in "
+    "apply_on_input_batch=",
     "dtype": "give input_dtype= and output_dtype=",
 }
 """Advice for ``wrap_readers``."""
 
 LOADER_HINTS = {
-    **{
-        name: f"give it to the DataLoader: DataLoader(dataset, {name}=...)"
-        for name in (*_BATCH_ARGUMENTS, *_WORKER_ARGUMENTS)
-    },
-    **dict.fromkeys(
-        _MEMORY_ARGUMENTS,
-        "tensors are copied to a GPU through page-locked (pinned) memory anyway; leave it out",
-    ),
-    **{
-        name: _LIMITS_TOGETHER.format(name)
-        for name in ("gpu_memory_limit", "cpu_memory_limit", "headroom")
-    },
+    f"{_BATCHES} {_WORKERS}": "give it to the DataLoader: DataLoader(dataset, {name}=...)",
+    _MEMORY: "tensors are copied to a GPU through page-locked (pinned) memory anyway; leave it out",
+    "gpu_memory_limit cpu_memory_limit headroom": _LIMITS_TOGETHER,
     "prefetch_factor": "give it to the DataLoader, for its worker processes; give the number of "
     "batches that are prefetched to the device as depth=",
     "rows": "the DataLoader decides the order; give it sampler= or batch_sampler=",
@@ -124,9 +72,7 @@ TABLE_LOOP_HINTS = {
     "device_cache": "give it to the table: HostEmbedding(..., device_cache=...)",
     "on_error": "a loop over tables ends with its first error; skip bad samples in the dataset",
     "fetch": 'wrap the loader first: train_rows(wrap_loader(loader, fetch=..., device="cpu"), ...)',
-    **dict.fromkeys(
-        ("gradients", "sparse"), 'give it to the optimizer: RowOptimizer(..., gradients="sparse")'
-    ),
+    "gradients sparse": 'give it to the optimizer: RowOptimizer(..., gradients="sparse")',
 }
 """Advice for ``train_rows``."""
 
@@ -138,16 +84,8 @@ READ_LOOP_HINTS = {
 """Advice for ``read_rows``."""
 
 DATASET_HINTS = {
-    **{
-        name: "a RowDataset has rows, not batches; use "
-        f"DataLoader(RowDataset(source), {name}=...) or Feeder(source, ...)"
-        for name in (
-            *_BATCH_ARGUMENTS,
-            *_WORKER_ARGUMENTS,
-            *_MEMORY_ARGUMENTS,
-            "prefetch_factor",
-        )
-    },
+    f"{_BATCHES} {_WORKERS} {_MEMORY} prefetch_factor": "a RowDataset has rows, not batches; use "
+    "DataLoader(RowDataset(source), {name}=...) or Feeder(source, ...)",
     "storage_options": _STORAGE_OPTIONS,
     "transform": "apply it to the rows that the dataset returns, in the collate_fn of the "
     "DataLoader or in the loop",

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Generic
 
 from pinfeed.errors import ArgumentError
-from pinfeed.feeders.base import T_co, no_items
+from pinfeed.feeders.base_feeder import T_co, no_items
 from pinfeed.validation.safe_repr import safe_repr
 
 

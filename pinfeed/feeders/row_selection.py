@@ -15,8 +15,7 @@ from pinfeed.memory.plan import Plan
 from pinfeed.rows.batches import OrderBatches, RowBatches
 from pinfeed.rows.orders import BlockShuffled, Order, PerRank, sequential, shuffled
 from pinfeed.rows.ragged_batches import ElementBatches
-from pinfeed.rows.rank_batches import RankBatches
-from pinfeed.rows.rank_shard import RankShard, shard_of_rank
+from pinfeed.rows.rank_batches import RankBatches, RankShard, shard_of_rank
 from pinfeed.rows.ranks import Ranks
 from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch
 from pinfeed.validation.arguments import check_flag, check_seed
@@ -58,29 +57,30 @@ class RowSelection:
         check_flag(shuffle, "shuffle")
         check_flag(drop_last, "drop_last")
         check_seed(seed)
+        _check_order(rows, shuffle, drop_last)
         if rows is None:
             rows = shuffled(seed) if shuffle else sequential()
-        else:
-            _check_rows(rows, shuffle, drop_last)
-        size = batch_size
-        size_name = "batch_size"
+        size, size_name = batch_size, "batch_size"
         if config is not None:
-            size = config.preferred_batch_size
-            size_name = "preferred_batch_size"
-        shard = shard_of_rank(ranks, rows, drop_last, size, size_name)
+            size, size_name = config.preferred_batch_size, "preferred_batch_size"
         self.drop_last = drop_last
         self._given_config = config
         self.all_rows = rows
-        self.order: Order | Iterable[Any] = rows if shard is None else shard.rows()
+        self.order: Order | Iterable[Any] = rows
         self.batch_size = batch_size
         self.config = None if config is None else config.for_feeder()
-        self.shard = shard
-        self.rank = None if shard is None else shard.rank
-        if shard is not None and self.config is None:
-            self.batch_size = shard.batch_size
-        elif shard is not None and self.config is not None:
+        self.rank: int | None = None
+        self.shard = shard_of_rank(ranks, rows, drop_last, size, size_name)
+        if self.shard is None:
+            return
+        self.order = self.shard.rows()
+        self.rank = self.shard.rank
+        if self.config is None:
+            self.batch_size = self.shard.batch_size
+        else:
             # The limits may already prefer smaller batches, because larger ones do not fit.
-            size = min(shard.batch_size, self.config.preferred_batch_size or shard.batch_size)
+            most = self.config.preferred_batch_size or self.shard.batch_size
+            size = min(self.shard.batch_size, most)
             self.config = dataclasses.replace(self.config, preferred_batch_size=size)
 
     def batches(self, n_rows: int, plan: Plan) -> RowBatches:
@@ -109,32 +109,34 @@ class RowSelection:
         Raises:
             BudgetError: If the batches of the plan are smaller than those of other ranks.
         """
-        notes = plan.notes
+        notes = list(plan.notes)
         if self.shard is not None:
-            notes = (_rank_note(self.shard, plan, n_rows), *notes)
-        setting = self._setting_without_effect() if unified else ""
-        if setting:
-            note = (
+            notes.insert(0, _rank_note(self.shard, plan, n_rows))
+        if unified and (setting := self._gpu_setting()):
+            notes.append(
                 f"{setting} of config has no effect on the feeder, because its batches are on the "
                 "CPU; for batches on a GPU, give device='cuda' to the feeder"
             )
-            notes = (*notes, note)
-        return plan if notes is plan.notes else dataclasses.replace(plan, notes=notes)
+        return dataclasses.replace(plan, notes=tuple(notes))
 
-    def _setting_without_effect(self) -> str:
-        """Return the GPU setting of ``config``, which does not affect batches on the CPU."""
+    def _gpu_setting(self) -> str:
+        """Return the setting of ``config`` that only batches on a GPU need; empty without one."""
         config = self._given_config
         # The limits of the command line have no device. The command prints a remark of its own.
-        chosen = getattr(config, "device", None)
-        if config is None or chosen is None:
+        device = getattr(config, "device", None)
+        if config is None or device is None:
             return ""
         if config.gpu_memory_limit is not None:
             return "gpu_memory_limit"
-        return f"device={str(chosen)!r}" if str(chosen).startswith("cuda") else ""
+        return f"device={str(device)!r}" if str(device).startswith("cuda") else ""
 
 
 def _check_batch_size(batch_size: int | None, config: Any, rows: Any) -> None:
-    """Raise ArgumentError unless exactly one argument decides the size of the batches."""
+    """Raise ArgumentError unless exactly one argument decides the size of the batches.
+
+    Raises:
+        RowIndexError: If the first element of a list or an array of batches is no row index.
+    """
     if batch_size is not None and config is not None:
         raise ArgumentError(
             "both batch_size and config were given; give one of them (Config has "
@@ -142,23 +144,37 @@ def _check_batch_size(batch_size: int | None, config: Any, rows: Any) -> None:
         )
     if config is not None and not isinstance(config, MemoryLimits):
         raise ArgumentError(f"config={config!r}: expected a pinfeed.Config")
-    if rows is not None and not isinstance(rows, Order):
-        _require_rows(rows)
-        if batch_size is not None and largest_batch(rows) is not None:
-            _require_row_indices(rows)
+    if rows is None or isinstance(rows, Order):
+        if batch_size is None and config is None:
             raise ArgumentError(
-                "batch_size was given, but rows yields whole batches; leave out batch_size"
+                "neither batch_size nor config was given; give one of them, or give rows= that "
+                "yields whole batches"
             )
-    elif batch_size is None and config is None:
+        return
+    if not isinstance(rows, Iterable) or isinstance(rows, (str, bytes)):
+        advice = "; give what the function returns" if callable(rows) else ""
+        if callable(rows) and getattr(rows, "__module__", "") == Order.__module__:
+            name = getattr(rows, "__name__", "shuffled")
+            advice = f"; call it: rows=pinfeed.rows.{name}(...)"
         raise ArgumentError(
-            "neither batch_size nor config was given; give one of them, or give rows= that "
-            "yields whole batches"
+            f"rows={rows!r}: expected an order of pinfeed.rows, a sampler, or an iterable of row "
+            f"indices{advice}"
         )
+    if batch_size is None or largest_batch(rows) is None:
+        return
+    first = np.asarray(rows[0]) if isinstance(rows, (np.ndarray, Sequence)) else None
+    if first is not None and first.size and first.dtype.kind not in "iu":
+        raise RowIndexError(
+            f"rows: got {type(rows).__name__} of {first.dtype}; expected an order of pinfeed.rows, "
+            "a sampler, or an iterable of integer row indices; convert a mask with "
+            "np.flatnonzero(mask); give arrays of data as the source"
+        )
+    raise ArgumentError("batch_size was given, but rows yields whole batches; leave out batch_size")
 
 
-def _check_rows(rows: Any, shuffle: bool, drop_last: bool) -> None:
+def _check_order(rows: Any, shuffle: bool, drop_last: bool) -> None:
     """Raise ArgumentError if ``rows`` excludes ``shuffle`` or ``drop_last``."""
-    if shuffle:
+    if shuffle and rows is not None:
         raise ArgumentError(
             "both rows and shuffle=True were given, but rows already decides the order; leave "
             "out shuffle, or give rows=pinfeed.rows.shuffled(seed)"
@@ -168,20 +184,6 @@ def _check_rows(rows: Any, shuffle: bool, drop_last: bool) -> None:
             "drop_last=True was given, but rows=element_batches(...) makes the batches; give "
             "element_batches(..., drop_last=True)"
         )
-
-
-def _require_rows(rows: Any) -> None:
-    """Raise ArgumentError unless ``rows`` is a sampler or another iterable."""
-    if isinstance(rows, Iterable) and not isinstance(rows, (str, bytes)):
-        return
-    advice = "; give what the function returns" if callable(rows) else ""
-    if callable(rows) and getattr(rows, "__module__", "") == Order.__module__:
-        name = getattr(rows, "__name__", "shuffled")
-        advice = f"; call it: rows=pinfeed.rows.{name}(...)"
-    raise ArgumentError(
-        f"rows={rows!r}: expected an order of pinfeed.rows, a sampler, or an iterable of row "
-        f"indices{advice}"
-    )
 
 
 def _rank_note(shard: RankShard, plan: Plan, n_rows: int) -> str:
@@ -243,21 +245,4 @@ def warn_if_empty(batches: OrderBatches, unit: str = "rows") -> None:
             n_own,
             unit,
             batches.batch_size,
-        )
-
-
-def _require_row_indices(rows: Any) -> None:
-    """Refuse a list or an array of values that are not row indices.
-
-    Raises:
-        RowIndexError: If the first element is neither a row index nor a batch of them.
-    """
-    if not isinstance(rows, (np.ndarray, Sequence)):
-        return
-    first = np.asarray(rows[0])
-    if first.size and first.dtype.kind not in "iu":
-        raise RowIndexError(
-            f"rows: got {type(rows).__name__} of {first.dtype}; expected an order of pinfeed.rows, "
-            "a sampler, or an iterable of integer row indices; convert a mask with "
-            "np.flatnonzero(mask); give arrays of data as the source"
         )

@@ -10,12 +10,12 @@ import numpy as np
 
 from pinfeed.devices.base import Device
 from pinfeed.errors import add_note
-from pinfeed.feeders.loop_options import LoopOptions
+from pinfeed.feeders.base_feeder import LoopOptions
 from pinfeed.pipeline.host_transfer import rows_on_host
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.loop_transforms import LoopTransforms, TransformNbytes
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.sources.store_rows import RowSource
+from pinfeed.pipeline.sources.row_source import RowSource
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.readahead import RaggedReads
 from pinfeed.readahead.base import DirectReads

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from pinfeed.errors import ArgumentError
-from pinfeed.feeders.dataloader import STATE_METHODS, LoaderFeeder, StatefulLoaderFeeder
-from pinfeed.feeders.fetch import FetchStores
+from pinfeed.feeders.base_feeder import LoopOptions
+from pinfeed.feeders.fetch_stores import FetchStores
 from pinfeed.feeders.hints import LOADER_HINTS
-from pinfeed.feeders.loop_options import LoopOptions
+from pinfeed.feeders.loader_feeder import STATE_METHODS, LoaderFeeder, StatefulLoaderFeeder
 from pinfeed.memory.depth import check_optional_depth
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.pipeline.schedule import PrefetchSchedule, measured_schedule
-from pinfeed.pipeline.sources.dataloader import LoaderSource, StatefulSource
+from pinfeed.pipeline.sources.loader_source import LoaderSource, StatefulSource
 from pinfeed.validation.arguments import check_choice, explain_arguments
 
 if TYPE_CHECKING:

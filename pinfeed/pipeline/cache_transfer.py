@@ -21,7 +21,7 @@ from pinfeed.devices.base import Device, Stream, Tensor
 from pinfeed.pipeline.forwarding import Positions
 from pinfeed.pipeline.row_cache.cache import RowCache
 from pinfeed.pipeline.row_cache.decisions import CachedRows
-from pinfeed.pipeline.sources.base import RowGroup
+from pinfeed.pipeline.sources.source import RowGroup
 from pinfeed.profiling.counters import Counters
 from pinfeed.profiling.timeline import CacheCounts
 from pinfeed.rows.orders import Rows

@@ -7,7 +7,7 @@ from pinfeed.pipeline.mover import Writer
 from pinfeed.pipeline.recent_rows import HashedGroups, RecentRows, SharedRowSearch, hash_groups
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Slot
-from pinfeed.pipeline.sources.base import HostBatch
+from pinfeed.pipeline.sources.source import HostBatch
 from pinfeed.pipeline.turns import Turns
 
 

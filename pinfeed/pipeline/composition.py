@@ -42,9 +42,9 @@ from pinfeed.pipeline.position import EpochPosition
 from pinfeed.pipeline.prefetch_loop import MeasuredLoop, PrefetchLoop
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Slot
-from pinfeed.pipeline.sources.base import Source
-from pinfeed.pipeline.sources.store_rows import RowSource
-from pinfeed.pipeline.sources.transforms import BatchTransform
+from pinfeed.pipeline.sources.batch_transform import BatchTransform
+from pinfeed.pipeline.sources.row_source import RowSource
+from pinfeed.pipeline.sources.source import Source
 from pinfeed.pipeline.transfer import Transfer
 from pinfeed.pipeline.transforming_filler import TransformingFiller, count_calls
 from pinfeed.profiling.counters import Counters

@@ -23,8 +23,8 @@ from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.pipeline.host_transfer import HostTransfer
 from pinfeed.pipeline.loop import Loop, LoopParts
 from pinfeed.pipeline.slot import Slot
-from pinfeed.pipeline.sources.base import HostBatch
-from pinfeed.pipeline.sources.store_rows import RowSource, new_row_group
+from pinfeed.pipeline.sources.row_source import RowSource, new_row_group
+from pinfeed.pipeline.sources.source import HostBatch
 from pinfeed.profiling.timeline import Timeline
 from pinfeed.rows.batches import sizes
 from pinfeed.rows.orders import Rows

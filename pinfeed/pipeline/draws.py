@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from pinfeed.pipeline.mover import Mover
 from pinfeed.pipeline.slot import Cancelled, Slot
-from pinfeed.pipeline.sources.base import BatchThunk, HostBatch
+from pinfeed.pipeline.sources.source import BatchThunk, HostBatch
 from pinfeed.pipeline.turns import Turns
 
 Thunks = Generator[BatchThunk, None, None]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pinfeed.pipeline.draws import BatchDraws
 from pinfeed.pipeline.mover import Mover
 from pinfeed.pipeline.slot import Cancelled, Slot
-from pinfeed.pipeline.sources.base import HostBatch, failed_batch
+from pinfeed.pipeline.sources.source import HostBatch, failed_batch
 
 
 class Filler:

@@ -20,7 +20,7 @@ from pinfeed.memory.page_locked import unlock_freed
 from pinfeed.pipeline.mover import RunAll, run_in_turn
 from pinfeed.pipeline.part_memory import grown, known_nbytes, layout
 from pinfeed.pipeline.slot import Cancelled, Slot
-from pinfeed.pipeline.sources.base import HostBatch
+from pinfeed.pipeline.sources.source import HostBatch
 from pinfeed.profiling.counters import Counters
 from pinfeed.stores.base import Array
 

@@ -18,7 +18,7 @@ from pinfeed.pipeline.forwarding import WriteLog, forwards
 from pinfeed.pipeline.host_transfer import HostTransfer
 from pinfeed.pipeline.pending_write import HeldValues, PendingWrite, require_distinct
 from pinfeed.pipeline.slot import Slot
-from pinfeed.pipeline.sources.base import HostBatch, RowGroup
+from pinfeed.pipeline.sources.source import HostBatch, RowGroup
 
 
 class HostWrites:

@@ -10,7 +10,7 @@ from typing import Any
 from pinfeed.devices.base import Tensor
 from pinfeed.errors import WriteBackError
 from pinfeed.pipeline.mover import Writer
-from pinfeed.pipeline.sources.base import HostBatch, RowGroup
+from pinfeed.pipeline.sources.source import HostBatch, RowGroup
 from pinfeed.pipeline.write_queue import WriteQueue
 
 

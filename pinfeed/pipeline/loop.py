@@ -28,8 +28,8 @@ from pinfeed.pipeline.loop_threads import LoopThreads
 from pinfeed.pipeline.mover import Mover, Writer
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Cancelled, Slot
-from pinfeed.pipeline.sources.base import HostBatch
 from pinfeed.pipeline.sources.guarded import ENDS_SILENTLY, raise_if_silent
+from pinfeed.pipeline.sources.source import HostBatch
 from pinfeed.pipeline.write_queue import WriteQueue
 from pinfeed.threads.call import Pending
 from pinfeed.threads.exit import exit_hook

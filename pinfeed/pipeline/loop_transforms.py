@@ -13,9 +13,9 @@ from pinfeed.devices.base import Tensor
 from pinfeed.memory.depth import n_batches
 from pinfeed.memory.plan import Allocation, Place, Plan
 from pinfeed.pipeline.host_transfer import HostTransfer
-from pinfeed.pipeline.sources.base import HostBatch, RowGroup
-from pinfeed.pipeline.sources.dataloader import load_of
-from pinfeed.pipeline.sources.transforms import BatchTransform
+from pinfeed.pipeline.sources.batch_transform import BatchTransform
+from pinfeed.pipeline.sources.host_leaves import host_batch_of
+from pinfeed.pipeline.sources.source import HostBatch, RowGroup
 
 
 class TransformNbytes(NamedTuple):
@@ -148,7 +148,7 @@ class LoopTransforms:
         from pinfeed.tensors.tensors_in import memory_of
 
         assert self.host is not None
-        load = load_of(self.host(rows, self.epoch, number, memory_of(rows)))
+        load = host_batch_of(self.host(rows, self.epoch, number, memory_of(rows)))
         load.batches = batch.batches
         # The loop receives the row indices, but cannot write the rows back.
         load.groups = [RowGroup(group.rows, 0, ()) for group in batch.groups]

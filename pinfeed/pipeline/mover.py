@@ -17,7 +17,7 @@ from pinfeed.devices.base import Tensor
 from pinfeed.pipeline.forwarding import WriteLog
 from pinfeed.pipeline.pending_write import HeldValues, PendingWrite
 from pinfeed.pipeline.slot import Slot
-from pinfeed.pipeline.sources.base import HostBatch, RowGroup
+from pinfeed.pipeline.sources.source import HostBatch, RowGroup
 from pinfeed.profiling.counters import Counters
 
 RunAll = Callable[[Sequence[Callable[[], object]]], None]

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from pinfeed.devices.base import Event, Stream, Tensor
 from pinfeed.errors import WriteBackError
 from pinfeed.pipeline.forwarding import Write, WriteLog
-from pinfeed.pipeline.sources.base import RowGroup
+from pinfeed.pipeline.sources.source import RowGroup
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.base import Store

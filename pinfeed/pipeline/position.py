@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pinfeed.errors import ArgumentError
-from pinfeed.pipeline.sources.base import Source
+from pinfeed.pipeline.sources.source import Source
 
 logger = logging.getLogger("pinfeed")
 
@@ -53,7 +53,7 @@ class EpochPosition:
 
         Then only the end shows that the epoch was complete when the state was saved.
         """
-        return self._hooks.goes_on and math.isinf(self.n_batches)
+        return self._hooks.continues_after_end and math.isinf(self.n_batches)
 
     def next(self) -> tuple[int, int, int]:
         """Return epoch, batch and checksum at the beginning of the next run."""
@@ -81,7 +81,7 @@ class EpochPosition:
         The sampler is set to the next epoch now. If its epoch differs later, the user has set it.
         """
         if self._hooks.chosen_epoch is None:
-            self._hooks.follow(self.next()[0])
+            self._hooks.epoch_changed(self.next()[0])
 
     def complete_epoch(self) -> None:
         """Go to the first batch of the next epoch."""
@@ -127,7 +127,7 @@ class EpochPosition:
             self.batch = batch
             self.checksum = checksum
         self.is_at_rest = True
-        self._hooks.follow(self.epoch)
+        self._hooks.epoch_changed(self.epoch)
 
     def check(self, state: Mapping[str, Any]) -> tuple[int, int, int]:
         """Return epoch, batch and checksum of a state.

@@ -137,7 +137,7 @@ from pinfeed.pipeline.part_memory import PartMemory, Staging
 from pinfeed.pipeline.pending_write import HeldValues, PendingWrite, StagedRows, require_distinct
 from pinfeed.pipeline.slot import Cancelled, DeviceSlot
 from pinfeed.pipeline.slot_gather import Gathered, SlotGather
-from pinfeed.pipeline.sources.base import HostBatch, RowGroup
+from pinfeed.pipeline.sources.source import HostBatch, RowGroup
 from pinfeed.profiling.counters import Counters
 from pinfeed.stores.base import Store
 from pinfeed.threads.call import Call, Pending

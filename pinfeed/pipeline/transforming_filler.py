@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pinfeed.pipeline.filler import Filler
 from pinfeed.pipeline.loop_transforms import LoopTransforms
 from pinfeed.pipeline.slot import Cancelled, Slot
-from pinfeed.pipeline.sources.transforms import TransformCall
+from pinfeed.pipeline.sources.batch_transform import TransformCall
 from pinfeed.profiling.counters import Counters
 from pinfeed.profiling.spans import Lane
 from pinfeed.threads.call import Pending

@@ -6,13 +6,13 @@ import functools
 import operator
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from pinfeed.rows.epoch_hooks import EpochHooks
+from pinfeed.errors import ArgumentError
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import At, Order, Rows, is_distinct
 from pinfeed.rows.windows import Windows, windows
@@ -40,6 +40,60 @@ class RowIndices(NamedTuple):
 
 # The constructor of a NamedTuple is a Python function; this makes one without it.
 _row_indices = functools.partial(tuple.__new__, RowIndices)
+
+
+class EpochHooks:
+    """Reactions of a source's batches to the position of its loop; this base class has none.
+
+    The consumer thread calls the hooks, between batches or between epochs.
+    """
+
+    kind = "a feeder"
+    """Kind of feeder that a state belongs to, for error messages."""
+    state_keys: Sequence[str] = ()
+    """Keys that a loaded state must have besides those of every feeder."""
+    continues_after_end = True
+    """Whether a loop that is resumed at the end of an epoch continues with the next epoch."""
+
+    @property
+    def chosen_epoch(self) -> int | None:
+        """Epoch that the owner of a sampler has set for the next run, or None."""
+        return None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Note that the user has set the feeder to ``epoch``."""
+
+    def epoch_changed(self, epoch: int) -> None:
+        """Note that the next run is ``epoch``, because a state was loaded or a run has ended."""
+
+    def restart(self, epoch: int) -> None:
+        """Note that the next run begins at the first batch of ``epoch``."""
+
+    def state(self, epoch: int, batch: int) -> dict[str, Any]:
+        """Return the entries that a state after ``batch`` batches of ``epoch`` has in addition."""
+        return {}
+
+    def resume(self, state: Mapping[str, Any], n_batches: float) -> tuple[int, bool]:
+        """Translate a state that was loaded into a position of this process.
+
+        Args:
+            state: State of a feeder with the same fingerprint.
+            n_batches: Number of batches in an epoch; infinite if it is not known.
+
+        Returns:
+            The batch of the epoch with which the next run begins, and whether the epoch is over.
+
+        Raises:
+            ArgumentError: If an epoch has no such batch.
+        """
+        epoch = int(state["epoch"])
+        batch = int(state["batch"])
+        if not 0 <= batch <= n_batches:
+            raise ArgumentError(
+                f"the state is at batch {batch} of epoch {epoch}, but an epoch has {n_batches} "
+                "batches"
+            )
+        return batch, 0 < batch == n_batches
 
 
 class RowBatches(EpochHooks, ABC):
@@ -144,10 +198,8 @@ class _OrderRun:
         for i in range(0, n, _RUN_ROWS):
             part = rows[i : i + _RUN_ROWS]
             found = self._at(np.arange(self._begin + i, self._begin + i + len(part)))
-            part[:] = found if is_own else check_rows(found, self._n_rows, name)
-            if not is_own:
-                # The owner of the order may have changed its array since the check.
-                check_rows(part, self._n_rows, name)
+            # A copy is checked, because the owner of the order may change its array.
+            part[:] = found if is_own else check_rows(found, self._n_rows, name, copy=True)
         return rows
 
 

@@ -1,15 +1,18 @@
-"""check_rows: validation of the row indices that a user gives."""
+"""Row indices: validation of those that a user gives, and the distinct ones among several."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pinfeed.errors import RowIndexError, described
+from pinfeed.native.library import library, packing
 from pinfeed.rows.orders import Rows
 
 _UINT64 = np.dtype(np.uint64)
+_pack = packing(4)
 
 
 def check_rows(rows: Any, n_rows: int, name: str = "rows", *, copy: bool = False) -> Rows:
@@ -62,3 +65,118 @@ def check_rows(rows: Any, n_rows: int, name: str = "rows", *, copy: bool = False
                 f"{name}: row {wrong} is out of range; expected 0 <= row < {n_rows}"
             )
     return np.ascontiguousarray(array, dtype=np.int64)
+
+
+def sort_rows(rows: Rows) -> tuple[Rows, Rows]:
+    """Sort row indices.
+
+    Args:
+        rows: Row indices, shape (n,).
+
+    Returns:
+        The rows in ascending order, and the position in ``rows`` of each. Equal rows keep their
+        order. Both have shape (n,).
+    """
+    n_bits = (len(rows) - 1).bit_length()
+    # As uint64, negative numbers are large, so that one maximum is enough.
+    if int(rows.view(np.uint64).max(initial=0)) >> (63 - n_bits):
+        order = np.argsort(rows, kind="stable")
+        return rows[order], order
+    # numpy sorts integers many times faster than it finds the order that sorts them. Therefore the
+    # position of each row is in the low bits of its key.
+    keys = rows << n_bits
+    keys |= np.arange(len(rows))
+    keys.sort()
+    order = keys & ((1 << n_bits) - 1)
+    keys >>= n_bits
+    return keys, order
+
+
+def distinct_rows(rows: Rows) -> tuple[Rows, Rows]:
+    """Find the distinct rows among row indices.
+
+    Args:
+        rows: Row indices, shape (n,); they may repeat.
+
+    Returns:
+        The distinct rows in ascending order, and for each of ``rows`` its position among them,
+        shape (n,).
+    """
+    found = _compiled("distinct_rows", rows)
+    if found is not None:
+        n, distinct, positions = found
+        return distinct[:n].copy(), positions
+    ascending, order = sort_rows(rows)
+    is_first = _differs_from_previous(ascending)
+    distinct = ascending.compress(is_first)
+    positions = np.empty(len(rows), np.int64)
+    positions[order] = _places(is_first, out=ascending)
+    return distinct, positions
+
+
+def first_occurrences(rows: Rows) -> tuple[Rows, Rows | None]:
+    """Find the distinct rows among row indices, in the order in which they first occur.
+
+    Args:
+        rows: Row indices, shape (n,); they may repeat.
+
+    Returns:
+        The distinct rows, and for each of ``rows`` its position among them, shape (n,). No position
+        is greater than that of the row itself. If no row repeats, these are ``rows`` and None.
+    """
+    if bool((rows[1:] > rows[:-1]).all()):
+        return rows, None
+    found = _compiled("first_occurrences", rows)
+    if found is not None:
+        n, distinct, positions = found
+        return (rows, None) if n == len(rows) else (distinct[:n].copy(), positions)
+    ascending, order = sort_rows(rows)
+    is_first = _differs_from_previous(ascending)
+    if bool(is_first.all()):
+        return rows, None
+    # Equal rows keep their order, so the first of them is the first occurrence.
+    first = order.compress(is_first)
+    occurs_first = np.zeros(len(rows), bool)
+    occurs_first[first] = True
+    rank = np.cumsum(occurs_first)
+    rank -= 1
+    positions = np.empty(len(rows), np.int64)
+    positions[order] = rank.take(first).take(_places(is_first, out=ascending))
+    return rows.compress(occurs_first), positions
+
+
+def _compiled(function: str, rows: Rows) -> tuple[int, Rows, Rows] | None:
+    """Call a compiled function; see distinct.c.
+
+    Returns:
+        The number of distinct rows, an array of shape (n,) that begins with them, and the position
+        of each row among them, shape (n,). None without compiled functions, or if a row is negative
+        or too large for them.
+    """
+    native = library()
+    if native is None:
+        return None
+    rows = np.ascontiguousarray(rows, np.int64)
+    distinct, positions = np.empty_like(rows), np.empty_like(rows)
+    address, *outputs = (array.ctypes.data for array in (rows, distinct, positions))
+    n_distinct = getattr(native, function)(_pack(address, len(rows), *outputs))
+    return None if n_distinct < 0 else (n_distinct, distinct, positions)
+
+
+def _places(is_first: npt.NDArray[np.bool_], out: Rows) -> Rows:
+    """Return for each sorted row its place among the distinct rows.
+
+    Args:
+        is_first: Whether each row differs from the previous one, shape (n,).
+        out: Memory of the result, shape (n,). Access to new memory takes longer than the sums.
+    """
+    out[:1] = 0
+    np.cumsum(is_first[1:], out=out[1:])
+    return out
+
+
+def _differs_from_previous(rows: Rows) -> npt.NDArray[np.bool_]:
+    """Return for each row whether it differs from the previous one, shape (n,)."""
+    differs = np.ones(len(rows), bool)
+    np.not_equal(rows[1:], rows[:-1], out=differs[1:])
+    return differs

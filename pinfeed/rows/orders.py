@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.permutation import draws, keys_of, permutation
-from pinfeed.rows.rank_partition import Progress, RankPartition, StridedSlice, Uneven, positions_of
+from pinfeed.rows.ranks import Progress, RankPartition, StridedSlice, Uneven, positions_of
 from pinfeed.validation.arguments import (
     check_flag,
     check_rank,
@@ -84,7 +84,7 @@ def shuffled(seed: int = 0) -> Order:
 
 @explain_arguments(
     {
-        **dict.fromkeys(("num_samples", "n_rows", "size"), "the number of rows of an epoch is n="),
+        "num_samples n_rows size": "the number of rows of an epoch is n=",
         "replacement": "rows are always drawn with replacement; leave it out",
     }
 )

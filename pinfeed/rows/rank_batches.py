@@ -2,14 +2,77 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
+import logging
+import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from operator import index
+from typing import Any, cast, get_args
 
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.batches import OrderBatches, RowBatches, RowIndices
-from pinfeed.rows.rank_partition import Progress
-from pinfeed.rows.rank_shard import RankShard
+from pinfeed.rows.orders import BlockShuffled, Drawn, Order, PerRank, Sequential, Shuffled
+from pinfeed.rows.ragged_batches import ElementBatches
+from pinfeed.rows.ranks import Progress, Ranks, Uneven, world
 from pinfeed.rows.windows import Windows
+
+logger = logging.getLogger("pinfeed")
+
+
+_ALL_ROWS = (Sequential, Shuffled, BlockShuffled, Drawn)
+"""Orders with which every process reads all rows."""
+
+
+@dataclass(frozen=True)
+class RankShard:
+    """One rank's part of every epoch of an order.
+
+    Args:
+        order: Order of all rows.
+        ranks: The user's choice of how ranks share an epoch.
+        rank: Number of the rank.
+        world_size: Number of ranks.
+        drop_last: Whether to leave out a last batch that is not full.
+        size: Rows per batch, of each rank or, with ``ranks.split_batches``, of all ranks together.
+    """
+
+    order: Order
+    ranks: Ranks
+    rank: int
+    world_size: int
+    drop_last: bool
+    size: int
+
+    def of(self, rank: int, world_size: int) -> RankShard:
+        """Return the part of another rank, possibly at another number of ranks."""
+        return dataclasses.replace(self, rank=rank, world_size=world_size)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows per batch of this rank."""
+        return self.size // self.world_size if self.ranks.split_batches else self.size
+
+    def rows(self, done: Progress = ()) -> PerRank:
+        """Return the order of this rank's rows.
+
+        Args:
+            done: Positions of the epoch that are already done.
+        """
+        in_one = isinstance(self.order, BlockShuffled) and not self.ranks.split_batches
+        chunk = None if in_one else self.batch_size
+        return PerRank(self.order, self.rank, self.world_size, self.ranks.uneven, chunk, done)
+
+    def batches(self, n_rows: int, done: Progress = ()) -> OrderBatches:
+        """Return the batches of this rank.
+
+        Args:
+            n_rows: Number of rows in the stores.
+            done: Positions of the epoch that are already done.
+        """
+        return OrderBatches(self.rows(done), n_rows, self.batch_size, self.drop_last)
 
 
 class RankBatches(RowBatches):
@@ -80,15 +143,11 @@ class RankBatches(RowBatches):
         }
 
     def resume(self, state: Mapping[str, Any], n_batches: float) -> tuple[int, bool]:
-        epoch = int(state["epoch"])
-        batch = int(state["batch"])
-        theirs = state["ranks"]
-        start, done = self.resumed(batch, theirs)
-        is_over = self.is_over(batch, theirs)
-        self.begin(epoch, done)
-        return start, is_over
+        batch, done, is_over = self.resumed(int(state["batch"]), state["ranks"])
+        self.begin(int(state["epoch"]), done)
+        return batch, is_over
 
-    def resumed(self, batch: int, theirs: Mapping[str, Any]) -> tuple[int, Progress]:
+    def resumed(self, batch: int, theirs: Mapping[str, Any]) -> tuple[int, Progress, bool]:
         """Translate the position of other ranks into a position of this rank.
 
         Args:
@@ -96,36 +155,27 @@ class RankBatches(RowBatches):
             theirs: Entry ``"ranks"`` of their state.
 
         Returns:
-            The batch of this rank to begin with, and the positions that were done before.
+            The batch of this rank to begin with, the positions that were done before, and whether
+            the epoch is over.
 
         Raises:
-            ArgumentError: If ``theirs`` is not such an entry.
+            ArgumentError: If ``theirs`` is not such an entry, or their epoch has no such batch.
         """
-        world_size, done, n = self._read(batch, theirs)
+        world_size, done = self._read(theirs)
+        n = self._most(world_size, done)
+        if not 0 <= batch <= n:
+            raise ArgumentError(
+                f"the state is at batch {batch}; expected 0 to {n}, the number of batches of each "
+                f"of the {world_size} ranks in that epoch"
+            )
         if batch == n:
-            return len(self), ()
+            return len(self), (), batch > 0
         if world_size == self._shard.world_size or self._shard.ranks.split_batches or batch == 0:
-            return batch, done
-        return 0, (*done, (world_size, batch * self.batch_size))
+            return batch, done, False
+        return 0, (*done, (world_size, batch * self.batch_size)), False
 
-    def is_over(self, batch: int, theirs: Mapping[str, Any]) -> bool:
-        """Return whether all batches of an epoch are done, given the position of other ranks.
-
-        Args:
-            batch: Number of batches that each of the other ranks has done.
-            theirs: Entry ``"ranks"`` of their state.
-
-        Raises:
-            ArgumentError: If ``theirs`` is not such an entry.
-        """
-        return 0 < batch == self._read(batch, theirs)[2]
-
-    def _read(self, batch: int, theirs: Mapping[str, Any]) -> tuple[int, Progress, int]:
-        """Read the entry ``"ranks"`` of a state.
-
-        Returns:
-            The number of ranks, the positions done before them, and the most batches of one rank.
-        """
+    def _read(self, theirs: Mapping[str, Any]) -> tuple[int, Progress]:
+        """Read the entry ``"ranks"`` of a state: the ranks, and the positions done before them."""
         try:
             world_size = int(theirs["world_size"])
             done = tuple((int(a), int(n)) for a, n in theirs["done"])
@@ -143,13 +193,7 @@ class RankBatches(RowBatches):
                 f"not a state of a feeder with ranks=: {dict(theirs)!r}; expected the result of "
                 "state_dict()"
             )
-        n = self._most(world_size, done)
-        if not 0 <= batch <= n:
-            raise ArgumentError(
-                f"the state is at batch {batch}; expected 0 to {n}, the number of batches of each "
-                f"of the {world_size} ranks in that epoch"
-            )
-        return world_size, done, n
+        return world_size, done
 
     def _most(self, world_size: int, done: Progress = ()) -> int:
         """Return the most batches that a rank has."""
@@ -161,3 +205,138 @@ class RankBatches(RowBatches):
 
     def _done(self, epoch: int) -> Progress:
         return self._begun[1] if epoch == self._begun[0] else ()
+
+
+def shard_of_rank(
+    ranks: Ranks | str | None,
+    order: Any,
+    drop_last: bool,
+    size: int | None,
+    size_name: str,
+) -> RankShard | None:
+    """Return this process's part of every epoch; None if it reads all rows.
+
+    Args:
+        ranks: The user's argument ``ranks``.
+        order: The user's argument ``rows``.
+        drop_last: Whether to leave out a last batch that is not full.
+        size: Rows per batch, of each rank or of all ranks together.
+        size_name: Name of the argument that gave ``size``, for error messages.
+
+    Raises:
+        ArgumentError: If the arguments conflict, or ``order`` cannot be shared.
+    """
+    if ranks is None:
+        _note_processes(order)
+    if ranks is None or ranks == "all":
+        return None
+    shared = _check_ranks(ranks, order, drop_last)
+    if size is None:
+        raise ArgumentError(
+            "ranks= needs batches of the same size on all ranks; set preferred_batch_size in the "
+            "config, or give batch_size"
+        )
+    if shared.rank is None or shared.world_size is None:
+        rank, world_size = world()
+    else:
+        rank, world_size = shared.rank, shared.world_size
+    if shared.split_batches:
+        _check_divisible(size, size_name, world_size)
+    return RankShard(order, shared, index(rank), index(world_size), drop_last, index(size))
+
+
+def _check_ranks(ranks: Any, order: Any, drop_last: bool) -> Ranks:
+    """Check that the arguments agree; return ``ranks`` as ``Ranks``."""
+    is_name = isinstance(ranks, str) and ranks in get_args(Uneven)
+    if not is_name and not isinstance(ranks, Ranks):
+        raise ArgumentError(
+            f"ranks={ranks!r}: expected 'pad', 'drop', 'join', 'all', a pinfeed.Ranks or None"
+        )
+    shared = ranks if isinstance(ranks, Ranks) else Ranks(cast(Uneven, ranks))
+    if isinstance(order, PerRank):
+        raise ArgumentError(
+            "rows=per_rank(...) is already the share of one rank, and ranks= would divide it "
+            "again; give one of them"
+        )
+    if not isinstance(order, Order):
+        raise ArgumentError(
+            f"ranks={ranks!r} divides orders of pinfeed.rows, but rows is a "
+            f"{type(order).__name__}, which decides on its own what a process reads; leave ranks= "
+            f"out{_own_share(order)}"
+        )
+    if drop_last and shared.uneven == "join":
+        raise ArgumentError(
+            "ranks='join' reads every row once, but drop_last=True leaves rows out; give one of "
+            "them, or ranks='drop'"
+        )
+    return shared
+
+
+def _own_share(rows: Any) -> str:
+    """Say how rows without an order are divided; empty if a sampler divides them."""
+    if isinstance(rows, ElementBatches):
+        return ", and give element_batches order=pinfeed.rows.per_rank(order, rank=, world_size=)"
+    if hasattr(rows, "__array__") or isinstance(rows, (list, range)):
+        return ", and give rows[rank::world_size]"
+    return ""
+
+
+def _check_divisible(size: int, name: str, world_size: int) -> None:
+    """Check that the ranks can split a batch of all ranks into equal parts."""
+    if size % world_size == 0:
+        return
+    below = size // world_size * world_size
+    above = -(-size // world_size) * world_size
+    raise ArgumentError(
+        f"{name}={size} cannot be split among {world_size} ranks; expected a multiple of "
+        f"{world_size}: "
+        f"{below or above}" + (f" or {above}" if below else "")
+    )
+
+
+def note_workers(ranks: Ranks | str | None, order: Any) -> None:
+    """Warn, once, if several worker processes of a DataLoader each loop over all rows.
+
+    Called in the worker process when a loop begins.
+
+    Args:
+        ranks: The user's argument. ``"all"`` requests all rows in every process. Explicit ranks may
+            be those of the worker processes.
+        order: The user's argument ``rows``. Anything but an order of all rows may be a worker's
+            own.
+    """
+    # A worker process has imported this module.
+    data = sys.modules.get("torch.utils.data")
+    info = data.get_worker_info() if data is not None else None
+    if info is None or info.num_workers < 2 or info.id != 0:
+        return
+    is_meant = ranks == "all" or (isinstance(ranks, Ranks) and ranks.rank is not None)
+    if not is_meant and isinstance(order, _ALL_ROWS):
+        _warn_once(
+            "each of the %(n)d worker processes of a DataLoader loops over all rows of its feeder; "
+            "if these are the same rows, each row occurs %(n)d times. Give each worker its part "
+            "with ranks=pinfeed.Ranks('join', rank=info.id, world_size=info.num_workers) and info "
+            "= torch.utils.data.get_worker_info(), or loop over the feeder in the main process, "
+            "where it prefetches with threads. If this is intended, give ranks='all'",
+            info.num_workers,
+        )
+
+
+def _note_processes(order: Any) -> None:
+    """Warn, once, if several processes of a job each loop over all rows and no ranks were given."""
+    if not isinstance(order, _ALL_ROWS):
+        return
+    # The user has not requested ranks, so an invalid environment is no error.
+    with contextlib.suppress(ArgumentError):
+        rank, world_size = world()
+        if world_size > 1 and rank == 0:
+            _warn_once(
+                "each of the %(n)d processes iterates the same rows. ranks='pad' (or 'drop', "
+                "'join') gives each process its share. If this is intended, give ranks='all'",
+                world_size,
+            )
+
+
+@functools.cache
+def _warn_once(text: str, n: int) -> None:
+    logger.warning(text, {"n": n})

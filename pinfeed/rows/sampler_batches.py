@@ -109,17 +109,16 @@ class SamplerBatches(RowBatches):
                     f"{sampler.epoch}; expected a sampler that keeps the epoch, or one without "
                     "this attribute"
                 )
-            self._remember_epoch(sampler)
+        self._remember_epochs()
 
-    def follow(self, epoch: int) -> None:
+    def epoch_changed(self, epoch: int) -> None:
         """Set the sampler to an epoch if it reports another one.
 
         A sampler that does not report its epoch stays as it is, because its owner may have set it.
         """
         if any(_epoch_of(sampler) not in (None, epoch) for sampler in self._samplers):
             self.set_epoch(epoch)
-        for sampler in self._samplers:
-            self._remember_epoch(sampler)
+        self._remember_epochs()
 
     @property
     def chosen_epoch(self) -> int | None:
@@ -130,10 +129,10 @@ class SamplerBatches(RowBatches):
                 return epoch
         return None
 
-    @staticmethod
-    def _remember_epoch(sampler: Any) -> None:
-        if (epoch := _epoch_of(sampler)) is not None:
-            _EPOCHS[sampler] = epoch
+    def _remember_epochs(self) -> None:
+        for sampler in self._samplers:
+            if (epoch := _epoch_of(sampler)) is not None:
+                _EPOCHS[sampler] = epoch
 
     def __len__(self) -> int:
         try:
@@ -177,7 +176,7 @@ class SamplerBatches(RowBatches):
             yield _row_indices(group)
 
     def _batches(self, number: int, start: int, checksum: int) -> Iterator[tuple[Rows, int]]:
-        self.follow(number)
+        self.epoch_changed(number)
         total = 0
         count = 0
         for rows in self._cut():

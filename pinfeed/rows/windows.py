@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pinfeed.rows.orders import BlockShuffled, Order, PerRank
-from pinfeed.rows.rank_partition import RankPartition, StridedSlice
+from pinfeed.rows.ranks import StridedSlice
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,7 @@ class Windows:
 
 def windows(order: Order, n_rows: int, epoch: int) -> Windows | None:
     """Return the windows of an epoch; None if the order has no windows."""
-    if isinstance(order, BlockShuffled):
-        pieces = RankPartition(1, "join", None).pieces([(0, n_rows)], n_rows, 0)
-        return Windows(order, n_rows, epoch, pieces)
-    if isinstance(order, PerRank) and isinstance(order.order, BlockShuffled):
-        return Windows(order.order, n_rows, epoch, order.pieces(n_rows))
-    return None
+    share = order if isinstance(order, PerRank) else PerRank(order, 0, 1, "join", hand=None)
+    if not isinstance(share.order, BlockShuffled):
+        return None
+    return Windows(share.order, n_rows, epoch, share.pieces(n_rows))

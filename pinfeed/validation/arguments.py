@@ -1,4 +1,4 @@
-"""Checks of arguments that several functions share: numbers, seeds, ranks, flags, paths, names."""
+"""Checks of arguments that several functions share: numbers, flags, paths, functions, names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from numbers import Real
 from typing import Any, ParamSpec, TypeVar
 
 from pinfeed.errors import ArgumentError, FileMissing, StoreError, UnknownArgument
-from pinfeed.validation.functions import takes_generator
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -143,6 +142,38 @@ def check_choice(value: Any, name: str, choices: Sequence[str]) -> None:
         raise ArgumentError(f"{name}={value!r}: expected {' or '.join(map(repr, choices))}")
 
 
+def check_function(value: Any, name: str) -> None:
+    """Raise ArgumentError unless ``value`` is None, or a function that is no generator function."""
+    if value is None:
+        return
+    if inspect.isgeneratorfunction(value) or inspect.isasyncgenfunction(value):
+        raise ArgumentError(
+            f"{name}={value!r} is a generator function, so each call returns a generator; expected "
+            "a function that takes a batch and returns one; replace yield by return"
+        )
+    if not callable(value):
+        raise ArgumentError(
+            f"{name}={value!r}: expected a function that takes a batch and returns one; leave it "
+            "out to keep batches unchanged"
+        )
+
+
+def takes_generator(function: Any) -> bool:
+    """Return whether a function has an unbound parameter named ``generator``."""
+    if isinstance(function, functools.partial) and "generator" in function.keywords:
+        return False
+    # A torch module is called through its method forward.
+    target = getattr(function, "forward", function)
+    try:
+        parameter = inspect.signature(target).parameters.get("generator")
+    except (TypeError, ValueError):
+        return False
+    return parameter is not None and parameter.kind in (
+        parameter.POSITIONAL_OR_KEYWORD,
+        parameter.KEYWORD_ONLY,
+    )
+
+
 def explain_arguments(
     hints: Mapping[str, str], example: str = ""
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -153,7 +184,9 @@ def explain_arguments(
     a generator. Only a decorator can distinguish the caller's arguments from defaults.
 
     Args:
-        hints: Advice on what to give instead, by the argument name in other libraries.
+        hints: Advice on what to give instead of an argument of another library. A key is the name
+            of the argument, or several names with spaces between them; the last entry that has a
+            name counts. In the advice, ``{name}`` stands for the name.
         example: A keyword argument, shown in the error about too many positional arguments; empty
             for the function's first keyword argument.
 
@@ -165,15 +198,22 @@ def explain_arguments(
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         title = function.__qualname__.removesuffix(".__init__")
-        check = _ArgumentCheck(title, inspect.signature(function), hints, example)
-        names = check.names
-        n_positional = check.n_positional
+        parameters = inspect.signature(function).parameters.values()
+        known = [one.name for one in parameters if one.name not in ("self", "cls")]
+        names = frozenset(known)
+        n_positional = sum(one.kind is one.POSITIONAL_OR_KEYWORD for one in parameters)
+        n_bound = len(parameters) - len(known)
+        takes_any_name = any(one.kind is one.VAR_KEYWORD for one in parameters)
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
             # Most calls are correct, and need no look at single arguments.
             if len(args) > n_positional or not names.issuperset(kwargs) or "seed" in kwargs:
-                check.require_valid(len(args), kwargs)
+                if not takes_any_name:
+                    _require_known_names(title, known, hints, kwargs)
+                positional = known[: n_positional - n_bound]
+                _require_few_positional(title, positional, known, len(args) - n_bound, example)
+                _require_shuffle_with_seed(known, kwargs)
             return function(*args, **kwargs)
 
         return checked
@@ -181,93 +221,61 @@ def explain_arguments(
     return decorate
 
 
-class _ArgumentCheck:
-    """Check of the arguments of one function, before the function is called."""
+def _require_known_names(
+    title: str, known: Sequence[str], hints: Mapping[str, str], given: Mapping[str, Any]
+) -> None:
+    """Raise UnknownArgument if a function has no argument of a given name."""
+    import difflib
 
-    def __init__(
-        self, title: str, signature: inspect.Signature, hints: Mapping[str, str], example: str
-    ) -> None:
-        parameters = signature.parameters.values()
-        names = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
-        self._title = title
-        self._hints = hints
-        self._example = example
-        self.n_positional = len(names)
-        self._positional = [name for name in names if name not in ("self", "cls")]
-        self._known = [one.name for one in parameters if one.name not in ("self", "cls")]
-        self.names = frozenset(self._known)
-        self._takes_any_name = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    lines = []
+    for name in (name for name in given if name not in known):
+        found = [advice for names, advice in hints.items() if name in names.split()]
+        if found:
+            advice = found[-1].replace("{name}", name)
+        elif near := difflib.get_close_matches(name.lower(), known, 1):
+            advice = f"did you mean {near[0]!r}?"
+        else:
+            advice = f"expected one of {', '.join(known)}"
+        lines.append(f"{title} has no argument {name!r}; {advice}")
+    if lines:
+        raise UnknownArgument("\n".join(lines))
 
-    def require_valid(self, n_positional: int, given: Mapping[str, Any]) -> None:
-        """Raise an error if the function cannot be called with some arguments.
 
-        Args:
-            n_positional: Number of positional arguments.
-            given: Keyword arguments.
-        """
-        self._require_known_names(given)
-        self._require_few_positional(n_positional)
-        self._require_shuffle_with_seed(given)
+def _require_few_positional(
+    title: str, positional: Sequence[str], known: Sequence[str], n_given: int, example: str
+) -> None:
+    """Raise UnknownArgument if there are more positional arguments than a function takes."""
+    if n_given <= len(positional):
+        return
+    if not example and len(known) > len(positional):
+        example = f"{known[len(positional)]}=..."
+    call = f"{title}({', '.join(filter(None, [*positional, example]))})"
+    expected = f"only {', '.join(positional)}" if positional else "none"
+    others = "the others" if positional else "them"
+    advice = f"; give {others} by name: {call}" if example or not positional else ""
+    raise UnknownArgument(
+        f"{title} got {n_given} positional argument{'s' * (n_given > 1)}; expected "
+        f"{expected}{advice}"
+    )
 
-    def _require_known_names(self, given: Mapping[str, Any]) -> None:
-        """Raise UnknownArgument if the function has no argument of a given name."""
-        if self._takes_any_name:
-            return
-        unknown = [name for name in given if name not in self._known]
-        if unknown:
-            raise UnknownArgument(
-                "\n".join(
-                    f"{self._title} has no argument {name!r}; {self._advice(name)}"
-                    for name in unknown
-                )
-            )
 
-    def _require_few_positional(self, n_given: int) -> None:
-        """Raise UnknownArgument if there are more positional arguments than the function takes."""
-        n_too_many = n_given - self.n_positional
-        if n_too_many <= 0:
-            return
-        n_positional = len(self._positional)
-        by_name = self._example
-        if not by_name and len(self._known) > n_positional:
-            by_name = f"{self._known[n_positional]}=..."
-        call = f"{self._title}({', '.join(filter(None, [*self._positional, by_name]))})"
-        expected = f"only {', '.join(self._positional)}" if n_positional else "none"
-        others = "the others" if n_positional else "them"
-        advice = f"; give {others} by name: {call}" if by_name or not n_positional else ""
-        n_given = n_too_many + n_positional
-        raise UnknownArgument(
-            f"{self._title} got {n_given} positional argument{'s' * (n_given > 1)}; expected "
-            f"{expected}{advice}"
-        )
-
-    def _require_shuffle_with_seed(self, given: Mapping[str, Any]) -> None:
-        """Raise ArgumentError if a seed is given that shuffles nothing."""
-        if "seed" not in given or "shuffle" in given or "shuffle" not in self._known:
-            return
-        if any(takes_generator(given.get(name)) for name in ("host_transform", "device_transform")):
-            return
-        seed = f"seed={given['seed']!r}"
-        order = ""
-        if "rows" in self._known:
-            order = f" (an order has its own: rows=pinfeed.rows.shuffled({seed}))"
-        expected = "shuffle=True, because only shuffling uses the seed"
-        if "host_transform" in self._known:
-            expected = "shuffle=True, or a transform with a parameter named generator"
-        raise ArgumentError(
-            f"{seed} was given without shuffle; expected {expected}; give shuffle=True, or leave "
-            f"seed out{order}"
-        )
-
-    def _advice(self, name: str) -> str:
-        """Return what to give instead of an argument that the function does not have."""
-        import difflib
-
-        if name in self._hints:
-            return self._hints[name]
-        if near := difflib.get_close_matches(name.lower(), self._known, 1):
-            return f"did you mean {near[0]!r}?"
-        return f"expected one of {', '.join(self._known)}"
+def _require_shuffle_with_seed(known: Sequence[str], given: Mapping[str, Any]) -> None:
+    """Raise ArgumentError if a seed is given that shuffles nothing."""
+    if "seed" not in given or "shuffle" in given or "shuffle" not in known:
+        return
+    if any(takes_generator(given.get(name)) for name in ("host_transform", "device_transform")):
+        return
+    seed = f"seed={given['seed']!r}"
+    order = ""
+    if "rows" in known:
+        order = f" (an order has its own: rows=pinfeed.rows.shuffled({seed}))"
+    expected = "shuffle=True, because only shuffling uses the seed"
+    if "host_transform" in known:
+        expected = "shuffle=True, or a transform with a parameter named generator"
+    raise ArgumentError(
+        f"{seed} was given without shuffle; expected {expected}; give shuffle=True, or leave "
+        f"seed out{order}"
+    )
 
 
 def _integer(value: Any) -> int | None:

@@ -25,7 +25,7 @@ from pinfeed import (
     wrap_loader,
 )
 from pinfeed.errors import ArgumentError, RowIndexError, WorkerError, WriteBackError
-from pinfeed.feeders import loop_options
+from pinfeed.feeders import base_feeder
 from pinfeed.tensors.tensors_in import tensors_in
 
 N, SIZE = 26, 4
@@ -329,7 +329,7 @@ def test_freed_memory_returns_to_the_system_after_each_call_only_with_a_limit(
         note("call")
         return on_device(batch, generator)
 
-    monkeypatch.setattr(loop_options, "trim_heap", lambda: note("trim"))
+    monkeypatch.setattr(base_feeder, "trim_heap", lambda: note("trim"))
     functions: dict[str, Any] = {"host_transform": host, "device_transform": device}
     rows = (X, "id") if kind == "fetch" else {"x": X, "id": IDS}
     for config, is_limited in (

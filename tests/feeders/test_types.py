@@ -23,7 +23,7 @@ from pinfeed import (
     wrap_readers,
 )
 from pinfeed.feeders import typed
-from pinfeed.feeders.dataloader import LoaderFeeder
+from pinfeed.feeders.loader_feeder import LoaderFeeder
 
 ROWS = np.zeros((4, 2), np.float32)
 BATCHES = [(torch.zeros(2, dtype=torch.int64), "name")]

@@ -9,7 +9,7 @@ import torch
 
 from pinfeed import ArrayStore, Feeder
 from pinfeed.memory.plan import Allocation
-from pinfeed.pipeline.sources.store_rows import RowSource
+from pinfeed.pipeline.sources.row_source import RowSource
 from pinfeed.readahead.base import OpenBatch, StoreRows
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Rows, Sequential

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pinfeed
 from pinfeed import ArrayStore, Feeder, KiB, MiB, MmapStore, Plan, wrap_loader, wrap_readers
-from pinfeed.feeders.dataloader import LoaderFeeder
-from pinfeed.feeders.functions import ReaderFeeder
+from pinfeed.feeders.loader_feeder import LoaderFeeder
+from pinfeed.feeders.reader_feeder import ReaderFeeder
 from pinfeed.feeders.restartable import Restartable
 from pinfeed.memory.plan import Allocation
 from pinfeed.profiling.stats import Totals

@@ -15,7 +15,7 @@ import pinfeed
 from pinfeed import ArrayStore, MmapStore, wrap_readers
 from pinfeed.devices.cpu import HostDevice
 from pinfeed.memory.units import duration
-from pinfeed.pipeline.sources.dataloader import LoaderSource
+from pinfeed.pipeline.sources.loader_source import LoaderSource
 from pinfeed.profiling.counters import Counters
 from pinfeed.profiling.starvation import (
     STRETCH_BATCHES,

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pinfeed.rows.distinct import distinct_rows, first_occurrences, sort_rows
+from pinfeed.rows.indices import distinct_rows, first_occurrences, sort_rows
 
 _RNG = np.random.default_rng(0)
 _LARGEST = np.iinfo(np.int64).max

@@ -27,8 +27,7 @@ from pinfeed.readahead.base import DirectReads
 from pinfeed.readahead.mapped_file import MappedFile
 from pinfeed.rows import orders
 from pinfeed.rows.orders import Order
-from pinfeed.rows.rank_batches import RankBatches
-from pinfeed.rows.rank_shard import RankShard
+from pinfeed.rows.rank_batches import RankBatches, RankShard
 from pinfeed.rows.windows import windows
 
 Uneven = Literal["pad", "drop", "join"]
@@ -139,12 +138,12 @@ def test_an_epoch_continues_with_another_number_of_ranks(
     for i, world_size in enumerate(worlds):
         ours = [RankBatches(share, n) for share in shares(order, Ranks(uneven), world_size, size)]
         resumed = [batches.resumed(state["batch"], state["ranks"]) for batches in ours]
-        assert len({done for _, done in resumed}) == 1
-        for batches, (_, done) in zip(ours, resumed, strict=True):
+        assert len({done for _, done, _ in resumed}) == 1
+        for batches, (_, done, _) in zip(ours, resumed, strict=True):
             batches.begin(epoch, done)
         todo = [
             batches_of(batches, epoch, start)
-            for batches, (start, _) in zip(ours, resumed, strict=True)
+            for batches, (start, *_) in zip(ours, resumed, strict=True)
         ]
         assert not ended or not any(todo), "a complete epoch stays complete"
         if uneven != "join":
@@ -178,7 +177,7 @@ def test_split_batches_continue_with_the_next_batch(
     new = [RankBatches(share, n) for share in shares(order, ranks, after, size)]
     todo = []
     for batches in new:
-        here, done = batches.resumed(start, old[-1].state(2, start)["ranks"])
+        here, done, _ = batches.resumed(start, old[-1].state(2, start)["ranks"])
         assert done == ()
         assert here == min(start, len(batches)) or start == len(old[0])
         todo.append(batches_of(batches, 2, here))

@@ -14,8 +14,8 @@ from pinfeed import ArrayStore
 from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.row_cache.cache import RowCache
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.sources.base import ArrayPart, HostBatch, RowGroup
-from pinfeed.rows.epoch_hooks import EpochHooks
+from pinfeed.pipeline.sources.source import ArrayPart, HostBatch, RowGroup
+from pinfeed.rows.batches import EpochHooks
 from pinfeed.stores.base import StoreRows
 from pinfeed.testing import SimDevice
 

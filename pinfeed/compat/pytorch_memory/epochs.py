@@ -11,7 +11,7 @@ import torch
 
 from pinfeed.compat.pytorch_memory.config import Config
 from pinfeed.errors import ArgumentError
-from pinfeed.feeders.functions import ReaderFeeder, wrap_readers
+from pinfeed.feeders.reader_feeder import ReaderFeeder, wrap_readers
 from pinfeed.tensors.numpy_torch import memory_of
 from pinfeed.training.memory_model.tensor_specs import SampleSpec
 from pinfeed.validation.arguments import whole_number

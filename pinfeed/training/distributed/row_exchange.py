@@ -20,7 +20,7 @@ import torch
 
 from pinfeed.pipeline.row_cache.cache import RowCache
 from pinfeed.pipeline.row_cache.decisions import CachedRows
-from pinfeed.rows.distinct import distinct_rows, sort_rows
+from pinfeed.rows.indices import distinct_rows, sort_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
 from pinfeed.tensors.numpy_torch import memory_of, to_torch

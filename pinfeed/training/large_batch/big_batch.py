@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pinfeed.errors import ArgumentError, ClosedError
-from pinfeed.feeders.dataloader import LoaderFeeder
+from pinfeed.feeders.loader_feeder import LoaderFeeder
 from pinfeed.feeders.wrap_loader import wrap_loader
 from pinfeed.memory import limits
 from pinfeed.training.large_batch.batch_source import first_batches, joined_with_first

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pinfeed.feeders.dataloader import LoaderFeeder
+from pinfeed.feeders.loader_feeder import LoaderFeeder
 from pinfeed.feeders.wrap_loader import wrap_loader
 from pinfeed.training.large_batch.strategies.micro_batches import (
     Chunk,

@@ -9,11 +9,10 @@ import numpy as np
 import torch
 
 from pinfeed.devices.base import Tensor
-from pinfeed.pipeline.sources.base import HostBatch
-from pinfeed.pipeline.sources.dataloader import HostLeaf
-from pinfeed.pipeline.sources.ids import ids_array
-from pinfeed.rows.distinct import distinct_rows
-from pinfeed.rows.indices import check_rows
+from pinfeed.pipeline.sources.host_leaves import HostLeaf
+from pinfeed.pipeline.sources.row_fetch import ids_array
+from pinfeed.pipeline.sources.source import HostBatch
+from pinfeed.rows.indices import check_rows, distinct_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.tensors.numpy_torch import version_of
 

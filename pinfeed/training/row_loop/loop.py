@@ -8,9 +8,8 @@ from typing import Any
 
 from pinfeed.devices.base import Device
 from pinfeed.errors import ArgumentError
-from pinfeed.feeders.base import T_co
-from pinfeed.feeders.dataloader import LoaderFeeder
-from pinfeed.feeders.loop_options import LoopOptions
+from pinfeed.feeders.base_feeder import LoopOptions, T_co
+from pinfeed.feeders.loader_feeder import LoaderFeeder
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan, check_route

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pinfeed.errors import ArgumentError, ClosedError, WriteBackError
-from pinfeed.pipeline.sources.ids import ids_function
+from pinfeed.pipeline.sources.row_fetch import ids_function
 from pinfeed.pipeline.write_check import aliases
 from pinfeed.stores import Store
 from pinfeed.training.distributed.sharded_table import ShardedEmbedding

@@ -12,8 +12,9 @@ import torch
 from pinfeed.devices.base import Tensor
 from pinfeed.pipeline.row_cache.cache import RowCache
 from pinfeed.pipeline.row_cache.decisions import CachedRows
-from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, RowGroup
-from pinfeed.pipeline.sources.dataloader import END, HostLeaf, LoaderSource, load_of
+from pinfeed.pipeline.sources.host_leaves import HostLeaf, host_batch_of
+from pinfeed.pipeline.sources.loader_source import END, LoaderSource
+from pinfeed.pipeline.sources.source import BatchThunk, HostBatch, RowGroup
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
 from pinfeed.stores.base import HostArray, StoreRows
@@ -166,7 +167,7 @@ class TableRowSource(LoaderSource):
 
     def _looked_up(self, batch: Any, ids: Sequence[Any]) -> tuple[HostBatch, list[HostLookup]]:
         """Return the batch itself, and its lookup in each table."""
-        load = load_of(batch)
+        load = host_batch_of(batch)
         pairs = zip(self._tables, ids, strict=True)
         return load, [
             look_up(load, of_table, table.name, table.n_rows) for table, of_table in pairs

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from pinfeed.feeders.base_feeder import LoopOptions
 from pinfeed.feeders.hints import READ_LOOP_HINTS, TABLE_LOOP_HINTS
-from pinfeed.feeders.loop_options import LoopOptions
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.training.embeddings.table import HostEmbedding
 from pinfeed.training.row_loop.loop import RowLoop

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pinfeed.errors import ArgumentError
-from pinfeed.feeders.dataloader import STATE_METHODS
+from pinfeed.feeders.loader_feeder import STATE_METHODS
 from pinfeed.tensors import rng_state
 
 

@@ -13,12 +13,12 @@ from torch import nn
 
 from pinfeed.devices import torch_device
 from pinfeed.errors import ArgumentError, ClosedError
-from pinfeed.feeders.base import BaseFeeder
-from pinfeed.feeders.dataloader import LoaderFeeder
+from pinfeed.feeders.base_feeder import BaseFeeder
+from pinfeed.feeders.loader_feeder import LoaderFeeder
 from pinfeed.feeders.restartable import Restartable
 from pinfeed.feeders.wrap_loader import wrap_loader
 from pinfeed.memory import limits
-from pinfeed.pipeline.sources.dataloader import check_loader
+from pinfeed.pipeline.sources.loader_source import check_loader
 from pinfeed.training.large_batch.big_batch import BigBatch
 from pinfeed.training.large_batch.select import StrategyChoice
 from pinfeed.training.large_batch.strategies.micro_batches import as_tensors, n_samples

@@ -5,21 +5,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pinfeed.pipeline.sources.base import BatchThunk, HostBatch
-from pinfeed.pipeline.sources.ordered_map import OrderedMap, ThreadedMap
-from pinfeed.pipeline.sources.sample_batches import batch_of_samples
-from pinfeed.pipeline.sources.samples import SampleReader
-from pinfeed.rows.batches import OrderBatches
-from pinfeed.rows.epoch_hooks import EpochHooks
+from pinfeed.pipeline.sources.host_leaves import host_batch_of_samples
+from pinfeed.pipeline.sources.sample_reader import OrderedMap, SampleReader
+from pinfeed.pipeline.sources.source import BatchThunk, HostBatch, Source
+from pinfeed.rows.batches import EpochHooks, OrderBatches
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.rank_batches import RankBatches
-from pinfeed.threads.call import Workers
+from pinfeed.threads.call import Pending, Workers
 
 
-class ReaderSource:
+class ReaderSource(Source):
     """Batches of inputs, which the user's functions read.
 
     Args:
@@ -93,19 +92,11 @@ class ReaderSource:
             )
         return f"The loop waits for {names}. {change}, or make the functions cheaper."
 
-    def depth_caution(self) -> str:
-        """Return an empty text, because pinfeed draws the order itself."""
-        return ""
-
-    def transfer_hint(self) -> str:
-        """Return an empty text, because every byte of the batches must be copied."""
-        return ""
-
     def _read(self, identities: Rows, each: OrderedMap, opened: contextlib.ExitStack) -> HostBatch:
         batches = [
             (reader.apply_name, reader.batch(identities, each, opened)) for reader in self._readers
         ]
-        return batch_of_samples(batches, len(identities) * self._readers[0].n_samples)
+        return host_batch_of_samples(batches, len(identities) * self._readers[0].n_samples)
 
     @contextlib.contextmanager
     def _threads(self) -> Iterator[OrderedMap]:
@@ -114,6 +105,24 @@ class ReaderSource:
             return
         pool = self._worker("pinfeed-identity", self._n_threads)
         try:
-            yield ThreadedMap(pool, self._n_threads)
+            yield functools.partial(_threaded_map, pool, self._n_threads)
         finally:
             pool.shutdown(wait=True)
+
+
+def _threaded_map(
+    pool: Workers, n_threads: int, fn: Callable[[int], Any], items: Iterable[int]
+) -> Iterator[Any]:
+    """Yield the results of ``fn`` in order; threads compute them early.
+
+    At most ``n_threads`` items are begun and not yet taken. This bounds the memory, and the time
+    that a loop waits for these items when it ends.
+    """
+    # If the loop ends before these calls, it joins the pool before their memory is reused.
+    begun: deque[Pending[Any]] = deque()
+    for item in items:
+        begun.append(pool.submit(fn, item))
+        if len(begun) == n_threads:
+            yield begun.popleft().result()
+    while begun:
+        yield begun.popleft().result()

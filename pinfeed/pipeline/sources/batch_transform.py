@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from pinfeed.errors import ArgumentError, add_note
 from pinfeed.pipeline.sources.guarded import guarded
-from pinfeed.validation.functions import takes_generator
+from pinfeed.validation.arguments import takes_generator
 
 
 class TransformCall(NamedTuple):
@@ -49,7 +49,7 @@ class BatchTransform:
         function: The user's function.
         seed: Numbers that seed the generators.
         device: Name of the device that the generators draw on.
-        after_call: Called after each call of the function; None for nothing.
+        after_call: Called after each call that returns; None for nothing.
     """
 
     def __init__(
@@ -63,7 +63,8 @@ class BatchTransform:
         self.takes_generator = takes_generator(function)
         self.seed = seed
         self._name = name
-        self._function = function if after_call is None else _followed_by(function, after_call)
+        self._function = function
+        self._after_call = after_call
         self._device = device
         self._calls: list[TransformCall] = []
         self.returned_nbytes = 0
@@ -100,6 +101,8 @@ class BatchTransform:
         try:
             with no_grad():
                 made = guarded(function, batch)
+            if self._after_call is not None:
+                self._after_call()
         except Exception as error:
             add_note(error, f"in {which}")
             raise
@@ -125,16 +128,3 @@ class BatchTransform:
         calls = self._calls
         self._calls = []
         return calls
-
-
-def _followed_by(
-    function: Callable[..., Any], after_call: Callable[[], object]
-) -> Callable[..., Any]:
-    """Return a function that calls ``function``, and then ``after_call``."""
-
-    def call(batch: Any, **generator: Any) -> Any:
-        made = function(batch, **generator)
-        after_call()
-        return made
-
-    return call

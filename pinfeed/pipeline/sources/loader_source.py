@@ -7,54 +7,26 @@ import copy
 import functools
 import os
 import traceback
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from pinfeed.errors import ArgumentError, WorkerError
-from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, drawn_early, failed_batch
-from pinfeed.pipeline.sources.fetch import RowFetch
+from pinfeed.pipeline.sources.batch_transform import BatchTransform
 from pinfeed.pipeline.sources.guarded import guarded
-from pinfeed.pipeline.sources.transforms import BatchTransform
-from pinfeed.rows.epoch_hooks import EpochHooks
-from pinfeed.stores.base import CheckStop, never
-from pinfeed.tensors.pytree import Rebuild, flatten
+from pinfeed.pipeline.sources.host_leaves import host_batch_of
+from pinfeed.pipeline.sources.row_fetch import RowFetch
+from pinfeed.pipeline.sources.source import (
+    BatchThunk,
+    HostBatch,
+    Source,
+    drawn_early,
+    failed_batch,
+)
+from pinfeed.rows.batches import EpochHooks
 from pinfeed.validation.suggestions import is_array_like
 
 # An IterableDataset has a sampler of another module.
 _TORCH_SAMPLERS = ("torch.utils.data.sampler", "torch.utils.data.distributed")
-
-
-class HostLeaf:
-    """A leaf of a loader's batch: a tensor on the host, or an object with a method ``to``.
-
-    An object that is not a tensor has neither shape nor dtype; the device moves it with ``to``.
-    """
-
-    __slots__ = ("host_value",)
-
-    def __init__(self, value: Any) -> None:
-        self.host_value = value
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor."""
-        return tuple(self.host_value.shape)
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The numpy dtype of the tensor."""
-        from pinfeed.tensors.numpy_torch import NUMPY
-
-        return NUMPY[self.host_value.dtype]
-
-    def read(self, out: npt.NDArray[Any], check_stop: CheckStop = never) -> None:
-        """Copy the tensor into ``out``."""
-        from pinfeed.tensors.numpy_torch import to_torch
-
-        to_torch(out).copy_(self.host_value)
 
 
 def check_loader(loader: Any) -> None:
@@ -97,7 +69,7 @@ def _is_map_style(loader: Any) -> bool:
     return isinstance(loader, Dataset) and not isinstance(loader, Iterable)
 
 
-class LoaderSource:
+class LoaderSource(Source):
     """The batches of a loader.
 
     The consumer thread begins an epoch with ``begin``, and calls every method except ``epoch`` and
@@ -132,11 +104,6 @@ class LoaderSource:
         self._begun: Iterator[Any] | None = None
         # A loader that is an iterator itself serves one epoch.
         self._is_used_up = False
-
-    @property
-    def epoch_hooks(self) -> EpochHooks:
-        """No hooks, because the loader itself knows its epochs."""
-        return EpochHooks()
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -229,17 +196,13 @@ class LoaderSource:
             return ""
         return drawn_early(f"your loader ({type(self.loader).__name__})")
 
-    def transfer_hint(self) -> str:
-        """Return an empty text, because every byte of the batches must be copied."""
-        return ""
-
     def draw(self, batch: Any) -> BatchThunk:
         """Make the thunk of a batch. Reader threads call this in the order of batches."""
         if self.fetch is None:
-            return functools.partial(load_of, batch)
+            return functools.partial(host_batch_of, batch)
         # The user's functions run in this call, one batch at a time. Any free reader thread gathers
         # the rows.
-        return functools.partial(_load_with_rows, self.fetch, batch, self.fetch.ids(batch))
+        return functools.partial(self.fetch.add, batch, self.fetch.ids(batch))
 
     def next_batch(self, batches: Iterator[Any]) -> Any:
         """Return the next batch, after ``host_transform``; ``END`` after the last batch.
@@ -264,24 +227,20 @@ class LoaderSource:
             while (batch := ask(batches)) is not END:
                 yield self.draw(batch)
 
-    def _draw_next(self, batches: Iterator[Any]) -> BatchThunk | None:
-        """Return the thunk of the next batch; None after the last one."""
-        batch = self.next_batch(batches)
-        return None if batch is END else self.draw(batch)
-
     def _draw_next_or_error(self, batches: Iterator[Any]) -> BatchThunk | None:
         """Return the thunk of the next batch, or of its error; None after the last one."""
         try:
-            thunk = guarded(self._draw_next, batches)
+            batch = guarded(self.next_batch, batches)
+            thunk = None if batch is END else guarded(self.draw, batch)
         except Exception as error:
             return functools.partial(failed_batch, error)
-        return None if thunk is None else functools.partial(_load_or_error, thunk)
+        return None if thunk is None else functools.partial(_made_or_failed, thunk)
 
 
 class _OwnPosition(EpochHooks):
     """Position of a loader that resumes by its own state, and may then have no batches left."""
 
-    goes_on = False
+    continues_after_end = False
 
     def resume(self, state: Mapping[str, Any], n_batches: float) -> tuple[int, bool]:
         batch, _ = super().resume(state, n_batches)
@@ -348,16 +307,7 @@ def is_end(stop: StopIteration) -> bool:
     return all(frame.f_code not in users for frame, _ in traceback.walk_tb(stop.__traceback__))
 
 
-def load_of(batch: Any) -> HostBatch:
-    """Make a HostBatch from a loader's batch."""
-    leaves, rebuild = flatten(batch)
-    parts = [HostLeaf(leaf) for _, leaf in leaves if callable(getattr(leaf, "to", None))]
-    if len(parts) < len(leaves):
-        rebuild = _with_kept([leaf for _, leaf in leaves], rebuild)
-    return HostBatch(parts, rebuild, [(_n_samples(leaves), 0)])
-
-
-def _load_or_error(thunk: BatchThunk) -> HostBatch:
+def _made_or_failed(thunk: BatchThunk) -> HostBatch:
     """Make a HostBatch, or a failed batch with the error, so that the loop can continue."""
     try:
         batch: HostBatch = guarded(thunk)
@@ -365,28 +315,3 @@ def _load_or_error(thunk: BatchThunk) -> HostBatch:
         return failed_batch(error)
     batch.keeps_errors = True
     return batch
-
-
-def _load_with_rows(fetch: RowFetch, batch: Any, ids: Sequence[Any]) -> HostBatch:
-    """Make a HostBatch from a loader's batch and from the rows of its ids."""
-    return fetch.add(load_of(batch), ids)
-
-
-def _with_kept(leaves: list[Any], rebuild: Rebuild) -> Rebuild:
-    """Return a ``rebuild`` that takes tensors for the leaves that move, and keeps the others."""
-    moves = [callable(getattr(leaf, "to", None)) for leaf in leaves]
-    kept = [None if moved else leaf for leaf, moved in zip(leaves, moves, strict=True)]
-    return lambda tensors: rebuild(
-        iter([next(tensors) if moved else leaf for leaf, moved in zip(kept, moves, strict=True)])
-    )
-
-
-def _n_samples(leaves: list[tuple[str, Any]]) -> int:
-    """Return the length of the first leaf that has one: by convention, the number of samples."""
-    for _, leaf in leaves:
-        try:
-            return int(leaf.shape[0])
-        except (AttributeError, TypeError, IndexError, RuntimeError):
-            # Reading the shape of a nested tensor of torch raises a RuntimeError.
-            continue
-    return 1

@@ -8,18 +8,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from pinfeed.errors import ArgumentError, StoreError, described
-from pinfeed.feeders.base import ResumableFeeder
+from pinfeed.feeders.base_feeder import LoopOptions, ResumableFeeder
 from pinfeed.feeders.hints import READER_HINTS
-from pinfeed.feeders.loop_options import LoopOptions
 from pinfeed.feeders.row_selection import RowSelection, warn_if_empty
 from pinfeed.memory.depth import check_depth
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.sources.functions import ReaderSource
-from pinfeed.pipeline.sources.samples import SampleReader
+from pinfeed.pipeline.sources.reader_source import ReaderSource
+from pinfeed.pipeline.sources.sample_reader import SampleReader
 from pinfeed.rows.batches import OrderBatches
-from pinfeed.rows.rank_batches import RankBatches
-from pinfeed.rows.rank_warnings import note_workers
+from pinfeed.rows.rank_batches import RankBatches, note_workers
 from pinfeed.rows.ranks import Ranks
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.validation.arguments import explain_arguments, whole_number
@@ -228,7 +226,16 @@ def _identity_batches(
         ArgumentError: If a batch would contain a part of an input.
     """
     assert selection.batch_size is not None
-    size = _identities_per_batch(selection.batch_size, one_read_count)
+    size, remainder = divmod(selection.batch_size, one_read_count)
+    if remainder:
+        below = size * one_read_count
+        above = below + one_read_count
+        sizes = f"{below} or {above}" if below else f"{above}"
+        raise ArgumentError(
+            f"batch_size={selection.batch_size} is not a multiple of "
+            f"one_read_count={one_read_count}, but a batch contains all samples of its inputs; "
+            f"give batch_size={sizes}"
+        )
     if selection.shard is None:
         batches = OrderBatches(selection.all_rows, n_identities, size, selection.drop_last)
         warn_if_empty(batches, "inputs")
@@ -238,31 +245,8 @@ def _identity_batches(
     return RankBatches(shard, n_identities)
 
 
-def _identities_per_batch(batch_size: int, one_read_count: int) -> int:
-    """Return the number of inputs whose samples form a batch.
-
-    Raises:
-        ArgumentError: If the number is not whole.
-    """
-    n_identities, remainder = divmod(batch_size, one_read_count)
-    if remainder:
-        below = n_identities * one_read_count
-        above = below + one_read_count
-        sizes = f"{below} or {above}" if below else f"{above}"
-        raise ArgumentError(
-            f"batch_size={batch_size} is not a multiple of one_read_count={one_read_count}, but a "
-            f"batch contains all samples of its inputs; give batch_size={sizes}"
-        )
-    return n_identities
-
-
 def _reader(
-    kind: str,
-    function: Any,
-    values: Sequence[Any],
-    n_samples: int,
-    apply: Any,
-    dtype: Any,
+    kind: str, function: Any, values: Sequence[Any], n_samples: int, apply: Any, dtype: Any
 ) -> SampleReader:
     """Return the reader of the input samples or of the output samples.
 
@@ -274,6 +258,11 @@ def _reader(
         raise ArgumentError(
             f"{reader.function_name}={function!r}: expected a function that returns samples"
         )
+    if dtype is not None and apply is not None:
+        raise ArgumentError(
+            f"both {reader.apply_name} and {kind}_dtype were given, but the function decides the "
+            f"dtype of its batch; leave out {kind}_dtype"
+        )
     if apply is not None and not callable(apply):
         raise ArgumentError(
             f"{reader.apply_name}={apply!r}: expected a function that makes a batch from its "
@@ -281,11 +270,6 @@ def _reader(
         )
     if dtype is None:
         return reader
-    if apply is not None:
-        raise ArgumentError(
-            f"both {reader.apply_name} and {kind}_dtype were given, but the function decides the "
-            f"dtype of its batch; leave out {kind}_dtype"
-        )
     try:
         return dataclasses.replace(reader, dtype=dtype_of(dtype, f"{kind}_dtype"))
     except StoreError as error:

@@ -13,8 +13,7 @@ from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
 from pinfeed.pipeline.planner import plan_reads_by_id
 from pinfeed.pipeline.schedule import PrefetchSchedule, measured_schedule, n_id_readers
-from pinfeed.pipeline.sources.fetch import FetchSpec, RowFetch
-from pinfeed.pipeline.sources.ids import ids_function
+from pinfeed.pipeline.sources.row_fetch import FetchSpec, RowFetch, ids_function
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.stores.base import Store
 

@@ -1,12 +1,13 @@
-"""Source: the protocol of sources of batches; HostBatch: a batch of a source on the host."""
+"""Source: batches on the host, epoch by epoch; HostBatch: one of them."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn, Protocol, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import numpy.typing as npt
 
@@ -14,7 +15,7 @@ from pinfeed.devices.base import Tensor
 from pinfeed.pipeline.forwarding import SharedRows
 from pinfeed.pipeline.row_cache.decisions import CachedRows
 from pinfeed.readahead.base import HostRows
-from pinfeed.rows.epoch_hooks import EpochHooks
+from pinfeed.rows.batches import EpochHooks
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import CheckStop, HostArray, Store, never
 from pinfeed.tensors.pytree import Rebuild
@@ -163,27 +164,28 @@ computing row indices.
 """
 
 
-class Source(Protocol):
+class Source(ABC):
     """Batches on the host, epoch by epoch."""
 
     @property
+    @abstractmethod
     def fingerprint(self) -> Mapping[str, Any]:
         """Plain values that must be equal, or a saved position would mean another batch."""
-        ...
 
     @property
     def epoch_hooks(self) -> EpochHooks:
-        """Reactions of the source to the position of the loop."""
-        ...
+        """Reactions of the source to the position of the loop; by default, it has none."""
+        return EpochHooks()
 
+    @abstractmethod
     def __len__(self) -> int:
         """Return the number of batches in an epoch.
 
         Raises:
             TypeError: If the number is unknown.
         """
-        ...
 
+    @abstractmethod
     def epoch(
         self, number: int, start: int, checksum: int, batches_per_slot: int
     ) -> Generator[BatchThunk, None, None]:
@@ -197,8 +199,8 @@ class Source(Protocol):
             checksum: Checksum, from a state, of the batches before ``start``.
             batches_per_slot: Maximum number of batches per thunk.
         """
-        ...
 
+    @abstractmethod
     def hint(self, source_share: float) -> str:
         """Return whole sentences that say what to change if a loop stalls on reading.
 
@@ -206,7 +208,6 @@ class Source(Protocol):
             source_share: Share of the reading time that the source takes to make batches. The rest
                 is the time to read their parts.
         """
-        ...
 
     def depth_caution(self) -> str:
         """Return why another depth may change the results, as a sentence; empty if it may not.
@@ -214,11 +215,12 @@ class Source(Protocol):
         Then no advice recommends a depth. The reason is an iterator of the user that batches come
         from: it may depend on the training steps before the batch.
         """
-        ...
+        return ""
 
     def transfer_hint(self) -> str:
         """Return whole sentences that say how to copy fewer bytes; empty if it is unknown.
 
-        They follow the fixed hint if a loop stalls on copying or writing.
+        They follow the fixed hint if a loop stalls on copying or writing. By default, every byte of
+        the batches must be copied.
         """
-        ...
+        return ""

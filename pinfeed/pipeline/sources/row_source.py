@@ -9,11 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from pinfeed.native.memory_rows import MemoryRows
-from pinfeed.pipeline.sources.base import ArrayPart, BatchThunk, HostBatch, RowGroup, drawn_early
+from pinfeed.pipeline.sources.source import (
+    ArrayPart,
+    BatchThunk,
+    HostBatch,
+    RowGroup,
+    Source,
+    drawn_early,
+)
 from pinfeed.readahead import AnyBatch, HostRows, RaggedReads, ReadStrategy
 from pinfeed.readahead.base import main_hint
-from pinfeed.rows.batches import RowBatches, RowIndices
-from pinfeed.rows.epoch_hooks import EpochHooks
+from pinfeed.rows.batches import EpochHooks, RowBatches, RowIndices
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import HostArray, Store, row_nbytes
 from pinfeed.stores.ragged import RaggedParts
@@ -24,7 +30,7 @@ new_row_group: Callable[[tuple[Any, ...]], RowGroup] = functools.partial(tuple._
 
 
 @dataclass(frozen=True)
-class RowSource:
+class RowSource(Source):
     """Batches of the same rows of several stores; the last parts are those of ragged rows.
 
     Args:
@@ -99,10 +105,6 @@ class RowSource:
     def depth_caution(self) -> str:
         """Return a caution if the user's own iterable gives the row indices."""
         return drawn_early("rows=") if self.batches.are_from_user else ""
-
-    def transfer_hint(self) -> str:
-        """Return an empty text, because every byte of the batches must be copied."""
-        return ""
 
     def _host_batch(
         self,

@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pinfeed.errors import ArgumentError
-from pinfeed.feeders.base import BaseFeeder, T_co
-from pinfeed.feeders.fetch import FetchStores
-from pinfeed.feeders.loop_options import LoopOptions
+from pinfeed.feeders.base_feeder import BaseFeeder, LoopOptions, T_co
+from pinfeed.feeders.fetch_stores import FetchStores
 from pinfeed.memory.plan import Plan
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.sources.dataloader import LoaderSource, StatefulSource
+from pinfeed.pipeline.sources.loader_source import LoaderSource, StatefulSource
 from pinfeed.validation.safe_repr import safe_repr
 
 STATE_METHODS = ("state_dict", "load_state_dict")

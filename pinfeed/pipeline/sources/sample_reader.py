@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, StoreError, add_note
 from pinfeed.pipeline.sources.guarded import guarded
-from pinfeed.pipeline.sources.ordered_map import OrderedMap
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import CheckStop, never
 from pinfeed.tensors.dtypes import check_dtype
@@ -22,6 +21,8 @@ from pinfeed.tensors.dtypes import check_dtype
 Array = npt.NDArray[Any]
 Apply = Callable[[Iterator[Any]], Any]
 """Makes a batch from its samples."""
+OrderedMap = Callable[[Callable[[int], Any], Iterable[int]], Iterator[Any]]
+"""A function like ``map``, with results in order, which threads may compute early."""
 
 _END = object()
 # Error messages show paths in full.

@@ -1,0 +1,269 @@
+"""RowFetch: the rows of stores whose ids are in the batches of a loader; the ids of a batch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import sys
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Number
+from typing import Any
+
+import numpy as np
+
+from pinfeed.devices.base import Device, RowCopy, Tensor
+from pinfeed.errors import ArgumentError, RowIndexError, StoreError, described
+from pinfeed.pipeline.sources.host_leaves import host_batch_of
+from pinfeed.pipeline.sources.source import ArrayPart, HostBatch, RowGroup
+from pinfeed.readahead import HostRows, ReadStrategy
+from pinfeed.readahead.base import main_hint
+from pinfeed.rows.indices import check_rows, first_occurrences
+from pinfeed.rows.orders import Rows
+from pinfeed.stores.base import Array, CheckStop, Store, never, row_nbytes
+from pinfeed.tensors.pytree import Rebuild
+
+# Rows are copied to their positions in pieces of this size, which stay in the processor's cache.
+_PIECE_BYTES = 256 << 10
+
+IdsOf = Callable[[Any], Any]
+"""Returns the ids of the rows that a batch on the host needs."""
+Serve = Callable[[Rows], HostRows]
+"""Returns rows of one store, which are gathered later."""
+
+
+@dataclass(frozen=True)
+class FetchSpec:
+    """One entry of ``fetch=``: stores with equally many rows, and the ids of a batch."""
+
+    key: Hashable
+    """Key of the rows in the loop's dict of rows."""
+    ids_of: IdsOf
+    stores: Sequence[Store]
+    strategies: Sequence[ReadStrategy]
+    """Strategy to read the rows of each store."""
+    rebuild: Rebuild
+    """Makes the user's structure from one tensor per store."""
+
+    @property
+    def name(self) -> str:
+        """Name of the entry in errors."""
+        return f"fetch[{self.key!r}]"
+
+
+class RepeatedRows:
+    """Rows of a batch that repeat: a ``HostArray`` that gathers each distinct row once.
+
+    Args:
+        distinct: The distinct rows, m of them, in the order in which they first occur.
+        positions: For each row of the batch, its position among the distinct rows, shape (n,). No
+            position is greater than the position of the row itself.
+    """
+
+    def __init__(self, distinct: HostRows, positions: Rows) -> None:
+        self._distinct = distinct
+        self._positions = positions
+        self.shape = (len(positions), *distinct.shape[1:])
+        self.dtype = distinct.dtype
+
+    def read(self, out: Array, check_stop: CheckStop = never) -> None:
+        """Gather the distinct rows into the beginning of ``out``, then copy each to its places."""
+        self._distinct.read(out[: self._distinct.shape[0]], check_stop)
+        positions = self._positions
+        n = len(positions)
+        # The rows before the first repeated one are already in place.
+        first = int(np.argmax(positions != np.arange(n)))
+        step = max(1, _PIECE_BYTES * n // max(1, out.nbytes))
+        # Each row is copied from its own or a lower position. In descending order, no row is
+        # overwritten before it was copied.
+        for end in range(n, first, -step):
+            begin = max(first, end - step)
+            check_stop()
+            out[begin:end] = out.take(positions[begin:end], axis=0)
+
+
+class RowFetch:
+    """Adds rows to the batches of a loader, by the ids in the batches.
+
+    Args:
+        specs: Entries of ``fetch=``.
+        device: Device that the batches are moved to.
+    """
+
+    def __init__(self, specs: Sequence[FetchSpec], device: Device) -> None:
+        self._specs = specs
+        self._device = device
+        self._serving: list[list[Serve]] = []
+
+    @contextlib.contextmanager
+    def open_epoch(self) -> Generator[None, None, None]:
+        """Serve the rows of an epoch; background reads end with the context."""
+        with contextlib.ExitStack() as stack:
+            self._serving = [
+                [
+                    # Ids have any order and number, so the position in an epoch has no meaning.
+                    stack.enter_context(strategy.open_epoch(None, 0, 0))(0, 0)
+                    for strategy in spec.strategies
+                ]
+                for spec in self._specs
+            ]
+            yield
+
+    def ids(self, batch: Any) -> list[Array]:
+        """Return the ids in a batch on the host, for each entry.
+
+        This calls the user's functions, for one batch at a time, in order. The ids are copied,
+        because a function may reuse the same array for each batch.
+
+        Raises:
+            RowIndexError: If the ids are not integers.
+        """
+        return [ids_array(spec.ids_of(batch), spec.name).copy() for spec in self._specs]
+
+    def add(self, batch: Any, ids: Sequence[Array]) -> HostBatch:
+        """Return a loader's batch with the rows of all entries, and their positions.
+
+        Only entries with repeated ids need positions.
+
+        Raises:
+            RowIndexError: If ids are out of range.
+        """
+        host_batch = host_batch_of(batch)
+        parts = list(host_batch.parts)
+        groups: list[RowGroup] = []
+        shapes: list[tuple[tuple[int, ...], bool]] = []
+        for spec, serving, of_spec in zip(self._specs, self._serving, ids, strict=True):
+            checked = check_rows(of_spec.reshape(-1), spec.stores[0].n_rows, f"{spec.name}: ids")
+            rows, positions = first_occurrences(checked)
+            distinct = [serve(rows) for serve in serving]
+            is_spread = positions is not None and not self._device.unified
+            if not self._device.unified:
+                groups.append(RowGroup(rows, len(parts), spec.stores))
+            if positions is None or is_spread:
+                parts += distinct
+            else:
+                parts += [RepeatedRows(of_store, positions) for of_store in distinct]
+            if positions is not None and is_spread:
+                parts.append(ArrayPart(positions.astype(np.int32)))
+            shapes.append((of_spec.shape, is_spread))
+        rebuild = functools.partial(
+            self._rebuild, host_batch.rebuild, len(host_batch.parts), shapes
+        )
+        return HostBatch(parts, rebuild, host_batch.batches, groups)
+
+    def hint(self) -> str:
+        """Return what to change if a loop stalls on gathering these rows."""
+        pairs = [
+            (row_nbytes(store), strategy.hint)
+            for spec in self._specs
+            for store, strategy in zip(spec.stores, spec.strategies, strict=True)
+        ]
+        names = ", ".join(spec.name for spec in self._specs)
+        return f"Gathering rows of {names} takes most of the time. {main_hint(pairs)}"
+
+    def _rebuild(
+        self,
+        rebuild: Rebuild,
+        n_parts: int,
+        shapes: Sequence[tuple[tuple[int, ...], bool]],
+        tensors: Iterator[Tensor],
+    ) -> tuple[Any, dict[Hashable, Any]]:
+        """Return the loader's batch and the fetched rows, from the parts of ``add``.
+
+        Args:
+            rebuild: Makes the loader's batch.
+            n_parts: Number of its parts.
+            shapes: For each entry the shape of its ids, and whether they repeat, so that its rows
+                are distinct and positions follow them.
+            tensors: The tensors of all parts.
+        """
+        batch = rebuild(iter([next(tensors) for _ in range(n_parts)]))
+        fetched = {}
+        for spec, (shape, is_spread) in zip(self._specs, shapes, strict=True):
+            rows = [next(tensors) for _ in spec.stores]
+            if is_spread:
+                positions = next(tensors)
+                pairs = zip(rows, spec.stores, strict=True)
+                rows = [self._spread(distinct, positions, store) for distinct, store in pairs]
+            if len(shape) != 1:
+                pairs = zip(rows, spec.stores, strict=True)
+                rows = [of_store.reshape((*shape, *store.row_shape)) for of_store, store in pairs]
+            fetched[spec.key] = spec.rebuild(iter(rows))
+        return batch, fetched
+
+    def _spread(self, distinct: Tensor, positions: Tensor, store: Store) -> Tensor:
+        """Copy each distinct row to its positions, on a device that has its own memory.
+
+        The batch is lent already, so the current stream has waited for its copies.
+        """
+        compute = self._device.current_stream()
+        shape = (positions.shape[0], *store.row_shape)
+        memory = self._device.empty(math.prod(shape) * store.dtype.itemsize, compute)
+        out = self._device.tensor(memory, shape, store.dtype)
+        self._device.copy_rows([RowCopy(distinct, out, taken=positions)], compute)
+        return out
+
+
+def ids_function(ids: Any, name: str) -> IdsOf:
+    """Return a function of a batch that returns its ids, from the user's function or key.
+
+    Args:
+        ids: A function of the batch, or the key of the ids in the batch.
+        name: Name of the ids in errors.
+    """
+    if callable(ids):
+        function: IdsOf = ids
+        return function
+
+    def ids_at_key(batch: Any) -> Any:
+        try:
+            return batch[ids]
+        except (LookupError, TypeError) as error:
+            found = f"the batch is a {type(batch).__name__}"
+            if isinstance(batch, Mapping):
+                found = f"the batch has keys {', '.join(map(repr, batch))}"
+            raise ArgumentError(
+                f"{name}: no ids at {ids!r}, because {found}; expected the key of its ids, or a "
+                "function of the batch"
+            ) from error
+
+    return ids_at_key
+
+
+def ids_array(ids: Any, name: str) -> Array:
+    """Return ids as an array of integers of the same shape.
+
+    Args:
+        ids: Tensor, array, or sequence of integers.
+        name: Name of the ids in errors.
+
+    Raises:
+        RowIndexError: If the ids are not integers.
+    """
+    # numpy takes some objects for arrays without elements, such as the empty storage that a
+    # HeteroData of PyG makes for a missing key.
+    if isinstance(ids, Mapping) or not (
+        hasattr(ids, "__array__") or isinstance(ids, (Sequence, Number))
+    ):
+        raise RowIndexError(
+            f"{name}: the ids of the batch are a {type(ids).__name__}; expected integers in a "
+            "tensor, an array or a list; give a function or a key that returns them"
+        )
+    torch = sys.modules.get("torch")
+    try:
+        if torch is not None and isinstance(ids, torch.Tensor):
+            # The import is local, because the pipeline is loaded without torch.
+            from pinfeed.tensors.numpy_torch import to_numpy
+
+            array = to_numpy(ids, name)
+        else:
+            array = np.asarray(ids)
+    except (StoreError, ValueError, TypeError) as error:
+        raise RowIndexError(f"{name}: ids of the batch: {described(error)}") from None
+    if array.size and array.dtype.kind not in "iu":
+        hint = "; for a mask, give ids[mask]" if array.dtype == bool else ""
+        raise RowIndexError(
+            f"{name}: the ids of the batch are {array.dtype}; expected integers{hint}"
+        )
+    return array
