@@ -18,13 +18,12 @@ from pinfeed.training.checkpoint.entries import (
     RETURNED_KINDS,
     Entry,
     entry_for,
+    rank_group,
     resumable_parts,
-    save_location,
     tables_of,
 )
-from pinfeed.training.checkpoint.saves import newest_save, save_numbers
+from pinfeed.training.checkpoint.saves import SaveDirectory, rank_directories, save_numbers
 from pinfeed.training.checkpoint.writer import OBJECTS_BY_NAME
-from pinfeed.training.distributed.checkpoint import LocalSave, rank_directories
 from pinfeed.training.distributed.lockstep import RankStep
 from pinfeed.training.row_file import check_rows_file, open_plain, restore_rows
 from pinfeed.validation.arguments import check_path, explain_arguments
@@ -68,9 +67,9 @@ def resume(path: Path, **objects: Any) -> dict[str, Any]:
         ClosedError: If a loop over one of the tables is running.
     """
     check_path(path)
-    location = save_location(objects.values())
-    with location.report_failure():
-        found = _checked_save(pathlib.Path(path), location, objects)
+    saves = SaveDirectory(pathlib.Path(path), rank_group(objects.values()))
+    with saves.report_failure():
+        found = _checked_save(saves.newest(), objects)
         states = {
             name: _load(found.directory / entry.file)
             for name, entry in found.entries.items()
@@ -82,7 +81,7 @@ def resume(path: Path, **objects: Any) -> dict[str, Any]:
             if saved["kind"] in RETURNED_KINDS
         }
         random = _load_random(found.directory / "random.pt")
-        location.wait(RankStep.RESUME)
+        saves.wait(RankStep.RESUME)
     _restore(found, states)
     for value in objects.values():
         for part in resumable_parts(value):
@@ -126,7 +125,7 @@ def check(path: Path) -> dict[str, Any]:
         CheckpointError: If no save is complete, or a file is damaged or missing.
         ArgumentError: If ``path`` is not a path.
     """
-    directory = newest_save(pathlib.Path(check_path(path)), LocalSave())
+    directory = SaveDirectory(pathlib.Path(check_path(path))).newest()
     body = manifest.read(directory)
     for name, file in body["files"].items():
         manifest.check_file(directory / name, file)
@@ -135,11 +134,8 @@ def check(path: Path) -> dict[str, Any]:
     return {"directory": str(directory), "bytes": nbytes, "objects": kinds}
 
 
-def _checked_save(
-    path: pathlib.Path, location: LocalSave, objects: Mapping[str, Any]
-) -> _CheckedSave:
-    """Find the last complete save, and check that it is undamaged and has the given objects."""
-    directory = newest_save(path, location)
+def _checked_save(directory: pathlib.Path, objects: Mapping[str, Any]) -> _CheckedSave:
+    """Check that a save is undamaged and has the given objects."""
     body = manifest.read(directory)
     saved = body["objects"]
     given = {name: entry_for(name, value) for name, value in objects.items()}

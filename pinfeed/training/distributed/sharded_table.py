@@ -18,10 +18,10 @@ from pinfeed.tensors.numpy_torch import TORCH, memory_of, to_numpy, to_torch
 from pinfeed.training.distributed.initialization import draw_chunks
 from pinfeed.training.distributed.lockstep import RankStep
 from pinfeed.training.distributed.process_groups import rank_group_of
-from pinfeed.training.distributed.row_partition import RowPartition
+from pinfeed.training.distributed.row_exchange import RowPartition
 from pinfeed.training.embeddings.bag import HostEmbeddingBag
-from pinfeed.training.embeddings.initializers import Fill
 from pinfeed.training.embeddings.table import HostEmbedding
+from pinfeed.training.embeddings.table_arguments import Fill
 from pinfeed.training.embeddings.table_store import Path, check_is_table, zero_row
 from pinfeed.training.row_file import row_chunks, write_rows
 from pinfeed.validation.arguments import check_flag

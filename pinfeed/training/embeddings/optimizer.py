@@ -13,11 +13,11 @@ from torch import nn
 from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.tensors.numpy_torch import TORCH
 from pinfeed.training.embeddings.batch_rows import BatchRows
-from pinfeed.training.embeddings.gradient_rules import require_one_rule
 from pinfeed.training.embeddings.optimizer_state import StateLayout, discover
 from pinfeed.training.embeddings.optimizer_trial import (
     GradientKind,
     OptimizerTrial,
+    require_one_rule,
     sparse_rows,
 )
 from pinfeed.training.embeddings.parameter_groups import (
@@ -25,9 +25,8 @@ from pinfeed.training.embeddings.parameter_groups import (
     group_options,
     table_groups,
 )
-from pinfeed.training.embeddings.state_stores import StateStore, StateStores
 from pinfeed.training.embeddings.table import HostEmbedding
-from pinfeed.training.embeddings.table_state import TableState
+from pinfeed.training.embeddings.table_state import StateStore, StateStores, TableState
 
 
 class RowOptimizer(torch.optim.Optimizer):

@@ -20,11 +20,18 @@ from pinfeed.rows.orders import Rows
 from pinfeed.stores import MmapStore, Store
 from pinfeed.stores.pinned import Pin
 from pinfeed.tensors.numpy_torch import to_torch
-from pinfeed.training.embeddings.arguments import HINTS, checked_padding, integer_tensor
 from pinfeed.training.embeddings.batch_rows import BatchRows, position_in
-from pinfeed.training.embeddings.device_cache import DeviceCacheSize, check_device_cache
-from pinfeed.training.embeddings.initializers import Fill, Init, find_initializer
 from pinfeed.training.embeddings.shared_rows import loops_over
+from pinfeed.training.embeddings.table_arguments import (
+    HINTS,
+    DeviceCacheSize,
+    Fill,
+    Init,
+    check_device_cache,
+    checked_padding,
+    find_initializer,
+    integer_tensor,
+)
 from pinfeed.training.embeddings.table_store import (
     NewTable,
     Path,

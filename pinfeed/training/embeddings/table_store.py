@@ -19,7 +19,7 @@ from pinfeed.stores.pinned import Pin, check_pin
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.tensors.numpy_torch import TORCH, to_torch
 from pinfeed.training.atomic_write import atomic_write
-from pinfeed.training.embeddings.initializers import Fill
+from pinfeed.training.embeddings.table_arguments import Fill
 
 Path = str | os.PathLike[str]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from pinfeed.devices.base import Device
-from pinfeed.errors import BudgetError
+from pinfeed.errors import ArgumentError, BudgetError
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Allocation, Place
@@ -13,7 +13,7 @@ from pinfeed.memory.units import human
 from pinfeed.pipeline.row_cache.cache import RowCache
 from pinfeed.stores import ArrayStore, Store
 from pinfeed.stores.base import row_nbytes
-from pinfeed.training.embeddings.device_cache import check_device_cache, n_cached_rows
+from pinfeed.training.embeddings.table_arguments import check_device_cache
 from pinfeed.training.memory_model.config import Config
 from pinfeed.training.row_loop.loop_table import LoopTable
 
@@ -103,11 +103,35 @@ def cache_notes(
     return tuple(notes)
 
 
+def _n_cached_rows(size: int | float, n_rows: int, row_nbytes: int, name: str) -> int:
+    """Return the number of rows that a cache of a given size holds, at most all rows.
+
+    Args:
+        size: Bytes as an int, or a share of the rows as a float. A share is at least one row.
+        n_rows: Rows of the table.
+        row_nbytes: Bytes of a row with its optimizer state.
+        name: Name of the table in errors.
+
+    Raises:
+        ArgumentError: If the size is smaller than a row.
+    """
+    if isinstance(size, float):
+        return max(1, int(size * n_rows))
+    n = size // row_nbytes
+    if not n:
+        raise ArgumentError(
+            f"device_cache={size} of {name} holds no row: a row with its optimizer state has "
+            f"{human(row_nbytes)}; expected at least as many bytes, or a share of the rows as a "
+            "float (1.0 for all rows)"
+        )
+    return min(n_rows, n)
+
+
 def _cache(used: LoopTable, size: int | float, device: Device) -> RowCache:
     """Return the cache of a table, for its weights and its optimizer state."""
     nbytes = sum(map(row_nbytes, used.stores))
     n_rows = used.stores[0].n_rows
-    capacity = n_cached_rows(size, n_rows, nbytes, used.name)
+    capacity = _n_cached_rows(size, n_rows, nbytes, used.name)
     return RowCache(used.name, used.stores, capacity, device)
 
 
