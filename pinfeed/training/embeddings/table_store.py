@@ -1,12 +1,10 @@
-"""Functions that open, create, fill and export the store of an embedding table."""
+"""Functions that open, create and fill the store of an embedding table."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,82 +16,65 @@ from pinfeed.stores.file import open_created
 from pinfeed.stores.pinned import Pin, check_pin
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.tensors.numpy_torch import TORCH, to_torch
-from pinfeed.training.atomic_write import atomic_write
 from pinfeed.training.embeddings.table_arguments import Fill
 
 Path = str | os.PathLike[str]
 
 
-@dataclass(frozen=True)
-class NewTable:
-    """Requested properties of a new table."""
-
-    name: str
-    shape: tuple[int, int]
-    dtype: Any
-    """As torch or numpy spells it; None for torch's default, or for the dtype of a given store."""
-    pin: Pin
-    overwrite: bool
-
-
-@dataclass(frozen=True)
-class TableStore:
-    """The store of a table, and its owner."""
-
-    store: Store
-    is_owned: bool
-    """Whether the table made the store, and therefore closes it."""
-    awaits_resume: bool = False
-    """Whether the store is a file that existed before the table."""
-
-
-def open_table_store(store: Store | Path | None, table: NewTable) -> TableStore:
+def open_table_store(
+    store: Store | Path | None,
+    name: str,
+    shape: tuple[int, int],
+    dtype: Any,
+    pin: Pin,
+    overwrite: bool,
+) -> tuple[Store, bool]:
     """Open or create the store of a new table.
 
     Args:
         store: Path of a .npy file to create or find, a Store, or None for memory.
-        table: Properties of the table.
+        name: Name of the table in errors.
+        shape: Shape of the rows in the store.
+        dtype: As torch or numpy spells it; None for torch's default, or for the dtype of a given
+            store.
+        pin: Whether memory is page-locked.
+        overwrite: Whether an existing file is replaced.
+
+    Returns:
+        The store, and whether it is a file that existed before.
 
     Raises:
         StoreError: If the dtype is not floating point, or the given store or file has other
             properties.
         ArgumentError: If ``store`` is something else.
     """
-    default = torch.get_default_dtype() if table.dtype is None else table.dtype
-    dtype = dtype_of(default, table.name)
-    if not TORCH[dtype].is_floating_point:
-        raise StoreError(f"{table.name}: dtype={table.dtype}; expected a floating point dtype")
+    found = dtype_of(torch.get_default_dtype() if dtype is None else dtype, name)
+    if not TORCH[found].is_floating_point:
+        raise StoreError(f"{name}: dtype={dtype}; expected a floating point dtype")
     if isinstance(store, Store):
-        _check_given_store(store, table, dtype)
-        return TableStore(store, is_owned=False)
+        given = (store.n_rows, *store.row_shape)
+        if given != shape:
+            raise StoreError(f"{name}: a store of shape {given}; expected {shape}")
+        is_floating = TORCH[np.dtype(store.dtype)].is_floating_point
+        if not is_floating or (dtype is not None and found != store.dtype):
+            expected = dtype or "a floating point dtype"
+            raise StoreError(f"{name}: a store of {store.dtype}; expected {expected}")
+        return store, False
     if store is not None and not isinstance(store, (str, os.PathLike)):
         raise ArgumentError(
-            f"{table.name}: store={type(store).__name__}; expected a path of a .npy file, "
+            f"{name}: store={type(store).__name__}; expected a path of a .npy file, "
             "or a Store; for existing rows, give store=pinfeed.ArrayStore(array), "
             "or use HostEmbedding.from_pretrained(array, freeze=False)"
         )
-    shape_to_make(table.shape, dtype, table.name)
+    shape_to_make(shape, found, name)
     if store is None:
-        return TableStore(PinnedStore.empty(table.shape, dtype, pin=table.pin), is_owned=True)
-    if os.path.lexists(store) and not table.overwrite:
-        return TableStore(
-            open_created(store, table.shape, dtype), is_owned=True, awaits_resume=True
-        )
-    made = MmapStore.create(store, table.shape, dtype, overwrite=table.overwrite)
-    return TableStore(made, is_owned=True)
+        return PinnedStore.empty(shape, found, pin=pin), False
+    if os.path.lexists(store) and not overwrite:
+        return open_created(store, shape, found), True
+    return MmapStore.create(store, shape, found, overwrite=overwrite), False
 
 
-def _check_given_store(store: Store, table: NewTable, dtype: np.dtype[Any]) -> None:
-    shape = (store.n_rows, *store.row_shape)
-    if shape != table.shape:
-        raise StoreError(f"{table.name}: a store of shape {shape}; expected {table.shape}")
-    is_floating = TORCH[np.dtype(store.dtype)].is_floating_point
-    if not is_floating or (table.dtype is not None and dtype != store.dtype):
-        expected = table.dtype or "a floating point dtype"
-        raise StoreError(f"{table.name}: a store of {store.dtype}; expected {expected}")
-
-
-def open_pretrained(embeddings: Any, *, freeze: bool, pin: Pin) -> TableStore:
+def open_pretrained(embeddings: Any, *, freeze: bool, pin: Pin) -> Store:
     """Open existing rows: a 2-d tensor or array, a path of a .npy file, or a Store.
 
     Args:
@@ -103,12 +84,12 @@ def open_pretrained(embeddings: Any, *, freeze: bool, pin: Pin) -> TableStore:
     """
     check_pin(pin)
     if pin is True:
-        return TableStore(PinnedStore(embeddings, pin=True), is_owned=True)
+        return PinnedStore(embeddings, pin=True)
     if isinstance(embeddings, (str, os.PathLike)):
-        return TableStore(MmapStore(embeddings, mode="r" if freeze else "r+"), is_owned=True)
+        return MmapStore(embeddings, mode="r" if freeze else "r+")
     if isinstance(embeddings, Store):
-        return TableStore(embeddings, is_owned=False)
-    return TableStore(ArrayStore(embeddings, name="embeddings"), is_owned=False)
+        return embeddings
+    return ArrayStore(embeddings, name="embeddings")
 
 
 def check_is_table(store: Store) -> None:
@@ -149,27 +130,3 @@ def fill_store(store: Store, fill: Fill, name: str) -> None:
 def zero_row(store: Store, row: int) -> None:
     """Set one row of a store to zeros."""
     store.scatter(np.array([row]), np.zeros((1, *store.row_shape), store.dtype))
-
-
-def export_file(
-    path: Path, own_files: Iterable[Path], write: Callable[[IO[bytes]], None], name: str
-) -> None:
-    """Write a table to a file, atomically.
-
-    Args:
-        path: The file.
-        own_files: Files of the table's own store.
-        write: Function that writes the table to an open file.
-        name: Name of the table in errors.
-
-    Raises:
-        StoreError: If ``path`` is one of the table's own files.
-        OSError: If the file system refuses.
-    """
-    if os.path.exists(path) and any(os.path.samefile(path, own) for own in own_files):
-        raise StoreError(
-            f"export to {os.fspath(path)!r}, which is the file of {name} and already has its "
-            "rows; expected another path"
-        )
-    with atomic_write(path) as file:
-        write(file)

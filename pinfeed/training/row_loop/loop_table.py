@@ -89,11 +89,6 @@ class LoopTable:
         return self.rows
 
     @property
-    def weight(self) -> torch.Tensor:
-        """Values of the rows of the current batch."""
-        return self.lent.weight
-
-    @property
     def writes(self) -> bool:
         """Whether the loop writes rows back. Only max_norm changes rows of frozen tables."""
         is_changed = self.trainable or self.table.max_norm is not None
@@ -123,10 +118,7 @@ class LoopTable:
             if other.session is besides:
                 continue
             try:
-                if self.reads:
-                    other.require_readable()
-                else:
-                    other.require_ended()
+                other.make_way(reads=self.reads)
             except ClosedError as error:
                 if other.table is table:
                     raise
@@ -140,31 +132,31 @@ class LoopTable:
                 "without read_rows, on all ranks at once, or loop over read_rows after the epoch"
             )
 
-    def require_ended(self) -> None:
-        """Check that the loop of this table has ended. A loop that cannot continue is ended.
+    def make_way(self, *, reads: bool = False) -> None:
+        """Check that the loop of this table permits another use of the rows.
+
+        It permits every use after it has ended. A loop that cannot continue is ended. Inside
+        ``evaluating()``, it permits loops that read the rows in its thread.
+
+        Args:
+            reads: Whether a loop over ``read_rows`` will use the rows.
 
         Raises:
-            ClosedError: If it has not.
+            ClosedError: If it does not.
         """
-        self.session.release_if_over()
-        if self._is_reserved:
-            kind = "read_rows" if self.reads else "train_rows"
-            loop = "read_rows of" if self.reads else "rows of"
-            raise ClosedError(
-                f"a loop over {loop} {self.name} is running; end it first, with break or with "
-                f"close() of the loop that {kind} returned"
-            )
-
-    def require_readable(self) -> None:
-        """Check that the loop of this table has ended, or that its step is in ``evaluating()``.
-
-        Raises:
-            ClosedError: If neither is true, or the caller is in another thread.
-        """
-        if not self.session.is_evaluating:
-            self.session.release_if_over()
-        if self._is_reserved:
-            self.session.require_evaluating(self.name)
+        session = self.session
+        if not (reads and session.is_evaluating):
+            session.release_if_over()
+        if not self._is_reserved:
+            return
+        if reads:
+            session.require_evaluating(self.name)
+            return
+        kind, loop = ("read_rows", "read_rows of") if self.reads else ("train_rows", "rows of")
+        raise ClosedError(
+            f"a loop over {loop} {self.name} is running; end it first, with break or with "
+            f"close() of the loop that {kind} returned"
+        )
 
     @property
     def _is_reserved(self) -> bool:
