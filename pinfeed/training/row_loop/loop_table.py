@@ -13,6 +13,7 @@ from pinfeed.errors import ArgumentError, ClosedError, WriteBackError
 from pinfeed.pipeline.sources.ids import ids_function
 from pinfeed.pipeline.write_check import aliases
 from pinfeed.stores import Store
+from pinfeed.stores.base import row_nbytes
 from pinfeed.training.distributed.sharded_table import ShardedEmbedding
 from pinfeed.training.embeddings.batch_rows import BatchRows
 from pinfeed.training.embeddings.combined_optimizer import row_optimizers
@@ -87,6 +88,11 @@ class LoopTable:
         """Rows of the current batch, which exists."""
         assert self.rows is not None
         return self.rows
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of a row with its optimizer state."""
+        return sum(map(row_nbytes, self.stores))
 
     @property
     def writes(self) -> bool:
