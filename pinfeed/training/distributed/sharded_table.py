@@ -21,8 +21,13 @@ from pinfeed.training.distributed.process_groups import rank_group_of
 from pinfeed.training.distributed.row_exchange import RowPartition
 from pinfeed.training.embeddings.bag import HostEmbeddingBag
 from pinfeed.training.embeddings.table import HostEmbedding
-from pinfeed.training.embeddings.table_arguments import Fill
-from pinfeed.training.embeddings.table_store import Path, check_is_table, open_pretrained, zero_row
+from pinfeed.training.embeddings.table_arguments import (
+    Fill,
+    Path,
+    check_is_table,
+    open_pretrained,
+    zero_row,
+)
 from pinfeed.training.row_file import row_chunks, write_rows
 from pinfeed.validation.arguments import check_flag
 

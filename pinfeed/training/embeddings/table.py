@@ -20,7 +20,6 @@ from pinfeed.rows.orders import Rows
 from pinfeed.stores import MmapStore, Store
 from pinfeed.stores.pinned import Pin
 from pinfeed.tensors.numpy_torch import to_torch
-from pinfeed.training.atomic_write import atomic_write
 from pinfeed.training.embeddings.batch_rows import BatchRows, position_in
 from pinfeed.training.embeddings.shared_rows import loops_over
 from pinfeed.training.embeddings.table_arguments import (
@@ -28,20 +27,18 @@ from pinfeed.training.embeddings.table_arguments import (
     DeviceCacheSize,
     Fill,
     Init,
+    Path,
     check_device_cache,
+    check_is_table,
     checked_padding,
+    fill_store,
     find_initializer,
     integer_tensor,
-)
-from pinfeed.training.embeddings.table_store import (
-    Path,
-    check_is_table,
-    fill_store,
     open_pretrained,
     open_table_store,
     zero_row,
 )
-from pinfeed.training.row_file import write_rows
+from pinfeed.training.row_file import atomic_write, write_rows
 from pinfeed.validation.arguments import (
     check_file_to_make,
     check_flag,
