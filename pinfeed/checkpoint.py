@@ -17,6 +17,7 @@ writes a save under another name, syncs it to the disk and then renames it. The 
 highest number is therefore complete at any moment, even while the next one is written.
 """
 
-from pinfeed.training.checkpoint import check, exists, resume, save
+from pinfeed.training.checkpoint.reader import check, exists, resume
+from pinfeed.training.checkpoint.writer import save
 
 __all__ = ["check", "exists", "resume", "save"]

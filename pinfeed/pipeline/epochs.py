@@ -92,9 +92,7 @@ class EpochRunner:
         self._position = EpochPosition(source, transforms.fingerprint)
         self._counters = Counters(timeline=Timeline() if timeline else None)
         self._counters.depth = schedule.depth
-        self._starvation = StarvationMonitor(
-            self._counters, source.hint, source.transfer_hint, source.depth_caution
-        )
+        self._starvation = StarvationMonitor(self._counters, source.hint, source.depth_caution)
         self._transforms = transforms
         self._transfer = _mover(device, schedule.n_slots, capacity, self._counters, transforms)
         self._active = ActiveRun()

@@ -51,8 +51,6 @@ class StarvationMonitor:
         counters: The counts of the loops.
         hint: Returns what to change if reading is too slow, given the share of the reading time
             that the source takes to make batches.
-        transfer_hint: Returns how to copy fewer bytes, for loops that stall on copying or writing;
-            empty if it is unknown.
         depth_caution: Returns why no other depth is advised; empty if there is no such reason.
 
     Attributes:
@@ -63,12 +61,10 @@ class StarvationMonitor:
         self,
         counters: Counters,
         hint: Callable[[float], str],
-        transfer_hint: Callable[[], str] = str,
         depth_caution: Callable[[], str] = str,
     ) -> None:
         self._counters = counters
         self._hint = hint
-        self._transfer_hint = transfer_hint
         self._depth_caution = depth_caution
         # Counts of the stretch to judge, which may span several loops.
         self._stretch = Totals()
@@ -115,7 +111,7 @@ class StarvationMonitor:
         if self._stretch.seconds < STRETCH_S or self._stretch.batches < STRETCH_BATCHES:
             return
         if self._stretch.starved > STARVED:
-            text = explanation(self._stretch, self._hint, self._transfer_hint, self._depth_caution)
+            text = explanation(self._stretch, self._hint, self._depth_caution)
             logger.warning("%s", text)
             self._has_warned = True
             self.look_at = math.inf
@@ -125,7 +121,6 @@ class StarvationMonitor:
 def explanation(
     totals: Totals,
     hint: Callable[[float], str],
-    transfer_hint: Callable[[], str] = str,
     depth_caution: Callable[[], str] = str,
 ) -> str:
     """Return the verdict, the numbers behind it, and advice.
@@ -133,7 +128,6 @@ def explanation(
     Args:
         totals: Counts of the stretch.
         hint: As for ``StarvationMonitor``.
-        transfer_hint: As for ``StarvationMonitor``.
         depth_caution: As for ``StarvationMonitor``.
     """
     cause = totals.bottleneck
@@ -141,8 +135,6 @@ def explanation(
     if cause == "host_transform" and totals.asynchronous:
         # On the CPU, device_transform would use the same cores.
         change += " On the GPU, device_transform can do its work."
-    if cause in ("copying", "writing"):
-        change = f"{change} {transfer_hint()}".rstrip()
     if cause == "copying" and totals.device_transform_s:
         change += f" {_OR_TRANSFORM}"
     if cause in ("depth", "unevenness"):

@@ -16,8 +16,7 @@ from pinfeed.errors import ArgumentError, ClosedError, StoreError
 from pinfeed.stores import ArrayStore, MmapStore, Store
 from pinfeed.tensors.dtypes import BFLOAT16
 from pinfeed.tensors.numpy_torch import TORCH, memory_of
-from pinfeed.training.atomic_write import atomic_write
-from pinfeed.training.row_file import row_chunks
+from pinfeed.training.row_file import atomic_write, row_chunks
 
 
 def copy_all_rows(source: Store, table: Table) -> None:

@@ -216,11 +216,3 @@ class Source(ABC):
         from: it may depend on the training steps before the batch.
         """
         return ""
-
-    def transfer_hint(self) -> str:
-        """Return whole sentences that say how to copy fewer bytes; empty if it is unknown.
-
-        They follow the fixed hint if a loop stalls on copying or writing. By default, every byte of
-        the batches must be copied.
-        """
-        return ""

@@ -12,7 +12,7 @@ from torch import nn
 from pinfeed.errors import ArgumentError
 from pinfeed.stores import Store
 from pinfeed.tensors.numpy_torch import TORCH, to_torch
-from pinfeed.training.distributed.checkpoint import LocalSave, ShardedSave
+from pinfeed.training.distributed.process_groups import RankGroup
 from pinfeed.training.distributed.sharded_table import ShardedEmbedding
 from pinfeed.training.embeddings.combined_optimizer import (
     CombinedOptimizer,
@@ -117,8 +117,8 @@ def resumable_parts(value: Any) -> list[HostEmbedding] | list[RowOptimizer]:
     return [value] if isinstance(value, HostEmbedding) else row_optimizers(value)
 
 
-def save_location(objects: Iterable[Any]) -> LocalSave:
-    """Return the location of the saves of this process, and the ranks that save with it.
+def rank_group(objects: Iterable[Any]) -> RankGroup | None:
+    """Return the ranks of sharded tables, which save together; None without such tables.
 
     Raises:
         ArgumentError: If tables belong to several process groups.
@@ -129,7 +129,7 @@ def save_location(objects: Iterable[Any]) -> LocalSave:
         raise ArgumentError(
             f"tables of {len(groups)} process groups; expected one process group in a checkpoint"
         )
-    return ShardedSave(groups.pop()) if groups else LocalSave()
+    return groups.pop() if groups else None
 
 
 def _check_name(name: str, value: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pathlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,29 +17,17 @@ from pinfeed.training.checkpoint.entries import (
     RETURNED_KINDS,
     Entry,
     entry_for,
+    rank_group,
     resumable_parts,
-    save_location,
     tables_of,
 )
-from pinfeed.training.checkpoint.saves import newest_save, save_numbers
+from pinfeed.training.checkpoint.saves import SaveDirectory, rank_directories, save_numbers
 from pinfeed.training.checkpoint.writer import OBJECTS_BY_NAME
-from pinfeed.training.distributed.checkpoint import LocalSave, rank_directories
 from pinfeed.training.distributed.lockstep import RankStep
 from pinfeed.training.row_file import check_rows_file, open_plain, restore_rows
 from pinfeed.validation.arguments import check_path, explain_arguments
 
 Path = str | os.PathLike[str]
-
-
-@dataclass(frozen=True)
-class _CheckedSave:
-    """A save whose files are complete and undamaged."""
-
-    directory: pathlib.Path
-    objects: Mapping[str, Any]
-    """Descriptions of the saved objects, by name."""
-    entries: Mapping[str, Entry]
-    """Files of the objects that load what was saved, by name."""
 
 
 @explain_arguments({}, OBJECTS_BY_NAME)
@@ -68,22 +55,40 @@ def resume(path: Path, **objects: Any) -> dict[str, Any]:
         ClosedError: If a loop over one of the tables is running.
     """
     check_path(path)
-    location = save_location(objects.values())
-    with location.report_failure():
-        found = _checked_save(pathlib.Path(path), location, objects)
+    saves = SaveDirectory(pathlib.Path(path), rank_group(objects.values()))
+    with saves.report_failure():
+        directory = saves.newest()
+        body = manifest.read(directory)
+        saved = body["objects"]
+        every = {name: entry_for(name, value) for name, value in objects.items()}
+        entries = {name: entry for name, entry in every.items() if not entry.is_returned}
+        _check_objects(directory, saved, entries)
+        for value in objects.values():
+            for table in tables_of(value):
+                table.require_idle()
+        _check_files(directory, body, entries)
         states = {
-            name: _load(found.directory / entry.file)
-            for name, entry in found.entries.items()
+            name: _load(directory / entry.file)
+            for name, entry in entries.items()
             if entry.state is not None
         }
         values = {
-            name: _returned_value(found.directory, name, saved)
-            for name, saved in found.objects.items()
-            if saved["kind"] in RETURNED_KINDS
+            name: _returned_value(directory, name, one)
+            for name, one in saved.items()
+            if one["kind"] in RETURNED_KINDS
         }
-        random = _load_random(found.directory / "random.pt")
-        location.wait(RankStep.RESUME)
-    _restore(found, states)
+        random = _load_random(directory / "random.pt")
+        saves.wait(RankStep.RESUME)
+    for name, state in states.items():
+        try:
+            entries[name].load(state)
+        except Exception as error:
+            raise CheckpointError(
+                f"{directory}: {name} cannot load its state: {described(error)}"
+            ) from error
+    for entry in entries.values():
+        for store_name, store in entry.stores.items():
+            restore_rows(str(directory / store_name), store)
     for value in objects.values():
         for part in resumable_parts(value):
             part.awaits_resume = False
@@ -126,7 +131,7 @@ def check(path: Path) -> dict[str, Any]:
         CheckpointError: If no save is complete, or a file is damaged or missing.
         ArgumentError: If ``path`` is not a path.
     """
-    directory = newest_save(pathlib.Path(check_path(path)), LocalSave())
+    directory = SaveDirectory(pathlib.Path(check_path(path))).newest()
     body = manifest.read(directory)
     for name, file in body["files"].items():
         manifest.check_file(directory / name, file)
@@ -135,84 +140,51 @@ def check(path: Path) -> dict[str, Any]:
     return {"directory": str(directory), "bytes": nbytes, "objects": kinds}
 
 
-def _checked_save(
-    path: pathlib.Path, location: LocalSave, objects: Mapping[str, Any]
-) -> _CheckedSave:
-    """Find the last complete save, and check that it is undamaged and has the given objects."""
-    directory = newest_save(path, location)
-    body = manifest.read(directory)
-    saved = body["objects"]
-    given = {name: entry_for(name, value) for name, value in objects.items()}
-    entries = {name: entry for name, entry in given.items() if not entry.is_returned}
-    found = _CheckedSave(directory, saved, entries)
-    _check_objects(found)
-    for value in objects.values():
-        for table in tables_of(value):
-            table.require_idle()
-    for name, file in body["files"].items():
-        manifest.check_file(directory / name, file)
-    _check_files_are_listed(found, body["files"])
-    for entry in entries.values():
-        for store_name, store in entry.stores.items():
-            check_rows_file(str(directory / store_name), store)
-    return found
-
-
-def _check_objects(found: _CheckedSave) -> None:
+def _check_objects(
+    directory: pathlib.Path, saved: Mapping[str, Any], entries: Mapping[str, Entry]
+) -> None:
     """Check that the given objects are those that were saved.
 
     Raises:
         CheckpointError: If they differ.
     """
-    saved = found.objects
     wanted = {name for name, entry in saved.items() if entry["kind"] not in RETURNED_KINDS}
-    if set(found.entries) != wanted:
+    if set(entries) != wanted:
         raise CheckpointError(
-            f"resume was given {', '.join(sorted(found.entries)) or 'nothing'}; expected the "
-            f"objects in {found.directory}: {', '.join(sorted(wanted)) or 'nothing'}"
+            f"resume was given {', '.join(sorted(entries)) or 'nothing'}; expected the "
+            f"objects in {directory}: {', '.join(sorted(wanted)) or 'nothing'}"
         )
-    for name, entry in found.entries.items():
+    for name, entry in entries.items():
         if entry.saved != saved[name]:
             raise CheckpointError(
-                f"{found.directory}: {name} is {entry.saved}; expected {saved[name]}; "
+                f"{directory}: {name} is {entry.saved}; expected {saved[name]}; "
                 "create it in the same way as for save"
             )
 
 
-def _check_files_are_listed(found: _CheckedSave, files: Mapping[str, Any]) -> None:
-    """Check that the manifest lists all files of the objects.
+def _check_files(
+    directory: pathlib.Path, body: Mapping[str, Any], entries: Mapping[str, Entry]
+) -> None:
+    """Check that the manifest lists all files of the objects, and that no file is damaged.
 
     Raises:
-        CheckpointError: If a file is missing in the manifest.
+        CheckpointError: If a file is missing, damaged, or of another table.
     """
+    for name, file in body["files"].items():
+        manifest.check_file(directory / name, file)
     needed = ["random.pt"]
-    for entry in found.entries.values():
+    for entry in entries.values():
         needed += entry.files
-    for name, saved in found.objects.items():
+    for name, saved in body["objects"].items():
         if saved["kind"] in ("tensor", "array"):
             needed.append(f"{name}.pt")
-    if missing := [file for file in needed if file not in files]:
+    if missing := [file for file in needed if file not in body["files"]]:
         raise CheckpointError(
-            f"{found.directory / manifest.NAME} is damaged: {missing[0]} is missing in it"
+            f"{directory / manifest.NAME} is damaged: {missing[0]} is missing in it"
         )
-
-
-def _restore(found: _CheckedSave, states: Mapping[str, Any]) -> None:
-    """Load all states into their objects, then all rows into their stores.
-
-    Raises:
-        CheckpointError: If an object refuses its state.
-    """
-    for name, state in states.items():
-        try:
-            found.entries[name].load(state)
-        except Exception as error:
-            raise CheckpointError(
-                f"{found.directory}: {name} cannot load its state: {described(error)}"
-            ) from error
-    for entry in found.entries.values():
-        for store_name, store in entry.stores.items():
-            restore_rows(str(found.directory / store_name), store)
+    for entry in entries.values():
+        for name, store in entry.stores.items():
+            check_rows_file(str(directory / name), store)
 
 
 def _load(path: pathlib.Path) -> Any:

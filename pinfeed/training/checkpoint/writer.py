@@ -17,19 +17,11 @@ from pinfeed.training.checkpoint import manifest
 from pinfeed.training.checkpoint.entries import (
     Entry,
     entry_for,
+    rank_group,
     resumable_parts,
-    save_location,
     tables_of,
 )
-from pinfeed.training.checkpoint.saves import (
-    UNFINISHED,
-    remove,
-    save_name,
-    save_numbers,
-    sweep,
-    sync,
-)
-from pinfeed.training.distributed.checkpoint import LocalSave
+from pinfeed.training.checkpoint.saves import UNFINISHED, SaveDirectory, sync
 from pinfeed.training.distributed.lockstep import RankStep
 from pinfeed.training.row_file import write_rows
 from pinfeed.validation.arguments import check_path, explain_arguments, whole_number
@@ -80,26 +72,24 @@ def save(path: Path, *, keep: int = 1, **objects: Any) -> pathlib.Path:
         raise ArgumentError(
             f"{os.fspath(path)!r} is a file; expected a directory, or a new name for one"
         )
-    location = save_location(objects.values())
-    with location.report_failure():
-        return _save(pathlib.Path(path), location, keep, objects)
+    saves = SaveDirectory(pathlib.Path(path), rank_group(objects.values()))
+    with saves.report_failure():
+        return _save(saves, keep, objects)
 
 
-def _save(
-    path: pathlib.Path, location: LocalSave, keep: int, objects: Mapping[str, Any]
-) -> pathlib.Path:
+def _save(saves: SaveDirectory, keep: int, objects: Mapping[str, Any]) -> pathlib.Path:
     entries = {name: entry_for(name, value) for name, value in objects.items()}
     for value in objects.values():
         for part in resumable_parts(value):
             part.require_resumed()
-    root = location.directory(path)
+    root = saves.root
     root.mkdir(parents=True, exist_ok=True)
-    for parent in {path.parent, root.parent}:
+    for parent in {saves.path.parent, root.parent}:
         sync(parent)
-    sweep(root)
-    numbers = save_numbers(root)
-    number, complete = location.next_save(numbers)
-    final = root / save_name(number)
+    saves.sweep()
+    before = saves.numbers
+    number, complete = saves.next_save()
+    final = saves.save(number)
     unfinished = root / f"{UNFINISHED}{os.getpid()}"
     unfinished.mkdir()
     try:
@@ -111,10 +101,10 @@ def _save(
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     # All ranks must have the new save before any of them removes an old one.
-    location.wait(RankStep.SAVE)
+    saves.wait(RankStep.SAVE)
     kept = [*complete, number][-keep:]
-    for old in sorted(set(numbers).difference(kept)):
-        remove(root / save_name(old))
+    for old in sorted(set(before).difference(kept)):
+        saves.remove(old)
     return final
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pinfeed.errors import ArgumentError, described
-from pinfeed.training.embeddings.initializers import Fill
+from pinfeed.training.embeddings.table_arguments import Fill
 from pinfeed.training.row_file import CHUNK_BYTES
 
 OperatorCall = tuple[Any, tuple[Any, ...], dict[str, Any]]

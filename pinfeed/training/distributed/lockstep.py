@@ -26,41 +26,37 @@ MAX_FLAGS = 62
 
 
 class RankStep(IntEnum):
-    """The step that a rank is about to take, or the reason why it takes no step."""
+    """The step that a rank is about to take, or the reason why it takes no step.
 
-    BEGIN = 0
-    NEXT = 1
-    STEP = 2
-    END = 3
-    READ = 4
-    EXPORT = 5
-    SAVE = 6
-    RESUME = 7
-    BATCH = 8
-    ROWS = 9
-    NO_BATCH = 10
+    Each has a description with the number of the batch and of the table.
+    """
+
+    description: str
+
+    BEGIN = 0, "begins a loop over its sharded tables"
+    NEXT = 1, "takes batch {}"
+    STEP = 2, "calls step() in batch {} (for table {} and the tables exchanged with it)"
+    END = 3, "ends its loop"
+    READ = 4, "reads rows"
+    EXPORT = 5, "exports a table"
+    SAVE = 6, "saves a checkpoint"
+    RESUME = 7, "resumes from a checkpoint"
+    BATCH = 8, "has a batch {}"
+    ROWS = 9, "sends the rows of batch {}"
+    NO_BATCH = 10, "has no batch {}"
     # After one of the following, the rank takes no further step.
-    FAILED = 11
-    BAD_BATCH = 12
-    LEFT = 13
+    FAILED = 11, "failed"
+    BAD_BATCH = 12, "failed at batch {}"
+    LEFT = 13, "left its loop at batch {}"
+
+    def __new__(cls, number: int, description: str) -> RankStep:
+        """Make a step, whose value is its number in messages."""
+        step = int.__new__(cls, number)
+        step._value_ = number
+        step.description = description
+        return step
 
 
-_DESCRIPTIONS = {
-    RankStep.BEGIN: "begins a loop over its sharded tables",
-    RankStep.NEXT: "takes batch {}",
-    RankStep.STEP: "calls step() in batch {} (for table {} and the tables exchanged with it)",
-    RankStep.END: "ends its loop",
-    RankStep.READ: "reads rows",
-    RankStep.EXPORT: "exports a table",
-    RankStep.SAVE: "saves a checkpoint",
-    RankStep.RESUME: "resumes from a checkpoint",
-    RankStep.BATCH: "has a batch {}",
-    RankStep.ROWS: "sends the rows of batch {}",
-    RankStep.NO_BATCH: "has no batch {}",
-    RankStep.FAILED: "failed",
-    RankStep.BAD_BATCH: "failed at batch {}",
-    RankStep.LEFT: "left its loop at batch {}",
-}
 _MAX_REASON = 2000  # characters
 # A message consists of step, batch, table, length of the reason in bytes, flags, further numbers.
 # All ranks must send the same first three.
@@ -163,7 +159,12 @@ class Lockstep:
         one = [1] * self.size
         found = self.exchange("control bytes", message.view(np.uint8), one, one).view(np.int64)
         n_bytes = found[:, _N_AGREED].tolist()
-        reasons = self._exchange_texts(text, n_bytes) if any(n_bytes) else [""] * self.size
+        reasons = [""] * self.size
+        if any(n_bytes):
+            sent = np.tile(text, self.size)[:, None]
+            texts = self.exchange("control bytes", sent, [len(text)] * self.size, n_bytes)[:, 0]
+            split = np.split(texts, np.cumsum(n_bytes)[:-1])
+            reasons = [one.tobytes().decode() for one in split]
         agreed = found[:, :_N_AGREED]
         if step >= RankStep.FAILED or (agreed != agreed[0]).any():
             self.end()
@@ -287,12 +288,6 @@ class Lockstep:
             self.end()
             raise
 
-    def _exchange_texts(self, text: npt.NDArray[np.uint8], n_bytes: Sequence[int]) -> list[str]:
-        """Send a text to all ranks, and return the text from each rank."""
-        sent = np.tile(text, self.size)[:, None]
-        found = self.exchange("control bytes", sent, [len(text)] * self.size, n_bytes)[:, 0]
-        return [one.tobytes().decode() for one in np.split(found, np.cumsum(n_bytes)[:-1])]
-
 
 def _nbytes_by_rank(counts: Sequence[Sequence[int]], row_nbytes: Sequence[int]) -> list[list[int]]:
     """Return the bytes for each rank and table, from the numbers of rows by table and rank."""
@@ -302,9 +297,10 @@ def _nbytes_by_rank(counts: Sequence[Sequence[int]], row_nbytes: Sequence[int]) 
 
 def _difference(messages: Sequence[Sequence[int]], reasons: Sequence[str]) -> str:
     """Return an error message with the step of each rank and the remedy."""
+    every_step = list(RankStep)
     ranks_by_text: dict[str, list[int]] = {}
     for rank, ((step, *numbers), reason) in enumerate(zip(messages, reasons, strict=True)):
-        text = _DESCRIPTIONS[RankStep(step)].format(*numbers) + (f" ({reason})" if reason else "")
+        text = every_step[step].description.format(*numbers) + (f" ({reason})" if reason else "")
         ranks_by_text.setdefault(text, []).append(rank)
     who = "; ".join(
         f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}"

@@ -25,10 +25,46 @@ from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
 from pinfeed.tensors.numpy_torch import memory_of, to_torch
 from pinfeed.training.distributed.lockstep import Lockstep, RankStep
-from pinfeed.training.distributed.row_partition import RowPartition
 
 Array = npt.NDArray[Any]
 Positions = npt.NDArray[np.intp]
+
+
+@dataclass(frozen=True)
+class RowPartition:
+    """Row r is on rank ``r % size``, as row ``r // size`` of that rank.
+
+    Consecutive rows are on different ranks. Ids are often assigned by age or by frequency. If each
+    rank had a range of consecutive rows, one rank would have most of the looked-up rows.
+    """
+
+    n_rows: int
+    """Number of rows of the whole table."""
+    size: int
+    """Number of ranks."""
+
+    def n_own(self, rank: int) -> int:
+        """Return the number of rows of a rank."""
+        return len(range(rank, self.n_rows, self.size))
+
+    def own(self, rank: int, start: int, stop: int) -> Rows:
+        """Return the row indices in [start, stop) that a rank owns, ascending."""
+        return np.arange(start + (rank - start) % self.size, stop, self.size)
+
+    def local(self, rows: Rows) -> Rows:
+        """Return the row indices in the store of the rank that owns the rows."""
+        return rows // self.size
+
+    def by_owner(self, rows: Rows) -> tuple[Positions, list[int]]:
+        """Sort rows by the rank that owns them.
+
+        Returns:
+            Positions of the rows, ordered by rank and then by their original order, and the number
+            of rows of each rank.
+        """
+        # numpy sorts numbers of one or two bytes with a radix sort, which is faster.
+        owner = (rows % self.size).astype(np.min_scalar_type(self.size))
+        return np.argsort(owner, kind="stable"), np.bincount(owner, minlength=self.size).tolist()
 
 
 @dataclass(frozen=True)
@@ -129,21 +165,37 @@ class RowExchange:
         Raises:
             RankError: If another rank has failed, has left, or has no more batches.
         """
-        requests = [
-            _Request(ids, *table.partition.by_owner(ids))
-            for table, ids in zip(self._tables, wanted, strict=True)
+        lockstep = self._lockstep
+        by_owner = [
+            table.partition.by_owner(ids) for table, ids in zip(self._tables, wanted, strict=True)
         ]
-        n_wanted = [request.n_by_rank for request in requests]
-        numbers, _ = self._lockstep.agree(RankStep.BATCH, number, numbers=np.array(n_wanted).T)
-        with self._lockstep.no_report():
-            n_asked = numbers.T.tolist()
-            asked = self._exchange_ids(requests, n_asked)
+        n_wanted = [n_by_rank for _, n_by_rank in by_owner]
+        numbers, _ = lockstep.agree(RankStep.BATCH, number, numbers=np.array(n_wanted).T)
+        with lockstep.no_report():
+            n_given = numbers.T.tolist()
+            ids = [
+                _column(table.partition.local(of_table)[order])
+                for table, of_table, (order, _) in zip(self._tables, wanted, by_owner, strict=True)
+            ]
+            asked = lockstep.exchange_rows("ids", ids, n_wanted, n_given)
             with self.report_bad_batch(number):
                 offers = [
                     _Offer(*of_table)
-                    for of_table in zip(self._tables, self._changing, asked, n_asked, strict=True)
+                    for of_table in zip(self._changing, map(_flat, asked), n_given, strict=True)
                 ]
-            return self._exchange_values(number, requests, offers)
+            n_sent = [offer.n_sent for offer in offers]
+            numbers, _ = lockstep.agree(RankStep.ROWS, number, numbers=np.array(n_sent).T)
+            # For each row, a byte that says whether the row is deferred.
+            flags = [_column(offer.is_deferred) for offer in offers]
+            deferred = lockstep.exchange_rows("control bytes", flags, n_given, n_wanted)
+            values = [to_torch(offer.values) for offer in offers]
+            rows = lockstep.exchange_rows("rows", values, n_sent, numbers.T.tolist())
+        return [
+            offer.plan(*of_rank, _flat(flags_in), memory_of(rows_in))
+            for offer, of_rank, flags_in, rows_in in zip(
+                offers, by_owner, deferred, rows, strict=True
+            )
+        ]
 
     @contextlib.contextmanager
     def report_bad_batch(self, number: int) -> Iterator[None]:
@@ -153,56 +205,6 @@ class RowExchange:
         except BaseException as error:
             self._lockstep.leave(RankStep.BAD_BATCH, repr(error), number)
             raise
-
-    def _exchange_ids(
-        self, requests: Sequence[_Request], n_asked: Sequence[list[int]]
-    ) -> list[Rows]:
-        """Send the wanted ids to the ranks that own the rows.
-
-        Args:
-            requests: Request of each table.
-            n_asked: For each table, the number of ids from each rank.
-
-        Returns:
-            For each table, the rows that ranks request from this rank, in the order of ranks.
-        """
-        ids = [
-            _column(table.partition.local(request.ids)[request.order])
-            for table, request in zip(self._tables, requests, strict=True)
-        ]
-        n_wanted = [request.n_by_rank for request in requests]
-        received = self._lockstep.exchange_rows("ids", ids, n_wanted, n_asked)
-        return [_flat(column) for column in received]
-
-    def _exchange_values(
-        self, number: int, requests: Sequence[_Request], offers: Sequence[_Offer]
-    ) -> list[ExchangePlan]:
-        """Send the offered rows, and a byte for each row that says whether it is deferred."""
-        lockstep = self._lockstep
-        n_wanted = [request.n_by_rank for request in requests]
-        n_given = [offer.n_given for offer in offers]
-        n_sent = [offer.n_sent for offer in offers]
-        numbers, _ = lockstep.agree(RankStep.ROWS, number, numbers=np.array(n_sent).T)
-        own_deferred = [_column(offer.is_deferred) for offer in offers]
-        deferred = lockstep.exchange_rows("control bytes", own_deferred, n_given, n_wanted)
-        own_values = [to_torch(offer.values) for offer in offers]
-        values = lockstep.exchange_rows("rows", own_values, n_sent, numbers.T.tolist())
-        return [
-            offer.plan(request, _flat(of_table), memory_of(rows))
-            for offer, request, of_table, rows in zip(
-                offers, requests, deferred, values, strict=True
-            )
-        ]
-
-
-@dataclass(frozen=True)
-class _Request:
-    """The rows of one table that this rank looks up in a batch."""
-
-    ids: Rows
-    order: Positions
-    """Positions in ``ids``, ordered by the rank that owns the row."""
-    n_by_rank: list[int]
 
 
 class _ChangingRows:
@@ -214,6 +216,7 @@ class _ChangingRows:
     """
 
     def __init__(self, table: ExchangedTable, cache: RowCache | None) -> None:
+        self.weights = table.weights
         # Rows of the preceding batches, and the rows that left the cache after each batch.
         self._recent: deque[Rows] = deque(maxlen=table.n_recent)
         self._is_trained = table.is_trained
@@ -241,15 +244,13 @@ class _Offer:
     """The rows of one table that a rank sends to all ranks for one batch.
 
     Args:
-        table: The table.
         changing: This rank's rows that may have newer values. The rows of this batch are added.
         asked: Rows that the ranks request, in the order of ranks.
         n_given: Number of rows that each rank requests.
     """
 
-    def __init__(
-        self, table: ExchangedTable, changing: _ChangingRows, asked: Rows, n_given: list[int]
-    ) -> None:
+    def __init__(self, changing: _ChangingRows, asked: Rows, n_given: list[int]) -> None:
+        weights = changing.weights
         self.n_given = n_given
         own, given = distinct_rows(asked)
         self.own = own
@@ -257,8 +258,8 @@ class _Offer:
         is_changing = changing.find(own)
         self._cached = changing.add(own)
         final = np.flatnonzero(~is_changing)
-        values = np.empty((len(final), *table.weights.row_shape), table.weights.dtype)
-        table.weights.gather(own[final], values)
+        values = np.empty((len(final), *weights.row_shape), weights.dtype)
+        weights.gather(own[final], values)
         # Index in the values, for each own row that does not change.
         index = np.cumsum(~is_changing) - 1
         self.is_deferred = is_changing[given]
@@ -270,18 +271,20 @@ class _Offer:
         """Number of rows that each rank gets now."""
         return [n - deferred for n, deferred in zip(self.n_given, self.n_deferred, strict=True)]
 
-    def plan(self, request: _Request, is_deferred: Array, rows: Array) -> ExchangePlan:
+    def plan(
+        self, order: Positions, n_wanted: list[int], is_deferred: Array, rows: Array
+    ) -> ExchangePlan:
         """Return the plan of the batch, with what other ranks have sent.
 
         Args:
-            request: The rows that this rank wants.
-            is_deferred: For each position in the order of the request, whether its row is deferred.
+            order: Positions in the wanted rows, ordered by the rank that owns the row.
+            n_wanted: Number of rows that this rank wants from each rank.
+            is_deferred: For each position in ``order``, whether its row is deferred.
             rows: Values of the other rows, in the same order.
         """
-        order = request.order
         values = np.empty((len(order), *rows.shape[1:]), rows.dtype)
         values[order[~is_deferred]] = rows
-        n_deferred = _count_by_rank(is_deferred, request.n_by_rank)
+        n_deferred = _count_by_rank(is_deferred, n_wanted)
         positions = (
             order,
             self.given,
@@ -295,7 +298,7 @@ class _Offer:
             self.own,
             RowPositions(*map(torch.from_numpy, positions)),
             self._cached,
-            Counts(request.n_by_rank, self.n_given, n_deferred, self.n_deferred),
+            Counts(n_wanted, self.n_given, n_deferred, self.n_deferred),
         )
 
 

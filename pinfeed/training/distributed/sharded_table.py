@@ -13,16 +13,21 @@ import torch
 
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.orders import Rows
-from pinfeed.stores import ArrayStore, MmapStore, Store
+from pinfeed.stores import Store
 from pinfeed.tensors.numpy_torch import TORCH, memory_of, to_numpy, to_torch
 from pinfeed.training.distributed.initialization import draw_chunks
 from pinfeed.training.distributed.lockstep import RankStep
 from pinfeed.training.distributed.process_groups import rank_group_of
-from pinfeed.training.distributed.row_partition import RowPartition
+from pinfeed.training.distributed.row_exchange import RowPartition
 from pinfeed.training.embeddings.bag import HostEmbeddingBag
-from pinfeed.training.embeddings.initializers import Fill
 from pinfeed.training.embeddings.table import HostEmbedding
-from pinfeed.training.embeddings.table_store import Path, check_is_table, zero_row
+from pinfeed.training.embeddings.table_arguments import (
+    Fill,
+    Path,
+    check_is_table,
+    open_pretrained,
+    zero_row,
+)
 from pinfeed.training.row_file import row_chunks, write_rows
 from pinfeed.validation.arguments import check_flag
 
@@ -125,12 +130,9 @@ class ShardedEmbedding(HostEmbedding):
         """
         check_flag(freeze, "freeze")
         with contextlib.ExitStack() as stack:
-            if isinstance(embeddings, (str, os.PathLike)):
-                whole: Store = stack.enter_context(MmapStore(embeddings))
-            elif isinstance(embeddings, Store):
-                whole = embeddings
-            else:
-                whole = ArrayStore(embeddings)
+            whole = open_pretrained(embeddings, freeze=True, pin=False)
+            if whole is not embeddings:
+                stack.callback(whole.close)
             check_is_table(whole)
             dtype = TORCH[np.dtype(whole.dtype)]
             dim = whole.row_shape[0]
@@ -180,7 +182,7 @@ class ShardedEmbedding(HostEmbedding):
             if self.rank_group.rank == 0:
                 super().export(path)
             else:
-                for _ in row_chunks(self._whole):
+                for _ in row_chunks(_WholeTable(self)):
                     self._gathered(np.empty(0, np.int64))
             lockstep.agree(RankStep.EXPORT)
 
@@ -238,11 +240,7 @@ class ShardedEmbedding(HostEmbedding):
         return False
 
     def _write_rows(self, file: Any) -> None:
-        write_rows(self._whole, file)
-
-    @property
-    def _whole(self) -> _WholeTable:
-        return _WholeTable(self)
+        write_rows(_WholeTable(self), file)
 
 
 class ShardedEmbeddingBag(ShardedEmbedding, HostEmbeddingBag):

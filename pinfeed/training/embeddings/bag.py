@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional
 
 from pinfeed.errors import ArgumentError
-from pinfeed.training.embeddings.arguments import HINTS, integer_tensor
 from pinfeed.training.embeddings.table import HostEmbedding
+from pinfeed.training.embeddings.table_arguments import HINTS, integer_tensor
 from pinfeed.validation.arguments import check_flag, explain_arguments
 
 

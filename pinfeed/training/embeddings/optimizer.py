@@ -13,11 +13,11 @@ from torch import nn
 from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.tensors.numpy_torch import TORCH
 from pinfeed.training.embeddings.batch_rows import BatchRows
-from pinfeed.training.embeddings.gradient_rules import require_one_rule
 from pinfeed.training.embeddings.optimizer_state import StateLayout, discover
 from pinfeed.training.embeddings.optimizer_trial import (
     GradientKind,
     OptimizerTrial,
+    require_one_rule,
     sparse_rows,
 )
 from pinfeed.training.embeddings.parameter_groups import (
@@ -25,9 +25,8 @@ from pinfeed.training.embeddings.parameter_groups import (
     group_options,
     table_groups,
 )
-from pinfeed.training.embeddings.state_stores import StateStore, StateStores
 from pinfeed.training.embeddings.table import HostEmbedding
-from pinfeed.training.embeddings.table_state import TableState
+from pinfeed.training.embeddings.table_state import StateStore, TableState, make_state_stores
 
 
 class RowOptimizer(torch.optim.Optimizer):
@@ -103,10 +102,9 @@ class RowOptimizer(torch.optim.Optimizer):
         groups = table_groups(tables)
         layouts = _layouts(optimizer_class, groups, options, gradients)
         with contextlib.ExitStack() as undo:
-            stores = StateStores(state, undo, layouts)
+            stores, existing = make_state_stores(state, layouts, undo)
             self.tables = {
-                table: TableState(table, layout, stores.make(table, layout))
-                for table, layout in layouts.items()
+                table: TableState(table, layout, stores[table]) for table, layout in layouts.items()
             }
             for group in groups:
                 group["params"] = [self.tables[table].weight for table in group["params"]]
@@ -114,8 +112,8 @@ class RowOptimizer(torch.optim.Optimizer):
             undo.pop_all()
         self.gradients = gradients
         """Kind of the gradients that the user chose, or None."""
-        self._found = stores.found
-        self.awaits_resume = bool(self._found)
+        self._existing = existing
+        self.awaits_resume = bool(existing)
         """Whether ``checkpoint.resume`` has yet to replace state in existing files."""
         super().__init__([nn.Parameter(torch.empty(0, device="cpu"))], self.inner.defaults)
         self.param_groups = self.inner.param_groups
@@ -172,7 +170,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """
         if self.awaits_resume:
             raise StoreError(
-                f"{'; '.join(self._found)} existed before the optimizer was made, and is "
+                f"{'; '.join(self._existing)} existed before the optimizer was made, and is "
                 "unchanged; expected checkpoint.resume, which replaces the state, before the "
                 "optimizer is used; to start with new state, give the table overwrite=True or "
                 "remove the file; to use the existing state, give as state= a function that opens "
@@ -303,9 +301,8 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def release(self, table: HostEmbedding) -> None:
         """Drop the rows of the batch, and keep the state of the whole table."""
-        state = self.tables[table]
-        weight = state.no_rows()
-        self._switch(table, weight, weight, state.no_row_state())
+        weight, rows = self.tables[table].no_rows()
+        self._switch(table, weight, weight, rows)
 
     @property
     def _attributes(self) -> frozenset[str]:

@@ -20,22 +20,25 @@ from pinfeed.rows.orders import Rows
 from pinfeed.stores import MmapStore, Store
 from pinfeed.stores.pinned import Pin
 from pinfeed.tensors.numpy_torch import to_torch
-from pinfeed.training.embeddings.arguments import HINTS, checked_padding, integer_tensor
 from pinfeed.training.embeddings.batch_rows import BatchRows, position_in
-from pinfeed.training.embeddings.device_cache import DeviceCacheSize, check_device_cache
-from pinfeed.training.embeddings.initializers import Fill, Init, find_initializer
 from pinfeed.training.embeddings.shared_rows import loops_over
-from pinfeed.training.embeddings.table_store import (
-    NewTable,
+from pinfeed.training.embeddings.table_arguments import (
+    HINTS,
+    DeviceCacheSize,
+    Fill,
+    Init,
     Path,
+    check_device_cache,
     check_is_table,
-    export_file,
+    checked_padding,
     fill_store,
+    find_initializer,
+    integer_tensor,
     open_pretrained,
     open_table_store,
     zero_row,
 )
-from pinfeed.training.row_file import write_rows
+from pinfeed.training.row_file import atomic_write, write_rows
 from pinfeed.validation.arguments import (
     check_file_to_make,
     check_flag,
@@ -154,15 +157,22 @@ class HostEmbedding(nn.Module):
         # Loops over read_rows, in the order in which they have begun.
         self._readers: dict[LoopTable, None] = {}
         shape = (self._n_own_rows(), self.embedding_dim)
-        opened = open_table_store(store, NewTable(self.name, shape, dtype, pin, overwrite))
-        self._store = opened.store
-        self._owned = opened.is_owned
-        self.awaits_resume = opened.awaits_resume
+        opened, is_existing = open_table_store(store, self.name, shape, dtype, pin, overwrite)
+        self._store = opened
+        self._owned = opened is not store
+        self.awaits_resume = is_existing
         """Whether ``checkpoint.resume`` has yet to replace the rows of an existing file."""
         # New memory and new files are zeros already.
         needs_fill = init not in ("zeros", "zeros_") if self._owned else init is not None
         if needs_fill and not self.awaits_resume:
-            self._fill_or_remove(fill, store)
+            try:
+                self._fill(fill)
+            except BaseException:
+                self.close()
+                if isinstance(store, (str, os.PathLike)):
+                    # The next attempt would take it for a file of an earlier run.
+                    os.remove(store)
+                raise
 
     @classmethod
     def from_pretrained(
@@ -198,15 +208,15 @@ class HostEmbedding(nn.Module):
                 memory.
         """
         check_flag(freeze, "freeze")
-        opened = open_pretrained(embeddings, freeze=freeze, pin=pin)
-        store = opened.store
+        store = open_pretrained(embeddings, freeze=freeze, pin=pin)
+        is_owned = store is not embeddings
         with contextlib.ExitStack() as undo:
-            if opened.is_owned:
+            if is_owned:
                 undo.callback(store.close)
             check_is_table(store)
             table = cls(store.n_rows, store.row_shape[0], store=store, name=name, **options)
             undo.pop_all()
-        table._owned = opened.is_owned
+        table._owned = is_owned
         return table.requires_grad_(not freeze)
 
     def forward(self, ids: Any) -> torch.Tensor:
@@ -337,7 +347,7 @@ class HostEmbedding(nn.Module):
             ClosedError: If such a loop runs.
         """
         for used in loops_over(self, [self._store], writes=True):
-            used.require_ended()
+            used.make_way()
 
     def require_not_lent(self) -> None:
         """Check that no loop lends rows of this table; tables that share its rows do not count.
@@ -346,7 +356,7 @@ class HostEmbedding(nn.Module):
             ClosedError: If a loop does.
         """
         for used in loops_over(self, []):
-            used.require_ended()
+            used.make_way()
 
     def require_resumed(self) -> None:
         """Check that the rows belong to this run.
@@ -383,7 +393,13 @@ class HostEmbedding(nn.Module):
         self.require_resumed()
         self.flush_writes()
         own_files = self._store.paths if isinstance(self._store, MmapStore) else ()
-        export_file(path, own_files, self._write_rows, self.name)
+        if os.path.exists(path) and any(os.path.samefile(path, own) for own in own_files):
+            raise StoreError(
+                f"export to {os.fspath(path)!r}, which is the file of {self.name} and already has "
+                "its rows; expected another path"
+            )
+        with atomic_write(path) as file:
+            self._write_rows(file)
 
     def to_embedding(self) -> nn.Embedding:
         """Return an ``nn.Embedding`` with a copy of the whole table."""
@@ -444,17 +460,6 @@ class HostEmbedding(nn.Module):
         fill_store(self._store, fill, self.name)
         if self.padding_idx is not None:
             zero_row(self._store, self.padding_idx)
-
-    def _fill_or_remove(self, fill: Fill, store: Store | Path | None) -> None:
-        """Fill a new store. If that fails, close it and remove the new file."""
-        try:
-            self._fill(fill)
-        except BaseException:
-            self.close()
-            if isinstance(store, (str, os.PathLike)):
-                # The next attempt would take it for a file of an earlier run.
-                os.remove(store)
-            raise
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of a model does not belong to the loop in whose training step it was made.
@@ -544,7 +549,8 @@ class HostEmbedding(nn.Module):
         else:
             check_rows(rows, self.num_embeddings, self.name)
             assert self._training is not None
-            self._training.session.flush_earlier_writes()
+            # The training step may still change the rows of its batch.
+            self._training.session.flush_writes(of_step=False)
             weight = self._batch_rows.newest(rows, to_torch(self._gathered(rows)))
         return (
             torch.from_numpy(positions.reshape(ids.shape)).to(weight.device),

@@ -1,21 +1,27 @@
-"""TableState: the state that a RowOptimizer keeps for one table."""
+"""TableState: the state that a RowOptimizer keeps for one table, and the stores of this state."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+import pathlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from pinfeed.errors import ArgumentError
-from pinfeed.stores import Store
+from pinfeed.errors import ArgumentError, StoreError
+from pinfeed.stores import MmapStore, PinnedStore, Store
+from pinfeed.stores.file import open_created
+from pinfeed.stores.overlap import share_rows
 from pinfeed.tensors.numpy_torch import NUMPY, TORCH
 from pinfeed.training.embeddings.optimizer_state import RowState, StateLayout
 from pinfeed.training.embeddings.table import HostEmbedding
+from pinfeed.training.row_file import row_chunks
 
 
 class TableState:
@@ -31,7 +37,7 @@ class TableState:
         self.table = table
         self.layout = layout
         self.stores = stores
-        self.weight = self.no_rows()
+        self.weight = nn.Parameter(_no_rows((table.embedding_dim,), table.store.dtype))
         """Parameter that the optimizer updates."""
         self.lent = self.weight
         """Parameter that the training step and the parameter groups have.
@@ -54,17 +60,10 @@ class TableState:
         """Keys of row-wise state."""
         return {row.key for row in self.layout.rows}
 
-    def no_rows(self) -> nn.Parameter:
-        """Return a parameter without rows."""
-        dtype = TORCH[np.dtype(self.table.store.dtype)]
-        return nn.Parameter(torch.empty(0, self.table.embedding_dim, dtype=dtype, device="cpu"))
-
-    def no_row_state(self) -> list[torch.Tensor]:
-        """Return row-wise state without rows."""
-        return [
-            torch.empty(0, *row.row_shape, dtype=TORCH[row.dtype], device="cpu")
-            for row in self.layout.rows
-        ]
+    def no_rows(self) -> tuple[nn.Parameter, list[torch.Tensor]]:
+        """Return a parameter without rows, and its row-wise state."""
+        weight = nn.Parameter(_no_rows(self.weight.shape[1:], self.table.store.dtype))
+        return weight, [_no_rows(row.row_shape, row.dtype) for row in self.layout.rows]
 
     def whole_table_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the part of a parameter's state that is not row-wise."""
@@ -117,27 +116,23 @@ class TableState:
                 "which it did not keep in its trial on a small table"
             )
         self.is_initialized = True
-        n = len(self.weight)
-        return [_checked(state.get(row.key), row, n, optimizer) for row in self.layout.rows]
+        values = [state.get(row.key) for row in self.layout.rows]
+        for value, row in zip(values, self.layout.rows, strict=True):
+            expected = (len(self.weight), *row.row_shape)
+            if value is None or (tuple(value.shape), NUMPY.get(value.dtype)) == (
+                expected,
+                row.dtype,
+            ):
+                continue
+            raise ArgumentError(
+                f"{optimizer} keeps {row.key!r} of shape {tuple(value.shape)}, {value.dtype}; "
+                f"expected {expected}, {row.dtype}, as in its trial on a small table"
+            )
+        return values
 
 
-def _checked(
-    value: torch.Tensor | None, row: RowState, n: int, optimizer: str
-) -> torch.Tensor | None:
-    """Return row-wise state of ``n`` rows, if it has the shape and dtype of the layout.
-
-    Raises:
-        ArgumentError: If its shape or dtype differs.
-    """
-    if value is None:
-        return None
-    expected = (n, *row.row_shape)
-    if (tuple(value.shape), NUMPY.get(value.dtype)) != (expected, row.dtype):
-        raise ArgumentError(
-            f"{optimizer} keeps {row.key!r} of shape {tuple(value.shape)}, {value.dtype}; "
-            f"expected {expected}, {row.dtype}, as in its trial on a small table"
-        )
-    return value
+def _no_rows(row_shape: Sequence[int], dtype: Any) -> torch.Tensor:
+    return torch.empty(0, *row_shape, dtype=TORCH[np.dtype(dtype)], device="cpu")
 
 
 def _note_gradient(reference: weakref.ref[TableState], weight: torch.Tensor) -> None:
@@ -151,3 +146,107 @@ def _note_gradient(reference: weakref.ref[TableState], weight: torch.Tensor) -> 
     else:
         # backward() of a loss that was kept after its batch ended.
         state.has_stale_gradients = True
+
+
+StateStore = Callable[[HostEmbedding, str, tuple[int, ...], np.dtype[Any]], Store]
+"""Function of a table and the key, shape and dtype of its state; it makes a store for the state."""
+
+
+def make_state_stores(
+    make: StateStore | None,
+    layouts: Mapping[HostEmbedding, StateLayout],
+    undo: contextlib.ExitStack,
+) -> tuple[dict[HostEmbedding, list[Store]], list[str]]:
+    """Make the stores of row-wise state, filled with initial values.
+
+    Args:
+        make: The user's function. With None, the state is in the same kind of memory as the table,
+            or in a file next to the table's file.
+        layouts: State of each table of the optimizer.
+        undo: Stack that removes new files and closes existing ones if the optimizer is not made.
+
+    Returns:
+        For each table, the stores in the order of ``layout.rows``. Then descriptions of files that
+        existed before, which are opened and not changed.
+
+    Raises:
+        StoreError: If a store has another shape or dtype, is read-only, or shares rows with another
+            store.
+    """
+    known = [(f"the rows of {one.name}", one.store) for one in layouts]
+    stores: dict[HostEmbedding, list[Store]] = {one: [] for one in layouts}
+    existing = []
+    pairs = [(one, row) for one, layout in layouts.items() for row in layout.rows]
+    for table, row in pairs:
+        what = f"state {row.key!r} of {table.name}"
+        shape = (table.store.n_rows, *row.row_shape)
+        path = _path_next_to(table, row.key)
+        if make is not None:
+            store = make(table, row.key, shape, row.dtype)
+            _check(store, shape, row.dtype, what)
+            for name, other in known:
+                if share_rows(store, other):
+                    raise StoreError(
+                        f"{what}: its store has rows in common with {name}; expected a separate "
+                        "store for each table and each key of the state"
+                    )
+            known.append((what, store))
+            _fill(store, row, table.store)
+        elif path is not None and os.path.lexists(path) and not table.overwrite:
+            store = open_created(path, shape, row.dtype)
+            undo.callback(store.close)
+            existing.append(f"{what}: {path}")
+        else:
+            store = _zeros(table, path, shape, row.dtype)
+            undo.callback(_remove, store)
+            if row.initial != 0:
+                _fill(store, row, table.store)
+        stores[table].append(store)
+    return stores, existing
+
+
+def _check(store: Store, shape: tuple[int, ...], dtype: np.dtype[Any], what: str) -> None:
+    """Check that a store of the user can have some state."""
+    found = (store.n_rows, *store.row_shape)
+    if found != shape or store.dtype != dtype or not store.writable:
+        raise StoreError(
+            f"{what}: a store of shape {found} and dtype {store.dtype}; expected a writable store "
+            f"of shape {shape} and dtype {dtype}"
+        )
+
+
+def _fill(store: Store, row: RowState, weights: Store) -> None:
+    """Write the initial state of all rows, chunk by chunk."""
+    for start, stop in row_chunks(store):
+        rows = np.arange(start, stop)
+        if row.initial is None:
+            values = np.empty((len(rows), *weights.row_shape), weights.dtype)
+            weights.gather(rows, values)
+            store.scatter(rows, values.astype(store.dtype))
+        else:
+            store.scatter(rows, np.full((len(rows), *store.row_shape), row.initial, store.dtype))
+
+
+def _zeros(
+    table: HostEmbedding, path: pathlib.Path | None, shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> Store:
+    """Make a store of zeros, of the same kind as the table's store."""
+    if path is not None:
+        return MmapStore.create(path, shape, dtype, overwrite=table.overwrite)
+    pin = isinstance(table.store, PinnedStore) and table.store.page_locked
+    return PinnedStore.zeros(shape, dtype, pin=pin)
+
+
+def _path_next_to(table: HostEmbedding, key: str) -> pathlib.Path | None:
+    """Return the path for state of a table in a file; None for a table in memory."""
+    if not isinstance(table.store, MmapStore):
+        return None
+    path = pathlib.Path(table.store.paths[0])
+    return path.with_name(f"{path.stem}.{key}.npy")
+
+
+def _remove(store: Store) -> None:
+    """Close a new store and remove its file, because the next attempt would refuse the file."""
+    store.close()
+    if isinstance(store, MmapStore):
+        os.remove(store.paths[0])

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from pinfeed.devices.base import Device
-from pinfeed.errors import BudgetError
+from pinfeed.errors import ArgumentError, BudgetError
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Allocation, Place
 from pinfeed.memory.units import human
 from pinfeed.pipeline.row_cache.cache import RowCache
-from pinfeed.stores import ArrayStore, Store
-from pinfeed.stores.base import row_nbytes
-from pinfeed.training.embeddings.device_cache import check_device_cache, n_cached_rows
+from pinfeed.stores import ArrayStore
+from pinfeed.training.embeddings.table_arguments import check_device_cache
 from pinfeed.training.memory_model.config import Config
 from pinfeed.training.row_loop.loop_table import LoopTable
 
@@ -43,18 +42,17 @@ def row_caches(
         if isinstance(size, (int, float)):
             found[i] = _cache(tables[i], size, device)
     automatic = [
-        i
-        for i, used in enumerate(tables)
-        if sizes[i] == "auto" and _gains_from_cache(used.stores, is_unified=device.unified)
+        i for i, used in enumerate(tables) if sizes[i] == "auto" and _gains_from_cache(used, device)
     ]
     made = [cache for cache in found if cache is not None]
     if not automatic and (config is None or not made):
         return found
     left = _left(device, config, made)
-    wanted = sum(_nbytes(tables[i]) for i in automatic)
+    nbytes = {i: tables[i].stores[0].n_rows * tables[i].row_nbytes for i in automatic}
+    wanted = sum(nbytes.values())
     for i in automatic:
-        share = min(left, wanted) * _nbytes(tables[i]) // wanted
-        if share >= sum(map(row_nbytes, tables[i].stores)):
+        share = min(left, wanted) * nbytes[i] // wanted
+        if share >= tables[i].row_nbytes:
             found[i] = _cache(tables[i], share, device)
     return found
 
@@ -97,33 +95,43 @@ def cache_notes(
                 )
         elif used.table.device_cache is not None:
             reason = "the remaining memory is smaller than a row with its optimizer state"
-            if not _gains_from_cache(used.stores, is_unified=device.unified):
+            if not _gains_from_cache(used, device):
                 reason = "on the CPU, reading rows in memory is as fast as a cache"
             notes.append(f"{name} has no cache: {reason}")
     return tuple(notes)
 
 
-def _cache(used: LoopTable, size: int | float, device: Device) -> RowCache:
-    """Return the cache of a table, for its weights and its optimizer state."""
-    nbytes = sum(map(row_nbytes, used.stores))
-    n_rows = used.stores[0].n_rows
-    capacity = n_cached_rows(size, n_rows, nbytes, used.name)
-    return RowCache(used.name, used.stores, capacity, device)
-
-
-def _gains_from_cache(stores: Iterable[Store], *, is_unified: bool) -> bool:
+def _gains_from_cache(used: LoopTable, device: Device) -> bool:
     """Return whether a cache on the device can be faster than the stores of a table.
 
-    Args:
-        stores: Stores of the weights and their state.
-        is_unified: Whether the device is the CPU, which reads rows in memory as fast as a cache.
+    The CPU reads rows in memory as fast as a cache.
     """
-    return not (is_unified and all(isinstance(store, ArrayStore) for store in stores))
+    return not (device.unified and all(isinstance(store, ArrayStore) for store in used.stores))
 
 
-def _nbytes(used: LoopTable) -> int:
-    """Return the bytes of a whole table with its optimizer state."""
-    return used.stores[0].n_rows * sum(map(row_nbytes, used.stores))
+def _cache(used: LoopTable, size: int | float, device: Device) -> RowCache:
+    """Return the cache of a table, for its weights and its optimizer state.
+
+    Args:
+        used: The table.
+        size: Bytes as an int, or a share of the rows as a float. A share is at least one row.
+        device: Device of the loop.
+
+    Raises:
+        ArgumentError: If the size is smaller than a row.
+    """
+    n_rows = used.stores[0].n_rows
+    if isinstance(size, float):
+        n = max(1, int(size * n_rows))
+    else:
+        n = min(n_rows, size // used.row_nbytes)
+    if not n:
+        raise ArgumentError(
+            f"device_cache={size} of {used.name} holds no row: a row with its optimizer state has "
+            f"{human(used.row_nbytes)}; expected at least as many bytes, or a share of the rows as "
+            "a float (1.0 for all rows)"
+        )
+    return RowCache(used.name, used.stores, n, device)
 
 
 def _left(device: Device, config: MemoryLimits | None, made: Sequence[RowCache]) -> int:

@@ -125,10 +125,12 @@ class RowLoop(LoaderFeeder[T_co]):
                 resumed.
         """
         with contextlib.nullcontext() if self._ranks is None else self._ranks.report_failure():
-            self._session.require_resumed()
+            for used in self._tables:
+                used.require_resumed()
         # Checked again when the loop begins, because two iterators may be made before that.
         self._loop.end_last()
-        self._session.require_free()
+        for used in self._tables:
+            used.require_free()
         return self._session.iterate(self._begin)
 
     @property

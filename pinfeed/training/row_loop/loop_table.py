@@ -13,6 +13,7 @@ from pinfeed.errors import ArgumentError, ClosedError, WriteBackError
 from pinfeed.pipeline.sources.row_fetch import ids_function
 from pinfeed.pipeline.write_check import aliases
 from pinfeed.stores import Store
+from pinfeed.stores.base import row_nbytes
 from pinfeed.training.distributed.sharded_table import ShardedEmbedding
 from pinfeed.training.embeddings.batch_rows import BatchRows
 from pinfeed.training.embeddings.combined_optimizer import row_optimizers
@@ -89,9 +90,9 @@ class LoopTable:
         return self.rows
 
     @property
-    def weight(self) -> torch.Tensor:
-        """Values of the rows of the current batch."""
-        return self.lent.weight
+    def row_nbytes(self) -> int:
+        """Bytes of a row with its optimizer state."""
+        return sum(map(row_nbytes, self.stores))
 
     @property
     def writes(self) -> bool:
@@ -123,10 +124,7 @@ class LoopTable:
             if other.session is besides:
                 continue
             try:
-                if self.reads:
-                    other.require_readable()
-                else:
-                    other.require_ended()
+                other.make_way(reads=self.reads)
             except ClosedError as error:
                 if other.table is table:
                     raise
@@ -140,31 +138,31 @@ class LoopTable:
                 "without read_rows, on all ranks at once, or loop over read_rows after the epoch"
             )
 
-    def require_ended(self) -> None:
-        """Check that the loop of this table has ended. A loop that cannot continue is ended.
+    def make_way(self, *, reads: bool = False) -> None:
+        """Check that the loop of this table permits another use of the rows.
+
+        It permits every use after it has ended. A loop that cannot continue is ended. Inside
+        ``evaluating()``, it permits loops that read the rows in its thread.
+
+        Args:
+            reads: Whether a loop over ``read_rows`` will use the rows.
 
         Raises:
-            ClosedError: If it has not.
+            ClosedError: If it does not.
         """
-        self.session.release_if_over()
-        if self._is_reserved:
-            kind = "read_rows" if self.reads else "train_rows"
-            loop = "read_rows of" if self.reads else "rows of"
-            raise ClosedError(
-                f"a loop over {loop} {self.name} is running; end it first, with break or with "
-                f"close() of the loop that {kind} returned"
-            )
-
-    def require_readable(self) -> None:
-        """Check that the loop of this table has ended, or that its step is in ``evaluating()``.
-
-        Raises:
-            ClosedError: If neither is true, or the caller is in another thread.
-        """
-        if not self.session.is_evaluating:
-            self.session.release_if_over()
-        if self._is_reserved:
-            self.session.require_evaluating(self.name)
+        session = self.session
+        if not (reads and session.is_evaluating):
+            session.release_if_over()
+        if not self._is_reserved:
+            return
+        if reads:
+            session.require_evaluating(self.name)
+            return
+        kind, loop = ("read_rows", "read_rows of") if self.reads else ("train_rows", "rows of")
+        raise ClosedError(
+            f"a loop over {loop} {self.name} is running; end it first, with break or with "
+            f"close() of the loop that {kind} returned"
+        )
 
     @property
     def _is_reserved(self) -> bool:

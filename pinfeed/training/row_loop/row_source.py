@@ -15,9 +15,7 @@ from pinfeed.pipeline.row_cache.decisions import CachedRows
 from pinfeed.pipeline.sources.host_leaves import HostLeaf, host_batch_of
 from pinfeed.pipeline.sources.loader_source import END, LoaderSource
 from pinfeed.pipeline.sources.source import BatchThunk, HostBatch, RowGroup
-from pinfeed.rows.orders import Rows
-from pinfeed.stores import Store
-from pinfeed.stores.base import HostArray, StoreRows
+from pinfeed.stores.base import StoreRows
 from pinfeed.tensors.numpy_torch import to_torch
 from pinfeed.training.distributed.rank_loop import RankLoop
 from pinfeed.training.distributed.row_exchange import ExchangePlan, RowPositions
@@ -158,7 +156,7 @@ class TableRowSource(LoaderSource):
             wanted = [lookup.rows for lookup in lookups]
             # A variable for the plans would keep their rows in memory until the next batch.
             yield functools.partial(
-                self._exchanged_batch, load, lookups, exchange.exchange(number, wanted), number
+                self._host_batch, load, lookups, exchange.exchange(number, wanted), number
             )
 
     def _ids(self, batch: Any) -> list[Any]:
@@ -181,52 +179,50 @@ class TableRowSource(LoaderSource):
         self,
         load: HostBatch,
         lookups: Sequence[HostLookup],
-        every_cached: Sequence[CachedRows | None],
+        chosen: Sequence[CachedRows | ExchangePlan | None],
+        number: int = 0,
     ) -> HostBatch:
-        """Return a batch with the parts of ``load``, followed by the parts of each table."""
+        """Return a batch with the parts of ``load``, followed by the parts of each table.
+
+        Args:
+            load: The loader's batch.
+            lookups: For each table, the ids that the batch looks up.
+            chosen: For each table, the rows in its cache, or the rows that ranks have exchanged;
+                None without a cache.
+            number: Number of the batch, for exchanges.
+        """
         parts = list(load.parts)
         every = []
-        for table, lookup, cached in zip(self._tables, lookups, every_cached, strict=True):
+        for i, (table, lookup, one) in enumerate(zip(self._tables, lookups, chosen, strict=True)):
             parts.append(HostLeaf(torch.from_numpy(lookup.rows)))
-            group = _add_rows(parts, lookup.rows, table.stores, cached)
+            link = None
+            rows = lookup.rows
+            if isinstance(one, ExchangePlan):
+                assert self._ranks is not None
+                link = self._ranks.link(number, i, one.counts)
+                parts += map(HostLeaf, (to_torch(one.values), *one.positions))
+                rows = one.own
+                one = one.cached
+            if one is not None:
+                rows = one.gathered
+                one.part = len(parts)
+                parts.append(HostLeaf(torch.from_numpy(one.packed_positions)))
+            group = RowGroup(rows, len(parts), table.stores, cached=one)
+            parts += [StoreRows(store, rows) for store in table.stores]
             parts += position_parts(lookup)
-            every.append(_HostRows(lookup, group, None))
-        return _with_rows(load, parts, every)
-
-    def _exchanged_batch(
-        self,
-        load: HostBatch,
-        lookups: Sequence[HostLookup],
-        plans: Sequence[ExchangePlan],
-        number: int,
-    ) -> HostBatch:
-        """Return a batch, as ``_host_batch`` does, with the rows that ranks have exchanged."""
-        assert self._ranks is not None
-        parts = list(load.parts)
-        every = []
-        for i, (table, lookup, plan) in enumerate(zip(self._tables, lookups, plans, strict=True)):
-            leaves = (torch.from_numpy(lookup.rows), to_torch(plan.values), *plan.positions)
-            parts += map(HostLeaf, leaves)
-            group = _add_rows(parts, plan.own, table.stores, plan.cached)
-            parts += position_parts(lookup)
-            every.append(_HostRows(lookup, group, self._ranks.link(number, i, plan.counts)))
-        return _with_rows(load, parts, every)
-
-
-def _with_rows(load: HostBatch, parts: list[HostArray], every: Sequence[_HostRows]) -> HostBatch:
-    """Return a batch with parts for the rows of each table."""
-    data = DataOnDevice(load, [rows.lookup for rows in every])
-    complete = functools.partial(_table_batch, data, every)
-    groups = [rows.group for rows in every]
-    return HostBatch(
-        parts, data.rebuild, load.batches, groups, n_data=data.n_parts, complete=complete
-    )
+            every.append(_HostRows(lookup, group, link))
+        data = DataOnDevice(load, lookups)
+        complete = functools.partial(_table_batch, data, every)
+        groups = [host_rows.group for host_rows in every]
+        return HostBatch(
+            parts, data.rebuild, load.batches, groups, n_data=data.n_parts, complete=complete
+        )
 
 
 def _table_batch(
     on_device: DataOnDevice, every: Sequence[_HostRows], data: Any, parts: list[Tensor]
 ) -> TableBatch:
-    """Add the rows of each table to the batch, from the parts of ``_with_rows``."""
+    """Add the rows of each table to the batch, from the parts of ``_host_batch``."""
     tensors = iter(parts[on_device.n_parts :])
     batch = TableBatch(data, [], [])
     for lookup, group, link in every:
@@ -248,26 +244,6 @@ def _table_batch(
                 ShardedBatchRows(lookup.rows, ids, values, positions, own, row_positions, link)
             )
     return batch
-
-
-def _add_rows(
-    parts: list[HostArray], rows: Rows, stores: Sequence[Store], cached: CachedRows | None
-) -> RowGroup:
-    """Add rows of a table to the parts of a batch, and return their group.
-
-    Args:
-        parts: The parts, to which this function appends.
-        rows: Indices of the rows.
-        stores: Stores of the rows.
-        cached: The same rows in the cache of the table; None without a cache.
-    """
-    if cached is not None:
-        rows = cached.gathered
-        cached.part = len(parts)
-        parts.append(HostLeaf(torch.from_numpy(cached.packed_positions)))
-    group = RowGroup(rows, len(parts), stores, cached=cached)
-    parts += [StoreRows(store, rows) for store in stores]
-    return group
 
 
 def _ahead(items: Iterator[T], n: int) -> Generator[T, None, None]:

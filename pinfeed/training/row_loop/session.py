@@ -126,37 +126,6 @@ class TableSession:
         """The iterator of the last loop, if the caller has not dropped it."""
         return self._iterator() if self._iterator is not None else None
 
-    def require_free(self) -> None:
-        """Check that no other loop excludes this one.
-
-        Raises:
-            ClosedError: If a loop does.
-        """
-        for used in self._tables:
-            used.require_free()
-
-    def require_resumed(self) -> None:
-        """Check that the rows of all tables, and their state, are those of this run.
-
-        Raises:
-            StoreError: If they are in an existing file that was not resumed.
-        """
-        for used in self._tables:
-            used.require_resumed()
-
-    def require_thread(self) -> None:
-        """Check that the loop is not running in another thread than the caller's.
-
-        Raises:
-            ClosedError: If it is.
-        """
-        if self.is_in_other_thread:
-            raise ClosedError(
-                "rows were requested in another thread than that of their loop over train_rows; "
-                "request them in the training step (the functions that return the ids of a batch "
-                "run in a background thread)"
-            )
-
     def require_evaluating(self, table: str) -> None:
         """Check that the caller is inside ``evaluating()``, in the thread of the loop.
 
@@ -183,27 +152,20 @@ class TableSession:
         self._iterator = weakref.ref(cast("GeneratorType[Any, None, None]", generator))
         return generator
 
-    def flush_writes(self) -> None:
-        """Wait until every change so far, including those of this step, is in the stores.
+    def flush_writes(self, *, of_step: bool = True) -> None:
+        """Wait until every change so far is in the stores.
+
+        Args:
+            of_step: Whether to include the changes of the current step.
 
         Raises:
             ClosedError: If the loop runs in another thread.
             Exception: If a write-back has failed. The original error is raised.
         """
-        self.require_thread()
+        self._require_thread()
         # Inside evaluating(), all changes were already written at its beginning.
-        if self._state is State.LENT:
+        if of_step and self._state is State.LENT:
             self._write_back(copied=True, check=True)
-        self._runner.drain()
-
-    def flush_earlier_writes(self) -> None:
-        """Wait until the changes of all batches before the current one are in the stores.
-
-        Raises:
-            ClosedError: If the loop runs in another thread.
-            Exception: If a write-back has failed. The original error is raised.
-        """
-        self.require_thread()
         self._runner.drain()
 
     def release_if_over(self) -> None:
@@ -231,18 +193,34 @@ class TableSession:
                 this context. Also at its end, if rows were changed inside it.
             Exception: If a write-back has failed. The original error is raised.
         """
-        self._require_step()
+        self._require_thread()
+        if self.is_evaluating:
+            raise ClosedError(
+                "evaluating() inside evaluating(); expected one at a time; leave the outer context "
+                "first"
+            )
+        if self._state is not State.LENT or self._reads:
+            raise ClosedError(
+                "evaluating() outside a training step; expected it inside a loop over train_rows; "
+                "outside that loop, call the model or loop over read_rows without evaluating()"
+            )
         self.flush_writes()
         batch = self._batch
-        versions = [version_of(used.weight) for used in self._tables]
+        versions = [version_of(used.lent.weight) for used in self._tables]
         try:
             self._state = State.EVALUATING
             for used in self._tables:
                 used.table._batch_rows = None
             yield
             # The loop may have been closed inside the context.
-            if self._batch is batch:
-                self._require_unchanged(versions)
+            if self._batch is not batch:
+                return
+            for used, version in zip(self._tables, versions, strict=True):
+                if version_of(used.lent.weight) != version:
+                    raise ClosedError(
+                        f"rows of {used.name} were changed inside evaluating(), where lookups do "
+                        "not see the change; change them before or after evaluating()"
+                    )
         finally:
             if self._batch is batch:
                 self._end_evaluation()
@@ -265,7 +243,11 @@ class TableSession:
                 try:
                     yield data
                     has_finished = True
-                    self._require_left_evaluation()
+                    if self.is_evaluating:
+                        raise ClosedError(
+                            "the next batch was requested inside evaluating(); leave evaluating() "
+                            "before the training step ends"
+                        )
                     for used in self._tables:
                         used.check_step()
                 finally:
@@ -337,6 +319,19 @@ class TableSession:
                 for used in self._tables:
                     used.unbind()
 
+    def _require_thread(self) -> None:
+        """Check that the loop is not running in another thread than the caller's.
+
+        Raises:
+            ClosedError: If it is.
+        """
+        if self.is_in_other_thread:
+            raise ClosedError(
+                "rows were requested in another thread than that of their loop over train_rows; "
+                "request them in the training step (the functions that return the ids of a batch "
+                "run in a background thread)"
+            )
+
     def _write_back(self, *, copied: bool, check: bool) -> None:
         """Write the changed values of the current batch to the stores, in the background.
 
@@ -373,52 +368,6 @@ class TableSession:
             for used in self._tables:
                 for tensor in used.lent.tensors:
                     device.share(tensor, compute)
-
-    def _require_step(self) -> None:
-        """Check that the caller is in a training step of the loop, and not in ``evaluating()``.
-
-        Raises:
-            ClosedError: If it is not.
-        """
-        self.require_thread()
-        if self.is_evaluating:
-            raise ClosedError(
-                "evaluating() inside evaluating(); expected one at a time; leave the outer context "
-                "first"
-            )
-        if self._state is not State.LENT or self._reads:
-            raise ClosedError(
-                "evaluating() outside a training step; expected it inside a loop over train_rows; "
-                "outside that loop, call the model or loop over read_rows without evaluating()"
-            )
-
-    def _require_left_evaluation(self) -> None:
-        """Check that the training step has left ``evaluating()`` before the next batch.
-
-        Raises:
-            ClosedError: If it has not.
-        """
-        if self.is_evaluating:
-            raise ClosedError(
-                "the next batch was requested inside evaluating(); leave evaluating() before the "
-                "training step ends"
-            )
-
-    def _require_unchanged(self, versions: Sequence[int]) -> None:
-        """Check that the rows of the batch have not changed inside ``evaluating()``.
-
-        Args:
-            versions: Version of each table's rows before it.
-
-        Raises:
-            ClosedError: If rows have changed.
-        """
-        for used, version in zip(self._tables, versions, strict=True):
-            if version_of(used.weight) != version:
-                raise ClosedError(
-                    f"rows of {used.name} were changed inside evaluating(), where lookups do not "
-                    "see the change; change them before or after evaluating()"
-                )
 
     def _end_evaluation(self) -> None:
         """Lend the rows of the batch again, and end the loops that read them."""

@@ -23,7 +23,7 @@ from pinfeed.errors import (
     StoreError,
 )
 from pinfeed.training.distributed import initialization
-from pinfeed.training.distributed.row_partition import RowPartition
+from pinfeed.training.distributed.row_exchange import RowPartition
 
 
 @given(st.integers(1, 40), st.integers(1, 6), st.data())
