@@ -68,14 +68,7 @@ def element_batches(
         ...     [values.tolist() for values, offsets in feeder]
         [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     """
-    return ElementBatches(
-        lengths,
-        max_elements,
-        batch_size=batch_size,
-        order=order,
-        padded=padded,
-        drop_last=drop_last,
-    )
+    return ElementBatches(lengths, max_elements, batch_size, order, padded, drop_last)
 
 
 class ElementBatches:
@@ -95,7 +88,6 @@ class ElementBatches:
         self,
         lengths: Any,
         max_elements: int,
-        *,
         batch_size: int | None,
         order: Order | None,
         padded: bool,
@@ -157,18 +149,9 @@ class ElementBatches:
         """
         return sum(1 for _ in self._batches(self.epoch if epoch is None else epoch))
 
-    def most_elements(self, lengths: npt.NDArray[Any], *, padded: bool) -> int | None:
-        """Return ``max_elements`` if it also bounds the batches of rows of other lengths.
-
-        Args:
-            lengths: Number of elements of each row, shape (n_rows,).
-            padded: Whether the batches are padded.
-
-        Returns:
-            The bound; None if ``max_elements`` does not bound these batches.
-        """
-        is_bound = len(lengths) == len(self.lengths) and bool((lengths <= self.lengths).all())
-        return self.max_elements if is_bound and (self.padded or not padded) else None
+    def most_elements(self, *, padded: bool) -> int | None:
+        """Return the bound on the elements of a batch, padded or not; None if there is none."""
+        return self.max_elements if self.padded or not padded else None
 
     def require_bound(self, lengths: npt.NDArray[Any], name: str) -> None:
         """Check that the batches of rows of these lengths have at most ``max_elements`` elements.
