@@ -208,11 +208,7 @@ class RankBatches(RowBatches):
 
 
 def shard_of_rank(
-    ranks: Ranks | str | None,
-    order: Any,
-    drop_last: bool,
-    size: int | None,
-    size_name: str,
+    ranks: Ranks | str | None, order: Any, drop_last: bool, size: int | None, size_name: str
 ) -> RankShard | None:
     """Return this process's part of every epoch; None if it reads all rows.
 

@@ -15,13 +15,7 @@ from pinfeed.pipeline.sources.batch_transform import BatchTransform
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.pipeline.sources.host_leaves import host_batch_of
 from pinfeed.pipeline.sources.row_fetch import RowFetch
-from pinfeed.pipeline.sources.source import (
-    BatchThunk,
-    HostBatch,
-    Source,
-    drawn_early,
-    failed_batch,
-)
+from pinfeed.pipeline.sources.source import BatchThunk, HostBatch, Source, drawn_early, failed_batch
 from pinfeed.rows.batches import EpochHooks
 from pinfeed.validation.suggestions import is_array_like
 
