@@ -148,6 +148,7 @@ class RowBatches(EpochHooks, ABC):
         """
 
 
+@dataclass(eq=False)
 class _OrderRun:
     """Row indices at consecutive positions of an order, computed once, when first needed.
 
@@ -157,12 +158,11 @@ class _OrderRun:
         lock: Held while ``compute`` is called, because it may call the user's code.
     """
 
-    def __init__(self, n_rows: int, compute: Callable[[], Rows], lock: threading.Lock) -> None:
-        self.n_rows = n_rows
-        self._compute = compute
-        self._lock = lock
-        self.computed: Rows | None = None
-        """The row indices; None before they are first needed."""
+    n_rows: int
+    compute: Callable[[], Rows]
+    lock: threading.Lock
+    computed: Rows | None = None
+    """The row indices; None before they are first needed."""
 
     def part(self, begin: int, end: int, next_run: _OrderRun | None) -> Rows:
         """Return rows [begin, end) of the run, and compute the next run before it is needed."""
@@ -174,9 +174,9 @@ class _OrderRun:
     def rows(self) -> Rows:
         """Return the row indices of the run."""
         if self.computed is None:
-            with self._lock:
+            with self.lock:
                 if self.computed is None:
-                    self.computed = self._compute()
+                    self.computed = self.compute()
         return self.computed
 
 
