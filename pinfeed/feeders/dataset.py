@@ -70,10 +70,10 @@ class RowDataset(Dataset[Any]):
             RowIndexError: If an index is out of range, negative, or not a whole number.
         """
         if isinstance(index, slice):
-            return self._batch(range(*index.indices(len(self))))
-        if hasattr(index, "__index__") and not getattr(index, "ndim", 0):
+            index = range(*index.indices(len(self)))
+        elif hasattr(index, "__index__") and not getattr(index, "ndim", 0):
             return self.__getitems__([index])[0]
-        return self._batch(index)
+        return self._tree.structure(iter(self._gather(index, as_samples=False)))
 
     def __getitems__(self, rows: Sequence[Any]) -> list[Any]:
         """Return several rows, which share the memory of one gather; a DataLoader collates them."""
@@ -97,10 +97,6 @@ class RowDataset(Dataset[Any]):
         """Open the source in this process."""
         self._tree = StoreTree(self._source)
         self._process = os.getpid()
-
-    def _batch(self, rows: Any) -> Any:
-        """Return rows as a batch, in the structure of the source."""
-        return self._tree.structure(iter(self._gather(rows, as_samples=False)))
 
     def _gather(self, rows: Any, *, as_samples: bool) -> list[Any]:
         """Return rows of every leaf of the source, on the CPU.

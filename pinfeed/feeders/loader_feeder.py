@@ -1,18 +1,25 @@
-"""LoaderFeeder: the batches of a torch DataLoader, prefetched to the device."""
+"""LoaderFeeder: the batches of a torch DataLoader, prefetched with the rows of their ids."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pinfeed.devices.base import Device
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base_feeder import BaseFeeder, LoopOptions, T_co
-from pinfeed.feeders.fetch_stores import FetchStores
+from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
 from pinfeed.pipeline.lent_batch import LentBatch
-from pinfeed.pipeline.schedule import PrefetchSchedule
+from pinfeed.pipeline.planner import plan_reads_by_id
+from pinfeed.pipeline.schedule import PrefetchSchedule, measured_schedule, n_id_readers
 from pinfeed.pipeline.sources.loader_source import LoaderSource, StatefulSource
+from pinfeed.pipeline.sources.row_fetch import FetchSpec, RowFetch, ids_function
+from pinfeed.pipeline.store_tree import StoreTree
+from pinfeed.stores.base import Store
 from pinfeed.validation.safe_repr import safe_repr
 
 STATE_METHODS = ("state_dict", "load_state_dict")
@@ -249,3 +256,88 @@ class StatefulLoaderFeeder(LoaderFeeder[T_co]):
         """Return the data of a batch to the loop, and keep the loader's state after it."""
         self._state = lent.state
         return lent.take()
+
+
+class FetchStores:
+    """Stores of the rows whose ids are in the batches of a loader.
+
+    Args:
+        fetch: For each key a pair of a source, as for ``Feeder``, and of the ids of a batch: a key
+            of the batch or a function of the batch.
+        config: Memory limits for the rows of files; None is the free memory.
+
+    Raises:
+        ArgumentError: If ``fetch`` is no such mapping, ``config`` is no ``pinfeed.Config``, or a
+            source has ragged rows.
+        StoreError: If a source cannot be read.
+        NotEnoughCPUMemory: If the limits cannot hold the chunks that reading needs.
+    """
+
+    def __init__(self, fetch: Any, config: MemoryLimits | None) -> None:
+        expected = (
+            "expected a dict such as {'x': (source, ids)}, where ids is a key of the batch or a "
+            "function of the batch"
+        )
+        if not isinstance(fetch, Mapping) or not fetch:
+            raise ArgumentError(f"fetch={fetch!r}; {expected}")
+        for key, pair in fetch.items():
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise ArgumentError(f"fetch[{key!r}] is a {type(pair).__name__}; {expected}")
+        if config is not None and not isinstance(config, MemoryLimits):
+            raise ArgumentError(f"config={config!r}: expected a pinfeed.Config")
+        self._limit = None if config is None else config.cpu_memory_limit
+        self._route = ""
+        with contextlib.ExitStack() as stack:
+            trees = {}
+            for key, (source, _) in fetch.items():
+                trees[key] = StoreTree(source, f"fetch[{key!r}]")
+                stack.callback(trees[key].close)
+                if trees[key].ragged:
+                    raise ArgumentError(
+                        f"fetch[{key!r}] has a RaggedStore; expected rows of one shape; pad the "
+                        "rows to one length, or give the RaggedStore to a Feeder"
+                    )
+            self.stores: list[Store] = [store for tree in trees.values() for store in tree.stores]
+            self._read_plan = plan_reads_by_id(self.stores, config)
+            strategies = iter(self._read_plan.strategies)
+            self._specs = []
+            for key, tree in trees.items():
+                ids_of = ids_function(fetch[key][1], f"fetch[{key!r}]")
+                reads = list(itertools.islice(strategies, len(tree.stores)))
+                self._specs.append(FetchSpec(key, ids_of, tree.stores, reads, tree.rebuild))
+            for strategy in self._read_plan.strategies:
+                stack.callback(strategy.close)
+            self._opened = stack.pop_all()
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the host memory has a limit."""
+        return self._limit is not None
+
+    def schedule(self, depth: int | None) -> PrefetchSchedule:
+        """Return the schedule of a loop, which may measure its depth if ``depth`` is None."""
+        schedule = measured_schedule() if depth is None else PrefetchSchedule(depth)
+        return dataclasses.replace(schedule, n_readers=n_id_readers(schedule.depth))
+
+    def on(self, device: Device) -> RowFetch:
+        """Return the RowFetch that adds the rows to batches on a device.
+
+        Call it before the loop takes streams of the device.
+        """
+        self._route = device.choose_route(self.stores, 0, None)
+        return RowFetch(self._specs, device)
+
+    def plan(self, depth: int, device: Device) -> Plan:
+        """Return the memory that the rows of files take, without that of the batches."""
+        return Plan(
+            0,
+            depth,
+            "direct" if all(map(device.reaches, self.stores)) else "staged",
+            self._read_plan.items,
+            self._limit,
+            notes=(*[self._route] * bool(self._route), *self._read_plan.notes),
+        )
+
+    def close(self) -> None:
+        """Close the stores that were opened here. A second call does nothing."""
+        self._opened.close()

@@ -224,25 +224,20 @@ def warn_if_empty(batches: OrderBatches, unit: str = "rows") -> None:
         return
     order = batches.order
     n_own = order.length(batches.n_rows)
+    size = batches.batch_size
     if batches.n_rows == 0:
-        logger.warning("there are no %s, so epochs have no batch; give at least one", unit)
+        text = f"there are no {unit}, so epochs have no batch; give at least one"
     elif isinstance(order, PerRank):
-        logger.warning(
-            "rank %d of %d has no batch, with %d of %d %s and batches of %d%s; lower world_size or "
-            "batch_size, or check rank and world_size",
-            order.rank,
-            order.world_size,
-            n_own,
-            order.order.length(batches.n_rows),
-            unit,
-            batches.batch_size,
-            ", drop_last=True" if batches.drop_last else "",
+        n_all = order.order.length(batches.n_rows)
+        dropped = ", drop_last=True" if batches.drop_last else ""
+        text = (
+            f"rank {order.rank} of {order.world_size} has no batch, with {n_own} of {n_all} {unit} "
+            f"and batches of {size}{dropped}; lower world_size or batch_size, or check rank and "
+            "world_size"
         )
     else:
-        logger.warning(
-            "drop_last=True leaves no batch of %d %s in batches of %d; lower batch_size, or leave "
-            "out drop_last",
-            n_own,
-            unit,
-            batches.batch_size,
+        text = (
+            f"drop_last=True leaves no batch of {n_own} {unit} in batches of {size}; lower "
+            "batch_size, or leave out drop_last"
         )
+    logger.warning("%s", text)

@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base_feeder import LoopOptions
-from pinfeed.feeders.fetch_stores import FetchStores
 from pinfeed.feeders.hints import LOADER_HINTS
-from pinfeed.feeders.loader_feeder import STATE_METHODS, LoaderFeeder, StatefulLoaderFeeder
+from pinfeed.feeders.loader_feeder import (
+    STATE_METHODS,
+    FetchStores,
+    LoaderFeeder,
+    StatefulLoaderFeeder,
+)
 from pinfeed.memory.depth import check_optional_depth
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.pipeline.schedule import PrefetchSchedule, measured_schedule
@@ -194,10 +198,9 @@ def wrap_loader(
             "config was given without fetch; it limits the memory for rows of files behind fetch=, "
             "and the loader decides the size of its batches; leave out config"
         )
-    has_state = all(callable(getattr(loader, name, None)) for name in STATE_METHODS)
-    feeder = StatefulLoaderFeeder if has_state else LoaderFeeder
-    source = StatefulSource if has_state else LoaderSource
-    batches = source(loader)
+    feeder, batches = LoaderFeeder, LoaderSource(loader)
+    if all(callable(getattr(loader, name, None)) for name in STATE_METHODS):
+        feeder, batches = StatefulLoaderFeeder, StatefulSource(loader)
     batches.keeps_errors = on_error == "next"
     if fetch is None:
         schedule = measured_schedule() if depth is None else PrefetchSchedule(depth)

@@ -213,7 +213,7 @@ def ragged_sizes(
     max_elements = None
     copies = most_copies(rows)
     if isinstance(rows, ElementBatches):
-        max_elements = rows.most_elements(store.lengths, padded=store.layout == "padded")
+        max_elements = rows.most_elements(padded=store.layout == "padded")
         copies = most_copies(rows.order)
     is_exact = is_limited or max_elements is not None
 

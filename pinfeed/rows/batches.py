@@ -148,29 +148,21 @@ class RowBatches(EpochHooks, ABC):
         """
 
 
+@dataclass(eq=False)
 class _OrderRun:
     """Row indices at consecutive positions of an order, computed once, when first needed.
 
     Args:
-        order: Order that the positions belong to.
-        at: The order, bound to an epoch.
-        lock: Held while ``at`` is called, because ``at`` may be the user's code.
-        n_rows: Number of rows in the stores.
-        begin: First position.
-        end: Position after the last one.
+        n_rows: Number of the positions.
+        compute: Computes the row indices.
+        lock: Held while ``compute`` is called, because it may call the user's code.
     """
 
-    def __init__(
-        self, order: Order, at: At, lock: threading.Lock, n_rows: int, begin: int, end: int
-    ) -> None:
-        self._order = order
-        self._at = at
-        self._lock = lock
-        self._n_rows = n_rows
-        self._begin = begin
-        self._end = end
-        self.computed: Rows | None = None
-        """The row indices; None before they are first needed."""
+    n_rows: int
+    compute: Callable[[], Rows]
+    lock: threading.Lock
+    computed: Rows | None = None
+    """The row indices; None before they are first needed."""
 
     def part(self, begin: int, end: int, next_run: _OrderRun | None) -> Rows:
         """Return rows [begin, end) of the run, and compute the next run before it is needed."""
@@ -182,25 +174,10 @@ class _OrderRun:
     def rows(self) -> Rows:
         """Return the row indices of the run."""
         if self.computed is None:
-            with self._lock:
+            with self.lock:
                 if self.computed is None:
-                    self.computed = self._compute()
+                    self.computed = self.compute()
         return self.computed
-
-    def _compute(self) -> Rows:
-        n = self._end - self._begin
-        # The rows of pinfeed's own orders are in range, and in new arrays.
-        is_own = is_distinct(self._order)
-        if is_own and n <= _RUN_ROWS:
-            return self._at(np.arange(self._begin, self._end)).astype(np.int64, copy=False)
-        rows = np.empty(n, np.int64)
-        name = f"rows={self._order!r}"
-        for i in range(0, n, _RUN_ROWS):
-            part = rows[i : i + _RUN_ROWS]
-            found = self._at(np.arange(self._begin + i, self._begin + i + len(part)))
-            # A copy is checked, because the owner of the order may change its array.
-            part[:] = found if is_own else check_rows(found, self._n_rows, name, copy=True)
-        return rows
 
 
 @dataclass(frozen=True)
@@ -241,19 +218,14 @@ class OrderBatches(RowBatches):
     ) -> Iterator[RowIndices]:
         """Yield the batches of an epoch; the order determines them, so there is no checksum."""
         size = self.batch_size
-        stop = self._stop
         slot_rows = batches_per_slot * size
         full = [(size, 0)] * batches_per_slot
-        step = max(1, _RUN_ROWS // slot_rows) * slot_rows
-        begins = range(start * size, stop, step)
-        runs = self._runs(number, begins)
+        runs = self._runs(number, start, slot_rows)
         run = next(runs, None)
-        for begin in begins:
-            assert run is not None
-            run_rows = min(step, stop - begin)
+        while run is not None:
             next_run = next(runs, None)
-            for i in range(0, run_rows, slot_rows):
-                n = min(slot_rows, run_rows - i)
+            for i in range(0, run.n_rows, slot_rows):
+                n = min(slot_rows, run.n_rows - i)
                 batches = full if n == slot_rows else sizes(n, size)
                 # Most batches need no Python code for their row indices.
                 make: Callable[[], Any] = functools.partial(
@@ -273,21 +245,36 @@ class OrderBatches(RowBatches):
             start: Number of the first batch.
             batches_per_slot: Number that divides the batches of each span, except the last one.
         """
-        slot_rows = batches_per_slot * self.batch_size
-        step = max(1, _RUN_ROWS // slot_rows) * slot_rows
-        for run in self._runs(number, range(start * self.batch_size, self._stop, step)):
+        for run in self._runs(number, start, batches_per_slot * self.batch_size):
             yield run.rows()
 
     def windows(self, number: int, start: int) -> tuple[Windows | None, int, int]:
         return windows(self.order, self.n_rows, number), start * self.batch_size, self._stop
 
-    def _runs(self, number: int, begins: range) -> Iterator[_OrderRun]:
-        """Yield the runs of an epoch that begin at these positions."""
+    def _runs(self, number: int, start: int, slot_rows: int) -> Iterator[_OrderRun]:
+        """Yield runs of whole slots, from batch ``start`` of an epoch on."""
         at = self.order.bind(self.n_rows, number)
         lock = threading.Lock()
-        for begin in begins:
-            end = min(begin + begins.step, self._stop)
-            yield _OrderRun(self.order, at, lock, self.n_rows, begin, end)
+        stop = self._stop
+        step = max(1, _RUN_ROWS // slot_rows) * slot_rows
+        for begin in range(start * self.batch_size, stop, step):
+            end = min(begin + step, stop)
+            yield _OrderRun(end - begin, functools.partial(self._compute, at, begin, end), lock)
+
+    def _compute(self, at: At, begin: int, end: int) -> Rows:
+        """Return the row indices at positions [begin, end)."""
+        # The rows of pinfeed's own orders are in range, and in new arrays.
+        if self.is_distinct and end - begin <= _RUN_ROWS:
+            return at(np.arange(begin, end)).astype(np.int64, copy=False)
+        rows = np.empty(end - begin, np.int64)
+        name = f"rows={self.order!r}"
+        for i in range(0, len(rows), _RUN_ROWS):
+            part = rows[i : i + _RUN_ROWS]
+            found = at(np.arange(begin + i, begin + i + len(part)))
+            # A copy is checked, because the owner of the order may change its array.
+            checked = found if self.is_distinct else check_rows(found, self.n_rows, name, copy=True)
+            part[:] = checked
+        return rows
 
     @property
     def _stop(self) -> int:

@@ -106,11 +106,9 @@ def distinct_rows(rows: Rows) -> tuple[Rows, Rows]:
     if found is not None:
         n, distinct, positions = found
         return distinct[:n].copy(), positions
-    ascending, order = sort_rows(rows)
-    is_first = _differs_from_previous(ascending)
-    distinct = ascending.compress(is_first)
+    distinct, order, _, places = _sorted_groups(rows)
     positions = np.empty(len(rows), np.int64)
-    positions[order] = _places(is_first, out=ascending)
+    positions[order] = places
     return distinct, positions
 
 
@@ -130,9 +128,8 @@ def first_occurrences(rows: Rows) -> tuple[Rows, Rows | None]:
     if found is not None:
         n, distinct, positions = found
         return (rows, None) if n == len(rows) else (distinct[:n].copy(), positions)
-    ascending, order = sort_rows(rows)
-    is_first = _differs_from_previous(ascending)
-    if bool(is_first.all()):
+    distinct, order, is_first, places = _sorted_groups(rows)
+    if len(distinct) == len(rows):
         return rows, None
     # Equal rows keep their order, so the first of them is the first occurrence.
     first = order.compress(is_first)
@@ -141,7 +138,7 @@ def first_occurrences(rows: Rows) -> tuple[Rows, Rows | None]:
     rank = np.cumsum(occurs_first)
     rank -= 1
     positions = np.empty(len(rows), np.int64)
-    positions[order] = rank.take(first).take(_places(is_first, out=ascending))
+    positions[order] = rank.take(first).take(places)
     return rows.compress(occurs_first), positions
 
 
@@ -163,20 +160,19 @@ def _compiled(function: str, rows: Rows) -> tuple[int, Rows, Rows] | None:
     return None if n_distinct < 0 else (n_distinct, distinct, positions)
 
 
-def _places(is_first: npt.NDArray[np.bool_], out: Rows) -> Rows:
-    """Return for each sorted row its place among the distinct rows.
+def _sorted_groups(rows: Rows) -> tuple[Rows, Rows, npt.NDArray[np.bool_], Rows]:
+    """Sort row indices, and group equal ones.
 
-    Args:
-        is_first: Whether each row differs from the previous one, shape (n,).
-        out: Memory of the result, shape (n,). Access to new memory takes longer than the sums.
+    Returns:
+        The distinct rows in ascending order; and for each sorted row its position in ``rows``,
+        whether it differs from the previous one, and its place among the distinct rows.
     """
-    out[:1] = 0
-    np.cumsum(is_first[1:], out=out[1:])
-    return out
-
-
-def _differs_from_previous(rows: Rows) -> npt.NDArray[np.bool_]:
-    """Return for each row whether it differs from the previous one, shape (n,)."""
-    differs = np.ones(len(rows), bool)
-    np.not_equal(rows[1:], rows[:-1], out=differs[1:])
-    return differs
+    ascending, order = sort_rows(rows)
+    is_first = np.ones(len(rows), bool)
+    np.not_equal(ascending[1:], ascending[:-1], out=is_first[1:])
+    distinct = ascending.compress(is_first)
+    # Access to new memory takes longer than the sums.
+    places = ascending
+    places[:1] = 0
+    np.cumsum(is_first[1:], out=places[1:])
+    return distinct, order, is_first, places

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -68,14 +69,7 @@ def element_batches(
         ...     [values.tolist() for values, offsets in feeder]
         [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     """
-    return ElementBatches(
-        lengths,
-        max_elements,
-        batch_size=batch_size,
-        order=order,
-        padded=padded,
-        drop_last=drop_last,
-    )
+    return ElementBatches(lengths, max_elements, batch_size, order, padded, drop_last)
 
 
 class ElementBatches:
@@ -95,7 +89,6 @@ class ElementBatches:
         self,
         lengths: Any,
         max_elements: int,
-        *,
         batch_size: int | None,
         order: Order | None,
         padded: bool,
@@ -157,18 +150,9 @@ class ElementBatches:
         """
         return sum(1 for _ in self._batches(self.epoch if epoch is None else epoch))
 
-    def most_elements(self, lengths: npt.NDArray[Any], *, padded: bool) -> int | None:
-        """Return ``max_elements`` if it also bounds the batches of rows of other lengths.
-
-        Args:
-            lengths: Number of elements of each row, shape (n_rows,).
-            padded: Whether the batches are padded.
-
-        Returns:
-            The bound; None if ``max_elements`` does not bound these batches.
-        """
-        is_bound = len(lengths) == len(self.lengths) and bool((lengths <= self.lengths).all())
-        return self.max_elements if is_bound and (self.padded or not padded) else None
+    def most_elements(self, *, padded: bool) -> int | None:
+        """Return the bound on the elements of a batch, padded or not; None if there is none."""
+        return self.max_elements if self.padded or not padded else None
 
     def require_bound(self, lengths: npt.NDArray[Any], name: str) -> None:
         """Check that the batches of rows of these lengths have at most ``max_elements`` elements.
@@ -228,6 +212,7 @@ class ElementBatches:
             yield check_rows(at(positions), n_rows, f"order={self.order!r}")
 
 
+@dataclass
 class _Cut:
     """Cuts a sequence of rows into batches, one after the other.
 
@@ -237,42 +222,42 @@ class _Cut:
         padded: Whether each row of a batch counts as many elements as the longest one.
     """
 
-    def __init__(self, max_elements: int, batch_size: int, padded: bool) -> None:
-        self._max_elements = max_elements
-        self._batch_size = batch_size
-        self._padded = padded
-        self._n_rows = 0
-        self._n_elements = 0
-        self._longest = 0
+    max_elements: int
+    batch_size: int
+    padded: bool
+    # The rows of the open batch, their elements, and the elements of the longest one.
+    n_rows: int = 0
+    n_elements: int = 0
+    longest: int = 0
 
     def ends(self, lengths: Rows) -> list[int]:
         """Return the positions in ``lengths``, the next rows, at which a batch begins."""
-        return self._ends_padded(lengths.tolist()) if self._padded else self._ends(lengths)
+        return self._ends_padded(lengths.tolist()) if self.padded else self._ends(lengths)
 
     def _ends(self, lengths: Rows) -> list[int]:
         totals = np.cumsum(lengths)
         ends: list[int] = []
         # Elements of the open batch minus those in ``totals`` before it, and its first position.
-        before = self._n_elements
-        begin = -self._n_rows
+        before = self.n_elements
+        begin = -self.n_rows
         while True:
-            end = int(totals.searchsorted(self._max_elements - before, side="right"))
-            end = min(end, begin + self._batch_size)
+            end = int(totals.searchsorted(self.max_elements - before, side="right"))
+            end = min(end, begin + self.batch_size)
             if end >= len(lengths):
                 break
             ends.append(end)
             before = -totals.item(end - 1) if end else 0
             begin = end
-        self._n_rows = len(lengths) - begin
-        self._n_elements = before + totals.item(-1)
+        self.n_rows = len(lengths) - begin
+        self.n_elements = before + totals.item(-1)
         return ends
 
     def _ends_padded(self, lengths: list[int]) -> list[int]:
         # This loop runs once for each row. Local names and no calls make it several times as fast.
-        most = self._max_elements
-        most_rows = self._batch_size
-        n_rows = self._n_rows
-        longest = self._longest
+        most = self.max_elements
+        most_rows = self.batch_size
+        n_rows = self.n_rows
+        longest = self.longest
         ends: list[int] = []
         for i, length in enumerate(lengths):
             n_rows += 1
@@ -282,16 +267,16 @@ class _Cut:
                 ends.append(i)
                 n_rows = 1
                 longest = length
-        self._n_rows = n_rows
-        self._longest = longest
+        self.n_rows = n_rows
+        self.longest = longest
         return ends
 
     @property
     def has_room(self) -> bool:
         """Whether a row of one element would fit in the last batch."""
-        n_rows = self._n_rows + 1
-        n_elements = n_rows * max(1, self._longest) if self._padded else self._n_elements + 1
-        return n_rows <= self._batch_size and n_elements <= self._max_elements
+        n_rows = self.n_rows + 1
+        n_elements = n_rows * max(1, self.longest) if self.padded else self.n_elements + 1
+        return n_rows <= self.batch_size and n_elements <= self.max_elements
 
 
 def _checked(lengths: Any) -> Rows:

@@ -208,11 +208,7 @@ class RankBatches(RowBatches):
 
 
 def shard_of_rank(
-    ranks: Ranks | str | None,
-    order: Any,
-    drop_last: bool,
-    size: int | None,
-    size_name: str,
+    ranks: Ranks | str | None, order: Any, drop_last: bool, size: int | None, size_name: str
 ) -> RankShard | None:
     """Return this process's part of every epoch; None if it reads all rows.
 
@@ -240,8 +236,13 @@ def shard_of_rank(
         rank, world_size = world()
     else:
         rank, world_size = shared.rank, shared.world_size
-    if shared.split_batches:
-        _check_divisible(size, size_name, world_size)
+    if shared.split_batches and size % world_size:
+        below = size // world_size * world_size
+        above = below + world_size
+        raise ArgumentError(
+            f"{size_name}={size} cannot be split among {world_size} ranks; expected a multiple of "
+            f"{world_size}: {f'{below} or ' if below else ''}{above}"
+        )
     return RankShard(order, shared, index(rank), index(world_size), drop_last, index(size))
 
 
@@ -279,19 +280,6 @@ def _own_share(rows: Any) -> str:
     if hasattr(rows, "__array__") or isinstance(rows, (list, range)):
         return ", and give rows[rank::world_size]"
     return ""
-
-
-def _check_divisible(size: int, name: str, world_size: int) -> None:
-    """Check that the ranks can split a batch of all ranks into equal parts."""
-    if size % world_size == 0:
-        return
-    below = size // world_size * world_size
-    above = -(-size // world_size) * world_size
-    raise ArgumentError(
-        f"{name}={size} cannot be split among {world_size} ranks; expected a multiple of "
-        f"{world_size}: "
-        f"{below or above}" + (f" or {above}" if below else "")
-    )
 
 
 def note_workers(ranks: Ranks | str | None, order: Any) -> None:

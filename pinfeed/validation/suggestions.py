@@ -36,55 +36,46 @@ _BY_TYPE = {
 }
 """Advice by the package and the name of a type; the first match counts."""
 
-_IMAGE = "read it with wrap_readers, or save decoded images with np.save"
-_ZIP = "a zip archive"
+_ZIP = (
+    "a zip archive: for a .npz file, save each array alone, np.save(name, np.load(path)[name]); "
+    "for a file of torch.save, np.save(name, tensor.numpy())"
+)
+_HDF5 = "an HDF5 file: give pinfeed.HDF5Store(path, name), with the name of a dataset"
+_IMAGE = "image: read it with wrap_readers, or save decoded images with np.save"
 _KINDS = {
-    b"PK\x03\x04": (
-        _ZIP,
-        (
-            "for a .npz file, save each array alone, np.save(name, np.load(path)[name]); for a "
-            "file of torch.save, np.save(name, tensor.numpy())"
-        ),
-    ),
-    b"\x80": ("a pickle", "if you trust it, load it, and save plain arrays with np.save"),
-    b"\x89HDF": ("an HDF5 file", "give pinfeed.HDF5Store(path, name), with the name of a dataset"),
-    b"PAR1": ("a Parquet file", "give pinfeed.ParquetStore.columns(path)"),
-    b"ARROW1": (
-        "an Arrow file",
-        "give pyarrow.ipc.open_file(pyarrow.memory_map(path)).read_all(), which stays on the disk",
-    ),
-    b"\x1f\x8b": ("a gzip-compressed file", "decompress it"),
-    b"(\xb5/\xfd": ("a zstd-compressed file", "decompress it"),
-    b"\xff\xd8\xff": ("a JPEG image", _IMAGE),
-    b"\x89PNG": ("a PNG image", _IMAGE),
+    b"PK\x03\x04": _ZIP,
+    b"\x80": "a pickle: if you trust it, load it, and save plain arrays with np.save",
+    b"\x89HDF": _HDF5,
+    b"PAR1": "a Parquet file: give pinfeed.ParquetStore.columns(path)",
+    b"ARROW1": "an Arrow file: give pyarrow.ipc.open_file(pyarrow.memory_map(path)).read_all(), "
+    "which stays on the disk",
+    b"\x1f\x8b": "a gzip-compressed file: decompress it",
+    b"(\xb5/\xfd": "a zstd-compressed file: decompress it",
+    b"\xff\xd8\xff": f"a JPEG {_IMAGE}",
+    b"\x89PNG": f"a PNG {_IMAGE}",
 }
 """Kinds of files by their first bytes, with advice."""
 _TORCH = (
-    "a file of torch.save",
-    (
-        "load it with torch.load(path, weights_only=True), "
-        "and give the tensor or save np.save(name, tensor.numpy())"
-    ),
+    "a file of torch.save: load it with torch.load(path, weights_only=True), and give the tensor "
+    "or save np.save(name, tensor.numpy())"
 )
 _TEXT = (
-    "a table as text",
-    "give pyarrow.csv.read_csv(path), or save np.save(name, np.loadtxt(path, delimiter=','))",
+    "a table as text: give pyarrow.csv.read_csv(path), or save np.save(name, np.loadtxt(path, "
+    "delimiter=','))"
 )
 _SUFFIXES = {
-    ".npz": ("a .npz archive", "save each array alone, np.save(name, np.load(path)[name])"),
+    ".npz": "a .npz archive: save each array alone, np.save(name, np.load(path)[name])",
     ".pt": _TORCH,
     ".pth": _TORCH,
-    ".safetensors": (
-        "a safetensors file",
-        "give pinfeed.MmapStore.safetensors(path, name), with the name of a tensor",
-    ),
+    ".safetensors": "a safetensors file: give pinfeed.MmapStore.safetensors(path, name), with the "
+    "name of a tensor",
     ".csv": _TEXT,
     ".tsv": _TEXT,
-    ".json": ("JSON", "save its numbers as an array, np.save(name, np.array(json.load(file)))"),
-    ".jsonl": ("JSON by lines", "give pyarrow.json.read_json(path), a table in memory"),
-    ".h5": _KINDS[b"\x89HDF"],
-    ".hdf5": _KINDS[b"\x89HDF"],
-    ".zarr": ("a Zarr array", "give pinfeed.ZarrStore(path), or ZarrStore(path, name) of a group"),
+    ".json": "JSON: save its numbers as an array, np.save(name, np.array(json.load(file)))",
+    ".jsonl": "JSON by lines: give pyarrow.json.read_json(path), a table in memory",
+    ".h5": _HDF5,
+    ".hdf5": _HDF5,
+    ".zarr": "a Zarr array: give pinfeed.ZarrStore(path), or ZarrStore(path, name) of a group",
 }
 """Kinds of files by suffix, if the suffix says more than the first bytes."""
 
@@ -129,15 +120,13 @@ def of_object(value: Any) -> str:
     return "for several sources, give a tuple, a list or a dict"
 
 
-def of_file(path: str, start: bytes = b"") -> tuple[str, str] | None:
-    """Return the kind of a file that is not a .npy file, with advice; None if it is unknown.
+def of_file(path: str, start: bytes = b"") -> str:
+    """Return the kind of a file that is not a .npy file, with advice; empty if it is unknown.
 
     Args:
         path: Path of the file.
         start: First bytes of the file.
     """
-    by_start = next((found for magic, found in _KINDS.items() if start.startswith(magic)), None)
-    by_name = _SUFFIXES.get(os.path.splitext(path)[1].lower())
-    if by_start is None or (by_start[0] == _ZIP and by_name is not None):
-        return by_name
-    return by_start
+    by_start = next((found for magic, found in _KINDS.items() if start.startswith(magic)), "")
+    by_name = _SUFFIXES.get(os.path.splitext(path)[1].lower(), "")
+    return by_name if by_name and by_start in ("", _ZIP) else by_start

@@ -202,10 +202,9 @@ def test_windows_begin_at_the_position_of_the_first_batch() -> None:
 
 def test_the_bound_holds_for_shorter_rows_only() -> None:
     batches = ElementBatches(LENGTHS, 7, batch_size=None, order=None, padded=False, drop_last=False)
-    assert batches.most_elements(LENGTHS, padded=False) == 7
-    assert batches.most_elements(LENGTHS, padded=True) is None
-    assert batches.most_elements(LENGTHS + 1, padded=False) is None
-    assert element_batches(LENGTHS, 7, padded=True).most_elements(LENGTHS, padded=True) == 7
+    assert batches.most_elements(padded=False) == 7
+    assert batches.most_elements(padded=True) is None
+    assert element_batches(LENGTHS, 7, padded=True).most_elements(padded=True) == 7
 
 
 def test_a_feeder_refuses_lengths_below_those_of_its_rows() -> None:

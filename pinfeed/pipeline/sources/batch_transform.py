@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Container
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from pinfeed.errors import ArgumentError, add_note
@@ -37,6 +38,7 @@ class Seed(NamedTuple):
         return numbers if self.rank is None else (*numbers, self.rank)
 
 
+@dataclass(eq=False)
 class BatchTransform:
     """Transform of a user, which takes a batch and returns one.
 
@@ -52,27 +54,19 @@ class BatchTransform:
         after_call: Called after each call that returns; None for nothing.
     """
 
-    def __init__(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        seed: Seed,
-        device: str,
-        after_call: Callable[[], object] | None = None,
-    ) -> None:
-        self.takes_generator = takes_generator(function)
-        self.seed = seed
-        self._name = name
-        self._function = function
-        self._after_call = after_call
-        self._device = device
-        self._calls: list[TransformCall] = []
-        self.returned_nbytes = 0
-        """Largest number of bytes of tensors that a call has returned so far."""
-        self.new_nbytes = 0
-        """Largest number of bytes of their memory, without the memory of the call's batch."""
-        self.now = time.perf_counter
-        """Clock of the calls, in seconds."""
+    name: str
+    function: Callable[..., Any]
+    seed: Seed
+    device: str
+    after_call: Callable[[], object] | None = None
+    returned_nbytes: int = field(default=0, init=False)
+    """Largest number of bytes of tensors that a call has returned so far."""
+    new_nbytes: int = field(default=0, init=False)
+    """Largest number of bytes of their memory, without the memory of the call's batch."""
+    _calls: list[TransformCall] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.takes_generator = takes_generator(self.function)
 
     def __call__(
         self, batch: Any, epoch: int, number: int, given: Container[int] = frozenset()
@@ -92,24 +86,24 @@ class BatchTransform:
         from pinfeed.tensors.tensors_in import nbytes_of
         from pinfeed.tensors.torch_modes import no_grad, seeded_generator
 
-        which = f"{self._name} of batch {number}, epoch {epoch}"
-        function = self._function
+        which = f"{self.name} of batch {number}, epoch {epoch}"
+        function = self.function
         if self.takes_generator:
-            generator = seeded_generator(self._device, self.seed.entropy(epoch, number))
+            generator = seeded_generator(self.device, self.seed.entropy(epoch, number))
             function = functools.partial(function, generator=generator)
-        start_s = self.now()
+        start_s = time.perf_counter()
         try:
             with no_grad():
                 made = guarded(function, batch)
-            if self._after_call is not None:
-                self._after_call()
+            if self.after_call is not None:
+                self.after_call()
         except Exception as error:
             add_note(error, f"in {which}")
             raise
         finally:
             # An error's traceback keeps this frame, which must not keep the batch.
             del batch
-            self._calls.append(TransformCall(number, start_s, self.now()))
+            self._calls.append(TransformCall(number, start_s, time.perf_counter()))
         if made is None:
             raise ArgumentError(
                 f"{which} returned None; expected a batch; return the batch at the end of the "

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.pipeline.sources.sample_reader import StackedSamples
-from pinfeed.pipeline.sources.source import HostBatch
+from pinfeed.pipeline.sources.source import ArrayPart, HostBatch
 from pinfeed.stores.base import CheckStop, HostArray, never
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.tensors.pytree import Rebuild, flatten
@@ -50,23 +50,21 @@ class HostLeaf:
         to_torch(out).copy_(self.host_value)
 
 
-class CopiedArray:
+class CopiedArray(ArrayPart):
     """An array from a user's function, as a part of a batch.
 
     It is copied, because the function may keep the array and fill it again.
     """
 
     def __init__(self, array: npt.NDArray[Any], name: str) -> None:
-        self._array: npt.NDArray[Any] | None = array
-        self.shape = array.shape
+        super().__init__(array)
         self.dtype = check_dtype(array.dtype, name)
 
     def read(self, out: npt.NDArray[Any], check_stop: CheckStop = never) -> None:
         """Copy the array into ``out``, once."""
-        assert self._array is not None
-        np.copyto(out, self._array)
+        super().read(out)
         # The array is not needed while the batch waits to be lent.
-        self._array = None
+        del self._array
 
 
 def host_batch_of(batch: Any) -> HostBatch:
@@ -89,17 +87,20 @@ def host_batch_of_samples(batches: Sequence[tuple[str, Any]], n_samples: int) ->
     leaves: Leaves = []
     rebuilds: list[Rebuild] = []
     for name, batch in batches:
-        found, rebuild = flatten(batch, name)
-        leaves += found
+        named, rebuild = flatten(batch, name)
+        leaves += named
         # A rebuild of the empty structure does not keep the leaves that are on the host.
         rebuilds.append(flatten(rebuild(itertools.repeat(None)))[1])
 
     def rebuild_all(tensors: Iterator[Any]) -> tuple[Any, ...]:
         return tuple(rebuild(tensors) for rebuild in rebuilds)
 
-    parts = [_part(leaf, name) for name, leaf in leaves]
-    rebuild = _with_kept(leaves, [part is not None for part in parts], rebuild_all)
-    return HostBatch([part for part in parts if part is not None], rebuild, [(n_samples, 0)])
+    found = [_part(leaf, name) for name, leaf in leaves]
+    parts = [part for part in found if part is not None]
+    make: Rebuild = rebuild_all
+    if len(parts) < len(leaves):
+        make = _with_kept(leaves, [part is not None for part in found], rebuild_all)
+    return HostBatch(parts, make, [(n_samples, 0)])
 
 
 def _with_kept(leaves: Leaves, moves: Sequence[bool], rebuild: Rebuild) -> Rebuild:

@@ -15,13 +15,7 @@ from pinfeed.pipeline.sources.batch_transform import BatchTransform
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.pipeline.sources.host_leaves import host_batch_of
 from pinfeed.pipeline.sources.row_fetch import RowFetch
-from pinfeed.pipeline.sources.source import (
-    BatchThunk,
-    HostBatch,
-    Source,
-    drawn_early,
-    failed_batch,
-)
+from pinfeed.pipeline.sources.source import BatchThunk, HostBatch, Source, drawn_early, failed_batch
 from pinfeed.rows.batches import EpochHooks
 from pinfeed.validation.suggestions import is_array_like
 
@@ -35,6 +29,8 @@ def check_loader(loader: Any) -> None:
     Raises:
         ArgumentError: If ``loader`` cannot be iterated over, or yields single samples or names.
     """
+    from torch.utils.data import Dataset
+
     # Iterating over a table of pandas or Arrow, which has columns and no dtype, yields its columns
     # or their names.
     is_table = all(hasattr(loader, name) for name in ("shape", "columns", "__getitem__"))
@@ -46,7 +42,7 @@ def check_loader(loader: Any) -> None:
             "a DataLoader or another iterable of batches; give DataLoader(dataset, "
             "batch_size=...), or use pinfeed.Feeder(source, batch_size=...) for arrays and tensors"
         )
-    if _is_map_style(loader):
+    if isinstance(loader, Dataset) and not isinstance(loader, Iterable):
         raise ArgumentError(
             f"loader is a {type(loader).__name__}, a Dataset, which returns single samples; "
             "expected a DataLoader or another iterable of batches; give DataLoader(dataset, "
@@ -60,13 +56,6 @@ def check_loader(loader: Any) -> None:
             f"loader={loader!r} cannot be iterated; expected a DataLoader or another iterable of "
             f"batches{file}"
         )
-
-
-def _is_map_style(loader: Any) -> bool:
-    """Return whether an object is a torch Dataset that returns samples by index only."""
-    from torch.utils.data import Dataset
-
-    return isinstance(loader, Dataset) and not isinstance(loader, Iterable)
 
 
 class LoaderSource(Source):

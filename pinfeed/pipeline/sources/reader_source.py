@@ -7,6 +7,7 @@ import functools
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pinfeed.pipeline.sources.host_leaves import host_batch_of_samples
@@ -18,6 +19,7 @@ from pinfeed.rows.rank_batches import RankBatches
 from pinfeed.threads.call import Pending, Workers
 
 
+@dataclass(frozen=True)
 class ReaderSource(Source):
     """Batches of inputs, which the user's functions read.
 
@@ -29,22 +31,15 @@ class ReaderSource(Source):
             thread reads them.
     """
 
-    def __init__(
-        self,
-        readers: Sequence[SampleReader],
-        batches: OrderBatches | RankBatches,
-        worker: Callable[[str, int], Workers],
-        n_threads: int,
-    ) -> None:
-        self._readers = readers
-        self._batches = batches
-        self._worker = worker
-        self._n_threads = n_threads
+    readers: Sequence[SampleReader]
+    batches: OrderBatches | RankBatches
+    worker: Callable[[str, int], Workers]
+    n_threads: int
 
     @property
     def fingerprint(self) -> Mapping[str, Any]:
-        n_samples = self._readers[0].n_samples
-        found = self._batches.fingerprint
+        n_samples = self.readers[0].n_samples
+        found = self.batches.fingerprint
         return {
             "identities": found.pop("n_rows"),
             **found,
@@ -54,10 +49,10 @@ class ReaderSource(Source):
 
     @property
     def epoch_hooks(self) -> EpochHooks:
-        return self._batches
+        return self.batches
 
     def __len__(self) -> int:
-        return len(self._batches)
+        return len(self.batches)
 
     def epoch(
         self, number: int, start: int, checksum: int, batches_per_slot: int
@@ -65,47 +60,47 @@ class ReaderSource(Source):
         """Yield the batches of an epoch from ``start`` on, one per thunk."""
         # The threads are joined when the generator is closed.
         with contextlib.ExitStack() as opened, self._threads() as each:
-            for indices in self._batches.epoch(number, start, checksum):
+            for indices in self.batches.epoch(number, start, checksum):
                 # This closes the generators of the previous batch.
                 opened.close()
                 yield functools.partial(self._read, indices.rows(), each, opened)
 
     def hint(self, source_share: float) -> str:
         """Return what to change if a loop stalls on the functions."""
-        names = " and ".join(reader.function_name for reader in self._readers)
-        n_inputs = self._batches.batch_size
-        if self._n_threads == n_inputs:
+        names = " and ".join(reader.function_name for reader in self.readers)
+        n_inputs = self.batches.batch_size
+        if self.n_threads == n_inputs:
             change = (
                 f"Each of the {n_inputs} inputs of a batch has a thread already, so a larger "
                 "n_readers has no effect. Give a smaller one_read_count or a larger batch_size"
             )
-        elif self._n_threads >= (n_cores := len(os.sched_getaffinity(0))):
+        elif self.n_threads >= (n_cores := len(os.sched_getaffinity(0))):
             change = (
-                f"n_readers={self._n_threads} already uses all {n_cores} cores of this process. A "
+                f"n_readers={self.n_threads} already uses all {n_cores} cores of this process. A "
                 "larger one helps only if the functions wait for files or a network. Otherwise, "
                 "run on more cores"
             )
         else:
             change = (
-                f"Raise n_readers (now {self._n_threads}; this process may use {n_cores} cores) to "
+                f"Raise n_readers (now {self.n_threads}; this process may use {n_cores} cores) to "
                 "read more inputs at the same time, if the functions are thread-safe"
             )
         return f"The loop waits for {names}. {change}, or make the functions cheaper."
 
     def _read(self, identities: Rows, each: OrderedMap, opened: contextlib.ExitStack) -> HostBatch:
         batches = [
-            (reader.apply_name, reader.batch(identities, each, opened)) for reader in self._readers
+            (reader.apply_name, reader.batch(identities, each, opened)) for reader in self.readers
         ]
-        return host_batch_of_samples(batches, len(identities) * self._readers[0].n_samples)
+        return host_batch_of_samples(batches, len(identities) * self.readers[0].n_samples)
 
     @contextlib.contextmanager
     def _threads(self) -> Iterator[OrderedMap]:
-        if self._n_threads == 1:
+        if self.n_threads == 1:
             yield map
             return
-        pool = self._worker("pinfeed-identity", self._n_threads)
+        pool = self.worker("pinfeed-identity", self.n_threads)
         try:
-            yield functools.partial(_threaded_map, pool, self._n_threads)
+            yield functools.partial(_threaded_map, pool, self.n_threads)
         finally:
             pool.shutdown(wait=True)
 

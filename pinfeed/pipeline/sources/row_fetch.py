@@ -7,7 +7,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Number
 from typing import Any
 
@@ -83,6 +83,7 @@ class RepeatedRows:
             out[begin:end] = out.take(positions[begin:end], axis=0)
 
 
+@dataclass
 class RowFetch:
     """Adds rows to the batches of a loader, by the ids in the batches.
 
@@ -91,10 +92,9 @@ class RowFetch:
         device: Device that the batches are moved to.
     """
 
-    def __init__(self, specs: Sequence[FetchSpec], device: Device) -> None:
-        self._specs = specs
-        self._device = device
-        self._serving: list[list[Serve]] = []
+    specs: Sequence[FetchSpec]
+    device: Device
+    _serving: list[list[Serve]] = field(default_factory=list, init=False)
 
     @contextlib.contextmanager
     def open_epoch(self) -> Generator[None, None, None]:
@@ -106,7 +106,7 @@ class RowFetch:
                     stack.enter_context(strategy.open_epoch(None, 0, 0))(0, 0)
                     for strategy in spec.strategies
                 ]
-                for spec in self._specs
+                for spec in self.specs
             ]
             yield
 
@@ -119,7 +119,7 @@ class RowFetch:
         Raises:
             RowIndexError: If the ids are not integers.
         """
-        return [ids_array(spec.ids_of(batch), spec.name).copy() for spec in self._specs]
+        return [ids_array(spec.ids_of(batch), spec.name).copy() for spec in self.specs]
 
     def add(self, batch: Any, ids: Sequence[Array]) -> HostBatch:
         """Return a loader's batch with the rows of all entries, and their positions.
@@ -133,12 +133,12 @@ class RowFetch:
         parts = list(host_batch.parts)
         groups: list[RowGroup] = []
         shapes: list[tuple[tuple[int, ...], bool]] = []
-        for spec, serving, of_spec in zip(self._specs, self._serving, ids, strict=True):
+        for spec, serving, of_spec in zip(self.specs, self._serving, ids, strict=True):
             checked = check_rows(of_spec.reshape(-1), spec.stores[0].n_rows, f"{spec.name}: ids")
             rows, positions = first_occurrences(checked)
             distinct = [serve(rows) for serve in serving]
-            is_spread = positions is not None and not self._device.unified
-            if not self._device.unified:
+            is_spread = positions is not None and not self.device.unified
+            if not self.device.unified:
                 groups.append(RowGroup(rows, len(parts), spec.stores))
             if positions is None or is_spread:
                 parts += distinct
@@ -156,10 +156,10 @@ class RowFetch:
         """Return what to change if a loop stalls on gathering these rows."""
         pairs = [
             (row_nbytes(store), strategy.hint)
-            for spec in self._specs
+            for spec in self.specs
             for store, strategy in zip(spec.stores, spec.strategies, strict=True)
         ]
-        names = ", ".join(spec.name for spec in self._specs)
+        names = ", ".join(spec.name for spec in self.specs)
         return f"Gathering rows of {names} takes most of the time. {main_hint(pairs)}"
 
     def _rebuild(
@@ -180,7 +180,7 @@ class RowFetch:
         """
         batch = rebuild(iter([next(tensors) for _ in range(n_parts)]))
         fetched = {}
-        for spec, (shape, is_spread) in zip(self._specs, shapes, strict=True):
+        for spec, (shape, is_spread) in zip(self.specs, shapes, strict=True):
             rows = [next(tensors) for _ in spec.stores]
             if is_spread:
                 positions = next(tensors)
@@ -197,11 +197,11 @@ class RowFetch:
 
         The batch is lent already, so the current stream has waited for its copies.
         """
-        compute = self._device.current_stream()
+        compute = self.device.current_stream()
         shape = (positions.shape[0], *store.row_shape)
-        memory = self._device.empty(math.prod(shape) * store.dtype.itemsize, compute)
-        out = self._device.tensor(memory, shape, store.dtype)
-        self._device.copy_rows([RowCopy(distinct, out, taken=positions)], compute)
+        memory = self.device.empty(math.prod(shape) * store.dtype.itemsize, compute)
+        out = self.device.tensor(memory, shape, store.dtype)
+        self.device.copy_rows([RowCopy(distinct, out, taken=positions)], compute)
         return out
 
 

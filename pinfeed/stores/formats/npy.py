@@ -67,7 +67,7 @@ def read_header(path: str, dtype: np.dtype[Any] | None = None) -> RowLayout:
         raise FileMissing(_missing(path)) from None
     except IsADirectoryError:
         found = of_file(os.path.normpath(path))
-        kind = f" (it looks like {found[0]}: {found[1]})" if found else ""
+        kind = f" (it looks like {found})" if found else ""
         raise StoreError(
             f"{path} is a directory{kind}; expected a .npy file, or a pattern such as {path}/*.npy"
         ) from None
@@ -159,7 +159,7 @@ def strange(path: str, start: bytes) -> str:
             "write it again"
         )
     if found := of_file(path, start):
-        return f"{path} is not a .npy file; it looks like {found[0]}: {found[1]}"
+        return f"{path} is not a .npy file; it looks like {found}"
     return (
         f"{path} is not a .npy file (it starts with {start[:6]!r}); expected a file of "
         "numpy.save; for other files, see MmapStore.raw and MmapStore.windows"
