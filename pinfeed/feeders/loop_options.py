@@ -8,7 +8,7 @@ from typing import Any
 
 from pinfeed.devices.base import Device
 from pinfeed.errors import ArgumentError
-from pinfeed.memory.heap import trim_heap
+from pinfeed.memory.host import trim_heap
 from pinfeed.pipeline.active_run import Again
 from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.loop_transforms import NO_TRANSFORMS, LoopTransforms

@@ -22,8 +22,8 @@ from pinfeed.memory.host import (
     lock_limit,
     resident_bytes,
 )
-from pinfeed.memory.mapping import anonymous
 from pinfeed.memory.page_locked import locked_bytes
+from pinfeed.memory.pages import anonymous
 from pinfeed.profiling.stats import ProcessMemory
 
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file")

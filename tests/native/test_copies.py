@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pinfeed.errors import ClosedError
-from pinfeed.memory.mapping import huge
+from pinfeed.memory.pages import huge
 from pinfeed.native import library as native
 from pinfeed.native.crew import Crew
 from pinfeed.native.library import packing
