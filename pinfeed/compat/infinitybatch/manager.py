@@ -9,11 +9,11 @@ from torch import nn
 
 from pinfeed.compat.infinitybatch.forward import BatchForward
 from pinfeed.compat.infinitybatch.settings import InfinityBatchError, Settings, warn
+from pinfeed.compat.pytorch_memory.evaluate import pair_of
 from pinfeed.memory import limits
 from pinfeed.training.large_batch.select import StrategyChoice
 from pinfeed.training.large_batch.strategies.micro_batches import as_tensors, n_samples
 from pinfeed.training.memory_model.tensor_specs import to_device
-from pinfeed.training.trainer.evaluate import pair_of
 from pinfeed.validation.arguments import whole_number
 
 
