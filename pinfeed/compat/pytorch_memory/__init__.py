@@ -57,7 +57,7 @@ the memory of the device and of the process.
 from __future__ import annotations
 
 from pinfeed.compat.pytorch_memory.callbacks import Callbacks
-from pinfeed.compat.pytorch_memory.config import Config
+from pinfeed.compat.pytorch_memory.config import Config, GiB, KiB, MiB, round_to
 from pinfeed.compat.pytorch_memory.epochs import Epoch, Feeder, generate_epoch, multiply_epochs
 from pinfeed.compat.pytorch_memory.history import History, Record
 from pinfeed.compat.pytorch_memory.memory_monitor import MemoryMonitor, Snapshot
@@ -69,7 +69,6 @@ from pinfeed.compat.pytorch_memory.model_summary import (
 )
 from pinfeed.compat.pytorch_memory.optimizer_group import LoopWarning
 from pinfeed.compat.pytorch_memory.trainer import Trainer
-from pinfeed.compat.pytorch_memory.units import GiB, KiB, MiB, round_to
 from pinfeed.errors import NotEnoughGPUMemory as NotEnoughGPURam
 
 __all__ = [
