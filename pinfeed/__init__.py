@@ -75,8 +75,6 @@ if TYPE_CHECKING:
     from pinfeed.training.offload.offload import Offload as Offload
     from pinfeed.training.row_loop.train_rows import read_rows as read_rows
     from pinfeed.training.row_loop.train_rows import train_rows as train_rows
-    from pinfeed.training.trainer.memory_monitor import MemoryMonitor as MemoryMonitor
-    from pinfeed.training.trainer.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
 
@@ -85,13 +83,11 @@ _WITH_TORCH = {
     "Config": "training.memory_model.config",
     "HostEmbedding": "training.embeddings.table",
     "HostEmbeddingBag": "training.embeddings.bag",
-    "MemoryMonitor": "training.trainer.memory_monitor",
     "Offload": "training.offload.offload",
     "RowDataset": "feeders.dataset",
     "RowOptimizer": "training.embeddings.optimizer",
     "ShardedEmbedding": "training.distributed.sharded_table",
     "ShardedEmbeddingBag": "training.distributed.sharded_table",
-    "Trainer": "training.trainer.trainer",
     "BigBatch": "training.large_batch.big_batch",
     "estimate": "training.memory_model.estimate",
     "read_rows": "training.row_loop.train_rows",
@@ -121,7 +117,6 @@ __all__ = [
     "HostEmbedding",
     "HostEmbeddingBag",
     "KiB",
-    "MemoryMonitor",
     "MiB",
     "MissingDependency",
     "MmapStore",
@@ -144,7 +139,6 @@ __all__ = [
     "ShardedEmbeddingBag",
     "Store",
     "StoreError",
-    "Trainer",
     "UnknownArgument",
     "VerificationError",
     "WorkerError",

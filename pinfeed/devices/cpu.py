@@ -17,7 +17,7 @@ import torch
 from pinfeed.devices.base import RowCopy
 from pinfeed.memory.buffer_pool import BufferPool
 from pinfeed.memory.host import free_host_bytes
-from pinfeed.memory.mapping import Bytes, huge
+from pinfeed.memory.pages import Bytes, huge
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.array import put_rows
 from pinfeed.stores.base import Array, HostArray, Store

@@ -9,8 +9,8 @@ import functools
 import torch
 
 from pinfeed.errors import DeviceError
-from pinfeed.memory.mapping import Bytes
 from pinfeed.memory.page_locked import REGISTER, page_locked
+from pinfeed.memory.pages import Bytes
 
 
 def staging_memory(device: torch.device, nbytes: int) -> Bytes:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 from pinfeed.devices import resolve
 from pinfeed.devices.base import Device
 from pinfeed.errors import ArgumentError, CopyError
-from pinfeed.memory.heap import trim_heap
+from pinfeed.memory.host import trim_heap
 from pinfeed.pipeline.active_run import Again
 from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.loop_transforms import NO_TRANSFORMS, LoopTransforms

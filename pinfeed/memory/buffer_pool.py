@@ -10,10 +10,31 @@ import contextlib
 import weakref
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from pinfeed.memory.mapping import PAGE, Block, Bytes, Lease, anonymous
+from pinfeed.memory.pages import PAGE, Bytes, Lease, anonymous
+
+
+class _Block:
+    """A block of memory, with the description from which numpy makes arrays on it."""
+
+    __slots__ = ("interface", "memory", "nbytes")
+
+    def __init__(self, memory: Bytes) -> None:
+        self.memory = memory
+        self.nbytes = len(memory)
+        # numpy creates a new dict on each access, which takes longer than creating an array.
+        self.interface: dict[str, Any] = memory.__array_interface__
+
+
+class _Loan(weakref.ref[Lease]):
+    """The weak reference to a lease that returns its block; the lease keeps it."""
+
+    __slots__ = ("block",)
+
+    block: _Block
 
 
 class BufferPool:
@@ -29,57 +50,59 @@ class BufferPool:
 
     def __init__(self, n_spare: int, make: Callable[[int], Bytes] = anonymous) -> None:
         self._make = make
-        # A deque without a lock, because its operations are atomic and a finalizer may interrupt
-        # any code, including take(). If the deque is full, a block that is added at one end
+        # The free blocks, in a deque without a lock, because its operations are atomic. When an
+        # array dies, the reference to its lease calls ``append``. This single C function can
+        # interrupt any code, including take(), and loses no signal, unlike a function in Python,
+        # whose errors the interpreter drops. If the deque is full, a block that is added at one end
         # replaces the block at the other end.
-        self._free: deque[Block] = deque(maxlen=n_spare)
-        # The blocks in use, each with a weak reference that reports when the block is free. A
-        # training loop does this for every batch, and it takes half the time of weakref.finalize.
-        self._leased: dict[int, tuple[weakref.ref[Lease], Block]] = {}
+        self._free: deque[_Loan] = deque(maxlen=n_spare)
+        self._give = self._free.append
+        weakref.finalize(self, _keep_nothing, self._free).atexit = False
 
     def take(self, nbytes: int) -> Bytes:
         """Return memory with old contents, shape (nbytes,).
 
         It belongs to the caller until the last array on it dies.
         """
-        # Most batches take a block of the same size as the block that was freed last.
+        # Most batches take a block of the same size as the block that was freed last. A block has
+        # at least one page.
         try:
-            block: Block | None = self._free.pop()
+            found = self._free.pop()
+            block = found.block
+            if not 0 <= block.nbytes - (nbytes or 1) < PAGE:
+                block = self._other(found, nbytes)
         except IndexError:
-            block = None
-        # A block has at least one page.
-        if block is None or not 0 <= block.nbytes - (nbytes or 1) < PAGE:
-            block = self._other(block, nbytes)
+            block = _Block(self._make(nbytes))
         lease = Lease()
-        lease.block = block
+        loan = _Loan(lease, self._give)
+        loan.block = block
+        lease.owner = loan
         lease.__array_interface__ = block.interface
-        reference = weakref.ref(lease, self._give)
-        self._leased[id(reference)] = reference, block
         return np.asarray(lease)[:nbytes]
 
     def close(self) -> None:
         """Unmap the free blocks; those in use are unmapped when their last array dies."""
-        self._free = deque(maxlen=0)
+        _keep_nothing(self._free)
 
-    def _other(self, unfit: Block | None, nbytes: int) -> Block:
+    def _other(self, unfit: _Loan, nbytes: int) -> _Block:
         """Take a free block with the number of pages for ``nbytes``, or make one.
 
         Args:
-            unfit: Free block of another size, if there was one.
+            unfit: Free block of another size.
             nbytes: Bytes that are needed.
         """
         free = self._free
-        if unfit is not None:
-            free.appendleft(unfit)
-            # If another thread takes the last block, there is none.
-            with contextlib.suppress(IndexError):
-                for _ in range(len(free) - 1):
-                    block = free.pop()
-                    if 0 <= block.nbytes - (nbytes or 1) < PAGE:
-                        return block
-                    free.appendleft(block)
-        return Block(self._make(nbytes))
+        free.appendleft(unfit)
+        # If another thread takes the last block, there is none.
+        with contextlib.suppress(IndexError):
+            for _ in range(len(free) - 1):
+                found = free.pop()
+                if 0 <= found.block.nbytes - (nbytes or 1) < PAGE:
+                    return found.block
+                free.appendleft(found)
+        return _Block(self._make(nbytes))
 
-    def _give(self, reference: weakref.ref[Lease]) -> None:
-        # If an array dies late while the interpreter exits, the names of this module may be gone.
-        self._free.append(self._leased.pop(id(reference))[1])
+
+def _keep_nothing(free: deque[_Loan]) -> None:
+    """Drop the free blocks, and those that are added later. Arrays may hold the deque longer."""
+    deque.__init__(free, (), 0)

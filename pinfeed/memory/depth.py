@@ -10,7 +10,7 @@ MAX_DEPTH = 1024
 
 Each batch needs memory, and pinfeed compares each write-back with the rows of all these batches.
 
-A prefetched batch hides a stall as long as a training step, so a few are enough. More than a few
+Each prefetched batch hides a stall of up to one training step, so a few are enough. More than a few
 hundred have no further benefit.
 """
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pinfeed.errors import ArgumentError, BudgetError, NotEnoughCPUMemory, NotEnoughGPUMemory
 from pinfeed.memory.depth import check_optional_depth
 from pinfeed.memory.plan import Plan
-from pinfeed.memory.size_field import SizeField
-from pinfeed.memory.units import human
+from pinfeed.memory.units import SizeField, human
 from pinfeed.validation.arguments import whole_number
 from pinfeed.validation.safe_repr import safe_repr
 

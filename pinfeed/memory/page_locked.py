@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pinfeed.errors import DeviceError, described
-from pinfeed.memory.mapping import PAGE, Block, Bytes, Lease, advise_huge_pages, map_memory
+from pinfeed.memory.pages import PAGE, Bytes, Lease, advise_huge_pages, map_memory
 from pinfeed.threads.pool import ThreadPool
 
 logger = logging.getLogger("pinfeed")
@@ -156,8 +156,8 @@ def _lock_pages(
     memory = np.frombuffer(mapping, np.uint8)
     _touch(memory)
     lease = Lease()
-    lease.block = Block(memory)
-    lease.__array_interface__ = lease.block.interface
+    lease.owner = memory
+    lease.__array_interface__ = memory.__array_interface__
     locked: list[weakref.finalize[..., Lease]] = []
     try:
         for start in range(0, len(memory), _LOCK_BYTES):

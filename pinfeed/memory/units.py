@@ -63,6 +63,26 @@ def parse_size(value: Any, name: str, *, least: int = 1, note: str = "") -> int:
     return whole_number(value, name, least=least, note=f"{sizes}{note}")
 
 
+class SizeField:
+    """Field of a dataclass: a size in bytes, at least 1, or None, which is the default.
+
+    The field accepts text, and its value is always an int or None. A type checker knows both types
+    from the annotation.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type) -> int | None:
+        # A dataclass reads the default of a field from its class.
+        return None if instance is None else instance.__dict__[self._name]
+
+    def __set__(self, instance: Any, value: int | str | None) -> None:
+        if value is not None:
+            value = parse_size(value, self._name, note=", or None")
+        instance.__dict__[self._name] = value
+
+
 def human(nbytes: float) -> str:
     """Return a number of bytes as text for people: ``1.5 GiB``."""
     if nbytes < 0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from pinfeed.errors import ClosedError
 from pinfeed.native.library import Library, library, packing
 from pinfeed.native.memory_rows import MemoryRows
-from pinfeed.threads.exit import PoolThread, exit_hook
+from pinfeed.threads.exit import current_owner, exit_hook
 
 _pack_wait = packing(3)
 # The wait was cut off by a signal.
@@ -52,8 +51,7 @@ class Crew:
         assert found is not None
         if n_threads:
             exit_hook.check_open()
-        starter = threading.current_thread()
-        self.owner: threading.Thread = starter.owner if isinstance(starter, PoolThread) else starter
+        self.owner = current_owner()
         """The program's own thread for which the crew works."""
         self._library = found
         numbers = [number for source in sources for number in source.description]

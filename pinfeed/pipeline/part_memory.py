@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from pinfeed.devices.base import Buffer, Device, aligned
 from pinfeed.memory.depth import n_batches
-from pinfeed.memory.mapping import block_nbytes
+from pinfeed.memory.pages import block_nbytes
 from pinfeed.memory.plan import Allocation
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.rows.orders import most_copies

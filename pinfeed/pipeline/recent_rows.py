@@ -15,7 +15,7 @@ import numpy as np
 
 from pinfeed.devices.base import OVERLAP_CHUNK_BYTES, aligned
 from pinfeed.memory.depth import n_held
-from pinfeed.memory.mapping import block_nbytes
+from pinfeed.memory.pages import block_nbytes
 from pinfeed.memory.plan import Allocation
 from pinfeed.pipeline.forwarding import Overlap, Positions, SharedRows, Span
 from pinfeed.pipeline.row_history import HashedRows, RowHistory, RowSearch, n_entries

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.devices.base import Buffer, Device, Tensor, aligned
-from pinfeed.memory.mapping import block_nbytes
+from pinfeed.memory.pages import block_nbytes
 from pinfeed.memory.plan import Allocation
 from pinfeed.pipeline.mover import RunAll, run_in_turn
 from pinfeed.pipeline.part_memory import SHARED, PartMemory, Place, known_nbytes, shared_nbytes

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.memory.mapping import block_nbytes, huge
+from pinfeed.memory.pages import block_nbytes, huge
 from pinfeed.memory.plan import Allocation
 from pinfeed.readahead.base import Choice, FreeMemory
 from pinfeed.readahead.whole_file import WholeFile

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.memory.buffer_pool import BufferPool
-from pinfeed.memory.mapping import block_nbytes
+from pinfeed.memory.pages import block_nbytes
 from pinfeed.memory.plan import Allocation
 from pinfeed.readahead.base import DISK_SPEED, OpenBatch, whole_file_hint
 from pinfeed.rows.orders import Rows

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, WriteBackError
-from pinfeed.memory.file_mappings import file_key
 from pinfeed.memory.host import FreeHostMemory, free_host_memory
+from pinfeed.memory.proc_maps import file_key
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.base import Array, checked_scatter

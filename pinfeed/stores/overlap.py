@@ -7,7 +7,7 @@ import weakref
 
 import numpy as np
 
-from pinfeed.memory.file_mappings import FileKey, FileMapping, file_key, mapping_at
+from pinfeed.memory.proc_maps import FileKey, FileMapping, file_key, mapping_at
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.arrow import ArrowStore
 from pinfeed.stores.base import Array, Store

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, ClosedError, DeviceError, MissingDependency, StoreError
-from pinfeed.memory.mapping import Bytes, anonymous
 from pinfeed.memory.page_locked import REGISTER, page_locked, unlock_freed
+from pinfeed.memory.pages import Bytes, anonymous
 from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs

@@ -14,7 +14,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from pinfeed.errors import ClosedError
 
@@ -22,25 +22,6 @@ ENDING = (
     "the program is ending, and the threads of its loops have ended; end each loop before the "
     "program ends"
 )
-
-
-class Pool(Protocol):
-    """A pool of threads, as the exit hook sees it."""
-
-    owner: threading.Thread
-    """The program's own thread for which the pool works."""
-
-    def shutdown(self, wait: bool = True) -> None: ...
-
-
-class Loop(Protocol):
-    """A loop, as the exit hook sees it."""
-
-    owner: threading.Thread
-    """The thread in which the loop runs."""
-
-    def save(self) -> None:
-        """Queue writes of all rows that only the device has, without raising errors."""
 
 
 class PoolThread(threading.Thread):
@@ -57,13 +38,22 @@ class PoolThread(threading.Thread):
         self.owner = owner
 
 
+def current_owner() -> threading.Thread:
+    """Return the program's own thread for which the current thread works."""
+    current = threading.current_thread()
+    return current.owner if isinstance(current, PoolThread) else current
+
+
 class ExitHook:
     """The pools of this process, which end when none of the program's own threads needs them.
 
     Attributes:
-        pools: The pools that have not ended.
-        loops: The loops that have not ended. A loop that cannot continue is saved before its pools
-            end, because its stores may be closed when Python frees it.
+        pools: The pools that have not ended. Each has an ``owner``, the program's own thread for
+            which it works, and ``shutdown(wait)``.
+        loops: The loops that have not ended. Each has an ``owner``, the thread in which it runs,
+            and ``save()``, which queues the writes of all rows that only the device has, without
+            raising errors. A loop that cannot continue is saved before its pools end, because its
+            stores may be closed when Python frees it.
         n_forks: Number of forks between the first process that imported pinfeed and this one.
             Reading it costs less than requesting the process identifier from the system.
     """
@@ -132,7 +122,7 @@ class ExitHook:
             elif loop.owner is threading.main_thread() or not loop.owner.is_alive():
                 loop.save()
 
-    def _end(self, is_done: Callable[[Pool], bool]) -> None:
+    def _end(self, is_done: Callable[[Any], bool]) -> None:
         for reference in self.pools.copy():
             if (pool := reference()) is not None and is_done(pool):
                 pool.shutdown(wait=False)

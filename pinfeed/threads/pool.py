@@ -8,7 +8,6 @@ own threads have ended. Then the exit hook ends them.
 from __future__ import annotations
 
 import queue
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +16,7 @@ from typing import Any, TypeVar
 
 from pinfeed.errors import ClosedError
 from pinfeed.threads.call import Call
-from pinfeed.threads.exit import ENDING, PoolThread, exit_hook
+from pinfeed.threads.exit import ENDING, PoolThread, current_owner, exit_hook
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -46,8 +45,7 @@ class ThreadPool:
         self._calls: _Calls = queue.SimpleQueue()
         for call in calls:
             self._calls.put(call)
-        starter = threading.current_thread()
-        self.owner: threading.Thread = starter.owner if isinstance(starter, PoolThread) else starter
+        self.owner = current_owner()
         """The program's own thread for which the pool works."""
         self._is_over = False
         # The threads hold the queue, but not the pool. When a pool is dropped, for example by an

@@ -22,7 +22,7 @@ from torch import nn
 
 import pinfeed.compat.speedtorch as SpeedTorch  # noqa: N812 - as its users write it
 from pinfeed import errors
-from pinfeed.compat.speedtorch import factories, placement
+from pinfeed.compat.speedtorch import placement
 
 pytestmark = pytest.mark.usefixtures("in_a_folder", "one_thread")
 
@@ -68,19 +68,15 @@ def test_tables_of_torch_have_every_dtype(dtype: str) -> None:
     ]
     + [("CPUPytorchModelFactory", {}, ("cpu", True))],
 )
-def test_where_tables_are(
-    monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any], place: tuple[str, bool]
-) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(factories, "on_device", lambda *where: asked.append(where))
+def test_where_tables_are(name: str, options: dict[str, Any], place: tuple[str, bool]) -> None:
     model = Model(2)
-    getattr(SpeedTorch, name)(model.inner.words, N, DIM, **options)
+    weights = getattr(SpeedTorch, name)(model.inner.words, N, DIM, **options)
     optimizer = LAZY["sgd"](model.inner.words.parameters())
-    getattr(SpeedTorch, name.replace("Model", "Optimizer"))(
+    states = getattr(SpeedTorch, name.replace("Model", "Optimizer"))(
         optimizer, N, DIM, model, "inner.words", **options
     )
-    getattr(SpeedTorch, name.replace("ModelFactory", "COM"))(N, **options)
-    assert asked == [place] * 3
+    counts = getattr(SpeedTorch, name.replace("ModelFactory", "COM"))(N, **options)
+    assert {each._place for each in (weights, states, counts)} == {placement.Place(*place)}
 
 
 def test_attributes_that_programs_read() -> None:

@@ -1,6 +1,7 @@
 """Buffers that return to their pool: their size and alignment, and when they are used again."""
 
 import gc
+import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from support.made_memory import System, address_of
 from pinfeed.memory import buffer_pool
 from pinfeed.memory.buffer_pool import BufferPool
 from pinfeed.memory.host import resident_bytes
-from pinfeed.memory.mapping import PAGE, Bytes, anonymous, block_nbytes
+from pinfeed.memory.pages import PAGE, Bytes, anonymous, block_nbytes
 
 
 # -- sizes -----------------------------------------------------------------------------------------
@@ -199,6 +200,19 @@ def test_an_array_may_die_after_the_names_of_the_module(monkeypatch: pytest.Monk
         del array
     pool.take(PAGE)
     assert len(system.sizes) == 1
+
+
+def test_no_python_code_returns_a_block() -> None:
+    """The interpreter drops errors of such code, so an interrupt within it would be lost."""
+    calls: list[str] = []
+    pool = BufferPool(1)
+    array = pool.take(PAGE)
+    sys.setprofile(lambda frame, event, _: calls.append(event) if event == "call" else None)
+    try:
+        del array
+    finally:
+        sys.setprofile(None)
+    assert calls == []
 
 
 def test_a_failed_allocation_leaves_the_pool_unchanged() -> None:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pinfeed.memory.heap import trim_heap
+from pinfeed.memory.host import trim_heap
 
 
 @pytest.mark.parametrize("is_glibc", [True, False])

@@ -22,8 +22,8 @@ from pinfeed.memory.host import (
     lock_limit,
     resident_bytes,
 )
-from pinfeed.memory.mapping import anonymous
 from pinfeed.memory.page_locked import locked_bytes
+from pinfeed.memory.pages import anonymous
 from pinfeed.profiling.stats import ProcessMemory
 
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file")
@@ -276,10 +276,11 @@ def hidden_open(file, *args, **kwargs):
 
 builtins.open = io.open = hidden_open
 import numpy as np, torch
-from pinfeed import Config, Feeder, MemoryMonitor, MiB
+from pinfeed import Config, Feeder, MiB
+from pinfeed.compat.pytorch_memory import MemoryMonitor
 from pinfeed.errors import EstimateError
 from pinfeed.memory.host import free_host_bytes, resident_bytes
-from pinfeed.training.trainer.recorder import Recorder
+from pinfeed.compat.pytorch_memory.recorder import Recorder
 """
 """A program in a container that hides ``/proc``."""
 

@@ -18,8 +18,8 @@ from pinfeed.errors import DeviceError
 from pinfeed.memory import page_locked as page_locked_memory
 from pinfeed.memory.buffer_pool import BufferPool
 from pinfeed.memory.host import resident_bytes
-from pinfeed.memory.mapping import PAGE, block_nbytes
 from pinfeed.memory.page_locked import locked_bytes, page_locked, unlock_freed
+from pinfeed.memory.pages import PAGE, block_nbytes
 
 
 def is_mapped(address: int) -> bool:
@@ -257,7 +257,7 @@ def test_a_pool_of_locked_memory_locks_a_block_once() -> None:
 PROGRAM = """
 import os, sys
 import numpy as np
-from pinfeed.memory.mapping import anonymous
+from pinfeed.memory.pages import anonymous
 from pinfeed.memory.page_locked import page_locked, unlock_freed
 calls = []
 def unlock(address):

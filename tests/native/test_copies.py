@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pinfeed.errors import ClosedError
-from pinfeed.memory.mapping import huge
+from pinfeed.memory.pages import huge
 from pinfeed.native import library as native
 from pinfeed.native.crew import Crew
-from pinfeed.native.library import packing
+from pinfeed.native.library import Kind, packing, request_each
 from pinfeed.native.memory_rows import MemoryPart, MemoryRows
-from pinfeed.native.requests import Kind, request_each
 from pinfeed.rows import permutation as permutations
 
 pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pinfeed import ArrayStore, Feeder, PinnedStore, errors
-from pinfeed.memory.mapping import huge
+from pinfeed.memory.pages import huge
 from pinfeed.stores import array as array_stores
 from pinfeed.stores.array import shares_itself
 from pinfeed.testing.suites import StoreTests

@@ -11,8 +11,8 @@ import torch
 from support.stores import saved
 
 from pinfeed import ArrayStore, PinnedStore, errors
-from pinfeed.memory.mapping import anonymous
 from pinfeed.memory.page_locked import unlock_freed
+from pinfeed.memory.pages import anonymous
 from pinfeed.testing.suites import StoreTests, sample
 
 

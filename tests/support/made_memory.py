@@ -4,7 +4,7 @@ import weakref
 
 import numpy as np
 
-from pinfeed.memory.mapping import Bytes, anonymous
+from pinfeed.memory.pages import Bytes, anonymous
 
 
 def address_of(array: np.ndarray) -> int:

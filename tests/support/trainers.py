@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from pinfeed import Trainer
+from pinfeed.compat.pytorch_memory import Trainer
 
 N = 44
 IN = 6

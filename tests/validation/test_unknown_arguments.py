@@ -23,13 +23,13 @@ from pinfeed import (
     MmapStore,
     PinnedStore,
     RowDataset,
-    Trainer,
     errors,
     rows,
     train_rows,
     wrap_loader,
     wrap_readers,
 )
+from pinfeed.compat.pytorch_memory import Trainer
 
 OF_DATA_LOADER = [name for name in inspect.signature(DataLoader).parameters if name != "dataset"]
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pinfeed.cli.measure.page_cache import PIECE_BYTES, Path, opened
-from pinfeed.memory.mapping import POPULATE_READ, advise_huge_pages
+from pinfeed.memory.pages import POPULATE_READ, advise_huge_pages
 from pinfeed.stores.base import run_of
 
 if TYPE_CHECKING:

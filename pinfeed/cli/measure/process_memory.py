@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from pinfeed.memory.host import free_host_bytes
-from pinfeed.memory.mapping import PAGE, huge
+from pinfeed.memory.pages import PAGE, huge
 
 _PIECE_BYTES = 64 << 20
 _KINDS = {"Pss_Anon": "anonymous", "Pss_File": "file", "Pss_Shmem": "shared"}

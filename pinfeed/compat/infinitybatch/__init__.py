@@ -42,8 +42,11 @@ The following behaviour differs, because the original gave wrong results or did 
 from __future__ import annotations
 
 from pinfeed.compat.infinitybatch import tools
-from pinfeed.compat.infinitybatch.manager import InfinityBatch
-from pinfeed.compat.infinitybatch.settings import InfinityBatchError, InfinityBatchWarning
+from pinfeed.compat.infinitybatch.infinity_batch import (
+    InfinityBatch,
+    InfinityBatchError,
+    InfinityBatchWarning,
+)
 
 __all__ = ["InfinityBatch", "InfinityBatchError", "InfinityBatchWarning", "tools"]
 

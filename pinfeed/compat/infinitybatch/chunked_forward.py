@@ -6,7 +6,6 @@ the loss, so the outputs of all chunks are one node of the autograd graph.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -62,8 +61,11 @@ class _Chunks:
         self._rng_states: list[dict[str, Any]] = []
         self._versions = _versions(model)
         self._buffers = buffers_of([model])
+        # The backward pass may run outside the context of autocast, or within another one.
         kind = device.type
-        self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self._autocast = torch.autocast(
+            kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind)
+        )
 
     def forward(self) -> list[Any]:
         """Return the leaves of the outputs of all chunks, without gradients."""
@@ -94,16 +96,11 @@ class _Chunks:
         start = 0
         with replayed_buffers(self._buffers):
             for chunk, state in zip(self._chunks, self._rng_states, strict=True):
-                with torch.enable_grad(), rng_state.replayed(state), self._autocast_context():
+                with torch.enable_grad(), rng_state.replayed(state), self._autocast:
                     outputs = call_model(self._model, to_device(chunk, self._device))
                 stop = start + n_samples(outputs)
                 _backward(outputs, gradients, start, stop)
                 start = stop
-
-    def _autocast_context(self) -> contextlib.AbstractContextManager[Any]:
-        if self._autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self._device.type, self._autocast)
 
 
 def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:

@@ -11,8 +11,6 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
-from pinfeed.training.trainer.memory_monitor import MemoryMonitor
-
 __all__ = [
     "CudaHistory",
     "CudaMemorySnapShot",
@@ -45,31 +43,20 @@ class CudaMemorySnapShot:
     def __init__(
         self, device_id: torch.device | str | int | None = None, synchronize: bool = True
     ) -> None:
-        has_cuda = torch.cuda.is_available()
-        if has_cuda and synchronize:
-            torch.cuda.synchronize(device_id)
-        self._device = device_id
-        self._found = MemoryMonitor(device_id if has_cuda else None).snapshot()
-
-    @property
-    def device(self) -> torch.device | str | int | None:
+        self.device = device_id
         """The device as it was given."""
-        return self._device
-
-    @property
-    def total(self) -> int:
+        self.total = 0
         """Bytes of the device's memory."""
-        return self._found.total or 0
-
-    @property
-    def reserved(self) -> int:
+        self.reserved = 0
         """Bytes that torch's allocator has reserved."""
-        return self._found.reserved or 0
-
-    @property
-    def allocated(self) -> int:
+        self.allocated = 0
         """Bytes of torch's tensors."""
-        return self._found.allocated or 0
+        if torch.cuda.is_available():
+            if synchronize:
+                torch.cuda.synchronize(device_id)
+            self.total = torch.cuda.mem_get_info(device_id)[1]
+            self.reserved = torch.cuda.memory_reserved(device_id)
+            self.allocated = torch.cuda.memory_allocated(device_id)
 
     @property
     def free_cache(self) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -91,6 +91,8 @@ class Feeder:
             function cannot be called.
     """
 
+    _drop_last = True
+
     def __init__(
         self,
         configs: Config,
@@ -107,23 +109,31 @@ class Feeder:
     ) -> None:
         self.configs = configs
         self._n_epochs = 0
+        self._device = device
+        self._apply = (apply_on_input_batch, apply_on_output_batch)
         inputs = _as_sequence(input_list)
         outputs = _as_sequence(output_list)
-        # This check is first, because the reader warns about epochs without batches.
-        _check_full_batch(configs, inputs, outputs)
-        self._reader = _EpochReader(
-            configs,
+        if self._drop_last:
+            # This check is first, because the reader warns about epochs without batches.
+            _check_full_batch(configs, inputs, outputs)
+        self._wrap_readers = functools.partial(
+            wrap_readers,
             inputs,
             outputs,
-            read_input,
-            get_output,
-            apply_on_input_batch,
-            apply_on_output_batch,
+            read_input=read_input,
+            get_output=get_output,
+            batch_size=configs.batch_size,
+            one_read_count=configs.one_read_count,
+            input_dtype=_common_dtype((configs.input_samples,), apply_on_input_batch),
+            output_dtype=_common_dtype(configs.output_samples, apply_on_output_batch),
             shuffle=shuffle,
             seed=seed,
-            device=device,
-            drop_last=True,
+            drop_last=self._drop_last,
+            depth=configs.depth,
+            device="cpu" if device is None else device,
         )
+        # A first reader checks the arguments.
+        self._reader(None).close()
 
     def generate_epochs(self, epoch_count: int = 1) -> Iterator[Epoch]:
         """Yield ``epoch_count`` epochs; each one is read when it is iterated.
@@ -139,7 +149,30 @@ class Feeder:
     def _next_epoch(self) -> Epoch:
         number = self._n_epochs
         self._n_epochs += 1
-        return Epoch(self._reader, number)
+        return Epoch(self._batches, number)
+
+    def _batches(self, number: int) -> Iterator[tuple[Any, Any]]:
+        """Read the batches of an epoch."""
+        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        with self._reader(stream) as reader:
+            reader.set_epoch(number)
+            # A loop variable here would keep a batch alive while the next one is read.
+            yield from reader if self._device is not None else map(_unwrap, reader)
+
+    def _reader(self, stream: Any) -> ReaderFeeder:
+        on_input, on_output = (
+            _opaque_on(stream, function)
+            if self._device is None and callable(function)
+            else function
+            for function in self._apply
+        )
+        return self._wrap_readers(apply_on_input_batch=on_input, apply_on_output_batch=on_output)
+
+
+class _AllSamplesFeeder(Feeder):
+    """Epochs of all samples; the last batch may be smaller."""
+
+    _drop_last = False
 
 
 def generate_epoch(
@@ -159,10 +192,10 @@ def generate_epoch(
 
     The arguments are those of ``Feeder``.
     """
-    reader = _EpochReader(
+    feeder = _AllSamplesFeeder(
         configs,
-        _as_sequence(input_list),
-        _as_sequence(output_list),
+        input_list,
+        output_list,
         read_input,
         get_output,
         apply_on_input_batch,
@@ -170,9 +203,8 @@ def generate_epoch(
         shuffle=shuffle,
         seed=seed,
         device=device,
-        drop_last=False,
     )
-    return Epoch(reader, 0)
+    return next(feeder.generate_epochs())
 
 
 def multiply_epochs(
@@ -206,64 +238,6 @@ class _OpaqueBatch:
         self.value = value
 
 
-@dataclass(frozen=True)
-class _EpochReader:
-    """Reads epochs. Its arguments are those of ``Feeder``; a first feeder checks them."""
-
-    configs: Config
-    inputs: Sequence[Any]
-    outputs: Sequence[Any]
-    read_input: Read
-    get_output: Read
-    apply_on_input_batch: Apply | None
-    apply_on_output_batch: Apply | None
-    shuffle: bool
-    seed: int
-    device: Any
-    drop_last: bool
-
-    def __post_init__(self) -> None:
-        self._feeder(None).close()
-
-    def __call__(self, number: int) -> Iterator[tuple[Any, Any]]:
-        """Read the batches of an epoch."""
-        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-        with self._feeder(stream) as feeder:
-            feeder.set_epoch(number)
-            # A loop variable here would keep a batch alive while the next one is read.
-            yield from feeder if self.device is not None else map(_unwrap, feeder)
-
-    def _feeder(self, stream: Any) -> ReaderFeeder:
-        apply = {"input": self.apply_on_input_batch, "output": self.apply_on_output_batch}
-        samples = {"input": (self.configs.input_samples,), "output": self.configs.output_samples}
-        dtypes = {
-            kind: _common_dtype(samples[kind]) if function is None else None
-            for kind, function in apply.items()
-        }
-        if self.device is None:
-            apply = {
-                kind: _opaque_on(stream, function) if callable(function) else function
-                for kind, function in apply.items()
-            }
-        return wrap_readers(
-            self.inputs,
-            self.outputs,
-            read_input=self.read_input,
-            get_output=self.get_output,
-            batch_size=self.configs.batch_size,
-            one_read_count=self.configs.one_read_count,
-            apply_on_input_batch=apply["input"],
-            apply_on_output_batch=apply["output"],
-            input_dtype=dtypes["input"],
-            output_dtype=dtypes["output"],
-            shuffle=self.shuffle,
-            seed=self.seed,
-            drop_last=self.drop_last,
-            depth=self.configs.depth,
-            device="cpu" if self.device is None else self.device,
-        )
-
-
 def _opaque_on(stream: Any, apply: Apply) -> Apply:
     """Return ``apply`` with its GPU work in the loop's stream, so that the loop's work follows it.
 
@@ -283,10 +257,13 @@ def _unwrap(batch: tuple[Any, Any]) -> tuple[Any, Any]:
     return x, y
 
 
-def _common_dtype(samples: Sequence[SampleSpec]) -> Any:
-    """Return the dtype for stacked samples; None keeps the samples' own dtypes, if they differ."""
+def _common_dtype(samples: Sequence[SampleSpec], apply: Apply | None) -> Any:
+    """Return the dtype for stacked samples.
+
+    None keeps the dtypes of the samples, if they differ, or if ``apply`` makes the batch.
+    """
     dtypes = {dtype for each in samples for dtype in each.dtypes}
-    return dtypes.pop() if len(dtypes) == 1 else None
+    return dtypes.pop() if apply is None and len(dtypes) == 1 else None
 
 
 def _check_full_batch(configs: Config, inputs: Any, outputs: Any) -> None:

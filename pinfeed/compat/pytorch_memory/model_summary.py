@@ -6,8 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from pinfeed.compat.pytorch_memory.forward_trace import trace_input_shape
-from pinfeed.compat.pytorch_memory.sample_format import ConvertingModel, check_model_class
+from pinfeed.compat.pytorch_memory.network_trace import (
+    ConvertingModel,
+    check_model_class,
+    trace_input_shape,
+)
 from pinfeed.training.memory_model.report import layers_of
 
 

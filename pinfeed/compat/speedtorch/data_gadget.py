@@ -13,12 +13,17 @@ import torch
 from pinfeed.compat.speedtorch.placement import (
     FileTable,
     MemoryTable,
+    Place,
     Table,
-    on_disk,
     staging_tensor,
 )
-from pinfeed.compat.speedtorch.saved_files import FileName, find_file
-from pinfeed.compat.speedtorch.tables import SingleTable, copy_all_rows, new_tables
+from pinfeed.compat.speedtorch.tables import (
+    FileName,
+    SingleTable,
+    copy_all_rows,
+    find_file,
+    new_tables,
+)
 from pinfeed.errors import RowIndexError, StoreError, WriteBackError, described
 from pinfeed.stores import ArrayStore, MmapStore, PinnedStore, Store
 from pinfeed.tensors.numpy_torch import TORCH, memory_of
@@ -99,7 +104,9 @@ class DataGadget(SingleTable):
             ) from None
 
     def loadCupy(self, loadFileName: FileName) -> None:
-        """Replace the rows by the rows of another .npy file, of any shape.
+        """Replace the rows by those of another .npy file, of any shape.
+
+        ``insertData`` of a DataGadgetMM then writes to that file.
 
         Raises:
             FileMissing: If the file does not exist.
@@ -161,15 +168,6 @@ class DataGadgetMM(DataGadget):
         super().__init__(fileName, CPUPinn)
         self.diskname = diskname
 
-    def loadCupy(self, loadFileName: FileName) -> None:
-        """Use another .npy file, of any shape; ``insertData`` then writes to that file.
-
-        Raises:
-            FileMissing: If the file does not exist.
-            StoreError: If ``gadgetInit`` refuses such a file.
-        """
-        super().loadCupy(loadFileName)
-
     def _table_of(self, source: Any) -> Table:
         if isinstance(source, (str, os.PathLike)):
             store = MmapStore(os.path.abspath(source), mode="r+")
@@ -181,7 +179,8 @@ class DataGadgetMM(DataGadget):
             return FileTable(store)
         rows = source if isinstance(source, Store) else ArrayStore(source, name="fileName")
         with new_tables() as tables:
-            tables[""] = on_disk(self.diskname)((rows.n_rows, *rows.row_shape), rows.dtype, "")
+            place = Place(file_name=self.diskname)
+            tables[""] = place.new_table((rows.n_rows, *rows.row_shape), rows.dtype)
             copy_all_rows(rows, tables[""])
         return tables[""]
 

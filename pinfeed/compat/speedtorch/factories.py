@@ -1,7 +1,7 @@
-"""SpeedTorch's factories: tables of weights, of optimizer state and of counts, in each placement.
+"""SpeedTorch's factories: tables of weights, of optimizer state and of counts, in each place.
 
 A factory combines one of three kinds of table (WeightTable, StateTables, CountTable) with one of
-five placements. The placement determines the arguments of the factory and the place of the rows.
+five places. The place determines the arguments of the factory.
 """
 
 from __future__ import annotations
@@ -11,15 +11,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from pinfeed.compat.speedtorch.optimizer_state import StateTables
-from pinfeed.compat.speedtorch.placement import Placement, on_device, on_disk, table_dtype
+from pinfeed.compat.speedtorch.placement import Place, table_dtype
+from pinfeed.compat.speedtorch.state_tables import StateTables
 from pinfeed.compat.speedtorch.tables import CountTable
-from pinfeed.compat.speedtorch.weights import WeightTable
+from pinfeed.compat.speedtorch.weight_table import WeightTable
 from pinfeed.errors import StoreError
 
 
-def _on_gpu_unless(CPUPinn: bool) -> Placement:
-    return on_device("cpu" if CPUPinn else "cuda", CPUPinn)
+def _on_gpu_unless(CPUPinn: bool) -> Place:
+    return Place("cpu" if CPUPinn else "cuda", CPUPinn)
+
+
+class _PageLocked:
+    """The place of the classes named CPU."""
+
+    deviceType = "cpu"
+    pinType = True
+    _place = Place("cpu", True)
 
 
 class ModelFactory(WeightTable):
@@ -55,11 +63,12 @@ class ModelFactory(WeightTable):
         except StoreError as error:
             # The first READMEs have diskname where datatype is now.
             raise StoreError(f"{error}; give the name of a file by keyword: diskname=") from None
-        placement = _on_gpu_unless(CPUPinn) if diskname is None else on_disk(diskname)
-        super().__init__(model_variable, total_classes, embed_dimension, datatype, placement)
         self.CPUPinn = CPUPinn
+        self._place = _on_gpu_unless(CPUPinn)
         if diskname is not None:
             self.diskname = diskname
+            self._place = Place(file_name=diskname)
+        super().__init__(model_variable, total_classes, embed_dimension, datatype)
 
 
 class OptimizerFactory(StateTables):
@@ -87,16 +96,11 @@ class OptimizerFactory(StateTables):
         dtype: Any = "float32",
         CPUPinn: bool = False,
     ) -> None:
-        super().__init__(
-            given_optimizer,
-            total_classes,
-            embed_dimension,
-            model,
-            variable_name,
-            dtype,
-            _on_gpu_unless(CPUPinn),
-        )
         self.CPUPinn = CPUPinn
+        self._place = _on_gpu_unless(CPUPinn)
+        super().__init__(
+            given_optimizer, total_classes, embed_dimension, model, variable_name, dtype
+        )
 
 
 class COM(CountTable):
@@ -114,8 +118,9 @@ class COM(CountTable):
     """
 
     def __init__(self, total_classes: int, datatype: Any = "uint32", CPUPinn: bool = False) -> None:
-        super().__init__(total_classes, datatype, _on_gpu_unless(CPUPinn))
         self.CPUPinn = CPUPinn
+        self._place = _on_gpu_unless(CPUPinn)
+        super().__init__(total_classes, datatype)
 
 
 class ModelFactoryMM(WeightTable):
@@ -133,7 +138,7 @@ class ModelFactoryMM(WeightTable):
         torch.Size([3, 16])
     """
 
-    getCupyMM = WeightTable.getCupyVar  # noqa: N815 - its documented name
+    getCupyMM = WeightTable.getCupyVar
 
     def __init__(
         self,
@@ -144,10 +149,10 @@ class ModelFactoryMM(WeightTable):
         datatype: Any = "float32",
         CPUPinn: bool = False,
     ) -> None:
-        placement = on_disk(diskname)
-        super().__init__(model_variable, total_classes, embed_dimension, datatype, placement)
         self.diskname = diskname
         self.CPUPinn = CPUPinn
+        self._place = Place(file_name=diskname)
+        super().__init__(model_variable, total_classes, embed_dimension, datatype)
 
 
 class OptimizerFactoryMM(StateTables):
@@ -167,7 +172,7 @@ class OptimizerFactoryMM(StateTables):
         ['exp_avg', 'exp_avg_sq']
     """
 
-    getCupyMM = StateTables.getCupyVar  # noqa: N815 - its documented name
+    getCupyMM = StateTables.getCupyVar
 
     def __init__(
         self,
@@ -182,9 +187,9 @@ class OptimizerFactoryMM(StateTables):
     ) -> None:
         self.diskname = diskname or f"{variable_name}{type(given_optimizer).__name__}"
         self.CPUPinn = CPUPinn
-        placement = on_disk(self.diskname)
+        self._place = Place(file_name=self.diskname)
         super().__init__(
-            given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, placement
+            given_optimizer, total_classes, embed_dimension, model, variable_name, dtype
         )
 
 
@@ -202,7 +207,7 @@ class COMMM(CountTable):
         1
     """
 
-    getCupyMM = CountTable.getCupyVar  # noqa: N815 - its documented name
+    getCupyMM = CountTable.getCupyVar
 
     def __init__(
         self,
@@ -211,9 +216,10 @@ class COMMM(CountTable):
         datatype: Any = "uint32",
         CPUPinn: bool = False,
     ) -> None:
-        super().__init__(total_classes, datatype, on_disk(diskname))
         self.diskname = diskname
         self.CPUPinn = CPUPinn
+        self._place = Place(file_name=diskname)
+        super().__init__(total_classes, datatype)
 
 
 class PytorchModelFactory(WeightTable):
@@ -241,10 +247,10 @@ class PytorchModelFactory(WeightTable):
         deviceType: str = "cuda",
         pinType: bool = False,
     ) -> None:
-        placement = on_device(deviceType, pinType)
-        super().__init__(model_variable, total_classes, embed_dimension, datatype, placement)
         self.deviceType = deviceType
         self.pinType = pinType
+        self._place = Place(deviceType, pinType)
+        super().__init__(model_variable, total_classes, embed_dimension, datatype)
 
 
 class PytorchOptimizerFactory(StateTables):
@@ -278,9 +284,9 @@ class PytorchOptimizerFactory(StateTables):
     ) -> None:
         self.deviceType = "cpu" if CPUPinn else deviceType
         self.pinType = CPUPinn or pinType
-        placement = on_device(self.deviceType, self.pinType)
+        self._place = Place(self.deviceType, self.pinType)
         super().__init__(
-            given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, placement
+            given_optimizer, total_classes, embed_dimension, model, variable_name, dtype
         )
 
 
@@ -306,12 +312,13 @@ class PytorchCOM(CountTable):
         deviceType: str = "cuda",
         pinType: bool = False,
     ) -> None:
-        super().__init__(total_classes, datatype, on_device(deviceType, pinType))
         self.deviceType = deviceType
         self.pinType = pinType
+        self._place = Place(deviceType, pinType)
+        super().__init__(total_classes, datatype)
 
 
-class GPUPytorchModelFactory(PytorchModelFactory):
+class GPUPytorchModelFactory(WeightTable):
     """A table of embeddings on the GPU, or in host memory without a GPU.
 
     Examples:
@@ -324,17 +331,8 @@ class GPUPytorchModelFactory(PytorchModelFactory):
         torch.Size([3, 16])
     """
 
-    def __init__(
-        self,
-        model_variable: Any,
-        total_classes: int,
-        embed_dimension: int,
-        datatype: Any = "float32",
-    ) -> None:
-        super().__init__(model_variable, total_classes, embed_dimension, datatype, "cuda")
 
-
-class GPUPytorchOptimizerFactory(PytorchOptimizerFactory):
+class GPUPytorchOptimizerFactory(StateTables):
     """Tables of an optimizer's row-wise state on the GPU, or in host memory without a GPU.
 
     Examples:
@@ -347,21 +345,8 @@ class GPUPytorchOptimizerFactory(PytorchOptimizerFactory):
         ['exp_avg', 'exp_avg_sq']
     """
 
-    def __init__(
-        self,
-        given_optimizer: torch.optim.Optimizer,
-        total_classes: int,
-        embed_dimension: int,
-        model: nn.Module,
-        variable_name: str,
-        dtype: Any = "float32",
-    ) -> None:
-        super().__init__(
-            given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, "cuda"
-        )
 
-
-class GPUPytorchCOM(PytorchCOM):
+class GPUPytorchCOM(CountTable):
     """A table of co-occurrence counts on the GPU, or in host memory without a GPU.
 
     Examples:
@@ -373,11 +358,8 @@ class GPUPytorchCOM(PytorchCOM):
         1
     """
 
-    def __init__(self, total_classes: int, datatype: Any = "int32") -> None:
-        super().__init__(total_classes, datatype, "cuda")
 
-
-class CPUPytorchModelFactory(PytorchModelFactory):
+class CPUPytorchModelFactory(_PageLocked, WeightTable):
     """A table of embeddings in page-locked memory.
 
     Examples:
@@ -390,17 +372,8 @@ class CPUPytorchModelFactory(PytorchModelFactory):
         torch.Size([3, 16])
     """
 
-    def __init__(
-        self,
-        model_variable: Any,
-        total_classes: int,
-        embed_dimension: int,
-        datatype: Any = "float32",
-    ) -> None:
-        super().__init__(model_variable, total_classes, embed_dimension, datatype, "cpu", True)
 
-
-class CPUPytorchOptimizerFactory(PytorchOptimizerFactory):
+class CPUPytorchOptimizerFactory(_PageLocked, StateTables):
     """Tables of an optimizer's row-wise state in page-locked memory.
 
     Examples:
@@ -413,28 +386,8 @@ class CPUPytorchOptimizerFactory(PytorchOptimizerFactory):
         ['exp_avg', 'exp_avg_sq']
     """
 
-    def __init__(
-        self,
-        given_optimizer: torch.optim.Optimizer,
-        total_classes: int,
-        embed_dimension: int,
-        model: nn.Module,
-        variable_name: str,
-        dtype: Any = "float32",
-    ) -> None:
-        super().__init__(
-            given_optimizer,
-            total_classes,
-            embed_dimension,
-            model,
-            variable_name,
-            dtype,
-            deviceType="cpu",
-            pinType=True,
-        )
 
-
-class CPUPytorchCOM(PytorchCOM):
+class CPUPytorchCOM(_PageLocked, CountTable):
     """A table of co-occurrence counts in page-locked memory.
 
     Examples:
@@ -445,6 +398,3 @@ class CPUPytorchCOM(PytorchCOM):
         >>> int(counts.getNumpyVersion().sum())
         1
     """
-
-    def __init__(self, total_classes: int, datatype: Any = "int32") -> None:
-        super().__init__(total_classes, datatype, "cpu", True)

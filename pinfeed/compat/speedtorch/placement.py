@@ -1,11 +1,12 @@
-"""Placement of a table's rows: in host memory, in a file or on a GPU."""
+"""Place and Table: where the rows of a table are: on a GPU, in host memory or in a file."""
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,43 +15,7 @@ from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import ArrayStore, MmapStore, PinnedStore, Store
 from pinfeed.tensors.dtypes import BFLOAT16, DTYPES, check_dtype, numpy_dtype_of
-from pinfeed.tensors.numpy_torch import NUMPY, TORCH, memory_of, to_torch
-
-
-class Table(Protocol):
-    """Rows in one place, read and written as torch tensors."""
-
-    def read(self, rows: Rows, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """Return the rows, which may repeat, as a new tensor of shape (n, *row_shape)."""
-
-    def write(self, rows: Rows, values: torch.Tensor) -> None:
-        """Store the values as the rows. Each row occurs once."""
-
-    def fill(self, function: Callable[[torch.Tensor], Any]) -> None:
-        """Call a function with the whole table as a tensor, which the function fills in place."""
-
-    def tensor(self) -> torch.Tensor:
-        """Return the table itself, sharing its memory."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the table, (n_rows, *row_shape)."""
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Dtype of the rows."""
-
-    @property
-    def files(self) -> list[str]:
-        """Paths of the files that hold the rows; empty for a table in memory."""
-
-    def close(self) -> None:
-        """Flush and close the file, if there is one. May be called again."""
-
-
-Placement = Callable[[tuple[int, ...], np.dtype[Any], str], Table]
-"""Function that creates a table of zeros, given its shape, dtype and key."""
-
+from pinfeed.tensors.numpy_torch import TORCH, memory_of, to_torch
 
 # torch implements index_select and index_copy_ for signed integers only.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -68,29 +33,25 @@ def staging_tensor(
 
 
 class StoreTable:
-    """Base of tables whose rows are in a store on the host."""
+    """Rows in a store on the host; base of ``MemoryTable`` and ``FileTable``."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.store.n_rows, *self.store.row_shape)
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.store.dtype
+        self.shape = (store.n_rows, *store.row_shape)
 
     def read(self, rows: Rows, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        out = staging_tensor((len(rows), *self.store.row_shape), TORCH[self.dtype], device)
+        """Return the rows, which may repeat, as a new tensor of shape (n, *row_shape)."""
+        out = staging_tensor((len(rows), *self.shape[1:]), TORCH[self.store.dtype], device)
         self.store.gather(rows, memory_of(out))
         return out.to(device, non_blocking=True).to(dtype)
 
     def write(self, rows: Rows, values: torch.Tensor) -> None:
-        on_host = values.detach().to("cpu", TORCH[self.dtype]).contiguous()
+        """Store the values as the rows. Each row occurs once."""
+        on_host = values.detach().to("cpu", TORCH[self.store.dtype]).contiguous()
         self.store.scatter(rows, memory_of(on_host))
 
     def close(self) -> None:
+        """Flush and close the file, if there is one. May be called again."""
         self.store.close()
 
 
@@ -98,16 +59,16 @@ class MemoryTable(StoreTable):
     """Rows in host memory."""
 
     store: ArrayStore
-
-    @property
-    def files(self) -> list[str]:
-        return []
+    files: Sequence[str] = ()
+    """Paths of the files that hold the rows."""
 
     def fill(self, function: Callable[[torch.Tensor], Any]) -> None:
+        """Call a function with the whole table as a tensor, which the function fills in place."""
         with torch.no_grad():
             function(self.tensor())
 
     def tensor(self) -> torch.Tensor:
+        """Return the table itself, sharing its memory."""
         return to_torch(self.store.array)
 
 
@@ -117,7 +78,7 @@ class FileTable(StoreTable):
     store: MmapStore
 
     @property
-    def files(self) -> list[str]:
+    def files(self) -> Sequence[str]:
         return self.store.paths
 
     def fill(self, function: Callable[[torch.Tensor], Any]) -> None:
@@ -125,29 +86,21 @@ class FileTable(StoreTable):
             function(to_torch(array))
 
     def tensor(self) -> torch.Tensor:
-        mapped = np.load(self.store.paths[0], mmap_mode="r+")
-        return to_torch(np.asarray(mapped.view(BFLOAT16) if self.dtype == BFLOAT16 else mapped))
+        array = np.load(self.store.paths[0], mmap_mode="r+")
+        # A .npy file cannot name bfloat16.
+        return to_torch(np.asarray(array.view(BFLOAT16) if array.dtype.kind == "V" else array))
 
 
 class DeviceTable:
-    """Rows in the memory of a GPU."""
+    """Rows in the memory of a GPU, with the methods of a ``StoreTable``."""
+
+    files: Sequence[str] = ()
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
         # A view of the same memory.
         self._rows = tensor.view(_SIGNED.get(tensor.dtype, tensor.dtype))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self._tensor.shape)
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return NUMPY[self._tensor.dtype]
-
-    @property
-    def files(self) -> list[str]:
-        return []
+        self.shape = tuple(tensor.shape)
 
     def read(self, rows: Rows, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         values = self._rows.index_select(0, self._index(rows)).view(self._tensor.dtype)
@@ -171,42 +124,50 @@ class DeviceTable:
         return torch.from_numpy(rows).to(self._tensor.device)
 
 
-def in_memory(page_locked: bool) -> Placement:
-    """Place tables in host memory, and page-lock it if ``page_locked`` is set and possible."""
-    pin: Any = "auto" if page_locked else False
-    return lambda shape, dtype, key: MemoryTable(PinnedStore.zeros(shape, dtype, pin=pin))
+Table = MemoryTable | FileTable | DeviceTable
 
 
-def on_device(device_type: str, page_locked: bool) -> Placement:
-    """Place tables on a GPU if ``device_type`` is one and available, else in host memory.
+@dataclass(frozen=True)
+class Place:
+    """The place of a factory's tables.
+
+    Args:
+        device_type: ``"cuda"`` for a GPU, or host memory on a machine without one; ``"cpu"`` for
+            host memory.
+        page_locked: Whether to page-lock host memory, if this is possible.
+        file_name: Beginning of the names of the files that have the rows; None for memory.
 
     Raises:
         ArgumentError: If ``device_type`` is not a CPU or CUDA device.
     """
-    try:
-        device = torch.device(device_type)
-    except RuntimeError as error:
-        raise ArgumentError(f"deviceType={device_type!r}: {error}") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ArgumentError(f"deviceType={device_type!r}: expected 'cuda' or 'cpu'")
-    if device.type == "cpu" or not torch.cuda.is_available():
-        return in_memory(page_locked)
-    return lambda shape, dtype, key: DeviceTable(
-        torch.zeros(shape, dtype=TORCH[dtype], device=device)
-    )
 
+    device_type: str = "cuda"
+    page_locked: bool = False
+    file_name: str | None = None
 
-def on_disk(name: str) -> Placement:
-    """Place each table in a new .npy file, with the first unused number in its name."""
-    # The process may change its working directory later.
-    name = os.path.abspath(name)
+    def __post_init__(self) -> None:
+        try:
+            found = torch.device(self.device_type).type
+        except RuntimeError as error:
+            raise ArgumentError(f"deviceType={self.device_type!r}: {error}") from None
+        if found not in ("cpu", "cuda"):
+            raise ArgumentError(f"deviceType={self.device_type!r}: expected 'cuda' or 'cpu'")
+        if self.file_name is not None:
+            # The process may change its working directory later.
+            object.__setattr__(self, "file_name", os.path.abspath(self.file_name))
 
-    def create(shape: tuple[int, ...], dtype: np.dtype[Any], key: str) -> Table:
-        paths = (f"{name}{number}.memmap{key}.cpy.npy" for number in itertools.count())
-        free_path = next(path for path in paths if not os.path.exists(path))
-        return FileTable(MmapStore.create(free_path, shape, dtype))
-
-    return create
+    def new_table(self, shape: tuple[int, ...], dtype: np.dtype[Any], key: str = "") -> Table:
+        """Create a table of zeros; ``key`` is a part of the name of its new file."""
+        if self.file_name is not None:
+            # The name has the first unused number.
+            paths = (f"{self.file_name}{i}.memmap{key}.cpy.npy" for i in itertools.count())
+            free_path = next(path for path in paths if not os.path.exists(path))
+            return FileTable(MmapStore.create(free_path, shape, dtype))
+        device = torch.device(self.device_type)
+        if device.type == "cuda" and torch.cuda.is_available():
+            return DeviceTable(torch.zeros(shape, dtype=TORCH[dtype], device=device))
+        pin: Any = "auto" if self.page_locked else False
+        return MemoryTable(PinnedStore.zeros(shape, dtype, pin=pin))
 
 
 def table_dtype(value: Any) -> np.dtype[Any]:

@@ -10,13 +10,34 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from pinfeed.compat.speedtorch.placement import Placement, Table, table_dtype
-from pinfeed.compat.speedtorch.saved_files import FileName, find_file, with_suffix
-from pinfeed.errors import ArgumentError, ClosedError, StoreError
+from pinfeed.compat.speedtorch.placement import Place, Table, table_dtype
+from pinfeed.errors import ArgumentError, ClosedError, FileMissing, StoreError
 from pinfeed.stores import ArrayStore, MmapStore, Store
 from pinfeed.tensors.dtypes import BFLOAT16
 from pinfeed.tensors.numpy_torch import TORCH, memory_of
 from pinfeed.training.row_file import atomic_write, row_chunks
+
+FileName = str | os.PathLike[str]
+
+
+def with_suffix(name: FileName, suffix: str) -> str:
+    """Return the name with the suffix, which is added if it is missing, as numpy does."""
+    path = os.fspath(name)
+    return path if path.endswith(suffix) else path + suffix
+
+
+def find_file(name: FileName, suffix: str) -> str:
+    """Return the path of a saved file: the name with the suffix, or else the name alone.
+
+    Raises:
+        FileMissing: If neither file exists.
+    """
+    for candidate in (with_suffix(name, suffix), os.fspath(name)):
+        if os.path.isfile(candidate):
+            return candidate
+    raise FileMissing(
+        f"{os.fspath(name)}: the file does not exist (working directory {os.getcwd()})"
+    )
 
 
 def copy_all_rows(source: Store, table: Table) -> None:
@@ -62,6 +83,7 @@ def new_tables() -> Iterator[dict[str, Table]]:
 class Tables:
     """Base of one table, or of several tables by key, that are shown and closed together."""
 
+    _place = Place()
     _tables: dict[str, Table] | None = None
     _init_method = "zerosInit()"
     """The method that creates the tables, for error messages."""
@@ -127,6 +149,7 @@ class SingleTable(Tables):
     """Base of a table that can be saved as a .npy file or with ``torch.save``."""
 
     datatype: np.dtype[Any]
+    _shape: tuple[int, ...]
 
     def saveCupy(self, saveFileName: FileName) -> None:
         """Save the table as a .npy file; if saving fails, an existing file does not change.
@@ -171,17 +194,16 @@ class SingleTable(Tables):
         saved = torch.load(path, map_location="cpu", weights_only=True)
         self._load(store_of_saved(saved, path))
 
-    def new_table(self) -> Table:
-        """Create a table of zeros."""
-        raise NotImplementedError
-
     def _load(self, store: Store) -> None:
         with new_tables() as made:
             if self._tables is None:
-                made[""] = self.new_table()
+                made[""] = self._new_table()
             tables = self._tables or made
             copy_all_rows(store, tables[""])
         self._use(tables)
+
+    def _new_table(self) -> Table:
+        return self._place.new_table(self._shape, self.datatype)
 
 
 class CountTable(SingleTable):
@@ -190,25 +212,21 @@ class CountTable(SingleTable):
     Args:
         total_classes: Number of rows and of columns.
         datatype: Dtype of the counts.
-        placement: Function that creates the table in its place.
     """
 
     _init_method = "comInit()"
 
-    def __init__(self, total_classes: int, datatype: Any, placement: Placement) -> None:
+    def __init__(self, total_classes: int, datatype: Any = "int32") -> None:
         self.total_classes = total_classes
         self.datatype = table_dtype(datatype)
-        self._placement = placement
+        self._shape = (total_classes, total_classes)
 
     def comInit(self, CPUPinn: bool = False) -> None:
         """Create the table, filled with zeros. Count into the tensor of ``getTorchVar()``.
 
         ``CPUPinn`` has no effect here; give it to the constructor.
         """
-        self._use({"": self.new_table()})
-
-    def new_table(self) -> Table:
-        return self._placement((self.total_classes, self.total_classes), self.datatype, "")
+        self._use({"": self._new_table()})
 
 
 def _as_array(table: Table) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ReadError
-from pinfeed.memory.mapping import PAGE, POPULATE_READ, advise_huge_pages
+from pinfeed.memory.pages import PAGE, POPULATE_READ, advise_huge_pages
 from pinfeed.native.library import library, packing
 from pinfeed.native.memory_rows import MemoryPart, MemoryRows
 from pinfeed.rows.orders import Rows

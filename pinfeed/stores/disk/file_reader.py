@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import FileMissing, ReadError
-from pinfeed.native.requests import Kind, request_each
+from pinfeed.native.library import Kind, request_each
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.disk.file_map import FileMap

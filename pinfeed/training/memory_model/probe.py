@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from pinfeed.errors import EstimateError
-from pinfeed.memory.heap import trim_heap
-from pinfeed.memory.host import resident_bytes
+from pinfeed.memory.host import resident_bytes, trim_heap
 from pinfeed.tensors import rng_state
 from pinfeed.training.memory_model.cublas_workspaces import clear_workspaces
 from pinfeed.training.memory_model.estimate import StepEstimator

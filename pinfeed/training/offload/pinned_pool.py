@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from pinfeed.devices.base import Device, Event
 from pinfeed.errors import DeviceError
-from pinfeed.memory.mapping import block_nbytes
 from pinfeed.memory.page_locked import unlock_freed
+from pinfeed.memory.pages import block_nbytes
 
 logger = logging.getLogger("pinfeed")
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from pinfeed.compat.speedtorch.placement import Placement, Table, table_dtype
+from pinfeed.compat.speedtorch.placement import Table, table_dtype
 from pinfeed.compat.speedtorch.slots import Slots, SlotTables, check_row_width, values_of_rows
 from pinfeed.compat.speedtorch.tables import SingleTable, new_tables
 from pinfeed.errors import ArgumentError, StoreError, WriteBackError
@@ -36,7 +36,6 @@ class WeightTable(SlotTables, SingleTable):
         total_classes: Number of rows of the table.
         embed_dimension: Length of a row.
         datatype: Dtype of the table; the weight keeps its own.
-        placement: Function that creates the table in its place.
 
     Raises:
         ArgumentError: If ``model_variable`` has no weight, its rows have another length, or it has
@@ -49,8 +48,7 @@ class WeightTable(SlotTables, SingleTable):
         model_variable: Any,
         total_classes: int,
         embed_dimension: int,
-        datatype: Any,
-        placement: Placement,
+        datatype: Any = "float32",
     ) -> None:
         if not isinstance(getattr(model_variable, "weight", None), torch.Tensor):
             raise ArgumentError(
@@ -68,11 +66,11 @@ class WeightTable(SlotTables, SingleTable):
         self.total_classes = total_classes
         self.embed_dimension = embed_dimension
         self.datatype = table_dtype(datatype)
-        self._placement = placement
+        self._shape = (total_classes, embed_dimension)
 
     def zerosInit(self) -> None:
         """Create the table, filled with zeros."""
-        self._use({"": self.new_table()})
+        self._use({"": self._new_table()})
 
     def uniformDistributionInit(self, low: float, high: float) -> None:
         """Create the table, filled with uniformly distributed numbers from torch's generator."""
@@ -97,7 +95,7 @@ class WeightTable(SlotTables, SingleTable):
                 "datatype, or call zerosInit()"
             )
         with new_tables() as tables:
-            tables[""] = self.new_table()
+            tables[""] = self._new_table()
             tables[""].fill(lambda tensor: initFunction(tensor, *args))
         self._use(tables)
 
@@ -116,9 +114,6 @@ class WeightTable(SlotTables, SingleTable):
             return positive
         negative = np.arange(n_pos, n_pos + batchSize * negPerBatch, dtype=np.int64)
         return positive, negative.reshape(batchSize, negPerBatch)
-
-    def new_table(self) -> Table:
-        return self._placement((self.total_classes, self.embed_dimension), self.datatype, "")
 
     def _use(self, tables: dict[str, Table]) -> None:
         super()._use(tables)

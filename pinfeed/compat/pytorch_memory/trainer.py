@@ -11,10 +11,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from pinfeed.compat.pytorch_memory.callbacks import Callbacks, progress_bar
+from pinfeed.compat.pytorch_memory.evaluate import Evaluator, Metrics, check_metrics, pair_of
+from pinfeed.compat.pytorch_memory.history import History, Record
+from pinfeed.compat.pytorch_memory.optimizer_group import MissingStepCheck, OptimizerGroup
+from pinfeed.compat.pytorch_memory.recorder import (
+    PartialEpoch,
+    Recorder,
+    has_state,
+    load_position,
+    remaining_batches,
+)
 from pinfeed.devices import torch_device
 from pinfeed.errors import ArgumentError, ClosedError
 from pinfeed.feeders.base_feeder import BaseFeeder
-from pinfeed.feeders.loader_feeder import LoaderFeeder
 from pinfeed.feeders.restartable import Restartable
 from pinfeed.feeders.wrap_loader import wrap_loader
 from pinfeed.memory import limits
@@ -23,18 +33,6 @@ from pinfeed.training.large_batch.big_batch import BigBatch
 from pinfeed.training.large_batch.select import StrategyChoice
 from pinfeed.training.large_batch.strategies.micro_batches import as_tensors, n_samples
 from pinfeed.training.large_batch.strategy_options import StrategyOptions, check_step
-from pinfeed.training.trainer.callbacks import Callbacks, progress_bar
-from pinfeed.training.trainer.evaluate import Evaluator, Metrics, check_metrics, pair_of
-from pinfeed.training.trainer.history import History
-from pinfeed.training.trainer.optimizers import OptimizerGroup
-from pinfeed.training.trainer.partial_epoch import (
-    PartialEpoch,
-    has_state,
-    load_position,
-    remaining_batches,
-)
-from pinfeed.training.trainer.record import Record
-from pinfeed.training.trainer.recorder import Recorder
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
 
 _HINTS = {
@@ -73,10 +71,11 @@ class Trainer:
     """Training loop for a model: in one call, epoch by epoch, or in the user's own loop.
 
     Examples:
+        >>> from pinfeed.compat.pytorch_memory import Trainer
         >>> model = torch.nn.Linear(8, 1)
         >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> loader = [(torch.randn(32, 8), torch.randn(32, 1)) for _ in range(5)]
-        >>> with pinfeed.Trainer(model, torch.nn.MSELoss(), sgd, loader) as trainer:
+        >>> with Trainer(model, torch.nn.MSELoss(), sgd, loader) as trainer:
         ...     history = trainer.train(2)
         >>> len(history.epochs)
         2
@@ -104,8 +103,8 @@ class Trainer:
             or inputs alone, in any structure.
         config: A ``pinfeed.Config`` with memory limits, as for BigBatch.
         chunk_size: Samples per chunk; None for the largest chunk that fits ``config``, or for
-            whole batches without ``config``. In training, ``"plain"``, ``"checkpoint"`` and
-            ``"offload"`` compute whole batches all the same; ``evaluate`` always uses it.
+            whole batches without ``config``. The strategies ``"plain"``, ``"checkpoint"`` and
+            ``"offload"`` ignore ``chunk_size`` in training; ``evaluate`` always uses it.
         strategy: Strategy, as for BigBatch.
         prove: Whether to compare strategies with the plain step before using them, as for BigBatch.
         device: Device to which the Trainer moves the model; None for the model's current device.
@@ -168,9 +167,14 @@ class Trainer:
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._strategy_options = strategy_options
         self._progress = progress
-        self._feeder = _prefetched(loader, self._device, strategy_options)
+        # With a memory limit, chunks are prefetched instead of batches. A feeder prefetches its own
+        # batches.
+        is_prefetched = strategy_options.has_limit or _is_feeder(loader)
+        self._feeder = None if is_prefetched else wrap_loader(loader, device=self._device)
         self._source = loader if self._feeder is None else self._feeder
-        self._loop_check = self._optimizers.missing_step_check()
+        self._loop_check = MissingStepCheck(
+            self._optimizers.optimizers, has_scaler=scaler is not None
+        )
         self._recorder = Recorder(self._device)
         self._is_training = False
         self._is_stopped = False
@@ -447,16 +451,3 @@ class Trainer:
 def _is_feeder(loader: Any) -> bool:
     """Return whether a loader yields batches on the device already."""
     return isinstance(loader, (BaseFeeder, Restartable))
-
-
-def _prefetched(
-    loader: Any, device: torch.device, options: StrategyOptions
-) -> LoaderFeeder[Any] | None:
-    """Return a feeder of the loader's batches; None if batches are prefetched in another way.
-
-    With a memory limit, chunks are prefetched instead of batches. A feeder prefetches its own
-    batches.
-    """
-    if options.has_limit or _is_feeder(loader):
-        return None
-    return wrap_loader(loader, device=device)

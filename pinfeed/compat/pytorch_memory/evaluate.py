@@ -58,7 +58,7 @@ class Evaluator:
             torch.no_grad(),
             in_eval_mode([self.model, self.loss]),
         ):
-            parts: Iterable[Any] = _Parts(loader, self.size)
+            parts: Iterable[Any] = _parts_of(loader, self.size)
             if not is_feeder:
                 parts = stack.enter_context(wrap_loader(parts, device=self.device))
             for outputs, targets, n in self._batches(parts):
@@ -143,21 +143,15 @@ class _Totals:
         return means
 
 
-class _Parts:
-    """Parts of a loader's batches: inputs, targets, and whether the part ends its batch."""
-
-    def __init__(self, loader: Any, size: int | None) -> None:
-        self._loader = loader
-        self._size = size
-
-    def __iter__(self) -> Iterator[tuple[Any, Any, bool]]:
-        for batch in self._loader:
-            inputs, targets = (as_tensors(one) for one in pair_of(batch))
-            n = n_samples(inputs)
-            for start in range(0, n, self._size or n or 1):
-                stop = start + (self._size or n)
-                x = slice_samples(inputs, start, stop)
-                yield x, slice_samples(targets, start, stop), stop >= n
+def _parts_of(loader: Any, size: int | None) -> Iterator[tuple[Any, Any, bool]]:
+    """Yield parts of a loader's batches: inputs, targets, and whether the part ends its batch."""
+    for batch in loader:
+        inputs, targets = (as_tensors(one) for one in pair_of(batch))
+        n = n_samples(inputs)
+        for start in range(0, n, size or n or 1):
+            stop = start + (size or n)
+            x = slice_samples(inputs, start, stop)
+            yield x, slice_samples(targets, start, stop), stop >= n
 
 
 def check_metrics(metrics: Any) -> None:

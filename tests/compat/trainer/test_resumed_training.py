@@ -11,7 +11,8 @@ from torch import nn
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import pinfeed
-from pinfeed import Feeder, Trainer
+from pinfeed import Feeder
+from pinfeed.compat.pytorch_memory import Trainer
 from pinfeed.errors import ArgumentError
 
 pytestmark = [

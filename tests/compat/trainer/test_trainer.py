@@ -21,9 +21,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pinfeed
-from pinfeed import Config, Feeder, MemoryMonitor, Trainer
+from pinfeed import Config, Feeder
+from pinfeed.compat.pytorch_memory import MemoryMonitor, Record, Trainer
 from pinfeed.errors import ArgumentError, ClosedError, DeviceError
-from pinfeed.training.trainer.record import Record
 
 
 def by_hand(

@@ -70,32 +70,16 @@ def advise_huge_pages(mapping: mmap.mmap) -> None:
         mapping.madvise(mmap.MADV_HUGEPAGE)
 
 
-class Block:
-    """A block of memory, with the description from which numpy makes arrays on it.
-
-    Args:
-        memory: The memory, shape (nbytes,).
-    """
-
-    __slots__ = ("interface", "memory", "nbytes")
-
-    def __init__(self, memory: Bytes) -> None:
-        self.memory = memory
-        self.nbytes = len(memory)
-        # numpy creates a new dict on each access, which takes longer than creating an array.
-        self.interface: dict[str, Any] = memory.__array_interface__
-
-
 class Lease:
     """The base of every array on a block of memory; the block is free when this object dies.
 
-    Set ``block`` and ``__array_interface__`` after making one. A constructor would be another call
+    Set ``owner`` and ``__array_interface__`` after making one. A constructor would be another call
     in Python for each batch.
     """
 
-    __slots__ = ("__array_interface__", "__weakref__", "block")
+    __slots__ = ("__array_interface__", "__weakref__", "owner")
 
-    block: Block
-    """The block. Its address is valid as long as this reference exists."""
+    owner: object
+    """The object that keeps the memory at the address of the interface."""
     __array_interface__: dict[str, Any]
-    """The interface of the block."""
+    """The description of the memory from which numpy makes arrays."""

@@ -4,8 +4,7 @@ import pytest
 import torch
 from support.trainers import LOSS, loader, network, trainer_of
 
-from pinfeed import Trainer
-from pinfeed.training.trainer.loop_checks import LoopWarning
+from pinfeed.compat.pytorch_memory import LoopWarning, Trainer
 
 
 def test_a_forgotten_zero_grad() -> None:

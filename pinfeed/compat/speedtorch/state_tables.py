@@ -1,30 +1,40 @@
-"""StateTables: an optimizer's row-wise state, copied into the optimizer batch by batch."""
+"""StateTables: an optimizer's row-wise state, copied into the optimizer batch by batch.
+
+The keys of a saved state are ``optimizer`` (the name of the class), ``rows.<key>`` (row-wise
+state), ``table.<key>`` and ``number.<key>`` (tensors and numbers for the table as a whole) and
+``begun.<key>`` (row-wise state that the optimizer has created).
+"""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
-from pinfeed.compat.speedtorch.optimizer_parameter import discover_layout, group_of, weight_of
-from pinfeed.compat.speedtorch.placement import Placement, Table, table_dtype
-from pinfeed.compat.speedtorch.saved_files import FileName, find_file, with_suffix
+from pinfeed.compat.speedtorch.placement import Table, table_dtype
 from pinfeed.compat.speedtorch.slots import Slots, SlotTables, check_row_width, values_of_rows
-from pinfeed.compat.speedtorch.state_snapshot import (
-    check_snapshot,
-    from_arrays,
-    make_snapshot,
-    to_arrays,
+from pinfeed.compat.speedtorch.tables import (
+    FileName,
+    copy_all_rows,
+    find_file,
+    new_tables,
+    store_of_saved,
+    with_suffix,
 )
-from pinfeed.compat.speedtorch.tables import copy_all_rows, new_tables
 from pinfeed.errors import ArgumentError, StoreError
-from pinfeed.tensors.numpy_torch import NUMPY, TORCH
-from pinfeed.training.embeddings.optimizer_state import StateLayout
+from pinfeed.tensors.dtypes import BFLOAT16
+from pinfeed.tensors.numpy_torch import NUMPY, TORCH, memory_of, to_torch
+from pinfeed.training.embeddings.optimizer_state import StateLayout, discover
+
+# These options select an implementation and do not change the state.
+_IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
 class StateTables(SlotTables):
@@ -39,7 +49,6 @@ class StateTables(SlotTables):
         model: The model that has the embedding.
         variable_name: Name of the embedding in the model, with dots if it is nested.
         dtype: Dtype of the tables for state that has the dtype of the weight.
-        placement: Function that creates a table in its place.
 
     Raises:
         ArgumentError: If the model or the optimizer does not have the parameter, if its rows have
@@ -56,8 +65,7 @@ class StateTables(SlotTables):
         embed_dimension: int,
         model: nn.Module,
         variable_name: str,
-        dtype: Any,
-        placement: Placement,
+        dtype: Any = "float32",
     ) -> None:
         self.given_optimizer = given_optimizer
         self.total_classes = total_classes
@@ -65,7 +73,6 @@ class StateTables(SlotTables):
         self.model = model
         self.variable_name = variable_name
         self.dtype = table_dtype(dtype)
-        self._placement = placement
         self._weight = weight_of(model, variable_name)
         check_row_width(self._weight, embed_dimension, variable_name)
         self._layout = self._discover_layout()
@@ -93,7 +100,10 @@ class StateTables(SlotTables):
         If saving fails, an existing file does not change. ``.npz`` is added to the name if it is
         missing.
         """
-        arrays = to_arrays(self.snapshot())
+        arrays = {
+            key: memory_of(value) if isinstance(value, torch.Tensor) else np.asarray(value)
+            for key, value in self.snapshot().items()
+        }
         with self._writing(with_suffix(saveFileName, ".npz")) as file:
             np.savez(file, allow_pickle=False, **arrays)
 
@@ -105,8 +115,7 @@ class StateTables(SlotTables):
             StoreError: If the file belongs to another optimizer or another shape.
         """
         with np.load(find_file(loadFileName, ".npz")) as file:
-            arrays = {key: file[key] for key in file.files}
-        self.restore(from_arrays(arrays))
+            self.restore({key: _from_array(key, file[key]) for key in file.files})
 
     def saveTorch(self, saveFileName: FileName) -> None:
         """Save the same as ``saveCupy``, with ``torch.save`` and under exactly this name.
@@ -135,13 +144,15 @@ class StateTables(SlotTables):
     def snapshot(self) -> dict[str, Any]:
         """Return everything that the optimizer keeps for the table, row-wise or as a whole."""
         state = self.given_optimizer.state[self._weight]
-        rows = {key: table.tensor() for key, table in self._all().items()}
-        shared = {
-            key: state[key]
-            for key in sorted(self._layout.tables & set(state))
-            if state[key] is not None
-        }
-        return make_snapshot(type(self.given_optimizer).__name__, rows, shared, self._created)
+        saved: dict[str, Any] = {"optimizer": type(self.given_optimizer).__name__}
+        for key, table in self._all().items():
+            saved[f"rows.{key}"] = table.tensor().cpu()
+        for key in sorted(self._layout.tables & set(state)):
+            if isinstance(value := state[key], torch.Tensor):
+                saved[f"table.{key}"] = value.detach().cpu()
+            elif value is not None:
+                saved[f"number.{key}"] = value
+        return saved | {f"begun.{key}": True for key in sorted(self._created)}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restore a snapshot.
@@ -151,23 +162,39 @@ class StateTables(SlotTables):
         """
         if self._tables is None:
             self._layout = self._discover_layout()
-        name = type(self.given_optimizer).__name__
-        snapshot = check_snapshot(saved, name, self._layout, self.total_classes)
+        rows = {key: store_of_saved(value, f"rows.{key}") for key, value in _part(saved, "rows")}
+        created = {key for key, _ in _part(saved, "begun")}
+        self._check_saved(saved, {key: (one.n_rows, *one.row_shape) for key, one in rows.items()})
         with new_tables() as made:
             if self._tables is None:
                 self._make(made)
             tables = self._tables or made
-            for key, store in snapshot.rows.items():
+            for key, store in rows.items():
                 copy_all_rows(store, tables[key])
-        self._restore_shared(snapshot.shared)
-        self._created = snapshot.created
+        self._restore_shared(dict(_part(saved, "table", "number")))
+        self._created = created
         self._use(tables)
+
+    def _check_saved(self, saved: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Check that a snapshot with tables of these shapes belongs to this optimizer."""
+        name = type(self.given_optimizer).__name__
+        if (other := saved.get("optimizer", name)) != name:
+            raise StoreError(f"the saved state belongs to {other}; expected {name}")
+        expected = {row.key: (self.total_classes, *row.row_shape) for row in self._layout.rows}
+        known = {f"begun.{key}" for key in expected}
+        known |= {f"{kind}.{key}" for kind in ("table", "number") for key in self._layout.tables}
+        found = {key for key in saved if key.startswith(("table.", "number.", "begun."))}
+        if shapes != expected or found - known:
+            raise StoreError(
+                f"the saved state has {shapes}, {sorted(found)}; "
+                f"{name} expects {expected}, {sorted(self._layout.tables)}"
+            )
 
     def _restore_shared(self, shared: Mapping[str, Any]) -> None:
         state = self.given_optimizer.state[self._weight]
         # The next batch copies its rows to the state again.
         state.clear()
-        group = group_of(self.given_optimizer, self._weight, self.variable_name)
+        group = self._group()
         step_on_device = group.get("capturable") or group.get("fused")
         for key, value in shared.items():
             if not isinstance(value, torch.Tensor):
@@ -177,17 +204,42 @@ class StateTables(SlotTables):
             else:
                 state[key] = value.to(self._weight.device, copy=True)
 
-    def _discover_layout(self) -> StateLayout:
-        return discover_layout(
-            self.given_optimizer, self._weight, self.variable_name, self.embed_dimension
+    def _group(self) -> dict[str, Any]:
+        """Return the optimizer's parameter group that has the weight."""
+        for group in self.given_optimizer.param_groups:
+            if any(parameter is self._weight for parameter in group["params"]):
+                return group
+        raise ArgumentError(
+            f"variable_name={self.variable_name!r}: the optimizer does not have this parameter; "
+            "make the optimizer from model.parameters()"
         )
+
+    def _discover_layout(self) -> StateLayout:
+        """Find the state that the optimizer keeps for the weight, with its current options."""
+        optimizer_class = type(self.given_optimizer)
+        accepted = inspect.signature(optimizer_class).parameters
+        options = {
+            key: value.item() if isinstance(value, torch.Tensor) else value
+            for key, value in self._group().items()
+            if key in accepted and key != "params" and key not in _IMPLEMENTATION_OPTIONS
+        }
+        # A default device must not apply to the small tables of the trial.
+        with torch.device("cpu"):
+            layout = discover(optimizer_class, options, self.embed_dimension, self._weight.dtype)
+        if copies := [row.key for row in layout.rows if row.initial is None]:
+            raise ArgumentError(
+                f"{optimizer_class.__name__} starts its state {copies} as a copy of the weights; "
+                "expected state that starts with a constant; use pinfeed.RowOptimizer, which can "
+                "train with this optimizer"
+            )
+        return layout
 
     def _make(self, tables: dict[str, Table]) -> None:
         """Create a table for each key of the row-wise state, with its initial value."""
         for row in self._layout.rows:
             dtype = self.dtype if row.dtype == NUMPY[self._weight.dtype] else row.dtype
             shape = (self.total_classes, *row.row_shape)
-            tables[row.key] = self._placement(shape, dtype, row.key)
+            tables[row.key] = self._place.new_table(shape, dtype, row.key)
             if row.initial:
                 tables[row.key].fill(functools.partial(torch.fill_, value=row.initial))
 
@@ -222,3 +274,37 @@ class StateTables(SlotTables):
         for key, values in kept.items():
             self._all()[key].write(slots.unique, values)
         self._created |= set(kept)
+
+
+def weight_of(model: nn.Module, variable_name: str) -> nn.Parameter:
+    """Return the weight of an embedding in a model.
+
+    Raises:
+        ArgumentError: If the model has no embedding of this name.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    weight = parameters.get(f"{variable_name}.weight")
+    if weight is None:
+        names = [name.removesuffix(".weight") for name in parameters if name.endswith(".weight")]
+        raise ArgumentError(
+            f"variable_name={variable_name!r}: the model has no parameter {variable_name}.weight; "
+            f"expected one of {names}"
+        )
+    return weight
+
+
+def _from_array(key: str, array: npt.NDArray[Any]) -> Any:
+    """Return the tensor or the number that a file has as an array."""
+    # numpy reads bfloat16 back as plain bytes.
+    typed = array.view(BFLOAT16) if array.dtype.kind == "V" else array
+    return to_torch(typed) if key.startswith(("rows.", "table.")) else typed.item()
+
+
+def _part(saved: Mapping[str, Any], *kinds: str) -> list[tuple[str, Any]]:
+    """Return the entries of these kinds, in order, without the kind in their keys."""
+    entries = []
+    for name, value in saved.items():
+        kind, dot, key = name.partition(".")
+        if dot and kind in kinds:
+            entries.append((key, value))
+    return entries

@@ -10,11 +10,13 @@ import pytest
 import torch
 from support.trainers import LOSS, N, loader, network, trainer_of
 
-from pinfeed import MemoryMonitor, Trainer
+from pinfeed.compat.pytorch_memory import History, MemoryMonitor, Record, Trainer
+from pinfeed.compat.pytorch_memory.recorder import Recorder
 from pinfeed.errors import ArgumentError, DeviceError, MissingDependency
-from pinfeed.training.trainer.history import History
-from pinfeed.training.trainer.record import Record
-from pinfeed.training.trainer.recorder import PendingRecords, memory_use
+
+
+def record(kind: Any, batch: int | None, loss: float) -> Record:
+    return Record(kind, 0, batch, loss, 1, 0.0, None, None, None)
 
 
 def test_history_is_numbers(tmp_path: Path) -> None:
@@ -54,10 +56,7 @@ def test_history_is_numbers(tmp_path: Path) -> None:
 def test_a_history_says_what_it_has() -> None:
     history = History()
     assert repr(history) == "<History: 0 epochs, 0 batches, 0 evaluations>"
-    history.rows += [
-        Record(kind, 0, batch, 0.5, 1, 0.0, **memory_use(torch.device("cpu")))
-        for kind, batch in (("batch", 0), ("epoch", None))
-    ]
+    history.rows += [record(kind, batch, 0.5) for kind, batch in (("batch", 0), ("epoch", None))]
     assert (
         repr(history) == "<History: 1 epochs, 1 batches, 0 evaluations, last epoch with loss 0.5>"
     )
@@ -76,7 +75,7 @@ def test_invalid_uses_of_a_history_are_refused(
     (tmp_path / "other.csv").write_text("epoch,loss\n1,2\n")
     with pytest.raises(ArgumentError, match="row 0 has no 'kind'"):
         History.load(tmp_path / "other.csv")
-    history.rows.append(Record("batch", 0, 0, math.nan, 1, 0.0, **memory_use(torch.device("cpu"))))
+    history.rows.append(record("batch", 0, math.nan))
     history.save(tmp_path / "h.csv")
     assert math.isnan(History.load(tmp_path / "h.csv").rows[0].loss)
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.backends.backend_agg", None)
@@ -85,17 +84,16 @@ def test_invalid_uses_of_a_history_are_refused(
 
 
 def test_losses_are_read_in_groups() -> None:
-    pending, row = (
-        PendingRecords(),
-        Record("batch", 0, 0, math.nan, 1, 0.0, **memory_use(torch.device("cpu"))),
-    )
+    recorder = Recorder(torch.device("cpu"))
+    recorder.begin()
     for i in range(600):
-        pending.add(row, torch.tensor(float(i), dtype=torch.bfloat16 if i % 2 else torch.float32))
-    assert len(pending._losses) + len(pending._stacks) < 100
-    assert [found.loss for found in pending.read()] == [
+        recorder.add(torch.tensor(float(i), dtype=torch.bfloat16 if i % 2 else torch.float32), 1)
+    assert len(recorder._losses) + len(recorder._stacks) < 100
+    recorder.read()
+    recorder.read()
+    assert [found.loss for found in recorder.history.rows] == [
         float(torch.tensor(float(i), dtype=torch.bfloat16)) if i % 2 else i for i in range(600)
     ]
-    assert pending.read() == []
 
 
 @pytest.mark.parametrize("path", [3, None, "h.csv"])

@@ -27,6 +27,7 @@ class Callbacks:
       after an error or ``break``.
 
     Examples:
+        >>> from pinfeed.compat.pytorch_memory import Trainer
         >>> class PrintLoss:
         ...     def on_epoch_end(self, trainer, row):
         ...         print("epoch", row.epoch, "has ended")
@@ -34,7 +35,7 @@ class Callbacks:
         >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> loader = [(torch.randn(32, 8), torch.randn(32, 1))]
         >>> loss = torch.nn.MSELoss()
-        >>> with pinfeed.Trainer(model, loss, sgd, loader, callbacks=[PrintLoss()]) as trainer:
+        >>> with Trainer(model, loss, sgd, loader, callbacks=[PrintLoss()]) as trainer:
         ...     history = trainer.train(1)
         epoch 0 has ended
 

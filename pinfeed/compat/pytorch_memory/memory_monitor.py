@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
+from pinfeed.compat.pytorch_memory.history import write_table
 from pinfeed.devices import torch_device
 from pinfeed.devices.cuda import check_gpu
 from pinfeed.errors import DeviceError
 from pinfeed.memory.units import human
 from pinfeed.profiling.stats import ProcessMemory
-from pinfeed.training.trainer import table_file
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Snapshot:
     system does not report them.
 
     Examples:
-        >>> snapshot = pinfeed.MemoryMonitor().snapshot("after loading")
+        >>> from pinfeed.compat.pytorch_memory import MemoryMonitor
+        >>> snapshot = MemoryMonitor().snapshot("after loading")
         >>> snapshot.label, snapshot.peak > 0
         ('after loading', True)
 
@@ -64,7 +65,8 @@ class MemoryMonitor:
     """Labelled snapshots of memory; ``str(monitor)`` is a table of all snapshots.
 
     Examples:
-        >>> monitor = pinfeed.MemoryMonitor()
+        >>> from pinfeed.compat.pytorch_memory import MemoryMonitor
+        >>> monitor = MemoryMonitor()
         >>> tensor = torch.zeros(1000, 1000)
         >>> snapshot = monitor.snapshot("after loading")
         >>> print(monitor)
@@ -87,11 +89,11 @@ class MemoryMonitor:
     def __init__(self, device: torch.device | str | int | None = None) -> None:
         has_gpu = torch.cuda.is_available()
         found = None if device is None else torch_device(device, "'cpu', 'cuda', 'cuda:N' or None")
-        if found is not None and found.type == "cuda" and not has_gpu:
-            raise DeviceError(
-                f"device={device!r}: this machine has no GPU; give device=None or 'cpu'"
-            )
         if found is not None and found.type == "cuda":
+            if not has_gpu:
+                raise DeviceError(
+                    f"device={device!r}: this machine has no GPU; give device=None or 'cpu'"
+                )
             check_gpu(found.index)
         self._on_gpu = has_gpu and (found is None or found.type == "cuda")
         self._device = found
@@ -109,7 +111,7 @@ class MemoryMonitor:
         Raises:
             ArgumentError: If the path has another ending.
         """
-        table_file.write(path, [dataclasses.asdict(one) for one in self.snapshots])
+        write_table(path, [dataclasses.asdict(one) for one in self.snapshots])
 
     def __str__(self) -> str:
         names = [one.name for one in dataclasses.fields(Snapshot)]

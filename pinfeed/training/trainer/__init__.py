@@ -1,1 +1,0 @@
-"""The training loop, its measurements, and checks for forgotten calls."""
