@@ -10,8 +10,8 @@ from torch import nn
 from pinfeed.compat.infinitybatch.forward import BatchForward
 from pinfeed.compat.infinitybatch.settings import InfinityBatchError, Settings, warn
 from pinfeed.memory import limits
-from pinfeed.training.large_batch.select import StrategyChoice
-from pinfeed.training.large_batch.strategies.micro_batches import as_tensors, n_samples
+from pinfeed.training.large_batch.batches import as_tensors, n_samples
+from pinfeed.training.large_batch.strategy_selector import StrategyChoice
 from pinfeed.training.memory_model.tensor_specs import to_device
 from pinfeed.training.trainer.evaluate import pair_of
 from pinfeed.validation.arguments import whole_number
@@ -41,7 +41,7 @@ class InfinityBatch(Settings):
         config: Memory limits; None for the free memory.
         chunk_size: Samples per chunk; None for the largest chunk that fits.
         strategy: A strategy of ``pinfeed.BigBatch``, except for ``"accumulate"``.
-        prove: Whether to compare gradients with those of the plain step, as ``pinfeed.BigBatch``
+        verify: Whether to compare gradients with those of the plain step, as ``pinfeed.BigBatch``
             does.
     """
 
@@ -57,11 +57,11 @@ class InfinityBatch(Settings):
         config: limits.MemoryLimits | None = None,
         chunk_size: int | None = None,
         strategy: str = "auto",
-        prove: bool = True,
+        verify: bool = True,
     ) -> None:
         if not torch.cuda.is_available():
             warn("there is no CUDA device, so batches are computed on the CPU, in host memory", 3)
-        super().__init__(BatchForward(config, chunk_size, strategy, prove), verbose)
+        super().__init__(BatchForward(config, chunk_size, strategy, verify), verbose)
         self._loss: torch.Tensor | None = None
         self.backward_device = backward_device
         self.dataloader = dataloader

@@ -11,13 +11,13 @@ from torch import nn
 
 from pinfeed.errors import ArgumentError
 from pinfeed.tensors import rng_state
-from pinfeed.training.large_batch.strategies.micro_batches import (
+from pinfeed.training.large_batch.batches import (
     Chunk,
     Chunks,
     n_samples,
     slice_samples,
 )
-from pinfeed.training.large_batch.strategies.step_spec import StepSpec
+from pinfeed.training.large_batch.step_spec import StepSpec
 from pinfeed.training.memory_model.out_of_memory import is_out_of_memory, release_cached_memory
 
 
@@ -60,7 +60,7 @@ class GradientAccumulator:
         Returns:
             The loss of the whole batch, a tensor of shape ().
         """
-        if self._spec.reduction == "sum":
+        if self._spec.reduction != "mean":
             return self._add_up(chunks, 1.0)
         if total is not None:
             return self._add_up(chunks, total or 1.0)
