@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
@@ -35,6 +36,7 @@ from pinfeed.training.large_batch.batches import (
     Chunks,
     check_output_rows,
     concatenate,
+    n_samples,
     select_samples,
     slice_samples,
 )
@@ -68,11 +70,12 @@ _RANGE_ENDS = (0.98, 0.02)
 _OUTPUT_BYTES = 16 << 20
 """Bytes of outputs for which losses are compared."""
 
-Edges = Sequence[tuple[int, int]]
-"""First row, and row after the last, of each chunk."""
+
+Samples = tuple[Any, Any]
+"""Inputs and targets."""
 
 
-class DifferenceFound(Exception):
+class _DifferenceFound(Exception):
     """A comparison found a difference, which the message describes as a clause.
 
     Args:
@@ -83,26 +86,6 @@ class DifferenceFound(Exception):
     def __init__(self, message: str, error: float = math.inf) -> None:
         super().__init__(message)
         self.error = error
-
-
-@dataclass(frozen=True)
-class StepSamples:
-    """Samples on which a strategy is compared with the plain step.
-
-    Attributes:
-        inputs: The samples, on the device.
-        targets: Their targets, on the device; or None.
-        edges: Edges of their chunks.
-    """
-
-    inputs: Any
-    targets: Any
-    edges: Edges
-
-    @property
-    def n(self) -> int:
-        """Number of samples."""
-        return self.edges[-1][1]
 
 
 @dataclass(frozen=True)
@@ -133,8 +116,9 @@ class StepComparison:
     Args:
         spec: The model and the loss.
         strategy: ``"accumulate"``, ``ONE_BY_ONE``, ``"two_pass"`` or ``"checkpoint"``.
-        samples: The samples.
-        more: Function that returns at most the given number of samples, to compare losses.
+        samples: Function that returns inputs and targets, on the device, of at most the given
+            number of samples.
+        n: Number of samples for the model.
         autocast: Dtype of autocast, or None. The comparison uses autocast only if the model does
             not run without it, because the rounding of autocast hides differences.
     """
@@ -143,25 +127,29 @@ class StepComparison:
         self,
         spec: StepSpec,
         strategy: str,
-        samples: StepSamples,
-        more: Callable[[int], StepSamples],
+        samples: Callable[[int], Samples],
+        n: int,
         autocast: torch.dtype | None,
     ) -> None:
         self._spec = replace(spec, context=contextlib.nullcontext, scale=lambda loss: loss)
         self._strategy = strategy
-        self._samples = samples
-        self._more = more
+        self._samples_of = samples
+        self._samples = samples(n)
+        self._n = n
         self._autocast = autocast
         self._random = rng_state.capture()
         limits = [ROUNDING.get(p.dtype, ROUNDING[torch.float32]) for p in spec.parameters]
         self._limit = max(limits, default=ROUNDING[torch.float32])
 
-    def run(self) -> None:
-        """Compare all steps.
+    def difference(self) -> tuple[str, float]:
+        """Return a difference as a clause, and its relative size; "" and 0 if there is none."""
+        try:
+            self._compare_all()
+        except _DifferenceFound as difference:
+            return str(difference), difference.error
+        return "", 0.0
 
-        Raises:
-            DifferenceFound: If the strategy differs from the plain step.
-        """
+    def _compare_all(self) -> None:
         # This check is first, because the other computations would leave the parameters changed.
         self._check_parameters_are_only_read()
         self._choose_autocast()
@@ -184,11 +172,11 @@ class StepComparison:
         rng_state.restore(self._random)
         with state_on_copies(modules), perturbed_parameters(modules) as name_of_written:
             # If the forward pass fails, the plain step fails next in the same way.
-            with contextlib.suppress(DifferenceFound), _failures_are_differences(PLAIN_FAILS):
-                call_model(self._spec.model, _cloned(self._samples.inputs))
+            with contextlib.suppress(_DifferenceFound), _failures_are_differences(PLAIN_FAILS):
+                call_model(self._spec.model, _cloned(self._samples[0]))
             name = name_of_written()
         if name:
-            raise DifferenceFound(
+            raise _DifferenceFound(
                 f"the forward pass writes to the parameter {name!r}, so chunks would write to it "
                 "several times"
             )
@@ -197,7 +185,7 @@ class StepComparison:
         """Use autocast if the plain step fails without it."""
         try:
             self._plain_step(*self._with_random_loss(self._spec)[1:])
-        except DifferenceFound:
+        except _DifferenceFound:
             if self._autocast is None:
                 raise
             device = next((p.device for p in self._spec.parameters), torch.device("cpu"))
@@ -210,12 +198,12 @@ class StepComparison:
         """Return whether the plain step has drawn random numbers from torch.
 
         Raises:
-            DifferenceFound: If it has drawn random numbers from another library.
+            _DifferenceFound: If it has drawn random numbers from another library.
         """
         now = rng_state.capture()
         for name in ("numpy", "python"):
             if str(now[name]) != str(self._random[name]):
-                raise DifferenceFound(
+                raise _DifferenceFound(
                     f"the forward pass draws random numbers from {name}, which cannot be fixed for "
                     "a comparison"
                 )
@@ -242,26 +230,26 @@ class StepComparison:
 
     def _compare_losses(self, spec: StepSpec, outputs: Any) -> None:
         """Compare the loss of many samples, which repeat a few outputs, with those of chunks."""
-        n = self._samples.n
         nbytes = sum(leaf.nbytes for _, leaf in flatten(outputs)[0] if _is_tensor(leaf))
-        samples = self._more(max(2 * n, _OUTPUT_BYTES // max(1, nbytes // n)))
-        rows = torch.arange(samples.n)
-        model = _StoredOutputs(select_samples(outputs, rows % n))
+        most = max(2 * self._n, _OUTPUT_BYTES // max(1, nbytes // self._n))
+        inputs, targets = self._samples_of(most)
+        rows = torch.arange(n_samples(inputs))
+        model = _StoredOutputs(select_samples(outputs, rows % self._n))
         spec = replace(spec, model=model, modules=(model, *spec.modules[1:]))
         if spec.parameters:
             problem = "the losses of the chunks do not add up to the loss of the batch"
-            self._compare(spec, replace(samples, inputs=rows), f"{problem}: the loss differs")
+            self._compare(spec, (rows, targets), f"{problem}: the loss differs")
 
-    def _compare(self, spec: StepSpec, samples: StepSamples, loss_differs: str) -> None:
+    def _compare(self, spec: StepSpec, samples: Samples, loss_differs: str) -> None:
         """Compare steps with the user's loss."""
         is_accumulated = self._strategy != "two_pass"
         try:
             with _failures_are_differences(_LOSS_FAILS):
-                n_terms = spec.count_terms(samples.inputs, samples.targets)
+                n_terms = spec.count_terms(*samples)
             if is_accumulated and spec.reduction == "mean" and not n_terms:
                 return
             plain = self._plain_step(spec, samples, _LOSS_FAILS)
-        except DifferenceFound:
+        except _DifferenceFound:
             if is_accumulated:
                 raise
             # The loss needs more samples. Two passes give all outputs to the loss, so the random
@@ -272,41 +260,38 @@ class StepComparison:
         self._check(plain.loss, other.loss, loss_differs)
         self._check_gradients(spec, plain, other)
 
-    def _with_random_loss(self, spec: StepSpec) -> tuple[_RandomLoss, StepSpec, StepSamples]:
+    def _with_random_loss(self, spec: StepSpec) -> tuple[_RandomLoss, StepSpec, Samples]:
         """Return a random loss, a spec with it, and samples with the targets that it takes."""
         loss = _RandomLoss(is_cut=self._strategy != "checkpoint")
-        samples = replace(self._samples, targets=torch.arange(self._samples.n))
-        return loss, replace(spec, loss=loss, reduction="sum", count=len), samples
+        spec = replace(spec, loss=loss, reduction="sum", count=len)
+        return loss, spec, (self._samples[0], torch.arange(self._n))
 
-    def _plain_step(
-        self, spec: StepSpec, samples: StepSamples, fails: str = PLAIN_FAILS
-    ) -> StepResult:
+    def _plain_step(self, spec: StepSpec, samples: Samples, fails: str = PLAIN_FAILS) -> StepResult:
         rng_state.restore(self._random)
         if fails == PLAIN_FAILS:
-            fails = f"{PLAIN_FAILS} on {samples.n} samples of the batch"
-        inputs = _cloned(samples.inputs)
+            fails = f"{PLAIN_FAILS} on {self._n} samples of the batch"
+        inputs = _cloned(samples[0])
         with _failures_are_differences(fails):
-            return run_step(spec, lambda: spec.backward_whole(inputs, samples.targets))
+            return run_step(spec, lambda: spec.backward_whole(inputs, samples[1]))
 
-    def _strategy_step(self, spec: StepSpec, samples: StepSamples) -> StepResult:
+    def _strategy_step(self, spec: StepSpec, samples: Samples) -> StepResult:
         rng_state.restore(self._random)
         with _failures_are_differences(_CHUNKS_FAIL):
             return run_step(spec, functools.partial(self._backward, spec, samples))
 
-    def _backward(self, spec: StepSpec, samples: StepSamples) -> torch.Tensor:
+    def _backward(self, spec: StepSpec, samples: Samples) -> torch.Tensor:
         """Add the gradients of the samples by the strategy, and return their loss."""
         # Both passes of ``two_pass`` get this copy, so a model that changes its inputs changes
         # them twice.
-        inputs = _cloned(samples.inputs)
-        targets = samples.targets
+        inputs = _cloned(samples[0])
+        targets = samples[1]
         if self._strategy == "checkpoint":
             with recomputed(spec.model):
                 return spec.backward_whole(inputs, targets)
 
         def chunks() -> Chunks:
-            for start, stop in samples.edges:
-                x = slice_samples(inputs, start, stop)
-                y = slice_samples(targets, start, stop)
+            for start, stop in _edges(n_samples(inputs)):
+                x, y = slice_samples((inputs, targets), start, stop)
                 yield Chunk(x, y, spec.count_terms(x, y))
 
         if self._strategy == "two_pass":
@@ -319,7 +304,7 @@ class StepComparison:
     def _check(self, one: Any, other: Any, what_differs: str) -> None:
         error = relative_error(one, other)
         if error > self._limit:
-            raise DifferenceFound(f"{what_differs} by {error:.2%}", error)
+            raise _DifferenceFound(f"{what_differs} by {error:.2%}", error)
 
     def _check_gradients(self, spec: StepSpec, plain: StepResult, other: StepResult) -> None:
         named = (pair for module in spec.modules for pair in module.named_parameters())
@@ -334,11 +319,18 @@ class StepComparison:
                 wrong.append((error, names[id(p)]))
         if wrong:
             error, name = max(wrong)
-            raise DifferenceFound(
+            raise _DifferenceFound(
                 f"the gradients of {len(wrong)} of {len(norms)} parameters differ; the gradient "
                 f"of {name!r} differs by {error:.2%}",
                 error,
             )
+
+
+def _edges(n: int) -> Iterator[tuple[int, int]]:
+    """Return first and last row of unequal chunks: one half, one row, one fourth and the rest."""
+    half = n // 2
+    sizes = (n - half, min(half, 1), n // 4, half - n // 4 - 1)
+    return itertools.pairwise(itertools.accumulate(filter(None, sizes), initial=0))
 
 
 def _cloned(batch: Any) -> Any:
@@ -424,12 +416,12 @@ def _failures_are_differences(what_fails: str) -> Iterator[None]:
     try:
         yield
     except ArgumentError as error:
-        raise DifferenceFound(str(error)) from None
+        raise _DifferenceFound(str(error)) from None
     except Exception as error:
         if is_out_of_memory(error):
             raise
         first_line = (str(error).strip() or described(error)).splitlines()[0]
-        raise DifferenceFound(f"{what_fails} ({first_line})") from None
+        raise _DifferenceFound(f"{what_fails} ({first_line})") from None
 
 
 def check_states(plain: ModelState, other: ModelState) -> None:
@@ -438,11 +430,11 @@ def check_states(plain: ModelState, other: ModelState) -> None:
     The same computation gives the same bits; a state that was updated more often differs.
 
     Raises:
-        DifferenceFound: If the states differ.
+        _DifferenceFound: If the states differ.
     """
     for name, one, another in plain.pairs(other):
         if relative_error(one, another) > 0:
-            raise DifferenceFound(
+            raise _DifferenceFound(
                 f"the forward pass changes {name!r} of the model, and chunks leave other "
                 "values in it"
             )

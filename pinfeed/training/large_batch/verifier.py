@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -28,9 +27,8 @@ from pinfeed.training.large_batch.dispatch_modes import BatchAxisOperations
 from pinfeed.training.large_batch.model_state import perturbed_parameters, state_on_copies
 from pinfeed.training.large_batch.step_comparison import (
     ONE_BY_ONE,
-    DifferenceFound,
+    Samples,
     StepComparison,
-    StepSamples,
 )
 from pinfeed.training.large_batch.step_spec import StepSpec
 from pinfeed.training.memory_model.models import call_model
@@ -137,61 +135,38 @@ def _find_problem(
     if torch.is_autocast_enabled(device.type):
         autocast = autocast or torch.get_autocast_dtype(device.type)
 
-    def samples(most: int) -> StepSamples:
-        return _samples(inputs, targets, min(most, n_samples(inputs)), device)
+    def samples(most: int) -> Samples:
+        rows = _representative_rows(inputs, targets, min(most, n_samples(inputs)))
+        found: Samples = to_device(select_samples((inputs, targets), rows), device)
+        return found
 
     without_autocast = torch.autocast(device.type, enabled=False)
     with rng_state.replayed(rng_state.capture()), _full_precision(device), without_autocast:
         problem = _find_difference(spec, strategy, samples, n, autocast)
-        return f"{problem}{_cause(spec, samples(n))}" if problem else ""
+        return f"{problem}{_cause(spec, samples(n)[0])}" if problem else ""
 
 
 def _find_difference(
     spec: StepSpec,
     strategy: str,
-    samples: Callable[[int], StepSamples],
+    samples: Callable[[int], Samples],
     n: int,
     autocast: torch.dtype | None,
 ) -> str:
     """Compare in the model's dtype, and again in float64 if rounding may be the reason."""
+    own = StepComparison(spec, strategy, samples, n, autocast)
     is_narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in spec.parameters)
     problem = ""
     if not is_narrow:
-        problem, error = _compare(spec, strategy, samples, n, autocast)
+        problem, error = own.difference()
         if not problem or error > _MAY_BE_ROUNDING:
             return problem
     try:
         wide = _spec_in_float64(spec)
-        return _compare(wide, strategy, lambda most: _in_float64(samples(most)), n, None)[0]
+        return StepComparison(wide, strategy, _in_float64(samples), n, None).difference()[0]
     except Exception:
         # A model that cannot be copied is compared in its own dtype.
-        return _compare(spec, strategy, samples, n, autocast)[0] if is_narrow else problem
-
-
-def _compare(
-    spec: StepSpec,
-    strategy: str,
-    samples: Callable[[int], StepSamples],
-    n: int,
-    autocast: torch.dtype | None,
-) -> tuple[str, float]:
-    """Return a difference, and its relative size; "" if there is none."""
-    try:
-        StepComparison(spec, strategy, samples(n), samples, autocast).run()
-    except DifferenceFound as difference:
-        return str(difference), difference.error
-    return "", 0.0
-
-
-def _samples(inputs: Any, targets: Any, n: int, device: torch.device) -> StepSamples:
-    """Choose ``n`` samples of a batch, copy them to the device, and cut them unequally."""
-    rows = _representative_rows(inputs, targets, n)
-    x = to_device(select_samples(inputs, rows), device)
-    y = None if targets is None else to_device(select_samples(targets, rows), device)
-    half = n // 2
-    sizes = (n - half, min(half, 1), n // 4, half - n // 4 - 1)
-    edges = itertools.pairwise(itertools.accumulate(filter(None, sizes), initial=0))
-    return StepSamples(x, y, list(edges))
+        return own.difference()[0] if is_narrow else problem
 
 
 def _representative_rows(inputs: Any, targets: Any, n: int) -> torch.Tensor:
@@ -250,14 +225,17 @@ def _spec_in_float64(spec: StepSpec) -> StepSpec:
     return replace(spec, model=modules[0], modules=modules, loss=loss)
 
 
-def _in_float64(samples: StepSamples) -> StepSamples:
-    """Return the samples with their floating-point tensors in float64."""
-    leaves, rebuild = flatten((samples.inputs, samples.targets))
-    inputs, targets = rebuild(
-        leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-        for _, leaf in leaves
-    )
-    return replace(samples, inputs=inputs, targets=targets)
+def _in_float64(samples: Callable[[int], Samples]) -> Callable[[int], Samples]:
+    """Return a function that returns the same samples in float64."""
+
+    def wide(most: int) -> Any:
+        leaves, rebuild = flatten(samples(most))
+        return rebuild(
+            leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+            for _, leaf in leaves
+        )
+
+    return wide
 
 
 @contextlib.contextmanager
@@ -277,9 +255,9 @@ def _full_precision(device: torch.device) -> Iterator[None]:
             setting.allow_tf32 = is_allowed
 
 
-def _cause(spec: StepSpec, samples: StepSamples) -> str:
+def _cause(spec: StepSpec, inputs: Any) -> str:
     """Return a clause that names the model's operations over the batch; "" if there are none."""
-    operations = BatchAxisOperations(samples.n)
+    operations = BatchAxisOperations(n_samples(inputs))
     modules = spec.modules
     with (
         contextlib.suppress(Exception),
@@ -288,7 +266,7 @@ def _cause(spec: StepSpec, samples: StepSamples) -> str:
         perturbed_parameters(modules),
         operations,
     ):
-        call_model(spec.model, samples.inputs)
+        call_model(spec.model, inputs)
     names = ", ".join(operations.names)
     return f" (the forward pass has operations that may combine samples: {names})" if names else ""
 
