@@ -256,17 +256,7 @@ class BigBatch:
         self._require_open()
         if targets is None and is_batch_source(inputs):
             return self._backward_source(inputs)
-        check_targets(self._spec.loss, inputs, targets)
-        inputs = as_tensors(inputs)
-        targets = as_tensors(targets)
-        n = n_samples(inputs)
-        if targets is not None and n_samples(targets) != n:
-            raise ArgumentError(
-                f"inputs have {n} samples and targets {n_samples(targets)}; expected equally many"
-            )
-        if n == 0:
-            raise ArgumentError("the batch is empty; expected at least one sample")
-        check_no_sample_lists((inputs, targets), n, " (inputs, targets)")
+        inputs, targets = self._checked_batch(inputs, targets)
         chosen = self._selector.choose(inputs, targets)
         self._runner.chosen = chosen
         return self._runner.run(chosen, inputs, targets)
@@ -290,22 +280,35 @@ class BigBatch:
             ArgumentError: If ``backward`` would raise it.
         """
         self._require_open()
-        check_targets(self._spec.loss, inputs, targets)
-        inputs = as_tensors(inputs)
-        targets = as_tensors(targets)
+        inputs, targets = self._checked_batch(inputs, targets)
         n = n_samples(inputs)
         strategy = self._options.strategy
         if strategy == "auto":
             strategy = (self.chosen or self._selector.choose(inputs, targets)).strategy
         size = chunk_size or max(1, n // 3)
         chosen = self._selector.choice_as_named(strategy, n, size)  # type: ignore[arg-type]
-        whole = self._to_device(inputs), self._to_device(targets)
+        whole = to_device((inputs, targets), self._device)
         return compare_with_plain_step(
             self._spec,
             strategy,
             lambda: self._spec.backward_whole(*whole),
             lambda: self._runner.run(chosen, inputs, targets),
         )
+
+    def _checked_batch(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
+        """Return inputs and targets as tensors, with equal numbers of samples."""
+        check_targets(self._spec.loss, inputs, targets)
+        inputs = as_tensors(inputs)
+        targets = as_tensors(targets)
+        n = n_samples(inputs)
+        if targets is not None and n_samples(targets) != n:
+            raise ArgumentError(
+                f"inputs have {n} samples and targets {n_samples(targets)}; expected equally many"
+            )
+        if n == 0:
+            raise ArgumentError("the batch is empty; expected at least one sample")
+        check_no_sample_lists((inputs, targets), n, " (inputs, targets)")
+        return inputs, targets
 
     def _backward_source(self, source: Any) -> torch.Tensor:
         """Add the gradients of all batches of an iterable, as those of one batch."""
@@ -332,13 +335,12 @@ class BigBatch:
             return self._runner.run_source(chunks)
 
     def _source_chunks(self, batches: Iterable[tuple[Any, Any]], size: int) -> Chunks:
-        for inputs, targets in batches:
-            self._selector.check_part_of_source(inputs, targets)
-            for start in range(0, n_samples(inputs), size):
+        for batch in batches:
+            self._selector.check_part_of_source(*batch)
+            for start in range(0, n_samples(batch), size):
                 # Tensors are already on the device, but numpy arrays are not.
-                x = self._to_device(slice_samples(inputs, start, start + size))
-                y = self._to_device(slice_samples(targets, start, start + size))
-                yield Chunk(x, y, self._spec.count_terms(x, y))
+                chunk = to_device(slice_samples(batch, start, start + size), self._device)
+                yield Chunk(*chunk, self._spec.count_terms(*chunk))
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -348,9 +350,6 @@ class BigBatch:
         if self._options.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, self._options.autocast)
-
-    def _to_device(self, batch: Any) -> Any:
-        return to_device(batch, self._device)
 
 
 def _checked_modules(modules: Any) -> tuple[nn.Module, ...]:

@@ -72,57 +72,10 @@ class StrategyRunner:
 
     def run(self, chosen: StrategyChoice, inputs: Any, targets: Any) -> torch.Tensor:
         """Add the gradients of a batch and return its loss; an error leaves gradients unchanged."""
-        with gradient_transaction(self._spec.parameters):
-            if chosen.strategy == "accumulate":
-                return self._accumulate_batch(chosen.chunk_size, inputs, targets)
-            if chosen.strategy in ("plain", "two_pass"):
-                return self._compute_or_halve(chosen, inputs, targets)
-            is_checkpoint = chosen.strategy == "checkpoint"
-            with recomputed(self._spec.model) if is_checkpoint else self._offloaded():
-                return self._backward_whole(inputs, targets)
-
-    def run_source(self, chunks: Chunks) -> torch.Tensor:
-        """Add the gradients of the chunks of an iterable source, and return their loss."""
-        with gradient_transaction(self._spec.parameters):
-            return self._accumulate(chunks, None, SOURCE)
-
-    def _backward_whole(self, inputs: Any, targets: Any) -> torch.Tensor:
-        return self._spec.backward_whole(
-            to_device(inputs, self._device), to_device(targets, self._device)
-        )
-
-    def _accumulate_batch(self, size: int, inputs: Any, targets: Any) -> torch.Tensor:
-        total = self._spec.count_terms(inputs, targets)
-        if self._spec.reduction == "mean" and not total:
-            # The batch has no terms, so the plain step decides what its mean is.
-            return self._backward_whole(
-                slice_samples(inputs, 0, size), slice_samples(targets, 0, size)
-            )
-        chunks = self._stream.chunks(inputs, targets, size)
-        return self._accumulate(chunks, total, self._selector.key_of(inputs, targets))
-
-    def _accumulate(self, chunks: Chunks, total: float | None, key: Any) -> torch.Tensor:
-        accumulator = GradientAccumulator(self._spec)
-        try:
-            # Without closing, an error that the user keeps would keep the loop over chunks running.
-            with contextlib.closing(chunks):
-                return accumulator.run(chunks, total)
-        finally:
-            if accumulator.n_halved:
-                # The next batch starts with the smaller chunks.
-                self.n_halved += accumulator.n_halved
-                self._selector.halve(key)
-
-    def _compute_or_halve(self, chosen: StrategyChoice, inputs: Any, targets: Any) -> torch.Tensor:
-        """Compute the whole batch or two passes; if memory runs out, retry in smaller chunks."""
-        state = rng_state.capture()
-        size = chosen.chunk_size
+        state = rng_state.capture() if chosen.strategy in ("plain", "two_pass") else {}
         try:
             with gradient_transaction(self._spec.parameters):
-                if chosen.strategy == "plain" or size >= n_samples(inputs):
-                    return self._backward_whole(inputs, targets)
-                chunks = functools.partial(self._stream.chunks, inputs, targets, size)
-                return backward_two_pass(self._spec, chunks, to_device(targets, self._device))
+                return self._compute(chosen, inputs, targets)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error) or not self._can_be_cut(chosen):
                 raise
@@ -137,18 +90,59 @@ class StrategyRunner:
         smaller = dataclasses.replace(
             chosen,
             strategy=strategy,
-            chunk_size=-(-size // 2),
+            chunk_size=-(-chosen.chunk_size // 2),
             why="more samples did not fit in memory",
         )
         self.chosen = self._selector.keep(self._selector.key_of(inputs, targets), smaller)
         return self.run(smaller, inputs, targets)
 
+    def run_source(self, chunks: Chunks) -> torch.Tensor:
+        """Add the gradients of the chunks of an iterable source, and return their loss."""
+        with gradient_transaction(self._spec.parameters):
+            return self._accumulate(chunks, None, SOURCE)
+
+    def _compute(self, chosen: StrategyChoice, inputs: Any, targets: Any) -> torch.Tensor:
+        strategy = chosen.strategy
+        size = chosen.chunk_size
+        if strategy == "two_pass" and size < n_samples(inputs):
+            chunks = functools.partial(self._stream.chunks, inputs, targets, size)
+            return backward_two_pass(self._spec, chunks, to_device(targets, self._device))
+        if strategy == "accumulate":
+            total = self._spec.count_terms(inputs, targets)
+            if self._spec.reduction != "mean" or total:
+                key = self._selector.key_of(inputs, targets)
+                return self._accumulate(self._stream.chunks(inputs, targets, size), total, key)
+            # The batch has no terms, so the plain step decides what its mean is.
+            inputs, targets = slice_samples((inputs, targets), 0, size)
+        with self._context(strategy):
+            return self._spec.backward_whole(*to_device((inputs, targets), self._device))
+
+    def _accumulate(self, chunks: Chunks, total: float | None, key: Any) -> torch.Tensor:
+        accumulator = GradientAccumulator(self._spec)
+        try:
+            # Without closing, an error that the user keeps would keep the loop over chunks running.
+            with contextlib.closing(chunks):
+                return accumulator.run(chunks, total)
+        finally:
+            if accumulator.n_halved:
+                # The next batch starts with the smaller chunks.
+                self.n_halved += accumulator.n_halved
+                self._selector.halve(key)
+
     def _can_be_cut(self, chosen: StrategyChoice) -> bool:
+        """Return whether smaller chunks can compute a batch that does not fit in memory."""
         if chosen.chunk_size == 1 or self._options.strategy == "plain":
             return False
-        return chosen.strategy != "plain" or not batch_norms(self._spec.model)
+        if chosen.strategy == "plain":
+            return not batch_norms(self._spec.model)
+        return chosen.strategy == "two_pass"
 
-    def _offloaded(self) -> contextlib.AbstractContextManager[Any]:
+    def _context(self, strategy: Strategy) -> contextlib.AbstractContextManager[Any]:
+        """Return the context of a whole step."""
+        if strategy == "checkpoint":
+            return recomputed(self._spec.model)
+        if strategy != "offload":
+            return contextlib.nullcontext()
         if self._offload is None:
             from pinfeed.training.offload.offload import Offload
 
