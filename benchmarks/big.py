@@ -164,13 +164,13 @@ def proof_costs(device: str) -> list[dict[str, Any]]:
         x, y = batch(case, 2 * size)
         x = torch.randn_like(x) if x.is_floating_point() else x
         seconds = {}
-        for prove in (False, True):
-            with pinfeed.BigBatch(model, case.loss, chunk_size=size, prove=prove) as big:
+        for verify in (False, True):
+            with pinfeed.BigBatch(model, case.loss, chunk_size=size, verify=verify) as big:
                 for i in range(3):
                     begin = time.perf_counter()
                     big.backward(x, y)
                     wait(device)
-                    seconds[prove, i] = time.perf_counter() - begin
+                    seconds[verify, i] = time.perf_counter() - begin
         chunk_s = seconds[False, 2] / 2
         proof_s = seconds[True, 0] - seconds[True, 2]
         rows.append(

@@ -84,7 +84,7 @@ def _run(
     Returns:
         Bytes of the rows, and bytes that the transforms took.
     """
-    from pinfeed.tensors.trial import trial
+    from pinfeed.tensors.transform_calls import trial
 
     reads = [DirectReads(store) for store in tree.stores]
     ragged = [RaggedReads(one, DirectReads(one.items), one.items, None) for one in tree.ragged]

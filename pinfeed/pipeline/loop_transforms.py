@@ -76,7 +76,7 @@ class LoopTransforms:
 
     def modes(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which transforms run as in a thread of their own."""
-        from pinfeed.tensors.torch_modes import modes_of_a_new_thread
+        from pinfeed.tensors.transform_calls import modes_of_a_new_thread
 
         return modes_of_a_new_thread()
 
@@ -131,10 +131,10 @@ class LoopTransforms:
             tensors: Tensors of the batch.
             number: Number of the batch.
         """
-        from pinfeed.tensors.tensors_in import memory_of
+        from pinfeed.tensors.transform_calls import memory_blocks_of
 
         assert self.device is not None
-        given = memory_of(tensors)
+        given = memory_blocks_of(tensors)
         return functools.partial(self.device, epoch=self.epoch, number=number, given=given)
 
     def on_rows(self, rows: Any, batch: HostBatch, number: int) -> HostBatch:
@@ -145,10 +145,10 @@ class LoopTransforms:
             batch: The batch of these rows.
             number: Number of the batch.
         """
-        from pinfeed.tensors.tensors_in import memory_of
+        from pinfeed.tensors.transform_calls import memory_blocks_of
 
         assert self.host is not None
-        load = host_batch_of(self.host(rows, self.epoch, number, memory_of(rows)))
+        load = host_batch_of(self.host(rows, self.epoch, number, memory_blocks_of(rows)))
         load.batches = batch.batches
         # The loop receives the row indices, but cannot write the rows back.
         load.groups = [RowGroup(group.rows, 0, ()) for group in batch.groups]

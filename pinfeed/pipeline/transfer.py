@@ -606,7 +606,7 @@ class Transfer:
 
     def _own_tensors_in(self, value: Any) -> list[Tensor]:
         """Return the dense tensors on the device in a value."""
-        from pinfeed.tensors.tensors_in import tensors_in
+        from pinfeed.tensors.transform_calls import tensors_in
 
         described = ((tensor, self.device.describe(tensor)) for tensor in tensors_in(value))
         return [tensor for tensor, found in described if found is not None and found[2]]

@@ -453,7 +453,7 @@ def test_a_model_whose_samples_see_each_other_is_refused(layer: Any) -> None:
 
     with pytest.raises(pinfeed.ArgumentError, match="chunks do not give the gradients"):
         manager(MyModel(Layer()), chunk_size=5).epoch()
-    manager(MyModel(Layer()), chunk_size=5, prove=False).epoch()
+    manager(MyModel(Layer()), chunk_size=5, verify=False).epoch()
 
 
 def test_buffers_take_one_step_for_each_batch() -> None:

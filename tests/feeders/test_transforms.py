@@ -26,7 +26,7 @@ from pinfeed import (
 )
 from pinfeed.errors import ArgumentError, RowIndexError, WorkerError, WriteBackError
 from pinfeed.feeders import base_feeder
-from pinfeed.tensors.tensors_in import tensors_in
+from pinfeed.tensors.transform_calls import tensors_in
 
 N, SIZE = 26, 4
 X = np.arange(N * 3, dtype=np.float32).reshape(N, 3)

@@ -1,6 +1,6 @@
 """Forward pass in chunks, with a backward pass that computes each chunk again.
 
-``large_batch.strategies.two_pass`` does the same for a known loss. In this module the user computes
+``large_batch.two_pass`` does the same for a known loss. In this module the user computes
 the loss, so the outputs of all chunks are one node of the autograd graph.
 """
 
@@ -14,13 +14,13 @@ from torch import nn
 from pinfeed.tensors import rng_state
 from pinfeed.tensors.numpy_torch import version_of
 from pinfeed.tensors.pytree import flatten
-from pinfeed.training.large_batch.strategies.micro_batches import (
+from pinfeed.training.large_batch.batches import (
     check_output_rows,
     concatenate,
     n_samples,
     slice_samples,
 )
-from pinfeed.training.large_batch.strategies.recompute import buffers_of, replayed_buffers
+from pinfeed.training.large_batch.recompute import buffers_of, replayed_buffers
 from pinfeed.training.memory_model.models import call_model
 from pinfeed.training.memory_model.tensor_specs import to_device
 

@@ -14,18 +14,21 @@ from pinfeed.compat.infinitybatch.chunked_forward import outputs_in_chunks
 from pinfeed.errors import ArgumentError, EstimateError
 from pinfeed.memory import limits
 from pinfeed.memory.host import free_host_bytes
-from pinfeed.training.large_batch.equivalence.verifier import EquivalenceVerifier
-from pinfeed.training.large_batch.memory_predictor import memory_predictor_for
-from pinfeed.training.large_batch.select import STRATEGIES, StrategyChoice, choose_strategy
-from pinfeed.training.large_batch.strategies.batch_norms import batch_norms
-from pinfeed.training.large_batch.strategies.micro_batches import (
+from pinfeed.training.large_batch.batches import (
     as_tensors,
     n_samples,
     sample_spec_of,
     shapes_and_dtypes,
 )
-from pinfeed.training.large_batch.strategies.recompute import recomputed
-from pinfeed.training.large_batch.strategies.step_spec import StepSpec
+from pinfeed.training.large_batch.memory_predictor import memory_predictor_for
+from pinfeed.training.large_batch.recompute import recomputed
+from pinfeed.training.large_batch.step_spec import StepSpec, batch_norms
+from pinfeed.training.large_batch.strategy_selector import (
+    STRATEGIES,
+    StrategyChoice,
+    choose_strategy,
+)
+from pinfeed.training.large_batch.verifier import Verifier
 from pinfeed.training.memory_model.models import call_model
 from pinfeed.training.memory_model.tensor_specs import to_device
 from pinfeed.training.offload.offload import Offload
@@ -41,7 +44,7 @@ class BatchForward:
         config: Memory limits; None for the free memory.
         chunk_size: Samples per chunk; None for the largest chunk that fits.
         strategy: A strategy of BigBatch, except for ``"accumulate"``, which needs the loss.
-        prove: Whether to compare gradients with those of the plain step, as BigBatch does.
+        verify: Whether to compare gradients with those of the plain step, as BigBatch does.
 
     Raises:
         ArgumentError: If ``strategy`` or ``chunk_size`` is invalid.
@@ -52,7 +55,7 @@ class BatchForward:
         config: limits.MemoryLimits | None,
         chunk_size: int | None,
         strategy: str,
-        prove: bool = True,
+        verify: bool = True,
     ) -> None:
         if strategy not in _STRATEGIES:
             raise ArgumentError(
@@ -63,7 +66,7 @@ class BatchForward:
         self._config = config or limits.MemoryLimits()
         self._chunk_size = chunk_size
         self._strategy = strategy
-        self._verifier = EquivalenceVerifier(prove)
+        self._verifier = Verifier(verify)
         self._choice_by_shape: dict[Any, StrategyChoice] = {}
         # Plain choices by the shape of a sample.
         self._plain_choices: dict[Any, StrategyChoice] = {}
@@ -159,7 +162,7 @@ class BatchForward:
                 return choose_strategy(model, n, self._chunk_size, False, predictor, problem_of)
             size = self._chunk_size
             if predictor is not None:
-                size = predictor.chunk_size(n, in_two_passes=True)
+                size = predictor.chunk_size("two_pass", n)
         except EstimateError as error:
             self.unpredicted = str(error)
             return StrategyChoice("plain", n, "its memory cannot be predicted", unknown)
@@ -178,7 +181,7 @@ class BatchForward:
         if problem := self._problem_of(model, inputs, self._strategy):
             warnings.warn(
                 f"strategy={self._strategy!r} does not give the gradients of the plain step: "
-                f"{problem}; give strategy='auto', or prove=False if the difference does not "
+                f"{problem}; give strategy='auto', or verify=False if the difference does not "
                 "matter",
                 stacklevel=7,
             )

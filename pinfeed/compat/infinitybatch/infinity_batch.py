@@ -14,8 +14,8 @@ from pinfeed.compat.pytorch_memory.evaluate import pair_of
 from pinfeed.errors import ArgumentError
 from pinfeed.memory import limits
 from pinfeed.tensors.pytree import flatten
-from pinfeed.training.large_batch.select import StrategyChoice
-from pinfeed.training.large_batch.strategies.micro_batches import as_tensors, n_samples
+from pinfeed.training.large_batch.batches import as_tensors, n_samples
+from pinfeed.training.large_batch.strategy_selector import StrategyChoice
 from pinfeed.training.memory_model.tensor_specs import to_device
 from pinfeed.validation.arguments import whole_number
 
@@ -52,7 +52,7 @@ class InfinityBatch:
         config: Memory limits; None for the free memory.
         chunk_size: Samples per chunk; None for the largest chunk that fits.
         strategy: A strategy of ``pinfeed.BigBatch``, except for ``"accumulate"``.
-        prove: Whether to compare gradients with those of the plain step, as ``pinfeed.BigBatch``
+        verify: Whether to compare gradients with those of the plain step, as ``pinfeed.BigBatch``
             does.
 
     Attributes:
@@ -76,11 +76,11 @@ class InfinityBatch:
         config: limits.MemoryLimits | None = None,
         chunk_size: int | None = None,
         strategy: str = "auto",
-        prove: bool = True,
+        verify: bool = True,
     ) -> None:
         if not torch.cuda.is_available():
             warn("there is no CUDA device, so batches are computed on the CPU, in host memory", 3)
-        self._batch_forward = BatchForward(config, chunk_size, strategy, prove)
+        self._batch_forward = BatchForward(config, chunk_size, strategy, verify)
         self._model: nn.Module | None = None
         self._optimizer: Any = None
         self._criterion: Any = None

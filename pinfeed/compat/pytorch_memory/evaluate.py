@@ -12,13 +12,13 @@ from torch import nn
 
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.wrap_loader import wrap_loader
-from pinfeed.training.large_batch.strategies.loss_reduction import count_of, reduction_of
-from pinfeed.training.large_batch.strategies.micro_batches import (
+from pinfeed.training.large_batch.batches import (
     as_tensors,
     concatenate,
     n_samples,
     slice_samples,
 )
+from pinfeed.training.large_batch.loss_reduction import count_of, reduction_of
 from pinfeed.training.memory_model.models import call_model
 from pinfeed.training.memory_model.out_of_memory import is_out_of_memory, release_cached_memory
 from pinfeed.training.memory_model.tensor_specs import to_device

@@ -29,10 +29,9 @@ from pinfeed.feeders.restartable import Restartable
 from pinfeed.feeders.wrap_loader import wrap_loader
 from pinfeed.memory import limits
 from pinfeed.pipeline.sources.loader_source import check_loader
-from pinfeed.training.large_batch.big_batch import BigBatch
-from pinfeed.training.large_batch.select import StrategyChoice
-from pinfeed.training.large_batch.strategies.micro_batches import as_tensors, n_samples
-from pinfeed.training.large_batch.strategy_options import StrategyOptions, check_step
+from pinfeed.training.large_batch.batches import as_tensors, n_samples
+from pinfeed.training.large_batch.big_batch import BigBatch, StrategyOptions, check_step
+from pinfeed.training.large_batch.strategy_selector import StrategyChoice
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
 
 _HINTS = {
@@ -106,7 +105,7 @@ class Trainer:
             whole batches without ``config``. The strategies ``"plain"``, ``"checkpoint"`` and
             ``"offload"`` ignore ``chunk_size`` in training; ``evaluate`` always uses it.
         strategy: Strategy, as for BigBatch.
-        prove: Whether to compare strategies with the plain step before using them, as for BigBatch.
+        verify: Whether to compare strategies with the plain step before use, as for BigBatch.
         device: Device to which the Trainer moves the model; None for the model's current device.
         callbacks: Objects with some of the methods that ``Callbacks`` names.
         progress: Whether to show a progress bar.
@@ -140,7 +139,7 @@ class Trainer:
         config: limits.MemoryLimits | None = None,
         chunk_size: int | None = None,
         strategy: str = "auto",
-        prove: bool = True,
+        verify: bool = True,
         device: Any = None,
         callbacks: Iterable[Any] = (),
         progress: bool = False,
@@ -155,7 +154,7 @@ class Trainer:
         check_loader(loader)
         self._is_plain_by_default = strategy == "auto" and config is None and chunk_size is None
         strategy = "plain" if self._is_plain_by_default else strategy
-        strategy_options = StrategyOptions(config, chunk_size, strategy, autocast, prove)
+        strategy_options = StrategyOptions(config, chunk_size, strategy, autocast, verify)
         check_step(model, loss, strategy_options, scaler)
         if device is not None:
             model.to(torch_device(device, exists=True))

@@ -77,14 +77,13 @@ class BatchTransform:
             batch: The batch.
             epoch: Number of the epoch.
             number: Number of the batch in its epoch.
-            given: Memory of the batch that the loop knows, as ``memory_of`` numbers it.
+            given: Memory of the batch that the loop knows, as ``memory_blocks_of`` numbers it.
 
         Raises:
             Exception: If the function raised it; a note names the batch.
             ArgumentError: If the function returned None.
         """
-        from pinfeed.tensors.tensors_in import nbytes_of
-        from pinfeed.tensors.torch_modes import no_grad, seeded_generator
+        from pinfeed.tensors.transform_calls import nbytes_of, no_grad, seeded_generator
 
         which = f"{self.name} of batch {number}, epoch {epoch}"
         function = self.function

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,33 +15,36 @@ from pinfeed.errors import ArgumentError, ClosedError
 from pinfeed.feeders.loader_feeder import LoaderFeeder
 from pinfeed.feeders.wrap_loader import wrap_loader
 from pinfeed.memory import limits
-from pinfeed.training.large_batch.batch_source import first_batches, joined_with_first
+from pinfeed.training.large_batch.batches import (
+    Chunk,
+    Chunks,
+    as_tensors,
+    check_no_sample_lists,
+    first_batches,
+    input_target_pairs,
+    is_batch_source,
+    joined_with_first,
+    n_samples,
+    slice_samples,
+)
 from pinfeed.training.large_batch.check import Check, compare_with_plain_step
-from pinfeed.training.large_batch.select import StrategyChoice
-from pinfeed.training.large_batch.strategies.gradients import backward_whole
-from pinfeed.training.large_batch.strategies.loss_reduction import (
+from pinfeed.training.large_batch.loss_reduction import (
     Count,
     Reduction,
     check_targets,
     count_of,
     reduction_of,
 )
-from pinfeed.training.large_batch.strategies.micro_batches import (
-    Chunk,
-    Chunks,
-    as_tensors,
-    check_no_sample_lists,
-    input_target_pairs,
-    is_batch_source,
-    n_samples,
-    slice_samples,
-)
-from pinfeed.training.large_batch.strategies.step_spec import StepSpec
-from pinfeed.training.large_batch.strategy_options import StrategyOptions, check_step
+from pinfeed.training.large_batch.step_spec import StepSpec
 from pinfeed.training.large_batch.strategy_runner import StrategyRunner
-from pinfeed.training.large_batch.strategy_selector import StrategySelector
+from pinfeed.training.large_batch.strategy_selector import (
+    STRATEGIES,
+    StrategyChoice,
+    StrategySelector,
+)
+from pinfeed.training.memory_model.estimate import check_autocast
 from pinfeed.training.memory_model.tensor_specs import to_device
-from pinfeed.validation.arguments import explain_arguments
+from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
 
 _HINTS = {
     "batch_size": "backward() takes a batch of any size; chunk_size= is the number of samples that "
@@ -57,6 +61,62 @@ _HINTS = {
     ),
 }
 """Hints for argument names that users try."""
+
+
+@dataclass(frozen=True)
+class StrategyOptions:
+    """Options of a BigBatch that determine how gradients are computed.
+
+    Attributes:
+        config: Memory limits; None for no limits.
+        chunk_size: Samples of a chunk; None for the largest chunk that fits.
+        strategy: ``"auto"``, or the strategy that the user named.
+        autocast: The dtype of autocast, or None.
+        verify: Whether strategies are compared with the plain step before they are used.
+    """
+
+    config: limits.MemoryLimits | None
+    chunk_size: int | None
+    strategy: str
+    autocast: torch.dtype | None
+    verify: bool
+
+    @property
+    def has_limit(self) -> bool:
+        """Whether there is a memory limit or a chunk size."""
+        return self.config is not None or self.chunk_size is not None
+
+
+def check_step(model: Any, loss: Any, options: StrategyOptions, scaler: Any) -> None:
+    """Check the arguments of a BigBatch or a Trainer that a step depends on.
+
+    Raises:
+        ArgumentError: If one of them is invalid.
+    """
+    config = options.config
+    strategy = options.strategy
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"model={model!r}: expected a torch module")
+    if isinstance(loss, type):
+        raise ArgumentError(
+            f"loss={loss.__name__} is a class; expected a function of outputs and targets; give "
+            f"loss={loss.__name__}()"
+        )
+    if not callable(loss):
+        raise ArgumentError(f"loss={loss!r}: expected a function of outputs and targets")
+    if config is not None and not isinstance(config, limits.MemoryLimits):
+        raise ArgumentError(f"config={config!r}: expected a pinfeed.Config, or None")
+    if options.chunk_size is not None:
+        whole_number(options.chunk_size, "chunk_size")
+    if strategy != "auto" and strategy not in STRATEGIES:
+        raise ArgumentError(
+            f"strategy={strategy!r}: expected one of 'auto', {', '.join(map(repr, STRATEGIES))}"
+        )
+    check_autocast(options.autocast)
+    is_class = isinstance(scaler, type)
+    if scaler is not None and (is_class or not callable(getattr(scaler, "scale", None))):
+        raise ArgumentError(f"scaler={scaler!r}: expected a torch.amp.GradScaler, or None")
+    check_flag(options.verify, "verify")
 
 
 class BigBatch:
@@ -87,7 +147,7 @@ class BigBatch:
             backward pass.
         ``"auto"``: Chooses a strategy at the first batch of each size, by memory and by
             correctness; ``chosen`` says why. It uses chunks only if they give the gradients of the
-            plain step on a few samples of the first batch (see ``prove``).
+            plain step on a few samples of the first batch (see ``verify``).
 
     Args:
         model: The model, on its device, in the mode in which it is trained.
@@ -104,7 +164,7 @@ class BigBatch:
         modules: Other modules with parameters that the loss uses.
         autocast: Dtype of autocast for forward passes and losses; None for no autocast.
         scaler: A ``torch.amp.GradScaler``; the caller unscales and steps.
-        prove: Whether to compare ``"accumulate"``, ``"two_pass"`` and ``"checkpoint"`` with the
+        verify: Whether to compare ``"accumulate"``, ``"two_pass"`` and ``"checkpoint"`` with the
             plain step before using them. The comparison runs at the first batch, for each new
             shape of samples, and after ``train()`` or ``eval()``. It computes three samples, whole
             and in chunks of two and one, and compares outputs, gradients, the loss and the model's
@@ -129,28 +189,25 @@ class BigBatch:
         modules: Sequence[nn.Module] = (),
         autocast: torch.dtype | None = None,
         scaler: Any = None,
-        prove: bool = True,
+        verify: bool = True,
     ) -> None:
         modules = _checked_modules(modules)
-        options = StrategyOptions(config, chunk_size, strategy, autocast, prove)
+        options = StrategyOptions(config, chunk_size, strategy, autocast, verify)
         check_step(model, loss, options, scaler)
         if reduction not in (None, "mean", "sum"):
             raise ArgumentError(f"reduction={reduction!r}: expected 'mean', 'sum' or None")
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._options = options
-        known: Reduction | None = reduction or reduction_of(loss)
         self._spec = StepSpec(
             model=model,
             loss=loss,
             modules=(model, *([loss] if isinstance(loss, nn.Module) else []), *modules),
-            reduction=known or "sum",
+            reduction=reduction or reduction_of(loss),
             count=count or count_of(loss),
             context=self._context,
             scale=(lambda loss: loss) if scaler is None else scaler.scale,
         )
-        self._selector = StrategySelector(
-            self._spec, self._device, options, has_known_reduction=known is not None
-        )
+        self._selector = StrategySelector(self._spec, self._device, options)
         self._runner = StrategyRunner(self._spec, self._device, options, self._selector)
         self._is_closed = False
 
@@ -199,17 +256,7 @@ class BigBatch:
         self._require_open()
         if targets is None and is_batch_source(inputs):
             return self._backward_source(inputs)
-        check_targets(self._spec.loss, inputs, targets)
-        inputs = as_tensors(inputs)
-        targets = as_tensors(targets)
-        n = n_samples(inputs)
-        if targets is not None and n_samples(targets) != n:
-            raise ArgumentError(
-                f"inputs have {n} samples and targets {n_samples(targets)}; expected equally many"
-            )
-        if n == 0:
-            raise ArgumentError("the batch is empty; expected at least one sample")
-        check_no_sample_lists((inputs, targets), n, " (inputs, targets)")
+        inputs, targets = self._checked_batch(inputs, targets)
         chosen = self._selector.choose(inputs, targets)
         self._runner.chosen = chosen
         return self._runner.run(chosen, inputs, targets)
@@ -233,22 +280,35 @@ class BigBatch:
             ArgumentError: If ``backward`` would raise it.
         """
         self._require_open()
-        check_targets(self._spec.loss, inputs, targets)
-        inputs = as_tensors(inputs)
-        targets = as_tensors(targets)
+        inputs, targets = self._checked_batch(inputs, targets)
         n = n_samples(inputs)
         strategy = self._options.strategy
         if strategy == "auto":
             strategy = (self.chosen or self._selector.choose(inputs, targets)).strategy
         size = chunk_size or max(1, n // 3)
         chosen = self._selector.choice_as_named(strategy, n, size)  # type: ignore[arg-type]
-        whole = self._to_device(inputs), self._to_device(targets)
+        whole = to_device((inputs, targets), self._device)
         return compare_with_plain_step(
             self._spec,
             strategy,
-            lambda: backward_whole(self._spec, *whole),
+            lambda: self._spec.backward_whole(*whole),
             lambda: self._runner.run(chosen, inputs, targets),
         )
+
+    def _checked_batch(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
+        """Return inputs and targets as tensors, with equal numbers of samples."""
+        check_targets(self._spec.loss, inputs, targets)
+        inputs = as_tensors(inputs)
+        targets = as_tensors(targets)
+        n = n_samples(inputs)
+        if targets is not None and n_samples(targets) != n:
+            raise ArgumentError(
+                f"inputs have {n} samples and targets {n_samples(targets)}; expected equally many"
+            )
+        if n == 0:
+            raise ArgumentError("the batch is empty; expected at least one sample")
+        check_no_sample_lists((inputs, targets), n, " (inputs, targets)")
+        return inputs, targets
 
     def _backward_source(self, source: Any) -> torch.Tensor:
         """Add the gradients of all batches of an iterable, as those of one batch."""
@@ -262,7 +322,7 @@ class BigBatch:
             if not hasattr(source, "batches") and not isinstance(source, LoaderFeeder):
                 batches = stack.enter_context(wrap_loader(source, device=self._device, depth=1))
             pairs = stack.enter_context(contextlib.closing(input_target_pairs(batches)))
-            first = first_batches(pairs, self._spec)
+            first = first_batches(pairs, self._spec.count_terms)
             if not first:
                 raise ArgumentError("the source yields no batch; expected at least one")
             inputs, targets = joined_with_first(first)
@@ -275,13 +335,12 @@ class BigBatch:
             return self._runner.run_source(chunks)
 
     def _source_chunks(self, batches: Iterable[tuple[Any, Any]], size: int) -> Chunks:
-        for inputs, targets in batches:
-            self._selector.check_part_of_source(inputs, targets)
-            for start in range(0, n_samples(inputs), size):
+        for batch in batches:
+            self._selector.check_part_of_source(*batch)
+            for start in range(0, n_samples(batch), size):
                 # Tensors are already on the device, but numpy arrays are not.
-                x = self._to_device(slice_samples(inputs, start, start + size))
-                y = self._to_device(slice_samples(targets, start, start + size))
-                yield Chunk(x, y, self._spec.count_terms(x, y))
+                chunk = to_device(slice_samples(batch, start, start + size), self._device)
+                yield Chunk(*chunk, self._spec.count_terms(*chunk))
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -291,9 +350,6 @@ class BigBatch:
         if self._options.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, self._options.autocast)
-
-    def _to_device(self, batch: Any) -> Any:
-        return to_device(batch, self._device)
 
 
 def _checked_modules(modules: Any) -> tuple[nn.Module, ...]:

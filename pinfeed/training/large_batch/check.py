@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from pinfeed.tensors import rng_state
-from pinfeed.training.large_batch.strategies.recompute import (
-    Buffers,
-    buffers_of,
-    replayed_buffers,
-)
-from pinfeed.training.large_batch.strategies.step_spec import StepSpec
+from pinfeed.training.large_batch.step_comparison import ROUNDING, norm_of, run_step
+from pinfeed.training.large_batch.step_spec import StepSpec
 from pinfeed.validation.safe_repr import safe_repr
 
-_ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-_DEFAULT_ROUNDING = 1e-4
+_ROUNDING = ROUNDING | {torch.float32: 1e-4}
+"""Relative differences that rounding explains; sums over a batch of any size round more."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -64,15 +59,6 @@ class Check:
         return f"{self.strategy} and the plain step: {verdict} ({errors})"
 
 
-@dataclass(frozen=True)
-class _CheckedStep:
-    """Loss, gradients in float64, and buffers of the model after a step."""
-
-    loss: float
-    gradients: list[Any]
-    buffers: list[torch.Tensor]
-
-
 def compare_with_plain_step(
     spec: StepSpec,
     strategy: str,
@@ -89,61 +75,36 @@ def compare_with_plain_step(
         plain: Runs the plain step and returns its loss.
         other: Runs the step of the strategy and returns its loss.
     """
-    parameters = spec.parameters
     state = rng_state.capture()
-    gradients = [p.grad for p in parameters]
-    buffers = buffers_of(spec.modules)
-    try:
-        rng_state.restore(state)
-        want = _run(parameters, buffers, plain)
-        rng_state.restore(state)
-        got = _run(parameters, buffers, other)
-    finally:
-        for p, gradient in zip(parameters, gradients, strict=True):
-            p.grad = gradient
-        rng_state.restore(state)
-    return _check(spec, strategy, want, got)
-
-
-def _run(
-    parameters: Sequence[torch.Tensor], before: Buffers, compute: Callable[[], torch.Tensor]
-) -> _CheckedStep:
-    for p in parameters:
-        p.grad = None
-    with replayed_buffers(before):
-        loss = compute().item()
-        buffers = [value for module, _ in before for value in module._buffers.values()]
-        copies = [value.clone() for value in buffers if value is not None]
-        gradients = [None if p.grad is None else p.grad.double() for p in parameters]
-        return _CheckedStep(loss, gradients, copies)
-
-
-def _check(spec: StepSpec, strategy: str, want: _CheckedStep, got: _CheckedStep) -> Check:
-    differences = [_difference(a, b) for a, b in zip(want.gradients, got.gradients, strict=True)]
-    gradient_error = _norm(differences) / (_norm(want.gradients) or 1)
+    with rng_state.replayed(state):
+        want = run_step(spec, plain)
+    with rng_state.replayed(state):
+        got = run_step(spec, other)
+    gradients = zip(want.gradients, got.gradients, strict=True)
+    difference = math.hypot(*(norm_of(_difference(*pair)) for pair in gradients))
+    size = math.hypot(*map(norm_of, want.gradients))
+    losses = float(want.loss), float(got.loss)
     loss_error = 0.0
-    if not (math.isnan(want.loss) and math.isnan(got.loss)):
-        loss_error = abs(want.loss - got.loss) / (abs(want.loss) or 1)
-    pairs = zip(want.buffers, got.buffers, strict=True)
-    buffer_error = max((_largest_error(a, b) for a, b in pairs if a.numel()), default=0.0)
-    limits = [_ROUNDING.get(p.dtype, _DEFAULT_ROUNDING) for p in spec.parameters]
-    rounding = max(limits, default=_DEFAULT_ROUNDING)
+    if not all(map(math.isnan, losses)):
+        loss_error = abs(losses[0] - losses[1]) / (abs(losses[0]) or 1.0)
+    buffers = [
+        _largest_error(value, got.state.buffers[name])
+        for name, value in want.state.buffers.items()
+        if value is not None and value.numel()
+    ]
+    errors = (difference / (size or 1.0), loss_error, max(buffers, default=0.0))
+    limits = [_ROUNDING.get(p.dtype, _ROUNDING[torch.float32]) for p in spec.parameters]
+    rounding = max(limits, default=_ROUNDING[torch.float32])
     # The comparison with NaN is false, so NaN is not exact.
-    is_exact = all(error <= rounding for error in (gradient_error, loss_error, buffer_error))
-    return Check(strategy, gradient_error, loss_error, buffer_error, is_exact)
-
-
-def _norm(tensors: list[Any]) -> float:
-    squares = [float(tensor.square().sum()) for tensor in tensors if tensor is not None]
-    return math.sqrt(sum(squares))
-
-
-def _difference(a: Any, b: Any) -> Any:
-    if a is None or b is None:
-        return b if a is None else a
-    return a - b
+    return Check(strategy, *errors, is_exact=all(error <= rounding for error in errors))
 
 
 def _largest_error(a: torch.Tensor, b: torch.Tensor) -> float:
     difference = (a.double() - b.double()).abs().max()
     return float(difference) / (float(a.double().abs().max()) or 1.0)
+
+
+def _difference(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return a - b

@@ -1,7 +1,10 @@
-"""MemoryPredictor: predicts the memory of each strategy without running it."""
+"""MemoryPredictor: predicts the memory of each strategy by steps on tensors without data."""
 
 from __future__ import annotations
 
+import functools
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,19 +15,20 @@ from pinfeed.errors import EstimateError, NotEnoughCPUMemory, NotEnoughGPUMemory
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.units import human
-from pinfeed.training.large_batch.equivalence.conditions import MOST_COMPARED
-from pinfeed.training.large_batch.simulated_steps import (
-    OffloadStep,
-    TwoPassStep,
-    accumulate_step,
-    checkpoint_step,
-)
-from pinfeed.training.large_batch.strategies.batch_norms import batch_norms
-from pinfeed.training.large_batch.strategies.micro_batches import sample_spec_of
+from pinfeed.tensors.pytree import flatten
+from pinfeed.training.large_batch.batches import sample_spec_of
+from pinfeed.training.large_batch.recompute import recomputed
+from pinfeed.training.large_batch.step_spec import batch_norms
+from pinfeed.training.large_batch.verifier import MOST_COMPARED
 from pinfeed.training.memory_model.budget import largest_that_fits
 from pinfeed.training.memory_model.estimate import StepEstimator
 from pinfeed.training.memory_model.models import bytes_on_device
-from pinfeed.training.memory_model.step_run import Step, plain_step
+from pinfeed.training.memory_model.step_run import Step, StepRun, plain_step
+
+_N_AHEAD = 2
+"""Chunks on the device in addition to the current one."""
+_LEAST_BYTES = 64 << 10
+"""Smaller storages stay on the device; the default threshold of Offload."""
 
 
 class MemoryPredictor:
@@ -34,30 +38,28 @@ class MemoryPredictor:
         estimator: Estimates steps of the model.
         limit: Limit of device memory, in bytes; of host memory if training is on the CPU.
         host_limit: Limit of host memory, in bytes.
-        n_ahead: Chunks on the device in addition to the current one.
     """
 
-    def __init__(self, estimator: StepEstimator, limit: int, host_limit: int, n_ahead: int) -> None:
+    def __init__(self, estimator: StepEstimator, limit: int, host_limit: int) -> None:
         self._estimator = estimator
         self.limit = limit
-        self.host_limit = host_limit
+        self._host_limit = host_limit
         target_nbytes = () if estimator.targets is None else estimator.targets.nbytes
-        self._ahead_nbytes = n_ahead * (sum(estimator.inputs.nbytes) + sum(target_nbytes))
-        self.offload = OffloadStep()
+        self._ahead_nbytes = _N_AHEAD * (sum(estimator.inputs.nbytes) + sum(target_nbytes))
+        self._offload = _OffloadStep()
         self.why_not = ""
         """Reason why the last prediction was not possible."""
         model = estimator.model
         # Normalization needs two samples, because a single one has no variance.
         self._least = 2 if isinstance(model, nn.Module) and batch_norms(model) else 1
 
-    def chunk_size(self, n: int | None, *, in_two_passes: bool = False) -> int:
+    def chunk_size(self, strategy: str, n: int | None) -> int:
         """Return the largest chunk of a batch of ``n`` that fits together with gradients.
 
         Raises:
             NotEnoughGPUMemory: If not even one sample fits on the GPU.
             NotEnoughCPUMemory: If training is on the CPU and not even one sample fits.
         """
-        strategy = "two_pass" if in_two_passes else "accumulate"
 
         def need(size: int) -> int:
             nbytes = self.bytes_of(strategy, n or size, max(size, self._least))
@@ -93,7 +95,7 @@ class MemoryPredictor:
         raise error(
             f"the comparison with the plain step computes two samples and needs "
             f"{human((nbytes or 0) + gradients)}; {name} is {human(self.limit)} ({self.limit} "
-            f"bytes); raise {name}, or give prove=False to skip the comparison"
+            f"bytes); raise {name}, or give verify=False to skip the comparison"
         )
 
     def bytes_of(self, strategy: str, n: int, chunk_size: int) -> int | None:
@@ -106,10 +108,10 @@ class MemoryPredictor:
         """
         steps: dict[str, Step] = {
             "plain": plain_step,
-            "accumulate": accumulate_step,
-            "two_pass": TwoPassStep(chunk_size),
-            "checkpoint": checkpoint_step,
-            "offload": self.offload,
+            "accumulate": _accumulate_step,
+            "two_pass": functools.partial(_two_pass_step, chunk_size=chunk_size),
+            "checkpoint": _checkpoint_step,
+            "offload": self._offload,
         }
         size = min(n, chunk_size) if strategy == "accumulate" else n
         is_in_chunks = strategy in ("accumulate", "two_pass")
@@ -119,6 +121,10 @@ class MemoryPredictor:
         except EstimateError as error:
             self.why_not = str(error)
             return None
+
+    def fits_on_host(self) -> bool:
+        """Return whether the activations that ``"offload"`` moves fit in host memory."""
+        return self._offload.host_bytes <= self._host_limit
 
     def _not_enough(self) -> tuple[type[NotEnoughGPUMemory] | type[NotEnoughCPUMemory], str]:
         """Return the error for the device, and the name of its limit."""
@@ -161,4 +167,112 @@ def memory_predictor_for(
         device="cuda" if limit is not None else "cpu",
         autocast=autocast,
     )
-    return MemoryPredictor(estimator, host_limit if limit is None else limit, host_limit, n_ahead=2)
+    return MemoryPredictor(estimator, host_limit if limit is None else limit, host_limit)
+
+
+def _accumulate_step(run: StepRun, batch_size: int) -> Any:
+    """Simulate two chunks, the second one while gradients exist already."""
+    for _ in range(2):
+        inputs, targets = run.batch(batch_size)
+        loss = run.loss(run.outputs(inputs), targets)
+        run.backward(loss)
+    return inputs, targets, loss
+
+
+def _two_pass_step(run: StepRun, batch_size: int, chunk_size: int) -> Any:
+    """Simulate a whole batch in two passes of chunks."""
+    _, targets = run.batch(batch_size)
+    size = min(chunk_size, batch_size)
+    with torch.no_grad():
+        first = run.outputs(run.batch(size)[0])
+        outputs = _outputs_of_batch(first, batch_size, size)
+    leaves, rebuild = flatten(outputs)
+    held = [leaf.detach().requires_grad_(leaf.is_floating_point()) for _, leaf in leaves]
+    run.backward(run.loss(rebuild(iter(held)), targets))
+    for _ in range(2):
+        inputs, _ = run.batch(size)
+        again = [leaf for _, leaf in flatten(run.outputs(inputs))[0] if leaf.requires_grad]
+        run.tracker.enter("backward")
+        torch.autograd.backward(again, [torch.empty_like(leaf) for leaf in again])
+        run.tracker.label((p.grad for p in run.model.parameters()), "gradients")
+    return held, targets
+
+
+def _checkpoint_step(run: StepRun, batch_size: int) -> Any:
+    """Simulate a whole batch whose backward pass recomputes parts of the model."""
+    with recomputed(run.model):
+        return plain_step(run, batch_size)
+
+
+class _OffloadedStorage:
+    """A storage in host memory, and its copy on the device while anything refers to the copy."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._device_copy: Callable[[], torch.Tensor | None] = lambda: None
+
+    def on_device(self) -> torch.Tensor:
+        whole = self._device_copy()
+        if whole is None:
+            whole = torch.empty(self.nbytes, dtype=torch.uint8)
+            self._device_copy = weakref.ref(whole)
+        return whole
+
+
+class _OffloadStep:
+    """Simulates a whole batch whose activations stay in host memory until the backward pass.
+
+    Attributes:
+        host_bytes: Peak of the bytes in host memory.
+    """
+
+    def __init__(self) -> None:
+        self.host_bytes = 0
+        self._current_bytes = 0
+
+    def __call__(self, run: StepRun, batch_size: int) -> Any:
+        tensors = (*run.model.parameters(), *run.model.buffers())
+        staying = {tensor.untyped_storage()._cdata for tensor in tensors}
+        # The key is the address of the storage. It is removed when the storage dies, because
+        # another storage may get the same address.
+        offloaded: dict[int, _OffloadedStorage] = {}
+
+        def pack(tensor: torch.Tensor) -> Any:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in staying or storage.nbytes() < _LEAST_BYTES:
+                return tensor
+            if key not in offloaded:
+                offloaded[key] = self._offload(storage.nbytes())
+                weakref.finalize(storage, offloaded.pop, key, None).atexit = False
+            geometry = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+            return offloaded[key], *geometry
+
+        def unpack(packed: Any) -> torch.Tensor:
+            if isinstance(packed, torch.Tensor):
+                return packed
+            storage, dtype, shape, stride, offset = packed
+            whole: torch.Tensor = storage.on_device()
+            return whole.view(dtype).as_strided(shape, stride, offset)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return plain_step(run, batch_size)
+
+    def _offload(self, nbytes: int) -> _OffloadedStorage:
+        storage = _OffloadedStorage(nbytes)
+        self._current_bytes += nbytes
+        self.host_bytes = max(self.host_bytes, self._current_bytes)
+        weakref.finalize(storage, self._free, nbytes).atexit = False
+        return storage
+
+    def _free(self, nbytes: int) -> None:
+        self._current_bytes -= nbytes
+
+
+def _outputs_of_batch(outputs: Any, n: int, size: int) -> Any:
+    """Return empty outputs for ``n`` samples, given the outputs of ``size`` samples."""
+    leaves, rebuild = flatten(outputs)
+    return rebuild(
+        leaf.new_empty((len(leaf) * n // size, *leaf.shape[1:])) if leaf.ndim else leaf
+        for _, leaf in leaves
+    )

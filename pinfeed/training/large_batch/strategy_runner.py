@@ -5,31 +5,31 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pinfeed.feeders.loader_feeder import LoaderFeeder
+from pinfeed.feeders.wrap_loader import wrap_loader
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.tensors import rng_state
-from pinfeed.training.large_batch.chunk_stream import ChunkStream
-from pinfeed.training.large_batch.select import Strategy, StrategyChoice
-from pinfeed.training.large_batch.strategies.accumulation import GradientAccumulator
-from pinfeed.training.large_batch.strategies.batch_norms import batch_norms
-from pinfeed.training.large_batch.strategies.gradients import backward_whole, gradient_transaction
-from pinfeed.training.large_batch.strategies.micro_batches import (
-    Chunks,
-    n_samples,
-    slice_samples,
+from pinfeed.training.large_batch.accumulation import GradientAccumulator
+from pinfeed.training.large_batch.batches import Chunk, Chunks, n_samples, slice_samples
+from pinfeed.training.large_batch.recompute import recomputed
+from pinfeed.training.large_batch.step_spec import StepSpec, batch_norms, gradient_transaction
+from pinfeed.training.large_batch.strategy_selector import (
+    SOURCE,
+    Strategy,
+    StrategyChoice,
+    StrategySelector,
 )
-from pinfeed.training.large_batch.strategies.recompute import recomputed
-from pinfeed.training.large_batch.strategies.step_spec import StepSpec
-from pinfeed.training.large_batch.strategies.two_pass import backward_two_pass
-from pinfeed.training.large_batch.strategy_options import StrategyOptions
-from pinfeed.training.large_batch.strategy_selector import SOURCE, StrategySelector
+from pinfeed.training.large_batch.two_pass import backward_two_pass
 from pinfeed.training.memory_model.out_of_memory import is_out_of_memory, release_cached_memory
 from pinfeed.training.memory_model.tensor_specs import to_device
 
 if TYPE_CHECKING:
+    from pinfeed.training.large_batch.big_batch import StrategyOptions
     from pinfeed.training.offload.offload import Offload
 
 
@@ -58,7 +58,7 @@ class StrategyRunner:
         self._device = device
         self._options = options
         self._selector = selector
-        self._stream = ChunkStream(spec, device)
+        self._stream = _ChunkStream(spec, device)
         self._offload: Offload | None = None
         self.chosen: StrategyChoice | None = None
         self.n_halved = 0
@@ -72,57 +72,10 @@ class StrategyRunner:
 
     def run(self, chosen: StrategyChoice, inputs: Any, targets: Any) -> torch.Tensor:
         """Add the gradients of a batch and return its loss; an error leaves gradients unchanged."""
-        with gradient_transaction(self._spec):
-            if chosen.strategy == "accumulate":
-                return self._accumulate_batch(chosen.chunk_size, inputs, targets)
-            if chosen.strategy in ("plain", "two_pass"):
-                return self._compute_or_halve(chosen, inputs, targets)
-            is_checkpoint = chosen.strategy == "checkpoint"
-            with recomputed(self._spec.model) if is_checkpoint else self._offloaded():
-                return self._backward_whole(inputs, targets)
-
-    def run_source(self, chunks: Chunks) -> torch.Tensor:
-        """Add the gradients of the chunks of an iterable source, and return their loss."""
-        with gradient_transaction(self._spec):
-            return self._accumulate(chunks, None, SOURCE)
-
-    def _backward_whole(self, inputs: Any, targets: Any) -> torch.Tensor:
-        return backward_whole(
-            self._spec, to_device(inputs, self._device), to_device(targets, self._device)
-        )
-
-    def _accumulate_batch(self, size: int, inputs: Any, targets: Any) -> torch.Tensor:
-        total = self._spec.count_terms(inputs, targets)
-        if self._spec.reduction == "mean" and not total:
-            # The batch has no terms, so the plain step decides what its mean is.
-            return self._backward_whole(
-                slice_samples(inputs, 0, size), slice_samples(targets, 0, size)
-            )
-        chunks = self._stream.chunks(inputs, targets, size)
-        return self._accumulate(chunks, total, self._selector.key_of(inputs, targets))
-
-    def _accumulate(self, chunks: Chunks, total: float | None, key: Any) -> torch.Tensor:
-        accumulator = GradientAccumulator(self._spec)
+        state = rng_state.capture() if chosen.strategy in ("plain", "two_pass") else {}
         try:
-            # Without closing, an error that the user keeps would keep the loop over chunks running.
-            with contextlib.closing(chunks):
-                return accumulator.run(chunks, total)
-        finally:
-            if accumulator.n_halved:
-                # The next batch starts with the smaller chunks.
-                self.n_halved += accumulator.n_halved
-                self._selector.halve(key)
-
-    def _compute_or_halve(self, chosen: StrategyChoice, inputs: Any, targets: Any) -> torch.Tensor:
-        """Compute the whole batch or two passes; if memory runs out, retry in smaller chunks."""
-        state = rng_state.capture()
-        size = chosen.chunk_size
-        try:
-            with gradient_transaction(self._spec):
-                if chosen.strategy == "plain" or size >= n_samples(inputs):
-                    return self._backward_whole(inputs, targets)
-                chunks = functools.partial(self._stream.chunks, inputs, targets, size)
-                return backward_two_pass(self._spec, chunks, to_device(targets, self._device))
+            with gradient_transaction(self._spec.parameters):
+                return self._compute(chosen, inputs, targets)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error) or not self._can_be_cut(chosen):
                 raise
@@ -137,18 +90,59 @@ class StrategyRunner:
         smaller = dataclasses.replace(
             chosen,
             strategy=strategy,
-            chunk_size=-(-size // 2),
+            chunk_size=-(-chosen.chunk_size // 2),
             why="more samples did not fit in memory",
         )
         self.chosen = self._selector.keep(self._selector.key_of(inputs, targets), smaller)
         return self.run(smaller, inputs, targets)
 
+    def run_source(self, chunks: Chunks) -> torch.Tensor:
+        """Add the gradients of the chunks of an iterable source, and return their loss."""
+        with gradient_transaction(self._spec.parameters):
+            return self._accumulate(chunks, None, SOURCE)
+
+    def _compute(self, chosen: StrategyChoice, inputs: Any, targets: Any) -> torch.Tensor:
+        strategy = chosen.strategy
+        size = chosen.chunk_size
+        if strategy == "two_pass" and size < n_samples(inputs):
+            chunks = functools.partial(self._stream.chunks, inputs, targets, size)
+            return backward_two_pass(self._spec, chunks, to_device(targets, self._device))
+        if strategy == "accumulate":
+            total = self._spec.count_terms(inputs, targets)
+            if self._spec.reduction != "mean" or total:
+                key = self._selector.key_of(inputs, targets)
+                return self._accumulate(self._stream.chunks(inputs, targets, size), total, key)
+            # The batch has no terms, so the plain step decides what its mean is.
+            inputs, targets = slice_samples((inputs, targets), 0, size)
+        with self._context(strategy):
+            return self._spec.backward_whole(*to_device((inputs, targets), self._device))
+
+    def _accumulate(self, chunks: Chunks, total: float | None, key: Any) -> torch.Tensor:
+        accumulator = GradientAccumulator(self._spec)
+        try:
+            # Without closing, an error that the user keeps would keep the loop over chunks running.
+            with contextlib.closing(chunks):
+                return accumulator.run(chunks, total)
+        finally:
+            if accumulator.n_halved:
+                # The next batch starts with the smaller chunks.
+                self.n_halved += accumulator.n_halved
+                self._selector.halve(key)
+
     def _can_be_cut(self, chosen: StrategyChoice) -> bool:
+        """Return whether smaller chunks can compute a batch that does not fit in memory."""
         if chosen.chunk_size == 1 or self._options.strategy == "plain":
             return False
-        return chosen.strategy != "plain" or not batch_norms(self._spec.model)
+        if chosen.strategy == "plain":
+            return not batch_norms(self._spec.model)
+        return chosen.strategy == "two_pass"
 
-    def _offloaded(self) -> contextlib.AbstractContextManager[Any]:
+    def _context(self, strategy: Strategy) -> contextlib.AbstractContextManager[Any]:
+        """Return the context of a whole step."""
+        if strategy == "checkpoint":
+            return recomputed(self._spec.model)
+        if strategy != "offload":
+            return contextlib.nullcontext()
         if self._offload is None:
             from pinfeed.training.offload.offload import Offload
 
@@ -156,3 +150,50 @@ class StrategyRunner:
             limit = None if config is None else config.host_limit(free_host_bytes())
             self._offload = Offload(self._device, host_limit=limit)
         return self._offload.step(*self._spec.modules)
+
+
+class _ChunkStream:
+    """Copies the chunks of one batch after another to the device, one chunk ahead.
+
+    It is the loader of its own feeder.
+
+    Args:
+        spec: The model and the loss, used to count the loss terms of a chunk.
+        device: Device of the model.
+    """
+
+    def __init__(self, spec: StepSpec, device: torch.device) -> None:
+        self._spec = spec
+        self._device = device
+        self._batch: Any = None
+        self._size = 1
+        self._feeder: LoaderFeeder[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        batch = self._batch
+        size = self._size
+        for start in range(0, n_samples(batch), size):
+            yield slice_samples(batch, start, start + size)
+
+    def chunks(self, inputs: Any, targets: Any, size: int) -> Chunks:
+        """Yield the chunks of a batch, which may be on the host or on the device."""
+        if self._feeder is None:
+            self._feeder = wrap_loader(self, device=self._device, depth=1)
+        self._batch = (inputs, targets)
+        self._size = size
+        batches: Any = iter(self._feeder)
+        try:
+            starts = range(0, n_samples(inputs), size)
+            for start, (x, y) in zip(starts, batches, strict=True):
+                # Terms are counted in the caller's targets, because reading a count from the
+                # device would wait for it.
+                own_targets = slice_samples(targets, start, start + size)
+                yield Chunk(x, y, self._spec.count_terms(x, own_targets))
+        finally:
+            batches.close()
+            self._batch = None
+
+    def close(self) -> None:
+        """End the reader thread and free page-locked memory. Further calls do nothing."""
+        if self._feeder is not None:
+            self._feeder.close()

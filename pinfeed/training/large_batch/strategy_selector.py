@@ -1,41 +1,78 @@
-"""StrategySelector: chooses the strategy for each batch of a BigBatch, once per shape and mode."""
+"""StrategySelector: chooses the strategy for a batch, by memory and by whether it is right."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import warnings
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from tabulate import tabulate
 from torch import nn
 
 from pinfeed.errors import ArgumentError
-from pinfeed.training.large_batch.equivalence.conditions import (
-    MOST_COMPARED,
-    ONE_BY_ONE,
-    PLAIN_FAILS,
-)
-from pinfeed.training.large_batch.equivalence.verifier import EquivalenceVerifier
+from pinfeed.memory.units import human
+from pinfeed.training.large_batch.batches import n_samples, sample_spec_of, shapes_and_dtypes
 from pinfeed.training.large_batch.memory_predictor import MemoryPredictor, memory_predictor_for
-from pinfeed.training.large_batch.select import (
-    Strategy,
-    StrategyChoice,
-    choose_strategy,
-    chunk_strategies,
-    describe_problems,
-)
-from pinfeed.training.large_batch.strategies.batch_norms import batch_norms
-from pinfeed.training.large_batch.strategies.micro_batches import (
-    n_samples,
-    sample_spec_of,
-    shapes_and_dtypes,
-)
-from pinfeed.training.large_batch.strategies.step_spec import StepSpec
-from pinfeed.training.large_batch.strategy_options import StrategyOptions
+from pinfeed.training.large_batch.recompute import can_be_recomputed
+from pinfeed.training.large_batch.step_comparison import ONE_BY_ONE, PLAIN_FAILS
+from pinfeed.training.large_batch.step_spec import StepSpec, batch_norms
+from pinfeed.training.large_batch.verifier import MOST_COMPARED, Verifier
+from pinfeed.validation.safe_repr import safe_repr
 
+if TYPE_CHECKING:
+    from pinfeed.training.large_batch.big_batch import StrategyOptions
+
+Strategy = Literal["plain", "accumulate", "two_pass", "checkpoint", "offload"]
+STRATEGIES: tuple[Strategy, ...] = ("plain", "accumulate", "two_pass", "checkpoint", "offload")
 SOURCE = object()
 """Key of all batches that an iterable source yields."""
+_SIZE_IS_UNKNOWN = (
+    "the size of chunks is unknown without chunk_size and config; give chunk_size= or config="
+)
+
+
+@dataclass(frozen=True, repr=False)
+class StrategyChoice:
+    """Strategy that a BigBatch has chosen for a batch; ``str(chosen)`` says why.
+
+    Examples:
+        >>> model = torch.nn.Linear(8, 1)
+        >>> with pinfeed.BigBatch(model, torch.nn.MSELoss(), chunk_size=64) as big_batch:
+        ...     loss = big_batch.backward(torch.randn(512, 8), torch.randn(512, 1))
+        ...     chosen = big_batch.chosen
+        >>> chosen.strategy, chosen.chunk_size
+        ('accumulate', 64)
+
+    Attributes:
+        strategy: Name of the strategy.
+        chunk_size: Samples that are computed at a time.
+        why: Reason for the choice, as a sentence.
+        device_bytes: Predicted device memory of each strategy that was considered, in bytes; None
+            if the prediction failed.
+    """
+
+    strategy: Strategy
+    chunk_size: int
+    why: str
+    device_bytes: dict[str, int | None]
+
+    @safe_repr
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        sentence = f"{self.strategy}, {self.chunk_size} samples at a time: {self.why}"
+        if not any(self.device_bytes.values()):
+            return sentence
+        rows = [
+            (name, "?" if nbytes is None else human(nbytes))
+            for name, nbytes in self.device_bytes.items()
+        ]
+        return f"{sentence}\n{tabulate(rows, headers=('strategy', 'device memory'))}"
 
 
 class StrategySelector:
@@ -45,23 +82,15 @@ class StrategySelector:
         spec: The model and the loss.
         device: Device of the model.
         options: The user's limits, chunk size and strategy.
-        has_known_reduction: Whether the loss is known to be the mean or sum of its terms.
     """
 
-    def __init__(
-        self,
-        spec: StepSpec,
-        device: torch.device,
-        options: StrategyOptions,
-        *,
-        has_known_reduction: bool,
-    ) -> None:
+    def __init__(self, spec: StepSpec, device: torch.device, options: StrategyOptions) -> None:
         self._spec = spec
+        self._device = device
         self._options = options
-        self._has_known_reduction = has_known_reduction
-        self._verifier = EquivalenceVerifier(options.prove, options.autocast)
+        self._verifier = Verifier(options.verify, options.autocast)
         self._choices: dict[Any, StrategyChoice] = {}
-        self._predictors = _Predictors(spec, device, options)
+        self._predictors: dict[Any, MemoryPredictor] = {}
         self._is_source_reported = False
 
     def choose(self, inputs: Any, targets: Any) -> StrategyChoice:
@@ -76,21 +105,28 @@ class StrategySelector:
         if key in self._choices:
             return self._choices[key]
         n = n_samples(inputs)
+        model = self._spec.model
+        problem_of = functools.partial(self._problem_of, inputs=inputs, targets=targets)
         if self._options.strategy == "auto":
-            chosen = choose_strategy(
-                self._spec.model,
-                n,
-                self._options.chunk_size,
-                self._has_known_reduction,
-                None if self._options.config is None else self._predictors.get(inputs, targets),
-                functools.partial(self._problem_of, inputs=inputs, targets=targets),
+            return self.keep(
+                key,
+                choose_strategy(
+                    model,
+                    n,
+                    self._options.chunk_size,
+                    self._spec.reduction is not None,
+                    self._predictor(inputs, targets),
+                    problem_of,
+                ),
             )
-            return self.keep(key, chosen)
         strategy: Strategy = self._options.strategy  # type: ignore[assignment]
-        size = self._chunk_size(strategy, n, inputs, targets)
+        size = n
+        if strategy in ("accumulate", "two_pass"):
+            size = self._chunk_size(strategy, n, inputs, targets)
         chosen = self.keep(key, self.choice_as_named(strategy, n, size))
-        if _may_differ(chosen, n, self._spec.model):
-            self._report(strategy, self._problem_of(strategy, inputs, targets))
+        # Batches that a normalization sees in chunks have been warned of.
+        if strategy == "checkpoint" or (chosen.chunk_size < n and not batch_norms(model)):
+            self._report(strategy, problem_of(strategy))
         return chosen
 
     def choose_for_source(
@@ -115,15 +151,13 @@ class StrategySelector:
             )
         if SOURCE not in self._choices:
             size = self._chunk_size("accumulate", None, inputs, targets)
-            self._choices[SOURCE] = self.choice_as_named("accumulate", None, size)
+            self.keep(SOURCE, self.choice_as_named("accumulate", None, size))
             self._is_source_reported = bool(norms)
-        if is_one_of_several and self._verifier.is_on and not self._is_source_reported:
-            self._report(
-                "accumulate",
+        if is_one_of_several and self._verifier.is_on:
+            self._report_source(
                 "no two samples of the first batches have the same shape, so the strategy cannot "
-                "be compared with the plain step",
+                "be compared with the plain step"
             )
-            self._is_source_reported = True
         self.check_part_of_source(inputs, targets)
         return self._choices[SOURCE]
 
@@ -133,11 +167,8 @@ class StrategySelector:
         Raises:
             ArgumentError: If the batches cannot be added up.
         """
-        if self._is_source_reported:
-            return
-        if problem := self._problem_of(ONE_BY_ONE, inputs, targets):
-            self._report("accumulate", problem)
-            self._is_source_reported = True
+        if not self._is_source_reported:
+            self._report_source(self._problem_of(ONE_BY_ONE, inputs, targets))
 
     def keep(self, key: Any, chosen: StrategyChoice) -> StrategyChoice:
         """Use this choice for batches with this key from now on."""
@@ -156,14 +187,13 @@ class StrategySelector:
             ArgumentError: If no strategy that computes chunks is right.
         """
         problems: dict[str, str] = {}
-        for strategy in chunk_strategies(self._has_known_reduction):
-            problem = self._problem_of(strategy, inputs, targets)
-            if not problem:
+        for strategy in _chunk_strategies(self._spec.reduction is not None):
+            problems[strategy] = self._problem_of(strategy, inputs, targets)
+            if not problems[strategy]:
                 return strategy
-            problems[strategy] = problem
         raise ArgumentError(
             "the whole batch does not fit in memory, and chunks do not give its gradients "
-            f"({describe_problems(problems)}); give strategy='offload'"
+            f"({_described(problems)}); give strategy='offload'"
         )
 
     def choice_as_named(self, strategy: Strategy, n: int | None, chunk_size: int) -> StrategyChoice:
@@ -188,7 +218,7 @@ class StrategySelector:
                 "the whole batch, give strategy='offload' or 'checkpoint'",
                 stacklevel=4,
             )
-        if strategy == "accumulate" and not self._has_known_reduction:
+        if strategy == "accumulate" and self._spec.reduction is None:
             raise ArgumentError(
                 "strategy='accumulate' needs a loss whose reduction is known, and torch does not "
                 "define this loss; give reduction='mean' or 'sum' if the loss is a mean or sum of "
@@ -206,62 +236,53 @@ class StrategySelector:
 
     def _problem_of(self, strategy: str, inputs: Any, targets: Any) -> str:
         def most_that_fit() -> int:
-            if self._options.config is None or self._options.chunk_size is not None:
-                return MOST_COMPARED
-            return self._predictors.get(inputs, targets).n_compared(n_samples(inputs))
+            predictor = None
+            if self._options.chunk_size is None:
+                predictor = self._predictor(inputs, targets)
+            n = n_samples(inputs)
+            return MOST_COMPARED if predictor is None else predictor.n_compared(n)
 
         return self._verifier.problem_of(strategy, self._spec, inputs, targets, most_that_fit)
 
+    def _report_source(self, problem: str) -> None:
+        if problem and not self._is_source_reported:
+            self._report("accumulate", problem)
+            self._is_source_reported = True
+
     def _report(self, strategy: Strategy, problem: str) -> None:
         """Raise for a problem of a strategy that ``"auto"`` chose; warn if the user named it."""
-        if not problem:
-            return
         sentence = f"strategy={strategy!r} does not give the gradients of the plain step: {problem}"
-        if self._options.strategy == "auto":
+        if self._options.strategy == "auto" and problem:
             raise ArgumentError(
                 f"{sentence}; batches of a source arrive one by one, so only their gradients can "
                 "be added; give the whole batch as tensors, or, if the difference does not matter, "
-                "strategy='accumulate' or prove=False"
+                "strategy='accumulate' or verify=False"
             )
-        if problem.startswith(PLAIN_FAILS):
-            # The step is about to raise the error itself.
-            return
-        warnings.warn(
-            f"{sentence}; give strategy='auto', or prove=False if the difference does not matter",
-            stacklevel=4,
-        )
+        # If the plain step fails, the step is about to raise the error itself.
+        if problem and not problem.startswith(PLAIN_FAILS):
+            warnings.warn(
+                f"{sentence}; give strategy='auto', or verify=False if the difference does not "
+                "matter",
+                stacklevel=4,
+            )
 
     def _chunk_size(self, strategy: Strategy, n: int | None, inputs: Any, targets: Any) -> int:
         """Return the number of samples in a chunk."""
-        if strategy not in ("accumulate", "two_pass"):
-            return n or 1
         if self._options.chunk_size is not None:
             return self._options.chunk_size
+        predictor = self._predictor(inputs, targets)
+        if predictor is None:
+            raise ArgumentError(_SIZE_IS_UNKNOWN)
+        return predictor.chunk_size(strategy, n)
+
+    def _predictor(self, inputs: Any, targets: Any) -> MemoryPredictor | None:
+        """Return the predictor for samples of this shape; None without a config."""
         if self._options.config is None:
-            raise ArgumentError(
-                "the size of chunks is unknown without chunk_size and config; give chunk_size= or "
-                "config="
-            )
-        is_two_pass = strategy == "two_pass"
-        return self._predictors.get(inputs, targets).chunk_size(n, in_two_passes=is_two_pass)
-
-
-class _Predictors:
-    """Memory predictors of a model, one for each shape of samples."""
-
-    def __init__(self, spec: StepSpec, device: torch.device, options: StrategyOptions) -> None:
-        self._spec = spec
-        self._device = device
-        self._options = options
-        self._by_shape: dict[Any, MemoryPredictor] = {}
-
-    def get(self, inputs: Any, targets: Any) -> MemoryPredictor:
-        """Return the predictor for batches of this shape; requires a config."""
+            return None
         target_key = targets is not None and sample_spec_of(targets).key
         key = sample_spec_of(inputs).key, target_key, *batch_norms(self._spec.model)
-        if key not in self._by_shape:
-            assert self._options.config is not None
-            self._by_shape[key] = memory_predictor_for(
+        if key not in self._predictors:
+            self._predictors[key] = memory_predictor_for(
                 self._spec.model,
                 self._options.config,
                 self._device,
@@ -270,12 +291,111 @@ class _Predictors:
                 loss=self._spec.loss,
                 autocast=self._options.autocast,
             )
-        return self._by_shape[key]
+        return self._predictors[key]
 
 
-def _may_differ(chosen: StrategyChoice, n: int, model: nn.Module) -> bool:
-    """Return whether a named strategy may differ from the plain step and no warning said so yet."""
-    if chosen.strategy == "checkpoint":
-        return True
-    is_cut = chosen.strategy in ("accumulate", "two_pass") and chosen.chunk_size < n
-    return is_cut and not batch_norms(model)
+def choose_strategy(
+    model: nn.Module,
+    n: int,
+    chunk_size: int | None,
+    has_known_reduction: bool,
+    predictor: MemoryPredictor | None,
+    problem_of: Callable[[Strategy], str],
+) -> StrategyChoice:
+    """Choose the strategy for a batch, as ``"auto"`` does.
+
+    Args:
+        model: The model, in the mode in which it is trained.
+        n: Samples of the batch.
+        chunk_size: Samples of a chunk; None for the largest chunk that fits.
+        has_known_reduction: Whether the loss is known to be the mean or sum of its terms.
+        predictor: Predicts the memory of strategies; None if there is no limit.
+        problem_of: Returns how a strategy differs from the plain step; "" if it does not.
+
+    Raises:
+        ArgumentError: If no strategy gives the gradients of the plain step, or there is neither a
+            limit nor a chunk size.
+        NotEnoughGPUMemory: If not even one sample fits.
+    """
+    if predictor is None and chunk_size is None:
+        raise ArgumentError(_SIZE_IS_UNKNOWN)
+    device_bytes: dict[str, int | None] = {}
+    problems: dict[str, str] = {}
+
+    def fits(strategy: Strategy, size: int = n) -> bool:
+        """Predict the device memory of a strategy, and return whether it is within the limit."""
+        nbytes = None if predictor is None else predictor.bytes_of(strategy, n, size)
+        device_bytes[strategy] = nbytes
+        return predictor is not None and nbytes is not None and nbytes <= predictor.limit
+
+    def is_right(strategy: Strategy) -> bool:
+        if problem := problem_of(strategy):
+            problems[strategy] = problem
+        return not problem
+
+    if (chunk_size is not None and chunk_size >= n) or fits("plain"):
+        return StrategyChoice("plain", n, "the whole batch fits in memory", device_bytes)
+    norms = batch_norms(model)
+    if norms:
+        problems["accumulate, two_pass"] = f"{norms[0]} normalizes over the batch"
+    for strategy in () if norms else _chunk_strategies(has_known_reduction):
+        size = chunk_size
+        if size is None and predictor is not None:
+            size = predictor.chunk_size(strategy, n)
+        assert size is not None
+        if is_right(strategy):
+            # The size may be the user's, so it is used even if it does not fit.
+            fits(strategy, size)
+            why = _why_chunks(strategy, problems)
+            return StrategyChoice(strategy, min(size, n), why, device_bytes)
+    why = f"chunks do not give its gradients ({_described(problems)}) and"
+    if fits("offload") and predictor is not None and predictor.fits_on_host():
+        why = f"{why} its activations fit in host memory"
+        return StrategyChoice("offload", n, why, device_bytes)
+    if can_be_recomputed(model) and fits("checkpoint") and is_right("checkpoint"):
+        why = f"{why} the whole batch fits if parts of the model are recomputed"
+        return StrategyChoice("checkpoint", n, why, device_bytes)
+    raise _no_strategy(n, problems)
+
+
+def _chunk_strategies(has_known_reduction: bool) -> tuple[Strategy, ...]:
+    """Return the strategies that compute chunks and are possible for a loss, the fastest first."""
+    return ("accumulate", "two_pass") if has_known_reduction else ("two_pass",)
+
+
+def _why_chunks(strategy: Strategy, problems: Mapping[str, str]) -> str:
+    if problems:
+        problem = problems["accumulate"]
+        return f"accumulate does not give the gradients of the plain step: {problem}"
+    if strategy == "accumulate":
+        return "the loss is a sum or mean of terms"
+    return (
+        "the loss is not known to be a sum or mean of terms, so it needs all outputs (give "
+        "reduction= if it is)"
+    )
+
+
+def _no_strategy(n: int, problems: Mapping[str, str]) -> ArgumentError:
+    """Return the error that says why no strategy is possible for ``n`` samples."""
+    if all(one.startswith(PLAIN_FAILS) for one in problems.values()):
+        return ArgumentError(
+            f"{next(iter(problems.values()))}, so no strategy can be compared with it; expected "
+            "inputs and targets with which the step runs without pinfeed; if the step fails only "
+            "with few samples, name a strategy and give verify=False"
+        )
+    return ArgumentError(
+        f"chunks do not give the gradients of {n} samples ({_described(problems)}), and no "
+        "strategy that computes the whole batch is known to fit in memory; give config= with "
+        "larger limits, or strategy='offload' or 'checkpoint'; or change the model (GroupNorm "
+        "instead of BatchNorm, eval() for layers whose state changes, outputs with one row for "
+        "each sample); or, if the difference does not matter, give strategy='accumulate', "
+        "strategy='two_pass' or verify=False"
+    )
+
+
+def _described(problems: Mapping[str, str]) -> str:
+    """Return the problems of strategies as a clause that names each problem once."""
+    names: dict[str, list[str]] = {}
+    for name, problem in problems.items():
+        names.setdefault(problem, []).append(name)
+    return "; ".join(f"{', '.join(found)}: {problem}" for problem, found in names.items())

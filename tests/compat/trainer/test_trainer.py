@@ -362,7 +362,7 @@ def test_bad_arguments() -> None:
             {"callbacks": print},
             "callbacks=<built-in function print>: expected a list of objects with some of on_train",
         ),
-        ({"prove": "no"}, "prove='no': expected True or False"),
+        ({"verify": "no"}, "verify='no': expected True or False"),
         ({"progress": "no"}, "progress='no': expected True or False"),
     ]:
         with pytest.raises(ArgumentError, match=words):
@@ -461,7 +461,7 @@ def test_a_model_whose_samples_see_each_other_is_refused() -> None:
     with (
         trainer(chunk_size=24) as whole,
         trainer() as plain,
-        trainer(chunk_size=8, prove=False) as unproved,
+        trainer(chunk_size=8, verify=False) as unproved,
     ):
         assert whole.epoch() == plain.epoch()
         unproved.epoch()

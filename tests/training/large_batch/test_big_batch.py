@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from pinfeed import BigBatch, Config, Feeder, MiB, errors
-from pinfeed.training.large_batch.select import STRATEGIES
+from pinfeed.training.large_batch.strategy_selector import STRATEGIES
 
 WHOLE = [strategy for strategy in STRATEGIES if strategy not in ("accumulate", "two_pass")]
 
@@ -341,7 +341,7 @@ def test_any_sizes(n: int, chunk_size: int, ignored: set[int], strategy: str) ->
         ({"modules": [3]}, r"modules=\[3\]: expected a list of torch modules"),
         ({"autocast": "bfloat16"}, "autocast='bfloat16': expected a floating-point dtype of torch"),
         ({"autocast": torch.int8}, "autocast=torch.int8: expected a floating-point dtype of torch"),
-        ({"prove": "no"}, "prove='no': expected True or False"),
+        ({"verify": "no"}, "verify='no': expected True or False"),
     ],
 )
 def test_invalid_arguments_are_refused(arguments: dict[str, Any], said: str) -> None:

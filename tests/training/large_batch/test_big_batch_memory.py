@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from pinfeed import BigBatch
-from pinfeed.training.large_batch.select import STRATEGIES
+from pinfeed.training.large_batch.strategy_selector import STRATEGIES
 
 
 class Failing(torch.autograd.Function):
@@ -62,7 +62,7 @@ def test_a_chunk_that_does_not_fit_is_cut(
     functional.cross_entropy(plain(X), IGNORED).backward()
     # If only one sample fits, the plain step of two samples for the comparison does not fit.
     with BigBatch(
-        model, functional.cross_entropy, chunk_size=chunk_size, strategy=strategy, prove=most > 1
+        model, functional.cross_entropy, chunk_size=chunk_size, strategy=strategy, verify=most > 1
     ) as big:
         big.backward(X, IGNORED)
         first = big.n_halved

@@ -18,7 +18,7 @@ from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 from pinfeed import BigBatch, errors
-from pinfeed.training.large_batch.equivalence.batch_axis import BatchAxisOperations
+from pinfeed.training.large_batch.dispatch_modes import BatchAxisOperations
 
 N, CHUNK = 24, 8
 
@@ -413,7 +413,7 @@ def test_a_strategy_that_was_named_is_warned_of(case: str, strategy: str) -> Non
             big.backward(X, targets)
         # The warning is given once.
         big.backward(X, targets)
-    with BigBatch(make(), loss, chunk_size=CHUNK, strategy=strategy, prove=False) as big:
+    with BigBatch(make(), loss, chunk_size=CHUNK, strategy=strategy, verify=False) as big:
         big.backward(X, targets)
 
 
@@ -564,7 +564,7 @@ def test_models_are_compared_on_batches_of_an_iterator() -> None:
         pytest.raises(errors.ArgumentError, match="arrive one by one"),
     ):
         big.backward(iter([(X, Y)]))
-    with BigBatch(model, cross_entropy, chunk_size=CHUNK, prove=False) as big:
+    with BigBatch(model, cross_entropy, chunk_size=CHUNK, verify=False) as big:
         big.backward(iter([(X, Y)]))
     with BigBatch(net(), cross_entropy, chunk_size=CHUNK) as big:
         big.backward(iter([(X.numpy(), Y.numpy())]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,21 +11,10 @@ import torch
 from pinfeed.errors import ArgumentError
 from pinfeed.tensors import rng_state
 from pinfeed.tensors.pytree import flatten
-from pinfeed.training.large_batch.strategies.micro_batches import (
-    Chunks,
-    check_output_rows,
-    concatenate,
-    n_samples,
-)
-from pinfeed.training.large_batch.strategies.recompute import (
-    Buffers,
-    buffers_of,
-    replayed_buffers,
-)
-from pinfeed.training.large_batch.strategies.step_spec import StepSpec
+from pinfeed.training.large_batch.batches import Chunks, check_output_rows, concatenate, n_samples
+from pinfeed.training.large_batch.recompute import buffers_of, replayed_buffers
+from pinfeed.training.large_batch.step_spec import StepSpec
 from pinfeed.training.memory_model.models import call_model
-
-RngState = dict[str, Any]
 
 
 def backward_two_pass(spec: StepSpec, chunks: Callable[[], Chunks], targets: Any) -> torch.Tensor:
@@ -45,41 +33,28 @@ def backward_two_pass(spec: StepSpec, chunks: Callable[[], Chunks], targets: Any
         The loss of the whole batch, a tensor of shape ().
     """
     buffers = buffers_of(spec.modules)
-    parts, states = _outputs_without_graph(spec, chunks)
-    sizes = [n_samples(one) for one in parts]
-    outputs = concatenate(parts)
-    # The concatenated outputs are a copy, so the memory of the parts can be freed.
-    parts.clear()
+    outputs, states = _outputs_without_graph(spec, chunks)
     leaves, rebuild = flatten(outputs)
     held = [leaf.detach().requires_grad_() if _has_gradient(leaf) else leaf for _, leaf in leaves]
     with spec.context():
         loss = spec.loss(rebuild(iter(held)), targets)
     spec.scale(loss).backward()
-    _backward_by_chunks(spec, chunks, _FirstPass(held, states, sizes, buffers))
+    start = 0
+    with replayed_buffers(buffers), contextlib.closing(chunks()) as source:
+        for chunk, state in zip(source, states, strict=True):
+            rng_state.restore(state)
+            with spec.context():
+                outputs = call_model(spec.model, chunk.inputs)
+            stop = start + n_samples(chunk.inputs)
+            _backward_from(outputs, held, start, stop)
+            start = stop
     return loss.detach()
-
-
-@dataclass(frozen=True)
-class _FirstPass:
-    """Results of the first pass that the second one needs.
-
-    Attributes:
-        outputs: Leaves of the outputs of the whole batch, with their gradients.
-        states: State of the random generators before each chunk.
-        sizes: Samples of each chunk.
-        buffers: Buffers of the model before the first chunk.
-    """
-
-    outputs: list[Any]
-    states: list[RngState]
-    sizes: list[int]
-    buffers: Buffers
 
 
 def _outputs_without_graph(
     spec: StepSpec, chunks: Callable[[], Chunks]
-) -> tuple[list[Any], list[RngState]]:
-    """Return the outputs of each chunk, and the state of the random generators before it."""
+) -> tuple[Any, list[dict[str, Any]]]:
+    """Return the outputs of all chunks, and the state of the random generators before each."""
     states = []
     parts: list[Any] = []
     with torch.no_grad(), contextlib.closing(chunks()) as source:
@@ -90,18 +65,7 @@ def _outputs_without_graph(
             check_output_rows(parts[-1], n_samples(chunk.inputs))
     if not parts:
         raise ArgumentError("the batch is empty; expected at least one sample")
-    return parts, states
-
-
-def _backward_by_chunks(spec: StepSpec, chunks: Callable[[], Chunks], first: _FirstPass) -> None:
-    start = 0
-    with replayed_buffers(first.buffers), contextlib.closing(chunks()) as source:
-        for chunk, state, n in zip(source, first.states, first.sizes, strict=True):
-            rng_state.restore(state)
-            with spec.context():
-                outputs = call_model(spec.model, chunk.inputs)
-            _backward_from(outputs, first.outputs, start, start + n)
-            start += n
+    return concatenate(parts), states
 
 
 def _backward_from(outputs: Any, whole: list[Any], start: int, stop: int) -> None:

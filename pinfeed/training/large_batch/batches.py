@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,8 @@ from pinfeed.tensors.numpy_torch import to_torch
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training.memory_model.tensor_specs import SampleSpec
 
-NEED_ROWS = "chunks need outputs with one row for each sample"
+_MOST_FIRST = 8
+"""Most batches of a source that are read before the first one is computed."""
 
 
 class Chunk(NamedTuple):
@@ -72,7 +74,7 @@ def check_output_rows(outputs: Any, n: int) -> None:
         if _has_rows(leaf) and len(leaf) != n:
             raise ArgumentError(
                 f"output{path} of the model has shape {tuple(leaf.shape)} for {n} samples; "
-                f"{NEED_ROWS}"
+                "chunks need outputs with one row for each sample"
             )
 
 
@@ -200,20 +202,25 @@ def input_target_pairs(batches: Any) -> Generator[tuple[Any, Any], None, None]:
         yield inputs, targets
 
 
-class ChunkLoader:
-    """Iterable of the chunks of one batch, in the form of a loader.
+def first_batches(
+    pairs: Iterable[tuple[Any, Any]], count_terms: Callable[[Any, Any], float]
+) -> list[tuple[Any, Any]]:
+    """Read batches until they have two samples and a loss term, but at most eight batches."""
+    found = []
+    n = 0
+    n_terms = 0.0
+    for inputs, targets in itertools.islice(pairs, _MOST_FIRST):
+        found.append((inputs, targets))
+        n += n_samples(inputs)
+        n_terms += count_terms(inputs, targets)
+        if n > 1 and n_terms:
+            break
+    return found
 
-    Attributes:
-        batch: Inputs and targets.
-        size: Samples of a chunk.
-    """
 
-    def __init__(self) -> None:
-        self.batch: Any = None
-        self.size = 1
-
-    def __iter__(self) -> Iterator[Any]:
-        batch = self.batch
-        size = self.size
-        for start in range(0, n_samples(batch), size):
-            yield slice_samples(batch, start, start + size)
+def joined_with_first(batches: list[tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Concatenate the batches whose samples have the shape of the first batch's samples."""
+    shape = sample_shapes_and_dtypes(*batches[0])
+    same_shape = [batch for batch in batches if sample_shapes_and_dtypes(*batch) == shape]
+    inputs, targets = zip(*same_shape, strict=True)
+    return concatenate(list(inputs)), None if targets[0] is None else concatenate(list(targets))

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from pinfeed.errors import ArgumentError
 from pinfeed.tensors.pytree import flatten
-from pinfeed.training.large_batch.strategies.micro_batches import n_samples
+from pinfeed.training.large_batch.batches import n_samples
 
 Reduction = Literal["mean", "sum"]
 Count = Callable[[Any], Any]

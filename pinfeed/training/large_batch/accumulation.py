@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import nn
 
 from pinfeed.errors import ArgumentError
 from pinfeed.tensors import rng_state
-from pinfeed.training.large_batch.strategies.micro_batches import (
+from pinfeed.training.large_batch.batches import (
     Chunk,
     Chunks,
     n_samples,
     slice_samples,
 )
-from pinfeed.training.large_batch.strategies.step_spec import StepSpec
+from pinfeed.training.large_batch.step_spec import StepSpec
 from pinfeed.training.memory_model.out_of_memory import is_out_of_memory, release_cached_memory
 
 
@@ -60,7 +59,7 @@ class GradientAccumulator:
         Returns:
             The loss of the whole batch, a tensor of shape ().
         """
-        if self._spec.reduction == "sum":
+        if self._spec.reduction != "mean":
             return self._add_up(chunks, 1.0)
         if total is not None:
             return self._add_up(chunks, total or 1.0)
@@ -120,14 +119,10 @@ class GradientAccumulator:
         self.n_halved += 1
         candidates = self._parameters if wanted is None else wanted
         missing = [p for p in candidates if p not in self._hook.parameters]
-        halves = self._halves(chunk)
-        return torch.stack([self._backward(half, total, missing) for half in halves]).sum()
-
-    def _halves(self, chunk: Chunk) -> list[Chunk]:
         n = n_samples(chunk.inputs)
-        halves = []
+        losses = []
         for start, stop in ((0, n // 2), (n // 2, n)):
-            inputs: Any = slice_samples(chunk.inputs, start, stop)
-            targets: Any = slice_samples(chunk.targets, start, stop)
-            halves.append(Chunk(inputs, targets, self._spec.count_terms(inputs, targets)))
-        return halves
+            samples = slice_samples(chunk[:2], start, stop)
+            half = Chunk(*samples, self._spec.count_terms(*samples))
+            losses.append(self._backward(half, total, missing))
+        return torch.stack(losses).sum()

@@ -1,8 +1,4 @@
-"""FixedRandomness: torch's random numbers, independent of generator and shape.
-
-A model with dropout draws other numbers for a batch than for its chunks. With fixed numbers, both
-compute the same function, and their gradients can be compared.
-"""
+"""Dispatch modes: torch's operations with fixed random numbers, and operations over the batch."""
 
 from __future__ import annotations
 
@@ -11,35 +7,31 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pinfeed.errors import ArgumentError
+
 _DROPOUT_THAT_KEEPS_ALL = {"native_dropout": ("p", 0.0), "_fused_dropout": ("p", 1.0)}
 """Operations that compute dropout in one kernel, and the argument that keeps every number."""
-
-
-class UnknownRandomness(Exception):
-    """An operation draws random numbers in a way that cannot be fixed."""
+_NORMALIZATIONS = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm")
 
 
 class FixedRandomness(TorchDispatchMode):
     """Context in which torch's operations draw fixed numbers and dropout keeps every number.
 
+    A model with dropout draws other numbers for a batch than for its chunks. With fixed numbers,
+    both compute the same function, and their gradients can be compared.
+
     Args:
         at: Position of the numbers in the range of a distribution, from 0 to 1.
 
     Raises:
-        UnknownRandomness: If an unknown operation draws random numbers.
+        ArgumentError: If an unknown operation draws random numbers.
     """
 
     def __init__(self, at: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._at = at
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
@@ -48,7 +40,7 @@ class FixedRandomness(TorchDispatchMode):
 
 def _fixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], at: float) -> Any:
     name = func._schema.name.split("::")[1]
-    given = arguments_of(func, args, kwargs)
+    given = _arguments_of(func, args, kwargs)
     if name in _DROPOUT_THAT_KEEPS_ALL:
         given |= dict([_DROPOUT_THAT_KEEPS_ALL[name]])
         return func(**given)
@@ -74,7 +66,7 @@ def _fixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], at: float) 
         # A permutation that moves samples reveals whether samples depend on each other.
         drawn = func(*args, **kwargs)
         return drawn.copy_(torch.arange(len(drawn)).flip(0))
-    raise UnknownRandomness(f"{func} draws random numbers, which cannot be fixed for a comparison")
+    raise ArgumentError(f"{func} draws random numbers, which cannot be fixed for a comparison")
 
 
 def _descending(drawn: torch.Tensor) -> torch.Tensor:
@@ -88,22 +80,51 @@ def _descending(drawn: torch.Tensor) -> torch.Tensor:
     return drawn
 
 
-def random_rows(i: int, leaf: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Return random gradients for rows [start, stop) of output ``i``, in the shape of ``leaf``.
+class BatchAxisOperations(TorchDispatchMode):
+    """Context that records which of torch's operations combine rows: reduce, sort or mix them.
 
-    A sample has the same gradient in every chunk.
+    Error messages name these operations as possible causes. A named operation may be harmless, and
+    the context does not know all operations.
+
+    Args:
+        n: Samples in the batch. A tensor with ``n`` rows counts as one row per sample.
+
+    Attributes:
+        names: Names of the operations, each once, in the order of their first call.
     """
-    if not leaf.ndim:
-        return torch.ones_like(leaf)
-    generator = torch.Generator()
-    rows = []
-    for row in range(start, stop):
-        generator.manual_seed(1000 * i + row)
-        rows.append(torch.rand(leaf.shape[1:], generator=generator).sub_(0.5))
-    return torch.stack(rows).to(leaf.device, leaf.dtype)
+
+    def __init__(self, n: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._n = n
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.split("::")[1]
+        if name not in self.names and self._combines_rows(func, name, args, kwargs):
+            self.names.append(name)
+        return func(*args, **kwargs)
+
+    def _combines_rows(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        first = args[0] if args else None
+        if not isinstance(first, torch.Tensor) or not first.ndim or len(first) != self._n:
+            return False
+        given = _arguments_of(func, args, kwargs)
+        if name in _NORMALIZATIONS:
+            return bool(given.get("training", given.get("train", True)))
+        if name == "mm":
+            # The product of a batch and its transpose has a number for each pair of samples.
+            return bool(args[1].shape[1] == self._n)
+        if not given.keys() & {"dim", "dims"} or func.is_view:
+            return False
+        dims = given.get("dim", given.get("dims"))
+        dims = dims if isinstance(dims, (list, tuple)) else [dims]
+        return any(dim is None or dim in (0, -first.ndim) for dim in dims) or not dims
 
 
-def arguments_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _arguments_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return all arguments of an operation by name, with the defaults of omitted ones."""
     given = dict(kwargs)
     for i, argument in enumerate(func._schema.arguments):

@@ -1,21 +1,82 @@
-"""tensors_in() and others: the dense tensors of an object, and their memory."""
+"""Calls of the user's transforms: torch's modes and generators, trials, and memory of results."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections import deque
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from pinfeed.tensors import rng_state
 
 _NEVER_SEARCHED = (
     *(str, bytes, bytearray, int, float, complex, type(None)),
     *(type, FunctionType, ModuleType, torch.nn.Module),
 )
+# Tensors of the simulated devices are computed on the CPU.
+_SIMULATED = ("meta", "sim")
+
+
+@contextlib.contextmanager
+def modes_of_a_new_thread() -> Iterator[None]:
+    """Run code as in a new thread, outside of the caller's modes.
+
+    These are ``no_grad``, ``inference_mode``, autocast and the default device.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        yield
+
+
+def no_grad() -> contextlib.AbstractContextManager[None]:
+    """Return a context without gradients."""
+    return torch.no_grad()
+
+
+def seeded_generator(device: str, entropy: Sequence[int]) -> torch.Generator:
+    """Return a generator whose seed is a function of some numbers.
+
+    Args:
+        device: Name of the device that the generator draws on.
+        entropy: The numbers, none of them negative.
+    """
+    seed = np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]
+    generator = torch.Generator("cpu" if device in _SIMULATED else device)
+    return generator.manual_seed(int(seed))
+
+
+@contextlib.contextmanager
+def trial(device: str) -> Iterator[Callable[[], int]]:
+    """Run code as a trial, and restore the global random generators afterwards.
+
+    On a GPU, this resets torch's peak statistics.
+
+    Args:
+        device: Name of the device that the code uses.
+
+    Yields:
+        A function that returns the peak GPU memory of the code so far, in bytes; 0 for other
+        devices.
+    """
+    with rng_state.replayed(rng_state.capture()):
+        if not device.startswith("cuda"):
+            yield lambda: 0
+            return
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        yield lambda: torch.cuda.max_memory_allocated(device) - before
 
 
 def tensors_in(value: Any) -> list[Any]:
@@ -44,7 +105,7 @@ def tensors_in(value: Any) -> list[Any]:
     return found
 
 
-def memory_of(value: Any) -> frozenset[int]:
+def memory_blocks_of(value: Any) -> frozenset[int]:
     """Return a number for each memory block that holds tensors of an object.
 
     The numbers are unique as long as the object exists.
@@ -57,7 +118,7 @@ def nbytes_of(value: Any, known: Container[int]) -> tuple[int, int]:
 
     Args:
         value: The object.
-        known: Memory blocks that do not count, as ``memory_of`` numbers them.
+        known: Memory blocks that do not count, as ``memory_blocks_of`` numbers them.
     """
     tensors = tensors_in(value)
     memory = dict(map(_memory_of, tensors))

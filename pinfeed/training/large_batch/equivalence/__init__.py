@@ -1,1 +1,0 @@
-"""Comparison of each strategy with the plain training step on a few samples."""

@@ -1,0 +1,138 @@
+"""State of a model without its parameters: buffers, and attributes with tensors or numbers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+_SIMPLE_TYPES = (bool, int, float, complex, str, type(None))
+_MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
+
+
+class ModelState(NamedTuple):
+    """Copies of the buffers and of the attributes of modules, by name."""
+
+    buffers: dict[str, Any]
+    attributes: dict[str, Any]
+
+    def pairs(self, other: ModelState) -> Iterator[tuple[str, Any, Any]]:
+        """Yield the name of each buffer and attribute with its values in both states.
+
+        Tensor attributes whose shapes differ are left out, because they follow the last batch.
+        """
+        for name in {**self.buffers, **other.buffers}:
+            yield name, self.buffers.get(name), other.buffers.get(name)
+        for name in {**self.attributes, **other.attributes}:
+            one = self.attributes.get(name)
+            another = other.attributes.get(name)
+            # An attribute without a shape is no tensor.
+            shapes = getattr(one, "shape", None), getattr(another, "shape", None)
+            if None in shapes or shapes[0] == shapes[1]:
+                yield name, one, another
+
+
+@contextlib.contextmanager
+def state_on_copies(modules: Sequence[nn.Module]) -> Iterator[Callable[[], ModelState]]:
+    """Let modules change copies of their state, and restore the originals at the end.
+
+    Lists, dicts and other objects that a module keeps are not copied.
+
+    Args:
+        modules: Root modules, whose children are included.
+
+    Yields:
+        A function that returns the current state.
+    """
+    every = {id(one): (name, one) for root in modules for name, one in root.named_modules()}
+    originals = [
+        (one, dict(one._buffers), _attributes(one), _generators(one)) for _, one in every.values()
+    ]
+    for module, buffers, attributes, _ in originals:
+        module._buffers.update(_copies(buffers))
+        module.__dict__.update(_copies(attributes))
+
+    def state() -> ModelState:
+        found = ModelState({}, {})
+        for name, module in every.values():
+            prefix = f"{name}." if name else ""
+            found.buffers.update(_copies(module._buffers, prefix))
+            found.attributes.update(_copies(_attributes(module), prefix))
+        return found
+
+    try:
+        yield state
+    finally:
+        for module, buffers, attributes, generators in originals:
+            module._buffers.update(buffers)
+            module.__dict__.update(attributes)
+            for key in module._buffers.keys() - buffers.keys():
+                del module._buffers[key]
+            for key in _attributes(module).keys() - attributes.keys():
+                del module.__dict__[key]
+            for generator, before in generators:
+                generator.set_state(before)
+
+
+@contextlib.contextmanager
+def perturbed_parameters(modules: Sequence[nn.Module]) -> Iterator[Callable[[], str]]:
+    """Let modules compute with slightly different parameters, and restore the originals at the end.
+
+    Yields:
+        A function that returns the name of a parameter that was written in the block, or "".
+    """
+    # The forward pass of a table with max_norm rescales rows with a larger norm, which gives the
+    # same result in chunks.
+    renormalized = {
+        id(one.weight)
+        for root in modules
+        for one in root.modules()
+        if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.max_norm is not None
+    }
+    every = {id(p): (name, p) for root in modules for name, p in root.named_parameters()}
+    named = [pair for key, pair in every.items() if key not in renormalized]
+    originals = [p.data for _, p in named]
+    generator = torch.Generator().manual_seed(0)
+    perturbed = []
+    for _, p in named:
+        scale = 1 + 0.01 * float(torch.rand((), generator=generator))
+        perturbed.append(p.data * scale if p.is_floating_point() else p.data.clone())
+        p.data = perturbed[-1].clone()
+
+    def name_of_written() -> str:
+        for (name, p), other in zip(named, perturbed, strict=True):
+            if not torch.equal(p.data, other):
+                return name
+        return ""
+
+    try:
+        yield name_of_written
+    finally:
+        for (_, p), original in zip(named, originals, strict=True):
+            p.data = original
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the module's own attributes that are tensors or simple values."""
+    return {
+        key: value
+        for key, value in module.__dict__.items()
+        if key not in _MODULE_ATTRIBUTES
+        and isinstance(value, (torch.Tensor, *_SIMPLE_TYPES))
+        and not isinstance(value, nn.Parameter)
+    }
+
+
+def _copies(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    return {
+        f"{prefix}{key}": value.detach().clone() if isinstance(value, torch.Tensor) else value
+        for key, value in values.items()
+    }
+
+
+def _generators(module: nn.Module) -> list[tuple[torch.Generator, torch.Tensor]]:
+    found = [value for value in module.__dict__.values() if isinstance(value, torch.Generator)]
+    return [(generator, generator.get_state()) for generator in found]

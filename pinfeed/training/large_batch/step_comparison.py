@@ -1,0 +1,505 @@
+"""StepComparison: compares the steps of a strategy with plain steps on a few samples.
+
+Chunks give the gradients of the whole batch if two things hold. First, the model computes the
+outputs of each sample from that sample alone, and its state (buffers, attributes) ends as after
+the whole batch. Second, for ``accumulate``, the loss of the batch is the sum or mean of the losses
+of its chunks.
+
+The comparison shows both by whole steps, which the code that trains computes in unequal chunks:
+
+- steps with a random linear loss of all outputs, so that every output counts
+- steps with the user's loss of stored outputs and of many targets, because losses are cheap
+- steps with the user's model and loss
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, TypeGuard
+
+import numpy as np
+import torch
+from torch import nn
+
+from pinfeed.errors import ArgumentError, described
+from pinfeed.tensors import rng_state
+from pinfeed.tensors.pytree import flatten
+from pinfeed.training.large_batch.accumulation import GradientAccumulator
+from pinfeed.training.large_batch.batches import (
+    Chunk,
+    Chunks,
+    check_output_rows,
+    concatenate,
+    n_samples,
+    select_samples,
+    slice_samples,
+)
+from pinfeed.training.large_batch.dispatch_modes import FixedRandomness
+from pinfeed.training.large_batch.model_state import (
+    ModelState,
+    perturbed_parameters,
+    state_on_copies,
+)
+from pinfeed.training.large_batch.recompute import recomputed
+from pinfeed.training.large_batch.step_spec import StepSpec, gradients_set_aside
+from pinfeed.training.large_batch.two_pass import backward_two_pass
+from pinfeed.training.memory_model.models import call_model
+from pinfeed.training.memory_model.out_of_memory import is_out_of_memory
+
+ONE_BY_ONE = "accumulate one by one"
+"""``"accumulate"`` for batches that arrive one by one; their term count is known at the end."""
+PLAIN_FAILS = "the plain step fails"
+"""Beginning of the message for a problem that the plain step has as well."""
+ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""Relative differences that rounding explains, by dtype.
+
+If a difference is larger, the comparison runs again in float64.
+"""
+_LOSS_FAILS = "the loss fails on some of the samples"
+_CHUNKS_FAIL = "the step fails in chunks of some of the samples"
+_NEGLIGIBLE = 1e-3
+"""Smallest share of the whole gradient's norm that the error of a parameter is divided by."""
+_RANGE_ENDS = (0.98, 0.02)
+"""Positions of fixed random numbers; one near each end takes both sides of most branches."""
+_OUTPUT_BYTES = 16 << 20
+"""Bytes of outputs for which losses are compared."""
+
+
+Samples = tuple[Any, Any]
+"""Inputs and targets."""
+
+
+class _DifferenceFound(Exception):
+    """A comparison found a difference, which the message describes as a clause.
+
+    Args:
+        message: The clause.
+        error: Relative size of the difference.
+    """
+
+    def __init__(self, message: str, error: float = math.inf) -> None:
+        super().__init__(message)
+        self.error = error
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Loss, gradients of the parameters, and state of the model after a step."""
+
+    loss: torch.Tensor
+    gradients: list[torch.Tensor | None]
+    state: ModelState
+
+
+def run_step(spec: StepSpec, compute: Callable[[], torch.Tensor]) -> StepResult:
+    """Run a step that leaves the gradients and the state of the model unchanged.
+
+    Args:
+        spec: The model and the loss.
+        compute: Computes the gradients, and returns the loss.
+    """
+    parameters = spec.parameters
+    with gradients_set_aside(parameters), state_on_copies(spec.modules) as state:
+        loss = compute()
+        return StepResult(loss, [p.grad for p in parameters], state())
+
+
+class StepComparison:
+    """Compares a strategy with the plain step on some samples.
+
+    Args:
+        spec: The model and the loss.
+        strategy: ``"accumulate"``, ``ONE_BY_ONE``, ``"two_pass"`` or ``"checkpoint"``.
+        samples: Function that returns inputs and targets, on the device, of at most the given
+            number of samples.
+        n: Number of samples for the model.
+        autocast: Dtype of autocast, or None. The comparison uses autocast only if the model does
+            not run without it, because the rounding of autocast hides differences.
+    """
+
+    def __init__(
+        self,
+        spec: StepSpec,
+        strategy: str,
+        samples: Callable[[int], Samples],
+        n: int,
+        autocast: torch.dtype | None,
+    ) -> None:
+        self._spec = replace(spec, context=contextlib.nullcontext, scale=lambda loss: loss)
+        self._strategy = strategy
+        self._samples_of = samples
+        self._samples = samples(n)
+        self._n = n
+        self._autocast = autocast
+        self._random = rng_state.capture()
+        limits = [ROUNDING.get(p.dtype, ROUNDING[torch.float32]) for p in spec.parameters]
+        self._limit = max(limits, default=ROUNDING[torch.float32])
+
+    def difference(self) -> tuple[str, float]:
+        """Return a difference as a clause, and its relative size; "" and 0 if there is none."""
+        try:
+            self._compare_all()
+        except _DifferenceFound as difference:
+            return str(difference), difference.error
+        return "", 0.0
+
+    def _compare_all(self) -> None:
+        # This check is first, because the other computations would leave the parameters changed.
+        self._check_parameters_are_only_read()
+        self._choose_autocast()
+        spec = self._spec
+        if self._strategy == "checkpoint":
+            self._compare_outputs(spec)
+            return
+        contexts = [spec.context]
+        if self._has_drawn():
+            contexts = [functools.partial(_fixed, spec.context, at) for at in _RANGE_ENDS]
+        for context in contexts:
+            fixed = replace(spec, context=context)
+            outputs = self._compare_outputs(fixed)
+            if self._strategy != "two_pass":
+                self._compare_losses(fixed, outputs)
+            self._compare(fixed, self._samples, "the loss of a step differs")
+
+    def _check_parameters_are_only_read(self) -> None:
+        modules = self._spec.modules
+        rng_state.restore(self._random)
+        with state_on_copies(modules), perturbed_parameters(modules) as name_of_written:
+            # If the forward pass fails, the plain step fails next in the same way.
+            with contextlib.suppress(_DifferenceFound), _failures_are_differences(PLAIN_FAILS):
+                call_model(self._spec.model, _cloned(self._samples[0]))
+            name = name_of_written()
+        if name:
+            raise _DifferenceFound(
+                f"the forward pass writes to the parameter {name!r}, so chunks would write to it "
+                "several times"
+            )
+
+    def _choose_autocast(self) -> None:
+        """Use autocast if the plain step fails without it."""
+        try:
+            self._plain_step(*self._with_random_loss(self._spec)[1:])
+        except _DifferenceFound:
+            if self._autocast is None:
+                raise
+            device = next((p.device for p in self._spec.parameters), torch.device("cpu"))
+            context = functools.partial(torch.autocast, device.type, self._autocast)
+            self._spec = replace(self._spec, context=context)
+            self._limit = max(self._limit, ROUNDING[self._autocast])
+            self._plain_step(*self._with_random_loss(self._spec)[1:])
+
+    def _has_drawn(self) -> bool:
+        """Return whether the plain step has drawn random numbers from torch.
+
+        Raises:
+            _DifferenceFound: If it has drawn random numbers from another library.
+        """
+        now = rng_state.capture()
+        for name in ("numpy", "python"):
+            if str(now[name]) != str(self._random[name]):
+                raise _DifferenceFound(
+                    f"the forward pass draws random numbers from {name}, which cannot be fixed for "
+                    "a comparison"
+                )
+        states = zip(
+            [now["torch"], *now.get("cuda", [])],
+            [self._random["torch"], *self._random.get("cuda", [])],
+            strict=False,
+        )
+        return any(not torch.equal(one, other) for one, other in states)
+
+    def _compare_outputs(self, spec: StepSpec) -> Any:
+        """Compare steps with a random loss, and return the outputs of the model."""
+        loss, spec, samples = self._with_random_loss(spec)
+        plain = self._plain_step(spec, samples)
+        other = self._strategy_step(spec, samples)
+        whole, *parts = loss.outputs
+        with _failures_are_differences(_CHUNKS_FAIL):
+            joined = concatenate(parts)
+        check_states(plain.state, other.state)
+        for (_, one), (_, another) in zip(flatten(whole)[0], flatten(joined)[0], strict=True):
+            self._check(one, another, "an output of the model differs")
+        self._check_gradients(spec, plain, other)
+        return whole
+
+    def _compare_losses(self, spec: StepSpec, outputs: Any) -> None:
+        """Compare the loss of many samples, which repeat a few outputs, with those of chunks."""
+        nbytes = sum(leaf.nbytes for _, leaf in flatten(outputs)[0] if _is_tensor(leaf))
+        most = max(2 * self._n, _OUTPUT_BYTES // max(1, nbytes // self._n))
+        inputs, targets = self._samples_of(most)
+        rows = torch.arange(n_samples(inputs))
+        model = _StoredOutputs(select_samples(outputs, rows % self._n))
+        spec = replace(spec, model=model, modules=(model, *spec.modules[1:]))
+        if spec.parameters:
+            problem = "the losses of the chunks do not add up to the loss of the batch"
+            self._compare(spec, (rows, targets), f"{problem}: the loss differs")
+
+    def _compare(self, spec: StepSpec, samples: Samples, loss_differs: str) -> None:
+        """Compare steps with the user's loss."""
+        is_accumulated = self._strategy != "two_pass"
+        try:
+            with _failures_are_differences(_LOSS_FAILS):
+                n_terms = spec.count_terms(*samples)
+            if is_accumulated and spec.reduction == "mean" and not n_terms:
+                return
+            plain = self._plain_step(spec, samples, _LOSS_FAILS)
+        except _DifferenceFound:
+            if is_accumulated:
+                raise
+            # The loss needs more samples. Two passes give all outputs to the loss, so the random
+            # loss has shown whether the gradients are right.
+            return
+        other = self._strategy_step(spec, samples)
+        check_states(plain.state, other.state)
+        self._check(plain.loss, other.loss, loss_differs)
+        self._check_gradients(spec, plain, other)
+
+    def _with_random_loss(self, spec: StepSpec) -> tuple[_RandomLoss, StepSpec, Samples]:
+        """Return a random loss, a spec with it, and samples with the targets that it takes."""
+        loss = _RandomLoss(is_cut=self._strategy != "checkpoint")
+        spec = replace(spec, loss=loss, reduction="sum", count=len)
+        return loss, spec, (self._samples[0], torch.arange(self._n))
+
+    def _plain_step(self, spec: StepSpec, samples: Samples, fails: str = PLAIN_FAILS) -> StepResult:
+        rng_state.restore(self._random)
+        if fails == PLAIN_FAILS:
+            fails = f"{PLAIN_FAILS} on {self._n} samples of the batch"
+        inputs = _cloned(samples[0])
+        with _failures_are_differences(fails):
+            return run_step(spec, lambda: spec.backward_whole(inputs, samples[1]))
+
+    def _strategy_step(self, spec: StepSpec, samples: Samples) -> StepResult:
+        rng_state.restore(self._random)
+        with _failures_are_differences(_CHUNKS_FAIL):
+            return run_step(spec, functools.partial(self._backward, spec, samples))
+
+    def _backward(self, spec: StepSpec, samples: Samples) -> torch.Tensor:
+        """Add the gradients of the samples by the strategy, and return their loss."""
+        # Both passes of ``two_pass`` get this copy, so a model that changes its inputs changes
+        # them twice.
+        inputs = _cloned(samples[0])
+        targets = samples[1]
+        if self._strategy == "checkpoint":
+            with recomputed(spec.model):
+                return spec.backward_whole(inputs, targets)
+
+        def chunks() -> Chunks:
+            for start, stop in _edges(n_samples(inputs)):
+                x, y = slice_samples((inputs, targets), start, stop)
+                yield Chunk(x, y, spec.count_terms(x, y))
+
+        if self._strategy == "two_pass":
+            return backward_two_pass(spec, chunks, targets)
+        is_known = self._strategy != ONE_BY_ONE
+        return GradientAccumulator(spec).run(
+            chunks(), spec.count_terms(inputs, targets) if is_known else None
+        )
+
+    def _check(self, one: Any, other: Any, what_differs: str) -> None:
+        error = relative_error(one, other)
+        if error > self._limit:
+            raise _DifferenceFound(f"{what_differs} by {error:.2%}", error)
+
+    def _check_gradients(self, spec: StepSpec, plain: StepResult, other: StepResult) -> None:
+        named = (pair for module in spec.modules for pair in module.named_parameters())
+        names = {id(p): name for name, p in named}
+        norms = [norm_of(gradient) for gradient in plain.gradients]
+        least = _NEGLIGIBLE * math.hypot(*filter(math.isfinite, norms))
+        wrong = []
+        gradients = zip(spec.parameters, plain.gradients, other.gradients, strict=True)
+        for p, one, another in gradients:
+            error = math.inf if _is_void(one) else relative_error(one, another, least)
+            if error > self._limit:
+                wrong.append((error, names[id(p)]))
+        if wrong:
+            error, name = max(wrong)
+            raise _DifferenceFound(
+                f"the gradients of {len(wrong)} of {len(norms)} parameters differ; the gradient "
+                f"of {name!r} differs by {error:.2%}",
+                error,
+            )
+
+
+def _edges(n: int) -> Iterator[tuple[int, int]]:
+    """Return first and last row of unequal chunks: one half, one row, one fourth and the rest."""
+    half = n // 2
+    sizes = (n - half, min(half, 1), n // 4, half - n // 4 - 1)
+    return itertools.pairwise(itertools.accumulate(filter(None, sizes), initial=0))
+
+
+def _cloned(batch: Any) -> Any:
+    """Return a copy of the batch in memory of its own, because a model may change its inputs."""
+    leaves, rebuild = flatten(batch)
+    return rebuild(
+        leaf.detach().clone().requires_grad_(leaf.requires_grad) if _is_tensor(leaf) else leaf
+        for _, leaf in leaves
+    )
+
+
+class _RandomLoss:
+    """Sum of all outputs, times random numbers that a sample has in every chunk.
+
+    Its targets are row indices.
+
+    Attributes:
+        outputs: Outputs of each call.
+    """
+
+    def __init__(self, is_cut: bool) -> None:
+        self._is_cut = is_cut
+        self.outputs: list[Any] = []
+
+    def __call__(self, outputs: Any, rows: torch.Tensor) -> torch.Tensor:
+        if self._is_cut:
+            check_output_rows(outputs, len(rows))
+        leaves, rebuild = flatten(outputs)
+        self.outputs.append(
+            rebuild(leaf.detach() if _is_tensor(leaf) else leaf for _, leaf in leaves)
+        )
+        # Outputs may need no gradient, but the backward pass of a loss must be possible.
+        total = torch.zeros((), dtype=torch.float64, requires_grad=True)
+        for i, (_, leaf) in enumerate(leaves):
+            if _is_tensor(leaf) and leaf.is_complex():
+                leaf = torch.view_as_real(leaf)
+            if _is_tensor(leaf) and leaf.is_floating_point():
+                products = leaf * _random_rows(i, leaf, int(rows[0]))
+                total = total.to(leaf.device) + products.double().sum()
+        return total
+
+
+class _StoredOutputs(nn.Module):
+    """Model whose inputs are row indices, and whose outputs are stored."""
+
+    def __init__(self, outputs: Any) -> None:
+        super().__init__()
+        leaves, self._rebuild = flatten(outputs)
+        self._leaves = [
+            nn.Parameter(leaf)
+            if _is_tensor(leaf) and (leaf.is_floating_point() or leaf.is_complex())
+            else leaf
+            for _, leaf in leaves
+        ]
+        variables = (leaf for leaf in self._leaves if isinstance(leaf, nn.Parameter))
+        self.outputs = nn.ParameterList(variables)
+
+    def forward(self, rows: torch.Tensor) -> Any:
+        return select_samples(self._rebuild(iter(self._leaves)), rows)
+
+
+def _random_rows(i: int, leaf: torch.Tensor, start: int) -> torch.Tensor:
+    """Return random numbers in the shape of output ``i``, whose first row is row ``start``."""
+    if not leaf.ndim:
+        return torch.ones_like(leaf)
+    # The numbers are numpy's, because those of torch may be fixed.
+    rows = [
+        np.random.default_rng((i, row)).random(leaf.shape[1:]) - 0.5
+        for row in range(start, start + len(leaf))
+    ]
+    return torch.from_numpy(np.array(rows).reshape(leaf.shape)).to(leaf)
+
+
+@contextlib.contextmanager
+def _fixed(context: Callable[[], AbstractContextManager[Any]], at: float) -> Iterator[None]:
+    with context(), FixedRandomness(at):
+        yield
+
+
+@contextlib.contextmanager
+def _failures_are_differences(what_fails: str) -> Iterator[None]:
+    """Raise errors of the user's code as differences; memory errors stay as they are."""
+    try:
+        yield
+    except ArgumentError as error:
+        raise _DifferenceFound(str(error)) from None
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        first_line = (str(error).strip() or described(error)).splitlines()[0]
+        raise _DifferenceFound(f"{what_fails} ({first_line})") from None
+
+
+def check_states(plain: ModelState, other: ModelState) -> None:
+    """Check that a model ends in the same state, bit for bit.
+
+    The same computation gives the same bits; a state that was updated more often differs.
+
+    Raises:
+        _DifferenceFound: If the states differ.
+    """
+    for name, one, another in plain.pairs(other):
+        if relative_error(one, another) > 0:
+            raise _DifferenceFound(
+                f"the forward pass changes {name!r} of the model, and chunks leave other "
+                "values in it"
+            )
+
+
+def norm_of(tensor: torch.Tensor | None) -> float:
+    """Return the Euclidean norm, computed in float64; the tensor may be sparse."""
+    if tensor is None or not tensor.numel():
+        return 0.0
+    values = _values(tensor)
+    return float(torch.linalg.vector_norm(values, dtype=_double_dtype(values)))
+
+
+def relative_error(one: Any, other: Any, least: float = 0.0) -> float:
+    """Return the norm of the difference, relative to the larger norm, but at least to ``least``.
+
+    The error is infinite if shapes or kinds differ. Non-finite values at the same positions are
+    equal. None equals a tensor of zeros.
+    """
+    if one is None and _is_tensor(other):
+        one = torch.zeros_like(other)
+    if other is None and _is_tensor(one):
+        other = torch.zeros_like(one)
+    if not _is_tensor(one) or not _is_tensor(other):
+        return 0.0 if one is other or _is_equal(one, other) else math.inf
+    if one.shape != other.shape:
+        return math.inf
+    if not one.dtype.is_floating_point and not one.dtype.is_complex:
+        one = one.double()
+        other = other.double()
+    difference = norm_of(one - other)
+    size = max(norm_of(one), norm_of(other))
+    if not math.isfinite(difference + size) and one.layout is torch.strided:
+        a = one.to(_double_dtype(one))
+        b = other.to(_double_dtype(one))
+        is_same = (a == b) | (a.isnan() & b.isnan())
+        is_ignored = is_same & ~a.isfinite()
+        difference = norm_of(torch.where(is_same, 0, a - b))
+        size = max(norm_of(torch.where(is_ignored, 0, x)) for x in (a, b))
+    error = difference / (max(size, least) or 1.0)
+    return math.inf if math.isnan(error) else error
+
+
+def _is_void(gradient: torch.Tensor | None) -> bool:
+    """Return whether a gradient has no finite number, so that it shows no difference."""
+    if gradient is None or not gradient.numel():
+        return False
+    return not bool(_values(gradient).isfinite().any())
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.coalesce().values() if tensor.is_sparse else tensor
+
+
+def _is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor)
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except Exception:
+        # Some objects, such as arrays, do not compare to a bool.
+        return False
+
+
+def _double_dtype(tensor: torch.Tensor) -> torch.dtype:
+    return torch.complex128 if tensor.is_complex() else torch.float64

@@ -1,1 +1,0 @@
-"""Strategies that compute the gradients of a batch: whole, in chunks, in two passes, recomputed."""

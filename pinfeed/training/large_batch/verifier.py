@@ -1,0 +1,283 @@
+"""Verifier: checks whether a strategy gives the gradients of the plain step.
+
+The check cannot find an effect that only larger batches show, such as a loss of the 100 hardest
+samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from pinfeed.tensors import rng_state
+from pinfeed.tensors.pytree import flatten
+from pinfeed.training.large_batch.accumulation import AccumulationHook
+from pinfeed.training.large_batch.batches import (
+    n_samples,
+    sample_shapes_and_dtypes,
+    select_samples,
+)
+from pinfeed.training.large_batch.dispatch_modes import BatchAxisOperations
+from pinfeed.training.large_batch.model_state import perturbed_parameters, state_on_copies
+from pinfeed.training.large_batch.step_comparison import (
+    ONE_BY_ONE,
+    Samples,
+    StepComparison,
+)
+from pinfeed.training.large_batch.step_spec import StepSpec
+from pinfeed.training.memory_model.models import call_model
+from pinfeed.training.memory_model.out_of_memory import is_out_of_memory, release_cached_memory
+from pinfeed.training.memory_model.tensor_specs import to_device
+
+MOST_COMPARED = 3
+"""Most samples on which a strategy is compared with the plain step."""
+_LEAST_COMPARED = 2
+_MAY_BE_ROUNDING = 1e-2
+"""A smaller difference may be rounding that the model amplifies; float64 shows whether it is."""
+_MOST_NUMBERS = 4096
+"""Largest number of elements of a row from which a score is computed."""
+
+
+class Verifier:
+    """Cache of comparisons: one for each strategy, shape of samples and mode of the model.
+
+    Args:
+        is_on: Whether to compare at all; False for ``verify=False``.
+        autocast: Dtype of autocast; None for no autocast.
+    """
+
+    def __init__(self, is_on: bool, autocast: torch.dtype | None = None) -> None:
+        self.is_on = is_on
+        self._autocast = autocast
+        self._problems: dict[Any, str] = {}
+
+    def forget(self) -> None:
+        """Discard all results, so that strategies are compared again."""
+        self._problems.clear()
+
+    def problem_of(
+        self,
+        strategy: str,
+        spec: StepSpec,
+        inputs: Any,
+        targets: Any = None,
+        most: Callable[[], int] = lambda: MOST_COMPARED,
+    ) -> str:
+        """Return how a strategy differs from the plain step on some samples of a batch.
+
+        Parameters, gradients, buffers, attributes and random generators do not change.
+
+        Args:
+            strategy: ``"accumulate"``, ``ONE_BY_ONE``, ``"two_pass"`` or ``"checkpoint"``.
+            spec: The model and the loss, on their device.
+            inputs: A batch.
+            targets: Its targets, or None.
+            most: Returns how many samples fit in memory; called only if nothing is cached.
+
+        Returns:
+            A clause without a full stop; "" if nothing differs.
+
+        Raises:
+            RuntimeError: If the comparison fails, or if two samples do not fit on the device at
+                once. The type is that of the original error, which may be MemoryError.
+        """
+        if not self.is_on or n_samples(inputs) < _LEAST_COMPARED:
+            return ""
+        key = strategy, sample_shapes_and_dtypes(inputs, targets), spec.training_modes
+        if key not in self._problems:
+            is_mean = strategy in ("accumulate", ONE_BY_ONE) and spec.reduction == "mean"
+            if is_mean and not spec.count_terms(inputs, targets):
+                # Every target is ignored, so the comparison waits for another batch.
+                return ""
+            n = min(most(), n_samples(inputs))
+            self._problems[key] = self._problem_on(n, strategy, spec, inputs, targets)
+        return self._problems[key]
+
+    def _problem_on(self, n: int, strategy: str, spec: StepSpec, inputs: Any, targets: Any) -> str:
+        """Return how a strategy differs on ``n`` samples, or on fewer if they do not fit."""
+        if n < _LEAST_COMPARED:
+            return ""
+        try:
+            return _find_problem(spec, strategy, inputs, targets, self._autocast, n)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if n == _LEAST_COMPARED:
+                raise type(error)(
+                    f"{error}: two samples do not fit on the device at once, so "
+                    f"strategy={strategy!r} cannot be compared with the plain step; free memory, "
+                    "or give verify=False"
+                ) from error
+        # This is after the except block, because within the block the traceback keeps the
+        # tensors of the failed frames alive.
+        release_cached_memory()
+        return self._problem_on(n - 1, strategy, spec, inputs, targets)
+
+
+def _find_problem(
+    spec: StepSpec, strategy: str, inputs: Any, targets: Any, autocast: torch.dtype | None, n: int
+) -> str:
+    """Return how a strategy differs on ``n`` samples."""
+    if strategy != "checkpoint" and (name := _name_of_hooked_parameter(spec)):
+        return (
+            f"the hooks of the parameter {name!r} would run once for each chunk, not once for the "
+            "batch"
+        )
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in spec.parameters):
+        return "the model has uninitialized parameters; run one forward pass before"
+    device = next((p.device for p in spec.parameters), torch.device("cpu"))
+    if torch.is_autocast_enabled(device.type):
+        autocast = autocast or torch.get_autocast_dtype(device.type)
+
+    def samples(most: int) -> Samples:
+        rows = _representative_rows(inputs, targets, min(most, n_samples(inputs)))
+        found: Samples = to_device(select_samples((inputs, targets), rows), device)
+        return found
+
+    without_autocast = torch.autocast(device.type, enabled=False)
+    with rng_state.replayed(rng_state.capture()), _full_precision(device), without_autocast:
+        problem = _find_difference(spec, strategy, samples, n, autocast)
+        return f"{problem}{_cause(spec, samples(n)[0])}" if problem else ""
+
+
+def _find_difference(
+    spec: StepSpec,
+    strategy: str,
+    samples: Callable[[int], Samples],
+    n: int,
+    autocast: torch.dtype | None,
+) -> str:
+    """Compare in the model's dtype, and again in float64 if rounding may be the reason."""
+    own = StepComparison(spec, strategy, samples, n, autocast)
+    is_narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in spec.parameters)
+    problem = ""
+    if not is_narrow:
+        problem, error = own.difference()
+        if not problem or error > _MAY_BE_ROUNDING:
+            return problem
+    try:
+        wide = _spec_in_float64(spec)
+        return StepComparison(wide, strategy, _in_float64(samples), n, None).difference()[0]
+    except Exception:
+        # A model that cannot be copied is compared in its own dtype.
+        return own.difference()[0] if is_narrow else problem
+
+
+def _representative_rows(inputs: Any, targets: Any, n: int) -> torch.Tensor:
+    """Choose ``n`` samples with rare, negative and extreme targets, and of different lengths.
+
+    Args:
+        inputs: A batch of at least ``n`` samples.
+        targets: Its targets, or None.
+        n: Number of samples to choose.
+
+    Returns:
+        Distinct row indices, shape (n,), int64, on the CPU.
+    """
+    chosen: dict[int, None] = {}
+    for score in _scores(inputs, targets):
+        chosen.setdefault(int(score.argmax()))
+        chosen.setdefault(int(score.argmin()))
+    spread = torch.linspace(0, n_samples(inputs) - 1, n).round().long().tolist()
+    candidates = dict.fromkeys([*list(chosen)[:n], *spread, *range(n)])
+    # The samples keep their order, because a model may need them sorted by length.
+    return torch.tensor(sorted(list(candidates)[:n]))
+
+
+def _scores(inputs: Any, targets: Any) -> Iterator[torch.Tensor]:
+    """Yield scores of shape (samples,) that distinguish samples, the most distinctive first."""
+    for rows in _dense_rows(targets):
+        if not rows.is_floating_point():
+            # Losses leave out negative targets, such as -100.
+            yield (rows < 0).sum(1)
+            _, inverse, counts = rows.unique(return_inverse=True, return_counts=True)
+            yield -counts[inverse].reshape(rows.shape).amin(1)
+        yield rows.double().mean(1)
+    for rows in _dense_rows(inputs):
+        if not rows.is_floating_point():
+            # Zeros pad token ids and masks, so the number of other values follows the length.
+            yield (rows != 0).sum(1)
+
+
+def _dense_rows(batch: Any) -> Iterator[torch.Tensor]:
+    """Yield each real tensor of a batch with shape (samples, numbers)."""
+    for _, leaf in flatten(batch)[0]:
+        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+            continue
+        if leaf.ndim and leaf.numel() and not leaf.is_complex():
+            rows = leaf.detach().reshape(len(leaf), -1)
+            # Long rows are sampled at intervals, which bounds time and memory.
+            yield rows[:, :: -(-rows.shape[1] // _MOST_NUMBERS)]
+
+
+def _spec_in_float64(spec: StepSpec) -> StepSpec:
+    """Return the spec with copies of its modules in float64."""
+    modules = [module.double() for module in copy.deepcopy(list(spec.modules))]
+    loss = spec.loss
+    if isinstance(loss, nn.Module):
+        loss = modules[list(spec.modules).index(loss)]
+    return replace(spec, model=modules[0], modules=modules, loss=loss)
+
+
+def _in_float64(samples: Callable[[int], Samples]) -> Callable[[int], Samples]:
+    """Return a function that returns the same samples in float64."""
+
+    def wide(most: int) -> Any:
+        leaves, rebuild = flatten(samples(most))
+        return rebuild(
+            leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+            for _, leaf in leaves
+        )
+
+    return wide
+
+
+@contextlib.contextmanager
+def _full_precision(device: torch.device) -> Iterator[None]:
+    """Compute in float32 without TF32, because TF32's rounding depends on the batch size."""
+    settings: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = []
+    # If the program has used newer settings, torch refuses these, and the newer ones stay.
+    with contextlib.suppress(RuntimeError):
+        for setting in settings if device.type == "cuda" else ():
+            before.append((setting, setting.allow_tf32))
+            setting.allow_tf32 = False
+    try:
+        yield
+    finally:
+        for setting, is_allowed in before:
+            setting.allow_tf32 = is_allowed
+
+
+def _cause(spec: StepSpec, inputs: Any) -> str:
+    """Return a clause that names the model's operations over the batch; "" if there are none."""
+    operations = BatchAxisOperations(n_samples(inputs))
+    modules = spec.modules
+    with (
+        contextlib.suppress(Exception),
+        torch.no_grad(),
+        state_on_copies(modules),
+        perturbed_parameters(modules),
+        operations,
+    ):
+        call_model(spec.model, inputs)
+    names = ", ".join(operations.names)
+    return f" (the forward pass has operations that may combine samples: {names})" if names else ""
+
+
+def _name_of_hooked_parameter(spec: StepSpec) -> str:
+    """Return the name of a parameter that has the user's hooks; "" if there is none."""
+    for module in spec.modules:
+        for name, p in module.named_parameters():
+            hooks: list[Any] = []
+            for registered in (p._backward_hooks, p._post_accumulate_grad_hooks):
+                hooks += registered.values() if registered else ()
+            if p.requires_grad and any(not isinstance(hook, AccumulationHook) for hook in hooks):
+                return name
+    return ""
