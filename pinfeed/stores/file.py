@@ -276,12 +276,6 @@ class MmapStore(LocalFileStore):
         paths = self.paths[0] if len(self.paths) == 1 else self.paths
         return f"MmapStore({paths!r}, mode={self._mode!r})"
 
-    def __enter__(self) -> MmapStore:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
     @contextlib.contextmanager
     def mapped(self) -> Iterator[Array]:
         """Map all rows of the one file as an array, to fill it as a whole.

@@ -9,14 +9,13 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import (
     ArgumentError,
-    ClosedError,
     FileMissing,
     MissingDependency,
     StoreError,
@@ -54,7 +53,7 @@ _HEADER_BYTES = (64 << 10) + 12
 
 
 # No shard is ever open, because each request is independent.
-class RemoteStore(ShardedStore[NoReturn]):
+class RemoteStore(ShardedStore):
     """Read-only rows of remote .npy files. Any thread may gather.
 
     One request reads rows that are close together in a file. If the file system supports it, as
@@ -93,7 +92,7 @@ class RemoteStore(ShardedStore[NoReturn]):
 
     resident_bytes = _MAX_GATHERS * (WINDOW_BYTES + 4 * RANGE_BYTES)
     """Memory for answers, for the parts that a client joins into answers, and for sorting rows."""
-    _PROCESS_STATE: ClassVar[tuple[str, ...]] = (*ShardedStore._PROCESS_STATE, "_gather_slots")
+    _PROCESS_STATE: ClassVar[tuple[str, ...]] = ("_gather_slots",)
 
     def __init__(
         self,
@@ -115,12 +114,6 @@ class RemoteStore(ShardedStore[NoReturn]):
         self._files = [file for file, _ in found]
         super().__init__([layout for _, layout in found])
 
-    def __enter__(self) -> RemoteStore:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
     def gather_at(self, rows: Rows, out: Array, positions: Rows) -> None:
         """Copy rows into ``out[positions]``. The caller has checked all arguments.
 
@@ -133,8 +126,7 @@ class RemoteStore(ShardedStore[NoReturn]):
             ReadError: If a file was replaced or has shrunk, or cannot be read.
             FileMissing: If a file was removed since the store was opened.
         """
-        if self._closed:
-            raise ClosedError(f"{self!r} is closed; open it again")
+        self._require_open()
         target = as_bytes(out)
         step = _MAX_SORTED_ROWS if run_of(rows) is None else max(1, len(rows))
         for i in range(0, len(rows), step):

@@ -10,7 +10,7 @@ import torch
 from pinfeed import ArrayStore, Feeder
 from pinfeed.memory.plan import Allocation
 from pinfeed.pipeline.sources.store_rows import RowSource
-from pinfeed.readahead.base import OpenBatch, StoreRows
+from pinfeed.readahead.strategy import OpenBatch, StoreRows
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Rows, Sequential
 from pinfeed.rows.windows import Windows

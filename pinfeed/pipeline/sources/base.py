@@ -13,7 +13,7 @@ import numpy.typing as npt
 from pinfeed.devices.base import Tensor
 from pinfeed.pipeline.forwarding import SharedRows
 from pinfeed.pipeline.row_cache.decisions import CachedRows
-from pinfeed.readahead.base import HostRows
+from pinfeed.readahead.strategy import HostRows
 from pinfeed.rows.epoch_hooks import EpochHooks
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import CheckStop, HostArray, Store, never

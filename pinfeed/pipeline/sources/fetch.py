@@ -14,8 +14,7 @@ import numpy as np
 from pinfeed.devices.base import Device, RowCopy, Tensor
 from pinfeed.pipeline.sources.base import ArrayPart, HostBatch, RowGroup
 from pinfeed.pipeline.sources.ids import IdsOf, ids_array
-from pinfeed.readahead import HostRows, ReadStrategy
-from pinfeed.readahead.base import main_hint
+from pinfeed.readahead.strategy import HostRows, ReadStrategy, main_hint
 from pinfeed.rows.distinct import first_occurrences
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows

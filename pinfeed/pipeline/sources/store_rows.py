@@ -10,8 +10,8 @@ from typing import Any
 
 from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.pipeline.sources.base import ArrayPart, BatchThunk, HostBatch, RowGroup, drawn_early
-from pinfeed.readahead import AnyBatch, HostRows, RaggedReads, ReadStrategy
-from pinfeed.readahead.base import main_hint
+from pinfeed.readahead.ragged import RaggedReads
+from pinfeed.readahead.strategy import AnyBatch, HostRows, ReadStrategy, main_hint
 from pinfeed.rows.batches import RowBatches, RowIndices
 from pinfeed.rows.epoch_hooks import EpochHooks
 from pinfeed.rows.orders import Rows
