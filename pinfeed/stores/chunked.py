@@ -14,8 +14,8 @@ from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import copy_runs
 from pinfeed.stores.base import Array
-from pinfeed.stores.chunks import KeptChunks, chunk_pieces
 from pinfeed.stores.file_store import FileStore
+from pinfeed.stores.kept_chunks import KeptChunks
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.safe_repr import safe_repr
@@ -143,46 +143,31 @@ class ChunkedStore(FileStore):
         """Always the same value: the rows must not change while the store is open."""
         return 0 if self.native is None else self.native.version
 
-    def gather_at(self, rows: Rows, out: Array, positions: Rows) -> None:
-        """Copy rows into ``out[positions]``. The caller has checked all arguments.
-
-        Args:
-            rows: Row indices, shape (m,).
-            out: C-contiguous, shape (n, *row_shape), of the store's dtype.
-            positions: Positions in ``out``, shape (m,).
-
-        Raises:
-            ReadError: As for ``gather``.
-            ClosedError: As for ``gather``.
-        """
-        self._require_open()
-        if self.native is not None:
-            self.native.gather_at(rows, out, positions)
-            return
-        most_rows = max(1, _RUN_BYTES // max(1, self.row_nbytes))
-        for piece in chunk_pieces(rows, positions, self.bounds, most_rows):
-            if piece.number is None:
-                n = piece.stop - piece.start
-                place = int(piece.positions[0])
-                self._read(piece.start, piece.stop, out[place : place + n])
-            else:
-                with self._kept.use(piece.number) as chunk:
-                    out[piece.positions] = chunk[piece.rows - piece.start]
-
     def gather_runs(self, runs: Runs, out: Array) -> None:
-        """Copy runs of rows to their positions in ``out``. The caller has checked all arguments.
-
-        Raises:
-            ReadError: As for ``gather``.
-            ClosedError: As for ``gather``.
-        """
         self._require_open()
         if self.native is not None:
             self.native.gather_runs(runs, out)
             return
-        for number, part in runs.by_part(self.bounds[1:]):
-            with self._kept.use(number) as chunk:
-                copy_runs(chunk, part, out)
+        # Whole chunks, as the first row, the row after the last one, and the position in ``out``.
+        # Those that follow each other are decoded in one call.
+        whole: list[tuple[int, int, int]] = []
+        for number, part in runs.merged().by_part(self.bounds[1:]):
+            start = self.bounds.item(number)
+            stop = self.bounds.item(number + 1)
+            if part.lengths.tolist() != [stop - start]:
+                with self._kept.use(number) as chunk:
+                    copy_runs(chunk, part, out)
+                continue
+            place = part.places.item(0)
+            if whole:
+                first, end, target = whole[-1]
+                follows = (start, place) == (end, target + end - first)
+                if follows and (stop - first) * self.row_nbytes <= _RUN_BYTES:
+                    whole[-1] = (first, stop, target)
+                    continue
+            whole.append((start, stop, place))
+        for start, stop, place in whole:
+            self._read(start, stop, out[place : place + stop - start])
 
     def decode_ahead(self, number: int) -> None:
         """Decode and keep a chunk whose rows will be gathered soon."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from pinfeed.errors import ClosedError, WriteBackError
 from pinfeed.rows.orders import Rows
+from pinfeed.rows.runs import Runs
 from pinfeed.stores.base import Array, checked_gather
 
 if TYPE_CHECKING:
@@ -105,6 +106,19 @@ class FileStore:
             rows: Row indices, shape (m,).
             out: C-contiguous, shape (n, *row_shape), of the store's dtype.
             positions: Positions in ``out``, shape (m,).
+
+        Raises:
+            ReadError: As for ``gather``.
+            ClosedError: As for ``gather``.
+        """
+        if (positions[1:] < positions[:-1]).any():
+            order = np.argsort(positions)
+            rows = rows[order]
+            positions = positions[order]
+        self.gather_runs(Runs(rows, np.ones_like(rows), positions), out)
+
+    def gather_runs(self, runs: Runs, out: Array) -> None:
+        """Copy runs of rows to their positions in ``out``. The caller has checked all arguments.
 
         Raises:
             ReadError: As for ``gather``.

@@ -16,6 +16,7 @@ from pinfeed.errors import ArgumentError, CopyError, WriteBackError
 from pinfeed.memory.file_mappings import file_key
 from pinfeed.memory.host import FreeHostMemory, free_host_memory
 from pinfeed.rows.orders import Rows
+from pinfeed.rows.runs import Runs
 from pinfeed.stores.base import Array, checked_scatter
 from pinfeed.stores.file_reader import SPAN_BYTES, FileReader, inode_of
 from pinfeed.stores.file_store import FileStore
@@ -134,7 +135,7 @@ class LocalFileStore(ShardedStore):
         return (
             self._memory_map
             and type(self).gather is FileStore.gather
-            and type(self).gather_at is ShardedStore.gather_at
+            and type(self).gather_at is FileStore.gather_at
             and self.keep_cache
             and len(self._layouts) <= _MAX_OPEN
             and all(map(is_safe_to_map, self.paths))
@@ -183,9 +184,11 @@ class LocalFileStore(ShardedStore):
         for i in range(0, len(rows), step):
             chunk = values[i : i + step]
             source = as_bytes(np.ascontiguousarray(chunk.byteswap() if self._swapped else chunk))
-            for number, shard_rows, positions in self._by_shard(rows[i : i + step]):
-                is_whole = len(positions) == len(source)
-                self._write(number, shard_rows, source if is_whole else source[positions])
+            part = rows[i : i + step]
+            runs = Runs(part, np.ones_like(part), np.arange(len(part)))
+            for number, written in self._by_shard(runs):
+                is_whole = len(written.places) == len(source)
+                self._write(number, written.starts, source if is_whole else source[written.places])
 
     def flush(self) -> None:
         """Wait until every row written so far is on the disk (fsync)."""

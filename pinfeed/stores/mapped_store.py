@@ -8,8 +8,7 @@ import functools
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +19,7 @@ from pinfeed.native.library import library, packing
 from pinfeed.native.memory_rows import MemoryPart, MemoryRows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
-from pinfeed.stores.array import copy_runs, put_rows
+from pinfeed.stores.array import copy_runs
 from pinfeed.stores.base import SMALL_GATHER_BYTES, Array, Gather, checked_gather, run_of
 from pinfeed.stores.formats.row_layout import RowLayout
 from pinfeed.stores.page_cache import can_tell
@@ -78,7 +77,13 @@ class MappedStore(ShardedStore):
             return self._memory_rows.gather
         if len(self._maps) == 1 and not self._swapped:
             return self._maps[0].read_all
-        return self._gather_shards
+        return self._gather_in_order
+
+    def gather_at(self, rows: Rows, out: Array, positions: Rows) -> None:
+        if self._memory_rows is not None:
+            self._memory_rows.gather(rows, out, positions)
+        else:
+            super().gather_at(rows, out, positions)
 
     @property
     def memory_rows(self) -> MemoryRows | None:
@@ -108,12 +113,8 @@ class MappedStore(ShardedStore):
         self._memory_rows = None
         self._maps = ()
 
-    def _gather_shards(self, rows: Rows, out: Array) -> None:
-        run = run_of(rows)
-        if run is None or self._swapped:
-            self.gather_at(rows, out, np.arange(len(rows)))
-        else:
-            self._read_run(run, as_bytes(out))
+    def _gather_in_order(self, rows: Rows, out: Array) -> None:
+        self.gather_at(rows, out, np.arange(len(rows)))
 
     def _reader(self, number: int) -> FileMap:
         self._require_open()
@@ -168,73 +169,34 @@ class FileMap:
             item = np.dtype((np.void, nbytes))
             self._items = np.ndarray((n,), item, self._bytes, begin, strides[:1])
 
-    def read_run(self, first: int, out: Bytes) -> None:
-        """Copy the rows from ``first`` on into ``out``, shape (n, row_nbytes).
-
-        Raises:
-            ReadError: If the file has shrunk or cannot be read.
-        """
-        if self.memory_rows is not None:
-            self.memory_rows.read_run(first, out)
-            return
-        self._check_size()
-        out[...] = self._rows[first : first + len(out)]
-
-    def read_all(self, rows: Rows, out: npt.NDArray[Any]) -> None:
+    def read_all(self, rows: Rows, out: Array) -> None:
         """Copy rows in any order into ``out``, without the compiled functions.
 
         Args:
             rows: Row indices in range, shape (n,).
-            out: C-contiguous array of n rows, in the dtype of the file or as bytes.
+            out: C-contiguous array of n rows, in the dtype of the file.
 
         Raises:
             ReadError: If the file has shrunk or cannot be read.
         """
-        n = len(rows)
-        if not n:
+        if not len(rows):
             return
         # This is faster than check_size, which is called for its error.
         if os.lseek(self._fd, 0, os.SEEK_END) < self._end:
             self._check_size()
-        out = out.view(np.uint8).reshape(n, -1)
-        if (
-            out.nbytes > SMALL_GATHER_BYTES
-            and rows.item(-1) - rows.item(0) == n - 1
-            and (run := run_of(rows)) is not None
-        ):
+        out = as_bytes(out)
+        if out.nbytes > SMALL_GATHER_BYTES and (run := run_of(rows)) is not None:
             out[...] = self._rows[run]
         elif self._items is None:
             # With mode="raise", numpy would gather into a temporary buffer first.
             self._rows.take(rows, axis=0, out=out, mode="clip")
-        elif self._copies_single_rows:
-            copy_runs(self._rows, Runs(rows, np.ones_like(rows), np.arange(n)), out)
+        elif self._layout.row_nbytes >= _LONG_ROW_BYTES:
+            copy_runs(self._rows, Runs(rows, np.ones_like(rows), np.arange(len(rows))), out)
         else:
-            for piece in self._pieces(n):
-                out[piece] = self._take(rows[piece])
-
-    def read_rows(self, rows: Rows, out: Bytes, positions: Rows) -> None:
-        """Copy rows in any order into ``out[positions]``.
-
-        Args:
-            rows: Row indices in range, shape (m,).
-            out: C-contiguous, shape (n, row_nbytes).
-            positions: Positions in ``out``, shape (m,).
-
-        Raises:
-            ReadError: If the file has shrunk or cannot be read.
-        """
-        if self.memory_rows is not None:
-            self.memory_rows.gather(rows, out, positions)
-            return
-        if (run := run_of(positions)) is not None:
-            self.read_all(rows, out[run])
-            return
-        self._check_size()
-        if self._copies_single_rows:
-            copy_runs(self._rows, Runs(rows, np.ones_like(rows), positions), out)
-            return
-        for piece in self._pieces(len(rows)):
-            put_rows(out, positions[piece], self._take(rows[piece]))
+            step = max(1, _PIECE_BYTES // self._layout.row_nbytes)
+            for i in range(0, len(rows), step):
+                piece = self._items[rows[i : i + step]]
+                out[i : i + step] = as_bytes(piece)
 
     def read_runs(self, runs: Runs, out: Bytes) -> None:
         """Copy runs of rows to their positions in ``out``, shape (n, row_nbytes).
@@ -244,9 +206,9 @@ class FileMap:
         """
         if self.memory_rows is not None:
             self.memory_rows.gather_runs(*runs, out)
-            return
-        self._check_size()
-        copy_runs(self._rows, runs, out)
+        else:
+            self._check_size()
+            copy_runs(self._rows, runs, out)
 
     def populate(self, first: int, n_rows: int) -> None:
         """Load rows into the page cache, and fill the page tables of the map.
@@ -280,23 +242,6 @@ class FileMap:
             if not page.value & 1:
                 return False
         return True
-
-    @property
-    def _copies_single_rows(self) -> bool:
-        """Whether rows are copied to their positions run by run, not in pieces."""
-        return self._items is not None and self._layout.row_nbytes >= _LONG_ROW_BYTES
-
-    def _pieces(self, n_rows: int) -> Iterator[slice]:
-        """Yield slices of ``n_rows`` rows; each slice fits in the CPU cache."""
-        step = max(1, _PIECE_BYTES // self._layout.row_nbytes)
-        for i in range(0, n_rows, step):
-            yield slice(i, i + step)
-
-    def _take(self, rows: Rows) -> Bytes:
-        """Return copies of rows, shape (n, row_nbytes)."""
-        if self._items is None:
-            return self._rows.take(rows, axis=0, mode="clip")
-        return self._items[rows].view(np.uint8).reshape(len(rows), self._layout.row_nbytes)
 
     def _pages(self, first: int, n_rows: int) -> tuple[int, int]:
         """Return the address of the first page of rows, and the bytes from there to their end."""

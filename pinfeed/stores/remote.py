@@ -21,8 +21,8 @@ from pinfeed.errors import (
     StoreError,
     described,
 )
-from pinfeed.rows.orders import Rows
-from pinfeed.stores.base import Array, run_of
+from pinfeed.rows.runs import Runs
+from pinfeed.stores.base import Array
 from pinfeed.stores.byte_ranges import (
     RANGE_BYTES,
     WINDOW_BYTES,
@@ -114,13 +114,8 @@ class RemoteStore(ShardedStore):
         self._files = [file for file, _ in found]
         super().__init__([layout for _, layout in found])
 
-    def gather_at(self, rows: Rows, out: Array, positions: Rows) -> None:
-        """Copy rows into ``out[positions]``. The caller has checked all arguments.
-
-        Args:
-            rows: Row indices, shape (m,).
-            out: C-contiguous, shape (n, *row_shape), of the store's dtype.
-            positions: Positions in ``out``, shape (m,).
+    def gather_runs(self, runs: Runs, out: Array) -> None:
+        """Copy runs of rows to their positions in ``out``. The caller has checked all arguments.
 
         Raises:
             ReadError: If a file was replaced or has shrunk, or cannot be read.
@@ -128,9 +123,8 @@ class RemoteStore(ShardedStore):
         """
         self._require_open()
         target = as_bytes(out)
-        step = _MAX_SORTED_ROWS if run_of(rows) is None else max(1, len(rows))
-        for i in range(0, len(rows), step):
-            for window in windows_of(self._ranges(rows[i : i + step], positions[i : i + step])):
+        for piece in runs.merged().pieces(_MAX_SORTED_ROWS):
+            for window in windows_of(self._ranges(piece)):
                 with self._gather_slots:
                     self._fetch(window, target)
 
@@ -145,11 +139,10 @@ class RemoteStore(ShardedStore):
                 values = values.view(self._layouts[0].dtype).byteswap().view(np.uint8)
             byte_range.copy(values, target)
 
-    def _ranges(self, rows: Rows, positions: Rows) -> Iterator[ByteRange]:
-        for number, shard_rows, shard_positions in self._by_shard(rows):
-            yield from ranges_of(
-                self._files[number], self._layouts[number], shard_rows, positions[shard_positions]
-            )
+    def _ranges(self, runs: Runs) -> Iterator[ByteRange]:
+        for number, part in self._by_shard(runs):
+            file, layout = self._files[number], self._layouts[number]
+            yield from ranges_of(file, layout, part.rows(), part.positions())
 
     def _find(self, path: str | Sequence[str], options: dict[str, Any]) -> list[RemoteFile]:
         """Return the files of a URL, a pattern or a sequence of URLs."""
