@@ -13,9 +13,9 @@ from pinfeed.errors import FileMissing, ReadError
 from pinfeed.native.requests import Kind, request_each
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
-from pinfeed.stores.formats.row_layout import RowLayout
 from pinfeed.stores.mapped_store import FileMap
 from pinfeed.stores.page_cache import PageCache
+from pinfeed.stores.row_layout import RowLayout
 from pinfeed.threads.call import Call
 from pinfeed.threads.pool import ThreadPool
 

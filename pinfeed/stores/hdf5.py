@@ -14,7 +14,7 @@ from pinfeed.errors import ArgumentError, ClosedError, FileMissing, StoreError, 
 from pinfeed.stores.base import Array
 from pinfeed.stores.chunked import MAX_DECODES, ChunkedStore, ChunkLayout, even_bounds
 from pinfeed.stores.file import MmapStore
-from pinfeed.stores.formats.hdf5_chunks import RawChunks
+from pinfeed.stores.hdf5_chunks import RawChunks
 from pinfeed.stores.libraries import imported, library_errors
 from pinfeed.stores.paths import Path, local_path
 from pinfeed.tensors.dtypes import check_dtype

@@ -20,8 +20,8 @@ from pinfeed.rows.runs import Runs
 from pinfeed.stores.base import Array, checked_scatter
 from pinfeed.stores.file_reader import SPAN_BYTES, FileReader, inode_of
 from pinfeed.stores.file_store import FileStore
-from pinfeed.stores.formats.row_layout import RowLayout
 from pinfeed.stores.mapped_store import MappedStore, is_safe_to_map
+from pinfeed.stores.row_layout import RowLayout
 from pinfeed.stores.sharded_file import ShardedStore, as_bytes
 from pinfeed.validation.arguments import check_flag
 

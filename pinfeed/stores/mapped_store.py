@@ -21,8 +21,8 @@ from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import copy_runs
 from pinfeed.stores.base import SMALL_GATHER_BYTES, Array, Gather, checked_gather, run_of
-from pinfeed.stores.formats.row_layout import RowLayout
 from pinfeed.stores.page_cache import can_tell
+from pinfeed.stores.row_layout import RowLayout
 from pinfeed.stores.sharded_file import ShardedStore, as_bytes
 
 Bytes = npt.NDArray[np.uint8]

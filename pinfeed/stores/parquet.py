@@ -13,17 +13,19 @@ from typing import Any
 import numpy as np
 
 from pinfeed.errors import ArgumentError, FileMissing, ReadError, StoreError
-from pinfeed.stores.base import Array
-from pinfeed.stores.chunked import ChunkedStore, ChunkLayout
-from pinfeed.stores.formats.arrow_chunk import (
+from pinfeed.rows.runs import Runs
+from pinfeed.stores.arrow_arrays import (
     RAGGED_ADVICE,
+    copy_chunk_runs,
     nulls_error,
     ragged_error,
     rows_of_chunk,
 )
-from pinfeed.stores.formats.row_layout import require_regular
+from pinfeed.stores.base import Array
+from pinfeed.stores.chunked import ChunkedStore, ChunkLayout
 from pinfeed.stores.libraries import imported, library_errors
 from pinfeed.stores.paths import Path, local_paths
+from pinfeed.stores.row_layout import require_regular
 from pinfeed.validation.arguments import explain_arguments
 from pinfeed.validation.requirements import install_line
 
@@ -135,7 +137,8 @@ class ParquetStore(ChunkedStore):
                 rows = rows_of_chunk(part, self.label)
                 if rows.shape[1:] != self.row_shape:
                     raise ragged_error(self.label, self.row_shape, rows.shape[1:])
-                out[begin : begin + rows.shape[0]] = rows[0 : rows.shape[0]]
+                whole = Runs(*(np.array([n]) for n in (0, rows.shape[0], begin)))
+                copy_chunk_runs(rows, whole, out)
                 begin += rows.shape[0]
         # Otherwise, each decoding thread would keep memory that no limit counts.
         default_memory_pool().release_unused()

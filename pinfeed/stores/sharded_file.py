@@ -16,7 +16,7 @@ from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.base import Array
 from pinfeed.stores.file_store import FileStore
-from pinfeed.stores.formats.row_layout import RowLayout, covered_nbytes
+from pinfeed.stores.row_layout import RowLayout, covered_nbytes
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.safe_repr import safe_repr
 
