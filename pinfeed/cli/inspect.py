@@ -20,7 +20,7 @@ from pinfeed.cli.terminal.sources import expanded, names_dataset, shell_hint
 from pinfeed.errors import PinfeedError, described
 from pinfeed.memory.units import human
 from pinfeed.stores import MmapStore
-from pinfeed.stores.formats.npy import Header, parse_header, read_header, strange
+from pinfeed.stores.npy import Header, parse_header, read_header, strange
 from pinfeed.stores.paths import has_protocol
 from pinfeed.validation.suggestions import of_file
 from pinfeed.validation.wrapping import wrapped
@@ -178,7 +178,7 @@ def _spelled(dtype: np.dtype[Any]) -> str:
 
 
 def _look_at_safetensors(found: Found) -> None:
-    from pinfeed.stores.formats.safetensors import list_tensors
+    from pinfeed.stores.safetensors import list_tensors
 
     found.kind = "safetensors"
     found.problem = "damaged"

@@ -21,8 +21,8 @@ from pinfeed.feeders.feeder import Feeder
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan, joined
 from pinfeed.memory.units import human
-from pinfeed.readahead.base import usual_block_rows
 from pinfeed.readahead.select import BLOCKS_ALLOW
+from pinfeed.readahead.strategy import usual_block_rows
 from pinfeed.validation.wrapping import wrapped
 
 _PLACES = {

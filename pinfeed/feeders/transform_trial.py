@@ -17,8 +17,8 @@ from pinfeed.pipeline.loop_transforms import LoopTransforms, TransformNbytes
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.row_source import RowSource
 from pinfeed.pipeline.store_tree import StoreTree
-from pinfeed.readahead import RaggedReads
-from pinfeed.readahead.base import DirectReads
+from pinfeed.readahead.ragged import RaggedReads
+from pinfeed.readahead.strategy import DirectReads
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import sequential
 from pinfeed.stores.base import row_nbytes
@@ -87,7 +87,7 @@ def _run(
     from pinfeed.tensors.transform_calls import trial
 
     reads = [DirectReads(store) for store in tree.stores]
-    ragged = [RaggedReads(one, DirectReads(one.items), one.items, None) for one in tree.ragged]
+    ragged = [RaggedReads(one, DirectReads(one.items), one.items) for one in tree.ragged]
     batches = OrderBatches(sequential(), n_rows, n_rows, False)
     source = RowSource(tree.stores, reads, tree.rebuild, batches, ragged)
     options = LoopOptions("refuse", progress=False, timeline=False)

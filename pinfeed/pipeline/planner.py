@@ -23,15 +23,9 @@ from pinfeed.pipeline.loop_transforms import LoopTransforms, TransformNbytes
 from pinfeed.pipeline.part_memory import PartSize, ragged_sizes
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.store_tree import StoreTree
-from pinfeed.readahead import (
-    FreeMemory,
-    ReadPlan,
-    choose,
-    choose_ragged,
-    file_of,
-    windows_ahead,
-)
-from pinfeed.readahead.notes import notes_of
+from pinfeed.readahead.read_plan import ReadPlan
+from pinfeed.readahead.select import choose, file_of, windows_ahead
+from pinfeed.readahead.strategy import FreeMemory
 from pinfeed.rows.orders import Order, is_distinct
 from pinfeed.rows.ragged_batches import ElementBatches
 from pinfeed.rows.sampler_batches import largest_batch
@@ -228,14 +222,7 @@ class Planner:
 
     def _choose_reads(self, n_batch_rows: int, free: FreeMemory) -> ReadPlan:
         """Choose how each store is read."""
-        choice = choose(self.tree.stores, self.rows, n_batch_rows, free)
-        free = free.without(choice.items)
-        ragged = []
-        for store in self.tree.ragged:
-            ragged.append(choose_ragged(store, self.rows, free))
-            free = free.without(ragged[-1].items)
-        notes = notes_of(reads.note for reads in ragged if reads.note is not None)
-        return dataclasses.replace(choice, notes=choice.notes + notes, ragged=ragged)
+        return choose(self.tree.stores, self.rows, n_batch_rows, free, self.tree.ragged)
 
 
 def _without_native() -> list[str]:

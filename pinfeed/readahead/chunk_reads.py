@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from pinfeed.errors import ClosedError
 from pinfeed.memory.plan import Allocation
-from pinfeed.readahead.base import AnyBatch, OpenBatch
+from pinfeed.readahead.strategy import AnyBatch, OpenBatch
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.windows import Windows
 from pinfeed.stores.base import CheckStop, never

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from pinfeed.memory.plan import Allocation
-from pinfeed.readahead.base import ReadStrategy
-from pinfeed.readahead.notes import ReadNote
+from pinfeed.readahead.strategy import ReadStrategy
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.windows import Windows
 from pinfeed.stores.base import Gatherable
@@ -27,15 +26,11 @@ class RaggedReads:
         store: The ragged rows.
         strategy: Strategy of the items.
         source: Rows of the strategy from which runs are gathered.
-        note: The strategy, and the reason for it, for the plan; None if it has none.
     """
 
-    def __init__(
-        self, store: RaggedStore, strategy: ReadStrategy, source: Gatherable, note: ReadNote | None
-    ) -> None:
+    def __init__(self, store: RaggedStore, strategy: ReadStrategy, source: Gatherable) -> None:
         self.store = store
         self.items: tuple[Allocation, ...] = strategy.items
-        self.note = note
         self._strategy = strategy
         self._gather = run_gather(source)
 

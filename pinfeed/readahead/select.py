@@ -8,35 +8,44 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pinfeed.memory.plan import Allocation
 from pinfeed.memory.units import human
-from pinfeed.readahead.base import (
+from pinfeed.readahead.chunk_reads import ChunkReads
+from pinfeed.readahead.ragged import RaggedReads
+from pinfeed.readahead.read_plan import ReadNote, ReadPlan, notes_of
+from pinfeed.readahead.resident_file import (
+    InMemoryCopy,
+    MappedFile,
+    ResidentFile,
+    copy_allocation,
+)
+from pinfeed.readahead.strategy import (
     DISK_SPEED,
-    Choice,
     DirectReads,
     FreeMemory,
     ReadStrategy,
     block_hint,
     whole_file_hint,
 )
-from pinfeed.readahead.chunk_reads import ChunkReads
-from pinfeed.readahead.in_memory import copied
-from pinfeed.readahead.mapped_file import MappedFile
-from pinfeed.readahead.notes import ReadNote, notes_of
-from pinfeed.readahead.page_cache import UNCOUNTED_CACHE, PageCacheReadahead
-from pinfeed.readahead.ragged import RaggedReads
-from pinfeed.readahead.windows import WindowReadahead, window_allocation
+from pinfeed.readahead.windows import (
+    UNCOUNTED_CACHE,
+    PageCacheReadahead,
+    WindowReadahead,
+    window_allocation,
+)
 from pinfeed.rows.orders import Order, PerRank, Sequential
+from pinfeed.rows.ragged_batches import ElementBatches
 from pinfeed.rows.windows import Windows, windows
 from pinfeed.stores.array import ArrayStore
-from pinfeed.stores.base import FileStore, Store, rows_in
+from pinfeed.stores.base import Store
 from pinfeed.stores.chunked import ChunkedStore
-from pinfeed.stores.file import MmapStore
+from pinfeed.stores.file_store import FileStore
+from pinfeed.stores.local_file import LocalFileStore
+from pinfeed.stores.ragged import RaggedStore
 from pinfeed.stores.remote import RemoteStore
-from pinfeed.stores.sharded_file import AnyShardedStore, ShardedStore
+from pinfeed.stores.sharded_file import ShardedStore
 
 SEEK_BYTES = 64 << 10
 """Bytes that a disk reads in sequence in the time of one random read.
@@ -54,69 +63,75 @@ _BLOCK_CHUNKS = 4
 # Rows of a remote file that are read ahead at a time, in sequence.
 _REMOTE_WINDOW_BYTES = 32 << 20
 
+_MAPPED = "read through the OS page cache, by a memory map (the file fits)"
 
-@dataclass(frozen=True)
-class ReadPlan:
-    """Read strategies of all stores."""
-
-    strategies: Sequence[ReadStrategy]
-    notes: tuple[str, ...]
-    """Sentences with the strategy for each file, and the reason for it; see ``notes_of``."""
-    ragged: Sequence[RaggedReads] = ()
-    """Method of reading the rows of each ragged store."""
-    resident: tuple[Allocation, ...] = ()
-    """Memory of the stores in addition to their rows, if it is not counted elsewhere."""
-
-    @property
-    def items(self) -> tuple[Allocation, ...]:
-        """Most memory that the strategies use."""
-        found = self.resident + tuple(
-            item for strategy in self.strategies for item in strategy.items
-        )
-        return found + tuple(item for reads in self.ragged for item in reads.items)
-
-    @property
-    def closes(self) -> list[Callable[[], None]]:
-        """Functions that free the memory of each strategy."""
-        return [strategy.close for strategy in self.strategies] + [
-            reads.close for reads in self.ragged
-        ]
+Choice = tuple[ReadStrategy, str]
+"""A strategy, and the reason for it as the plan shows it."""
 
 
-def choose(stores: Sequence[Store], order: Any, n_batch_rows: int, free: FreeMemory) -> ReadPlan:
+class _Reads(NamedTuple):
+    """What is known of the reads of one file when their strategy is chosen."""
+
+    order: Any
+    """An order, or any other iterable of row indices."""
+    share: float
+    """Largest share of the file that an epoch reads, and 1 if unknown.
+
+    Each row that an order repeats, and each byte of rows that overlap, counts as often as it is
+    read.
+    """
+    n_batch_rows: int
+    """Rows of all batches that are read at the same time."""
+    free: FreeMemory
+    mapped: Sequence[ShardedStore] = ()
+    """Stores whose files are mapped already."""
+
+
+def choose(
+    stores: Sequence[Store],
+    order: Any,
+    n_batch_rows: int,
+    free: FreeMemory,
+    ragged: Sequence[RaggedStore] = (),
+) -> ReadPlan:
     """Choose a strategy for each store.
 
     Args:
         stores: Stores with the same number of rows.
-        order: An order, or any other iterable of row indices.
+        order: An order, or any other iterable of row indices or batches.
         n_batch_rows: Rows of all batches that are read at the same time.
         free: Memory that may be used for rows of files.
+        ragged: Stores of ragged rows.
     """
     strategies: list[ReadStrategy] = []
+    ragged_reads: list[RaggedReads] = []
     notes: list[ReadNote] = []
-    mapped: list[AnyShardedStore] = []
+    mapped: list[ShardedStore] = []
     for store in stores:
         file = file_of(store)
-        if file is not None and file.row_nbytes:
-            if isinstance(file, ChunkedStore):
-                strategy, reason = _choose_for_chunks(file, order, n_batch_rows, free)
-            else:
-                strategy, reason = _choose_for_file(file, order, n_batch_rows, free, mapped)
-                if isinstance(strategy, MappedFile):
-                    mapped.append(file)
-            free = free.without(strategy.items)
-            label = store.label if isinstance(store, ChunkedStore) else file.label
-            notes.append(ReadNote(label, file.nbytes, reason))
-        elif isinstance(store, ArrayStore):
-            strategy = DirectReads(store)
-        else:
-            hint = (
-                f"The loop waits for gather() of the {type(store).__name__}. Longer rows or "
-                "larger batches need fewer calls."
-            )
-            strategy = DirectReads(store, hint)
+        if file is None or not file.row_nbytes:
+            strategies.append(_read_directly(store))
+            continue
+        share = _share(order, file.n_rows, file.row_nbytes, file.nbytes)
+        strategy, reason = _choose(file, _Reads(order, share, n_batch_rows, free, mapped))
+        if isinstance(file, LocalFileStore) and isinstance(strategy, MappedFile):
+            mapped.append(file)
+        free = free.without(strategy.items)
+        notes.append(ReadNote(file.label, file.nbytes, reason))
         strategies.append(strategy)
-    return ReadPlan(strategies, notes_of(notes))
+    order = order.order if isinstance(order, ElementBatches) else order
+    for one in ragged:
+        items = file_of(one.items)
+        if items is None or not items.row_nbytes:
+            ragged_reads.append(RaggedReads(one, DirectReads(one.items), one.items))
+            continue
+        share = _share(order, one.n_rows, one.mean_row_nbytes, one.n_items * items.row_nbytes)
+        strategy, reason = _choose_for_items(one, items, _Reads(order, share, n_batch_rows, free))
+        free = free.without(strategy.items)
+        notes.append(ReadNote(items.label, items.nbytes, f"ragged rows, {reason}"))
+        source = strategy if isinstance(strategy, ResidentFile) else items
+        ragged_reads.append(RaggedReads(one, strategy, source))
+    return ReadPlan(strategies, notes_of(notes), ragged_reads)
 
 
 def windows_ahead(stores: Sequence[Store], order: Any) -> Callable[[int], list[Allocation]]:
@@ -133,87 +148,125 @@ def windows_ahead(stores: Sequence[Store], order: Any) -> Callable[[int], list[A
     ]
 
 
-def file_of(store: Store) -> AnyShardedStore | ChunkedStore | None:
+def file_of(store: Store) -> FileStore | None:
     """Return the store that reads the rows of a store from files; None if they are not in files."""
     if isinstance(store, ChunkedStore):
         return store.native or store
-    return store if isinstance(store, ShardedStore) else None
+    return store if isinstance(store, FileStore) else None
 
 
-def _choose_for_file(
-    store: AnyShardedStore,
-    order: Any,
-    n_batch_rows: int,
-    free: FreeMemory,
-    mapped: Sequence[AnyShardedStore],
-) -> Choice:
-    """Choose a strategy for one store, given those whose files are mapped already."""
-    share = _share(store, order)
+def is_in_sequence(order: Any) -> bool:
+    """Return whether the rows of a batch are consecutive.
+
+    With ``Ranks``, each rank reads whole batches of a sequential order, not every n-th row.
+    """
+    if isinstance(order, PerRank):
+        return isinstance(order.order, Sequential) and order.hand != 1
+    return isinstance(order, Sequential)
+
+
+def _share(order: Any, n_rows: int, row_nbytes: float, nbytes: int) -> float:
+    return min(1.0, order.length(n_rows) * row_nbytes / nbytes) if isinstance(order, Order) else 1.0
+
+
+def _read_directly(store: Store) -> DirectReads:
+    """Read rows that are not in files."""
+    if isinstance(store, ArrayStore):
+        return DirectReads(store)
+    hint = (
+        f"The loop waits for gather() of the {type(store).__name__}. Longer rows or larger batches "
+        "need fewer calls."
+    )
+    return DirectReads(store, hint)
+
+
+def _choose(file: FileStore, reads: _Reads) -> Choice:
+    """Choose a strategy for the rows of one file."""
+    if isinstance(file, ChunkedStore):
+        return _choose_for_chunks(file, reads)
+    assert isinstance(file, ShardedStore)
     why = ""
-    if isinstance(store, MmapStore) and store.nbytes_beside(mapped) > free.page_cache:
-        why = f" (the file does not fit in {free.origin})"
-    found_map = _map(store, order, share, free.page_cache, mapped)
-    if found_map is not None:
-        return found_map, "read through the OS page cache, by a memory map (the file fits)"
-    if isinstance(store, RemoteStore) and isinstance(order, Sequential):
-        window_rows = min(store.n_rows, rows_in(store, _REMOTE_WINDOW_BYTES))
-        item = window_allocation(window_rows, store.row_nbytes, n_batch_rows)
-        if item.total <= free.memory:
-            ahead = WindowReadahead(store, window_rows, n_batch_rows, in_sequence=True)
+    if isinstance(file, LocalFileStore):
+        if file.nbytes_beside(reads.mapped) > reads.free.page_cache:
+            why = f" (the file does not fit in {reads.free.origin})"
+        elif _is_map_worth_it(file, reads) and (mapped := _map(file, reads)) is not None:
+            return mapped, _MAPPED
+    if isinstance(file, RemoteStore) and isinstance(reads.order, Sequential):
+        window_rows = min(file.n_rows, file.rows_in(_REMOTE_WINDOW_BYTES))
+        item = window_allocation(window_rows, file.row_nbytes, reads.n_batch_rows)
+        if item.total <= reads.free.memory:
+            ahead = WindowReadahead(file, window_rows, reads.n_batch_rows, in_sequence=True)
             return ahead, "read ahead in sequence, in large requests"
-    if is_in_sequence(order):
-        hint = f"{store.label} is read in sequence, {DISK_SPEED} {whole_file_hint(store)}"
-        return DirectReads(store, hint), f"read in sequence{why}"
-    if _may_copy(store) and (copy := copied(store, share, free, "loaded")) is not None:
+    if is_in_sequence(reads.order):
+        return _read_in_sequence(file, why)
+    if _may_copy(file) and (copy := _copy(file, reads, "loaded")) is not None:
         return copy
-    found = _windows(store, order)
+    found = _windows(file, reads.order)
     if found is not None:
-        return _read_windows(store, found, n_batch_rows, free.memory, why)
-    return _read_in_any_order(store, share, why)
+        return _read_windows(file, found, reads, why)
+    return _read_in_any_order(file, reads.share, why)
 
 
-def _read_windows(
-    store: AnyShardedStore, windows: Windows, n_batch_rows: int, free: int, why: str
-) -> Choice:
-    """Read windows ahead, into memory if that is possible, else into the page cache."""
-    item = window_allocation(windows.window_rows, store.row_nbytes, n_batch_rows)
-    if store.writable:
-        problem = "the file is open for writing"
-    elif store.overlaps:
-        problem = "rows overlap, so copies would need more memory than the file"
-    elif item.total > free:
-        problem = f"windows in RAM need {human(item.total)}, but {human(max(0, free))} remain"
+def _choose_for_items(store: RaggedStore, items: FileStore, reads: _Reads) -> Choice:
+    """Choose a strategy for the items of ragged rows."""
+    if not isinstance(items, LocalFileStore):
+        return _choose_for_slow_items(store, items, reads)
+    if items.nbytes <= reads.free.page_cache and (mapped := _map(items, reads)) is not None:
+        return mapped, _MAPPED
+    if is_in_sequence(reads.order):
+        return _read_in_sequence(items)
+    if isinstance(reads.order, Order) and windows(reads.order, store.n_rows, 0) is not None:
+        return PageCacheReadahead(items), f"{UNCOUNTED_CACHE}, prefetched one window ahead"
+    advice = block_hint(store.mean_row_nbytes)
+    if items.keep_cache:
+        reason = f"{UNCOUNTED_CACHE}, prefetched sequentially in the background"
+        return PageCacheReadahead(items, advice), reason
+    hint = f"Ragged rows of {items.label} are read one by one. {advice} {whole_file_hint(items)}"
+    return DirectReads(items, hint), "read row by row, with many reads at a time"
+
+
+def _choose_for_slow_items(store: RaggedStore, items: FileStore, reads: _Reads) -> Choice:
+    """Read items that are decoded or remote: once into memory, if that is worth it."""
+    in_chunks = isinstance(items, ChunkedStore)
+    verb = "decoded" if in_chunks else "loaded"
+    if is_in_sequence(reads.order):
+        hint = f"{items.label} is {verb} in sequence. A copy in a local .npy file is read faster."
+        reason = "decoded in sequence, each chunk once" if in_chunks else "read in sequence"
+        return DirectReads(items, hint), reason
+    copy = _copy(items, reads, verb)
+    if copy is not None:
+        return copy
+    if in_chunks:
+        how = "decodes the whole chunks of its rows"
+        advice = "A copy of the items in a .npy file needs no decoding."
     else:
-        strategy = WindowReadahead(store, windows.window_rows, n_batch_rows)
-        return strategy, f"read ahead window by window, in long contiguous reads{why}"
-    reason = f"{UNCOUNTED_CACHE}, prefetched one window ahead ({problem})"
-    return PageCacheReadahead(store), reason
+        how = "requests its rows"
+        advice = block_hint(store.mean_row_nbytes)
+    hint = f"Each batch {how} of {items.label}. {advice} {whole_file_hint(items)}"
+    return DirectReads(items, hint), f"each batch {how}"
 
 
-def _choose_for_chunks(
-    store: ChunkedStore, order: Any, n_batch_rows: int, free: FreeMemory
-) -> Choice:
-    if is_in_sequence(order):
+def _choose_for_chunks(store: ChunkedStore, reads: _Reads) -> Choice:
+    if is_in_sequence(reads.order):
         hint = (
             f"{store.label} is decoded in sequence, at the speed of its codec. A codec such as "
             "lz4 is faster than gzip, and a copy in a .npy file needs no decoding."
         )
         in_sequence = ChunkReads(store, hint, in_sequence=True)
         return in_sequence, "decoded in sequence, each chunk once"
-    copy = copied(store, _share(store, order), free, "decoded")
+    copy = _copy(store, reads, "decoded")
     if copy is not None:
         return copy
     block_rows = _BLOCK_CHUNKS * store.chunk_rows
     problem = ""
     advice = f"a block_shuffled order with block_rows={block_rows} decodes fewer"
-    found = _windows(store, order)
+    found = _windows(store, reads.order)
     if found is not None:
-        item = window_allocation(found.window_rows, store.row_nbytes, n_batch_rows)
-        if item.total <= free.memory:
-            strategy = WindowReadahead(store, found.window_rows, n_batch_rows)
+        problem = _memory_problem(store, found, reads)
+        if not problem:
+            strategy = WindowReadahead(store, found.window_rows, reads.n_batch_rows)
             return strategy, "read ahead window by window; a window decodes each chunk once"
-        left = human(max(0, free.memory))
-        problem = f" (windows in RAM need {human(item.total)}, but {left} remain)"
+        problem = f" ({problem})"
         advice = "a larger limit or a smaller window_blocks allows windows"
     hint = (
         f"Each batch decodes the whole chunks of its rows of {store.label}, up to "
@@ -229,45 +282,87 @@ def _choose_for_chunks(
     return ChunkReads(store, hint), reason
 
 
-def _map(
-    store: AnyShardedStore,
-    order: Any,
-    share: float,
-    page_cache: int,
-    mapped: Sequence[AnyShardedStore],
-) -> MappedFile | None:
-    """Map the files if the page cache can hold them, and if loading whole files is worth it.
+def _is_map_worth_it(store: LocalFileStore, reads: _Reads) -> bool:
+    """Return whether loading whole files is worth it.
 
     If an epoch reads at most half of the rows, it is worth it only for short rows in random order.
     """
-    if not isinstance(store, MmapStore) or store.nbytes_beside(mapped) > page_cache:
-        return None
-    if not store.can_map:
-        return None
-    if share <= 0.5:
-        in_runs = is_in_sequence(order) or _windows(store, order) is not None
-        if in_runs or not _is_read_whole(store, share):
-            return None
-    # The system may refuse address space. A file that has changed is an error when it is read.
-    with contextlib.suppress(OSError):
-        return MappedFile(store, in_sequence=is_in_sequence(order), counted=mapped)
+    if reads.share > 0.5:
+        return True
+    in_runs = is_in_sequence(reads.order) or _windows(store, reads.order) is not None
+    return not in_runs and _is_read_whole(store, reads.share)
+
+
+def _map(store: LocalFileStore, reads: _Reads) -> MappedFile | None:
+    """Return the strategy of mapped files; None if the files cannot be mapped."""
+    if store.can_map:
+        # The system may refuse address space. A file that has changed is an error when it is read.
+        with contextlib.suppress(OSError):
+            in_sequence = is_in_sequence(reads.order)
+            return MappedFile(store, in_sequence=in_sequence, counted=reads.mapped)
     return None
 
 
-def _may_copy(store: AnyShardedStore | ChunkedStore) -> bool:
+def _copy(store: FileStore, reads: _Reads, verb: str) -> Choice | None:
+    """Return a copy of all rows, and the reason for it; None if it is not worth it or does not fit.
+
+    Args:
+        store: The rows, which are read-only.
+        reads: The reads of the rows.
+        verb: Past participle of the verb for the reason, such as ``"loaded"``.
+    """
+    if reads.share <= 0.5 or copy_allocation(store).total > reads.free.memory:
+        return None
+    # The system may refuse memory that it reports as free.
+    with contextlib.suppress(MemoryError):
+        reason = f"{verb} into RAM during the first epoch (it fits in {reads.free.origin})"
+        return InMemoryCopy(store), reason
+    return None
+
+
+def _may_copy(store: FileStore) -> bool:
     """Return whether rows may be copied into memory before they are needed."""
-    return isinstance(store, ChunkedStore) or not (store.writable or store.overlaps)
+    return not (store.writable or (isinstance(store, ShardedStore) and store.overlaps))
 
 
-def _is_read_whole(store: AnyShardedStore, share: float) -> bool:
+def _memory_problem(store: FileStore, windows: Windows, reads: _Reads) -> str:
+    """Return why windows cannot be read ahead into memory; empty if they can."""
+    item = window_allocation(windows.window_rows, store.row_nbytes, reads.n_batch_rows)
+    left = max(0, reads.free.memory)
+    if item.total <= left:
+        return ""
+    return f"windows in RAM need {human(item.total)}, but {human(left)} remain"
+
+
+def _read_in_sequence(store: FileStore, why: str = "") -> Choice:
+    hint = f"{store.label} is read in sequence, {DISK_SPEED} {whole_file_hint(store)}"
+    return DirectReads(store, hint), f"read in sequence{why}"
+
+
+def _read_windows(store: ShardedStore, windows: Windows, reads: _Reads, why: str) -> Choice:
+    """Read windows ahead, into memory if that is possible, else into the page cache."""
+    if store.writable:
+        problem = "the file is open for writing"
+    elif store.overlaps:
+        problem = "rows overlap, so copies would need more memory than the file"
+    else:
+        problem = _memory_problem(store, windows, reads)
+    if not problem:
+        strategy = WindowReadahead(store, windows.window_rows, reads.n_batch_rows)
+        return strategy, f"read ahead window by window, in long contiguous reads{why}"
+    reason = f"{UNCOUNTED_CACHE}, prefetched one window ahead ({problem})"
+    return PageCacheReadahead(store), reason
+
+
+def _is_read_whole(store: FileStore, share: float) -> bool:
     """Return whether reading the whole file in sequence is faster than its rows at random."""
     return share * SEEK_BYTES >= store.row_nbytes
 
 
-def _read_in_any_order(store: AnyShardedStore, share: float, why: str) -> Choice:
+def _read_in_any_order(store: ShardedStore, share: float, why: str) -> Choice:
     """Read rows that are neither in memory nor in windows."""
     advice = block_hint(store.nbytes / store.n_rows)
-    if isinstance(store, MmapStore) and store.keep_cache and _is_read_whole(store, share):
+    if isinstance(store, LocalFileStore) and store.keep_cache and _is_read_whole(store, share):
         how = f"{UNCOUNTED_CACHE}, prefetched sequentially in the background"
         strategy: ReadStrategy = PageCacheReadahead(store, advice)
     else:
@@ -275,16 +370,6 @@ def _read_in_any_order(store: AnyShardedStore, share: float, why: str) -> Choice
         hint = f"Rows of {store.label} are read one by one. {advice} {whole_file_hint(store)}"
         strategy = DirectReads(store, hint)
     return strategy, f"{how}{why}; {BLOCKS_ALLOW}"
-
-
-def is_in_sequence(order: Any) -> bool:
-    """Return whether the rows of a batch are consecutive.
-
-    With ``Ranks``, each rank reads whole batches of a sequential order, not every n-th row.
-    """
-    if isinstance(order, PerRank):
-        return isinstance(order.order, Sequential) and order.hand != 1
-    return isinstance(order, Sequential)
 
 
 def _windows(store: FileStore, order: Any) -> Windows | None:
@@ -298,14 +383,3 @@ def _windows(store: FileStore, order: Any) -> Windows | None:
     if found is None or isinstance(store, ChunkedStore):
         return found
     return found if found.order.block_rows * store.nbytes >= SEEK_BYTES * store.n_rows else None
-
-
-def _share(store: FileStore, order: Any) -> float:
-    """Return the largest share of the file that an epoch reads; 1 if unknown.
-
-    Each row that an order repeats, and each byte of rows that overlap, counts as often as it is
-    read.
-    """
-    if not isinstance(order, Order):
-        return 1.0
-    return min(1.0, order.length(store.n_rows) * store.row_nbytes / store.nbytes)

@@ -1,4 +1,4 @@
-"""WindowReadahead: windows of a block-shuffled order are read ahead into memory, in long runs."""
+"""Read-ahead of windows: into memory, or into the page cache."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from pinfeed.memory.buffer_pool import BufferPool
 from pinfeed.memory.pages import block_nbytes
 from pinfeed.memory.plan import Allocation
-from pinfeed.readahead.base import DISK_SPEED, OpenBatch, whole_file_hint
+from pinfeed.readahead.strategy import DISK_SPEED, OpenBatch, whole_file_hint
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.windows import Windows
 from pinfeed.stores.array import ArrayStore
-from pinfeed.stores.base import CheckStop, FileStore, StoreRows, never
+from pinfeed.stores.base import Array, CheckStop, StoreRows, never
 from pinfeed.stores.chunked import ChunkedStore
+from pinfeed.stores.file_store import FileStore
+from pinfeed.stores.sharded_file import ShardedStore
 from pinfeed.threads.call import Pending
 from pinfeed.threads.pool import ThreadPool
 
@@ -29,6 +30,13 @@ T = TypeVar("T")
 
 RowRuns = Iterable[tuple[int, int]]
 """Row indices as runs [start, stop)."""
+
+UNCOUNTED_CACHE = "read through the OS page cache, which the plan does not count"
+"""Beginning of the reason for this strategy, which maps no page."""
+
+# The strategy advises the kernel in chunks, because each call may block until the disk has accepted
+# it, and the loop may end in between.
+_ADVISED_BYTES = 8 << 20
 
 # Reads that wait for the disk at the same time.
 _N_THREADS = 4
@@ -185,7 +193,7 @@ class _Window:
         self,
         store: FileStore,
         runs: RowRuns,
-        memory: npt.NDArray[np.uint8],
+        memory: Array,
         threads: ThreadPool,
     ) -> None:
         self.row_shape = store.row_shape
@@ -196,16 +204,15 @@ class _Window:
         # Added to a row index of a run, this gives its position in memory.
         self._shifts = ends - stops
         n_rows = int(ends[-1])
-        array: npt.NDArray[Any] = (
-            memory[: n_rows * store.row_nbytes].view(store.dtype).reshape(n_rows, *store.row_shape)
-        )
+        found = memory[: n_rows * store.row_nbytes].view(store.dtype)
+        array = found.reshape(n_rows, *store.row_shape)
         self._rows = ArrayStore(array)
         self._reads: Sequence[Pending[None]] = [
             threads.submit(store.gather, rows, array[begin : begin + len(rows)])
             for begin, rows in _joined(store, starts, stops)
         ]
 
-    def gather(self, rows: Rows, out: npt.NDArray[Any]) -> None:
+    def gather(self, rows: Rows, out: Array) -> None:
         """Copy rows of the window into ``out``, once the window has been read."""
         for read in self._reads:
             read.result()
@@ -257,7 +264,7 @@ class _WindowRows:
             first += n
         return _WindowRows(self._store, windows, self._rows[begin:end])
 
-    def read(self, out: npt.NDArray[Any], check_stop: CheckStop = never) -> None:
+    def read(self, out: Array, check_stop: CheckStop = never) -> None:
         """Gather the rows into ``out``, step by step."""
         begin = 0
         for n, window in self._windows:
@@ -265,3 +272,72 @@ class _WindowRows:
             check_stop()
             StoreRows(window, self._rows[begin:end]).read(out[begin:end], check_stop)
             begin = end
+
+
+class PageCacheReadahead:
+    """Strategy that gathers rows from a file and lets the kernel fill the page cache ahead.
+
+    In a block-shuffled epoch, the kernel fills the page cache window by window. In any other order,
+    it reads the whole file once, in sequence. A disk reads many times faster in sequence than in
+    random order, so random reads soon find their rows in the page cache.
+
+    Args:
+        store: The rows.
+        advice: Advice on a better order, for a loop that waits for the rows.
+    """
+
+    items: tuple[Allocation, ...] = ()
+
+    def __init__(self, store: ShardedStore, advice: str = "") -> None:
+        self._store = store
+        self._advice = advice
+        self._n_advised = 0
+        self._stopping = False
+        self._chunk_rows = store.rows_in(_ADVISED_BYTES)
+
+    @contextlib.contextmanager
+    def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
+        self._stopping = False
+        with ThreadPool(1, "pinfeed-advise") as adviser:
+            cursor = None
+            if windows is None:
+                adviser.submit(self._advise_all)
+            else:
+                cursor = WindowCursor(
+                    windows, start, stop, lambda runs: adviser.submit(self._advise, runs)
+                )
+
+            def open_batch(position: int, n: int) -> Callable[[Rows], StoreRows]:
+                if cursor is not None:
+                    cursor.take(position, n)
+                return functools.partial(StoreRows, self._store)
+
+            try:
+                yield open_batch
+            finally:
+                self._stopping = True
+
+    @property
+    def hint(self) -> str:
+        how = (
+            f"Rows of {self._store.label} are read from the OS page cache if it holds them, and "
+            "from the disk otherwise."
+        )
+        return " ".join(filter(None, (how, self._advice, whole_file_hint(self._store))))
+
+    def memory_rows(self) -> None:
+        """Return None, because the rows are read from the file."""
+
+    def close(self) -> None:
+        """Do nothing: the page cache belongs to the kernel."""
+
+    def _advise_all(self) -> None:
+        while self._n_advised < self._store.n_rows and not self._stopping:
+            end = min(self._n_advised + self._chunk_rows, self._store.n_rows)
+            self._store.will_gather(self._n_advised, end)
+            self._n_advised = end
+
+    def _advise(self, runs: RowRuns) -> None:
+        for start, stop in runs:
+            if not self._stopping:
+                self._store.will_gather(start, stop)

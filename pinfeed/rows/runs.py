@@ -94,8 +94,13 @@ class Runs(NamedTuple):
         lengths = np.minimum(np.repeat(stops, counts), ends[parts]) - starts
         places = np.repeat(runs.places - runs.starts, counts) + starts
         cut = Runs(starts - begins, lengths, places)
-        for number in np.unique(parts).tolist():
-            yield number, cut.take(np.flatnonzero(parts == number))
+        # numpy sorts integers of 8 and 16 bits by their digits, in a quarter of the time.
+        order = np.argsort(parts.astype(np.min_scalar_type(len(ends))), kind="stable")
+        counts = np.bincount(parts)
+        numbers = np.flatnonzero(counts)
+        groups = np.split(order, np.cumsum(counts[numbers])[:-1])
+        for number, group in zip(numbers.tolist(), groups, strict=False):
+            yield number, cut.take(group)
 
 
 def _expanded(starts: Rows, lengths: Rows) -> Rows:

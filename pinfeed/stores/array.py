@@ -28,6 +28,9 @@ _SHORT_RUN = 192
 _SHORT_RUN_WITH_GAPS = 64
 # Rows that are copied by row index at once, so that the indices stay in the CPU cache.
 _PIECE_ROWS = 1 << 15
+COPIED_BYTES = 1 << 20
+"""Bytes of rows that are copied by row index at once, and need as much memory."""
+
 # Above this size, the compiled gather is faster, although it takes some us to describe the rows.
 _LARGE_BYTES = 256 << 10
 # From these sizes of the values and of the array on, a scatter past the caches is faster, even if
@@ -240,7 +243,8 @@ def copy_runs(array: Array, runs: Runs, out: Array) -> None:
         for start, length, place in zip(*(numbers.tolist() for numbers in runs), strict=True):
             out[place : place + length] = array[start : start + length]
         return
-    for piece in runs.pieces(_PIECE_ROWS):
+    row_nbytes = max(1, array.nbytes // max(1, len(array)))
+    for piece in runs.pieces(max(1, min(_PIECE_ROWS, COPIED_BYTES // row_nbytes))):
         # With mode="raise", numpy would gather into a temporary buffer first.
         if (target := piece.target) is not None:
             array.take(piece.rows(), axis=0, out=out[target], mode="clip")

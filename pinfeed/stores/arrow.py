@@ -6,18 +6,23 @@ from typing import Any
 
 import numpy as np
 
-from pinfeed.errors import MissingDependency, StoreError, WriteBackError
+from pinfeed.errors import StoreError, WriteBackError
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
-from pinfeed.stores.array import copy_runs
+from pinfeed.stores.array import COPIED_BYTES
+from pinfeed.stores.arrow_arrays import (
+    BYTES_PER_BIT,
+    N_BITS,
+    copy_chunk_runs,
+    ragged_error,
+    rows_of_chunk,
+)
 from pinfeed.stores.base import Array, checked_gather, in_words, run_of
-from pinfeed.stores.formats.arrow_chunk import BYTES_PER_BIT, N_BITS, ragged_error, rows_of_chunk
+from pinfeed.stores.libraries import imported
 from pinfeed.stores.runs import gather_rows
 from pinfeed.validation.safe_repr import safe_repr
 
-# Bytes of rows that are gathered from several chunks at a time.
-_COLLECTED_BYTES = 1 << 20
 # Most gathers that run at the same time.
 _MAX_GATHERS = 8
 
@@ -57,10 +62,7 @@ class ArrowStore:
     writable = False
 
     def __init__(self, column: Any, *, name: str = "column", indices: Any = None) -> None:
-        try:
-            import pyarrow
-        except ImportError:
-            raise MissingDependency(f"{name}: pyarrow is needed; pip install pyarrow") from None
+        pyarrow = imported("pyarrow", f"{name}: pyarrow is needed; pip install pyarrow")
         if not isinstance(column, (pyarrow.ChunkedArray, pyarrow.Array)):
             raise StoreError(
                 f"{name}: got {type(column).__name__}; expected a pyarrow.ChunkedArray or a "
@@ -74,9 +76,7 @@ class ArrowStore:
         for chunk in self._chunks:
             if chunk.shape[1:] != self.row_shape:
                 raise ragged_error(name, self.row_shape, chunk.shape[1:])
-        counts = [chunk.shape[0] for chunk in self._chunks]
-        self._n_stored = sum(counts)
-        self._starts = np.cumsum([0, *counts[:-1]])
+        self._ends = np.cumsum([chunk.shape[0] for chunk in self._chunks])
         self._indices = (
             None if indices is None else ArrowStore(indices, name=f"{name}: its indices")
         )
@@ -87,7 +87,7 @@ class ArrowStore:
 
     @property
     def n_rows(self) -> int:
-        return self._n_stored if self._indices is None else self._indices.n_rows
+        return int(self._ends[-1]) if self._indices is None else self._indices.n_rows
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -104,10 +104,9 @@ class ArrowStore:
 
     @property
     def resident_bytes(self) -> int:
-        is_one_array = len(self._chunks) == 1 and isinstance(self._chunks[0], np.ndarray)
-        if is_one_array:
+        if len(self.arrays) == len(self._chunks) == 1:
             return 0
-        return _MAX_GATHERS * (_COLLECTED_BYTES + BYTES_PER_BIT * N_BITS)
+        return _MAX_GATHERS * (COPIED_BYTES + BYTES_PER_BIT * N_BITS)
 
     def gather(self, rows: Rows, out: Array) -> None:
         """Copy rows into ``out``, like ``Store.gather``."""
@@ -115,27 +114,21 @@ class ArrowStore:
         if self._indices is not None:
             numbers = np.empty(len(rows), self._indices.dtype)
             self._indices.gather(rows, numbers)
-            rows = check_rows(numbers, self._n_stored, f"{self._name}: its indices")
-        if (run := run_of(rows)) is not None:
-            self._copy(run, out)
-        elif len(self._chunks) == 1:
+            rows = check_rows(numbers, int(self._ends[-1]), f"{self._name}: its indices")
+        chunks = self.arrays
+        if len(chunks) == len(self._chunks) == 1 and run_of(rows) is None:
             # Rows are in range. With mode="raise", numpy would gather into a temporary buffer
             # first.
-            self._chunks[0].take(rows, 0, out, "clip")
+            chunks[0].take(rows, 0, out, "clip")
         else:
-            step = max(1, _COLLECTED_BYTES * len(out) // max(1, out.nbytes))
-            for i in range(0, len(rows), step):
-                self._collect(rows[i : i + step], out[i : i + step])
+            self._copy(Runs(rows, np.ones_like(rows), np.arange(len(rows))), out)
 
     def gather_runs(self, runs: Runs, out: Array) -> None:
         """Copy runs of rows to their places in ``out``. The caller has checked all arguments."""
-        chunks = self.arrays
-        if self._indices is not None or len(chunks) < len(self._chunks):
+        if self._indices is not None:
             gather_rows(self, runs, out)
-            return
-        ends = np.append(self._starts[1:], self._n_stored)
-        for number, part in runs.by_part(ends):
-            copy_runs(chunks[number], part, out)
+        else:
+            self._copy(runs, out)
 
     def scatter(self, rows: Rows, values: Array) -> None:
         """Refuse to write: Arrow columns do not change.
@@ -151,27 +144,6 @@ class ArrowStore:
     def close(self) -> None:
         """Do nothing, because the column belongs to the caller."""
 
-    def _copy(self, run: slice, out: Array) -> None:
-        """Copy consecutive rows, chunk by chunk."""
-        done = 0
-        number = int(np.searchsorted(self._starts, run.start, side="right")) - 1
-        while done < len(out):
-            chunk = self._chunks[number]
-            begin = run.start + done - int(self._starts[number])
-            n = min(len(out) - done, chunk.shape[0] - begin)
-            out[done : done + n] = chunk[begin : begin + n]
-            done += n
-            number += 1
-
-    def _collect(self, rows: Rows, out: Array) -> None:
-        """Gather rows in any order: first by chunk, then each row to its position."""
-        order = np.argsort(rows)
-        rows = rows[order]
-        begins = np.searchsorted(rows, self._starts)
-        counts = np.diff(begins, append=len(rows))
-        rows -= np.repeat(self._starts, counts)
-        found = np.empty_like(out)
-        for number in np.flatnonzero(counts).tolist():
-            part = slice(begins[number], begins[number] + counts[number])
-            self._chunks[number].take(rows[part], 0, found[part], "clip")
-        out[order] = found
+    def _copy(self, runs: Runs, out: Array) -> None:
+        for number, part in runs.merged().by_part(self._ends):
+            copy_chunk_runs(self._chunks[number], part, out)

@@ -7,7 +7,7 @@ import mmap
 import operator
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -150,67 +150,36 @@ class Gatherable(Protocol):
     def gather(self, rows: Rows, out: Array) -> None: ...
 
 
-class FileStore(Store, Protocol):
-    """Store whose rows are in files, with the methods that read-ahead strategies need."""
-
-    @property
-    def label(self) -> str:
-        """Short name of the files."""
-
-    @property
-    def row_nbytes(self) -> int:
-        """Bytes of one row."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all rows; bytes that several rows share count once."""
-
-    @property
-    def version(self) -> object:
-        """A value that changes when the rows change, if this is known without reading."""
-
-    def gather_at(self, rows: Rows, out: Array, positions: Rows) -> None:
-        """Copy rows into ``out[positions]``. The caller has checked all arguments."""
-
-
-class UncheckedGatherable(Gatherable, Protocol):
-    """Rows that can also be gathered without checks."""
-
-    def gather_unchecked(self, rows: Rows, out: Array) -> None:
-        """Copy rows into ``out``. The caller has checked all arguments."""
-
-
 Gather = Callable[[Rows, Array], None]
 """Copies rows into an array, like ``Store.gather``."""
 
 
-def unchecked_gather(store: Gatherable) -> Gather:
-    """Return the method that gathers the rows of a store, without checks if it has one.
+def fast_way(store: Gatherable, name: str) -> Any:
+    """Return a member of a store that reads its rows faster than ``gather``.
 
-    The method ``gather_unchecked`` belongs to the ``gather`` of the same class. If a subclass or an
-    object replaces ``gather``, that ``gather`` is returned.
+    Such a member belongs to the methods that gather of the same class. If a subclass or an object
+    replaces one of these, it may return other rows, so the result is None.
     """
-    owner = next((kind for kind in type(store).__mro__ if "gather" in vars(kind)), object)
-    is_replaced = "gather" in getattr(store, "__dict__", ())
-    if is_replaced or "gather_unchecked" not in vars(owner):
-        return store.gather
-    return cast(UncheckedGatherable, store).gather_unchecked
+    replaceable = {"gather", "gather_at", "gather_unchecked"}
+    if replaceable.isdisjoint(getattr(store, "__dict__", ())):
+        for kind in type(store).__mro__:
+            if name in vars(kind):
+                return getattr(store, name)
+            if not replaceable.isdisjoint(vars(kind)):
+                break
+    return None
+
+
+def unchecked_gather(store: Gatherable) -> Gather:
+    """Return the method that gathers the rows of a store, without checks if it has one."""
+    found: Gather = fast_way(store, "gather_unchecked") or store.gather
+    return found
 
 
 def memory_rows_of(store: Gatherable) -> MemoryRows | None:
-    """Return where the rows of a store are, if compiled functions may copy them.
-
-    A subclass or an object that replaces a method that gathers may return other rows. So one class
-    must define all of them.
-    """
-    names = ("memory_rows", "gather", "gather_unchecked")
-    replaced = getattr(store, "__dict__", {})
-    owners = {
-        next((kind for kind in type(store).__mro__ if name in vars(kind)), None) for name in names
-    }
-    if len(owners) > 1 or None in owners or any(name in replaced for name in names):
-        return None
-    return cast("MemoryRows | None", getattr(store, "memory_rows", None))
+    """Return where the rows of a store are, if compiled functions may copy them."""
+    found: MemoryRows | None = fast_way(store, "memory_rows")
+    return found
 
 
 class StoreRows:
@@ -301,11 +270,6 @@ def shape_to_make(shape: Any, dtype: np.dtype[Any], name: str) -> tuple[int, ...
 def row_nbytes(store: Store) -> int:
     """Return the number of bytes of one row."""
     return math.prod(store.row_shape) * store.dtype.itemsize
-
-
-def rows_in(store: FileStore, nbytes: int) -> int:
-    """Return how many consecutive rows begin within ``nbytes`` bytes of the rows, at least 1."""
-    return max(1, nbytes * store.n_rows // max(1, store.nbytes))
 
 
 def in_words(store: Store) -> str:

@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 import functools
-import math
-import os
 import threading
-import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
-from pinfeed.errors import (
-    ClosedError,
-    CopyError,
-    PinfeedError,
-    ReadError,
-    StoreError,
-    WriteBackError,
-    described,
-)
+from pinfeed.errors import CopyError, PinfeedError, ReadError, StoreError, described
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import copy_runs
-from pinfeed.stores.base import Array, checked_gather
-from pinfeed.stores.chunk_pieces import chunk_pieces
+from pinfeed.stores.base import Array
+from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.kept_chunks import KeptChunks
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.safe_repr import safe_repr
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 # Decoded chunks to keep, so that batches that share a chunk decode it once. Two chunks are needed
 # to decode one while the rows of another are gathered.
@@ -45,7 +31,7 @@ _DECODED_BYTES = 16 << 20
 _RUN_BYTES = 2 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ChunkLayout:
     """Shape and dtype of rows, and the rows at which their chunks begin."""
 
@@ -59,35 +45,29 @@ class ChunkLayout:
     paths: tuple[str, ...] = ()
     """Paths of the files; empty if the caller opened the file and its path is unknown."""
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ChunkLayout):
-            return NotImplemented
+    def has_rows_of(self, other: ChunkLayout) -> bool:
+        """Return whether rows and chunks have the same shape and dtype."""
         same_rows = (self.dtype, self.row_shape) == (other.dtype, other.row_shape)
         return same_rows and np.array_equal(self.bounds, other.bounds)
 
-    __hash__ = None  # type: ignore[assignment]  # the bounds are an array
 
-
-class ChunkedStore:
-    """Read-only rows in chunks. Any thread may gather.
+class ChunkedStore(FileStore):
+    """Read-only rows in chunks.
 
     A gather decodes each chunk that it needs once. The store keeps the most recently decoded
     chunks, so that batches with rows of the same chunk decode it only once. A chunk that a batch
-    needs as a whole is decoded straight into the batch, and is not kept. A store that was opened by
-    path can be pickled, and opens its file again in another process.
-
-    It is one class because gathers, chunks and the state of a process are closed together.
+    needs as a whole is decoded straight into the batch, and is not kept.
 
     Args:
         layout: Rows and chunks.
+        given: Object of the library that the caller opened, and closes; None if the store opens its
+            files by their paths.
 
     Raises:
         StoreError: If there are no rows, or torch does not have the dtype.
     """
 
-    writable = False
-    # Attributes that belong to one process, and are not pickled.
-    _PROCESS_STATE: ClassVar[tuple[str, ...]] = ("_kept", "_decodes")
+    _PROCESS_STATE: ClassVar[tuple[str, ...]] = ("_kept", "_decodes", "_opened")
     _decoding_chunks = 2
     """Memory that decoding needs in addition to the result, in multiples of the decoded bytes."""
     _max_decodes = MAX_DECODES
@@ -96,86 +76,42 @@ class ChunkedStore:
     native: LocalFileStore | None = None
     """Store that reads the same rows without the library, if they are stored as plain bytes."""
 
-    def __init__(self, layout: ChunkLayout) -> None:
+    def __init__(self, layout: ChunkLayout, given: Any = None) -> None:
         if len(layout.bounds) < 2 or layout.bounds[-1] < 1:
             raise StoreError(f"{layout.label} has no rows; expected at least one")
         self._layout = layout
-        self._dtype = check_dtype(layout.dtype, layout.label)
-        self._closed = False
-        self._init_process_state()
+        self._given = given
+        self.bounds = layout.bounds
+        """First row of each chunk, followed by the number of rows."""
+        shape = (int(layout.bounds[-1]), *layout.row_shape)
+        super().__init__(layout.label, layout.paths, shape, check_dtype(layout.dtype, layout.label))
+        self.nbytes = self.n_rows * self.row_nbytes
 
     def _init_process_state(self) -> None:
-        """Create the state that belongs to one process; a forked process creates its own."""
+        super()._init_process_state()
         self._kept = KeptChunks(self.n_kept, self._decode)
         # Each decode needs memory in addition to its result, and the plan counts this many decodes.
         self._decodes = threading.BoundedSemaphore(self._n_decodes)
-        _stores.add(self)
+        # A path is opened again when rows are read, because a forked process would share the state
+        # of the open file with its parent.
+        self._opened = self._given
 
     def __getstate__(self) -> dict[str, Any]:
-        if not self._is_reopened:
+        if self._given is not None:
             raise CopyError(
                 f"{self!r} reads an object that the caller opened, and cannot be pickled; give "
                 f"{type(self).__name__} the path, which each process opens itself"
             )
-        return {
-            name: value for name, value in vars(self).items() if name not in self._PROCESS_STATE
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._init_process_state()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+        return super().__getstate__()
 
     @safe_repr
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.label})"
 
-    @property
-    def label(self) -> str:
-        """Short name of the file and of the dataset or column."""
-        return self._layout.label
-
-    @property
-    def paths(self) -> list[str]:
-        """Paths of the files, in the order of their rows; empty if they are unknown."""
-        return list(self._layout.paths)
-
-    @property
-    def n_rows(self) -> int:
-        return int(self._layout.bounds[-1])
-
-    @property
-    def row_shape(self) -> tuple[int, ...]:
-        return self._layout.row_shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self._dtype
-
-    @property
-    def row_nbytes(self) -> int:
-        """Bytes of one row."""
-        return self._dtype.itemsize * math.prod(self.row_shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all rows."""
-        return self.n_rows * self.row_nbytes
-
-    @property
-    def bounds(self) -> Rows:
-        """First row of each chunk, followed by the number of rows."""
-        return self._layout.bounds
-
     @functools.cached_property
     def chunk_rows(self) -> int:
         """Rows of the largest chunk."""
-        return int(np.diff(self._layout.bounds).max())
+        return int(np.diff(self.bounds).max())
 
     @property
     def chunk_nbytes(self) -> int:
@@ -207,56 +143,31 @@ class ChunkedStore:
         """Always the same value: the rows must not change while the store is open."""
         return 0 if self.native is None else self.native.version
 
-    def gather(self, rows: Rows, out: Array) -> None:
-        """Copy rows into ``out``, like ``Store.gather``.
-
-        Raises:
-            ReadError: If a chunk cannot be read or decoded.
-            ClosedError: If the store, or the file that it reads, is closed.
-        """
-        rows = checked_gather(self, rows, out)
-        self.gather_at(rows, out, np.arange(len(rows)))
-
-    def gather_at(self, rows: Rows, out: Array, positions: Rows) -> None:
-        """Copy rows into ``out[positions]``. The caller has checked all arguments.
-
-        Args:
-            rows: Row indices, shape (m,).
-            out: C-contiguous, shape (n, *row_shape), of the store's dtype.
-            positions: Positions in ``out``, shape (m,).
-
-        Raises:
-            ReadError: As for ``gather``.
-            ClosedError: As for ``gather``.
-        """
-        self._require_open()
-        if self.native is not None:
-            self.native.gather_at(rows, out, positions)
-            return
-        most_rows = max(1, _RUN_BYTES // max(1, self.row_nbytes))
-        for piece in chunk_pieces(rows, positions, self.bounds, most_rows):
-            if piece.number is None:
-                n = piece.stop - piece.start
-                place = int(piece.positions[0])
-                self._read(piece.start, piece.stop, out[place : place + n])
-            else:
-                with self._kept.use(piece.number) as chunk:
-                    out[piece.positions] = chunk[piece.rows - piece.start]
-
     def gather_runs(self, runs: Runs, out: Array) -> None:
-        """Copy runs of rows to their positions in ``out``. The caller has checked all arguments.
-
-        Raises:
-            ReadError: As for ``gather``.
-            ClosedError: As for ``gather``.
-        """
         self._require_open()
         if self.native is not None:
             self.native.gather_runs(runs, out)
             return
-        for number, part in runs.by_part(self.bounds[1:]):
-            with self._kept.use(number) as chunk:
-                copy_runs(chunk, part, out)
+        # Whole chunks, as the first row, the row after the last one, and the position in ``out``.
+        # Those that follow each other are decoded in one call.
+        whole: list[tuple[int, int, int]] = []
+        for number, part in runs.merged().by_part(self.bounds[1:]):
+            start = self.bounds.item(number)
+            stop = self.bounds.item(number + 1)
+            if part.lengths.tolist() != [stop - start]:
+                with self._kept.use(number) as chunk:
+                    copy_runs(chunk, part, out)
+                continue
+            place = part.places.item(0)
+            if whole:
+                first, end, target = whole[-1]
+                follows = (start, place) == (end, target + end - first)
+                if follows and (stop - first) * self.row_nbytes <= _RUN_BYTES:
+                    whole[-1] = (first, stop, target)
+                    continue
+            whole.append((start, stop, place))
+        for start, stop, place in whole:
+            self._read(start, stop, out[place : place + stop - start])
 
     def decode_ahead(self, number: int) -> None:
         """Decode and keep a chunk whose rows will be gathered soon."""
@@ -264,32 +175,43 @@ class ChunkedStore:
             with self._kept.use(number):
                 pass
 
-    def scatter(self, rows: Rows, values: Array) -> None:
-        """Refuse to write: the store is read-only.
-
-        Raises:
-            WriteBackError: Always.
-        """
-        raise WriteBackError(f"{self!r} is read-only")
-
-    def flush(self) -> None:
-        """Do nothing, because nothing was written."""
-
     def close(self) -> None:
         """Free the chunks, and close the files that the store opened. Further calls do nothing."""
-        self._closed = True
+        super().close()
         self._kept.close()
         if self.native is not None:
             self.native.close()
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise ClosedError(f"{self!r} is closed; open it again")
+    def _source(self) -> Any:
+        """Return the open object of the library; a path is opened again in another process.
 
-    @property
-    def _is_reopened(self) -> bool:
-        """Whether the store was opened by path, so that another process can open it."""
+        The caller holds the lock of the library.
+        """
+        if self._opened is None:
+            # Without this check, a gather that still runs would open the closed file again.
+            self._require_open()
+            source, layout = self._open_path()
+            if not layout.has_rows_of(self._layout):
+                self._close_source(source)
+                raise StoreError(
+                    f"{self!r}: the file was replaced, and has other rows; open the store again"
+                )
+            self._opened = source
+        return self._opened
+
+    def _release_source(self) -> None:
+        """Close the object of the library, unless the caller opened it, who holds the lock."""
+        source = self._opened
+        if self._given is None and source is not None:
+            self._opened = None
+            self._close_source(source)
+
+    def _open_path(self) -> tuple[Any, ChunkLayout]:
+        """Open the path of the store, and return the object of the library, and its layout."""
         raise NotImplementedError
+
+    def _close_source(self, source: Any) -> None:
+        """Close an object that ``_open_path`` has returned."""
 
     def _read_chunks(self, start: int, stop: int, out: Array) -> None:
         """Decode the rows [start, stop), which are whole chunks, into ``out``."""
@@ -315,24 +237,9 @@ class ChunkedStore:
         stop = int(self.bounds[number + 1])
         chunk = spare
         if chunk is None:
-            chunk = np.empty((self.chunk_rows, *self.row_shape), self._dtype)
+            chunk = np.empty((self.chunk_rows, *self.row_shape), self.dtype)
         self._read(start, stop, chunk[: stop - start])
         return chunk
-
-
-_stores: weakref.WeakSet[ChunkedStore] = weakref.WeakSet()
-
-
-def _renew() -> None:
-    """Renew the process state of all stores in a forked process.
-
-    A thread that decodes a chunk, or holds a lock, does not exist in the forked process.
-    """
-    for store in list(_stores):
-        store._init_process_state()
-
-
-os.register_at_fork(after_in_child=_renew)
 
 
 def even_bounds(n_rows: int, chunk_rows: int) -> Rows:

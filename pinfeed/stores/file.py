@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from pinfeed.errors import StoreError
 from pinfeed.stores.base import Array, shape_to_make
-from pinfeed.stores.formats.npy import create, holds, read_header
 from pinfeed.stores.local_file import LocalFileStore
+from pinfeed.stores.npy import create, holds, read_header
 from pinfeed.stores.paths import Path, local_path, local_paths
 from pinfeed.stores.raw_file import raw_layout
 from pinfeed.stores.sliding_windows import SlidingWindows, series_layout
@@ -226,7 +226,7 @@ class MmapStore(LocalFileStore):
             StoreError: If a file is not a safetensors file, or has no such tensor, or if the tensor
                 has no rows or a dtype that torch does not have.
         """
-        from pinfeed.stores.formats.safetensors import tensor_layout
+        from pinfeed.stores.safetensors import tensor_layout
 
         store = cls.__new__(cls)
         layouts = [tensor_layout(p, name) for p in local_paths(path)]
@@ -275,12 +275,6 @@ class MmapStore(LocalFileStore):
     def __repr__(self) -> str:
         paths = self.paths[0] if len(self.paths) == 1 else self.paths
         return f"MmapStore({paths!r}, mode={self._mode!r})"
-
-    def __enter__(self) -> MmapStore:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     @contextlib.contextmanager
     def mapped(self) -> Iterator[Array]:

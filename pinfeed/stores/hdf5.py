@@ -6,23 +6,16 @@ import math
 import os
 import threading
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from pinfeed.errors import (
-    ArgumentError,
-    ClosedError,
-    FileMissing,
-    MissingDependency,
-    StoreError,
-    described,
-)
+from pinfeed.errors import ArgumentError, ClosedError, FileMissing, StoreError, described
 from pinfeed.stores.base import Array
 from pinfeed.stores.chunked import MAX_DECODES, ChunkedStore, ChunkLayout, even_bounds
 from pinfeed.stores.file import MmapStore
-from pinfeed.stores.formats.hdf5_chunks import RawChunks
-from pinfeed.stores.library_errors import library_errors
+from pinfeed.stores.hdf5_chunks import RawChunks
+from pinfeed.stores.libraries import imported, library_errors
 from pinfeed.stores.paths import Path, local_path
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.arguments import explain_arguments
@@ -73,15 +66,13 @@ class HDF5Store(ChunkedStore):
         ...     n_batches = len(list(feeder))
     """
 
-    _PROCESS_STATE: ClassVar[tuple[str, ...]] = (*ChunkedStore._PROCESS_STATE, "_dataset")
     # The chunk as it is in the file, without gzip, and without shuffle.
     _decoding_chunks = 3
 
     @explain_arguments(_HINTS)
     def __init__(self, source: Any, name: str | None = None) -> None:
-        h5py = _import_h5py()
-        self._path: str | None = None
-        self._given: Any = None
+        h5py = imported("h5py", f"HDF5Store: h5py is needed; {install_line('hdf5')}")
+        self._path = ""
         if isinstance(source, (str, os.PathLike)):
             self._path = os.path.abspath(local_path(source))
             dataset = _open(self._path, name)
@@ -89,7 +80,6 @@ class HDF5Store(ChunkedStore):
             if name is not None:
                 raise ArgumentError(f"name={name!r} with a dataset; leave name out")
             _require_valid(source, "HDF5Store")
-            self._given = source
             dataset = source
         else:
             raise ArgumentError(
@@ -100,13 +90,12 @@ class HDF5Store(ChunkedStore):
             with _h5py_errors(self._path or "HDF5Store", name):
                 self._describe(dataset)
         except BaseException:
-            if self._given is None:
+            if self._path:
                 dataset.file.close()
             raise
-        if self._given is None:
-            self._dataset = dataset
-            if self.native is not None:
-                self._close_file()
+        self._opened = dataset
+        if self.native is not None:
+            self._close_file()
 
     def _describe(self, dataset: Any) -> None:
         """Find out how the rows of a dataset are read."""
@@ -114,28 +103,20 @@ class HDF5Store(ChunkedStore):
         self._raw = _raw_chunks(dataset)
         # HDF5 itself decodes one chunk at a time.
         self._max_decodes = MAX_DECODES if self._raw is not None else 1
-        super().__init__(_layout(dataset))
+        super().__init__(_layout(dataset), None if self._path else dataset)
         self.native = _native(dataset, self._given is not None)
+        if self.native is not None:
+            self.native.label = self.label
 
     def close(self) -> None:
         """Free the chunks, and close the file if the store opened it."""
         super().close()
         self._close_file()
 
-    def _init_process_state(self) -> None:
-        super()._init_process_state()
-        # A path is opened again when rows are read, because a forked process would share the state
-        # of the open file with its parent.
-        self._dataset = self._given
-
-    @property
-    def _is_reopened(self) -> bool:
-        return self._path is not None
-
     def _read_chunks(self, start: int, stop: int, out: Array) -> None:
         with _reading:
             # If the file was replaced, it may have other chunks when it is opened again.
-            self._opened()
+            self._dataset()
             raw = self._raw
         if raw is None:
             self._read_rows(start, stop, out)
@@ -150,12 +131,12 @@ class HDF5Store(ChunkedStore):
     def _read_rows(self, start: int, stop: int, out: Array) -> None:
         """Let HDF5 read the rows [start, stop)."""
         with _reading:
-            self._opened().read_direct(out, np.s_[start:stop])
+            self._dataset().read_direct(out, np.s_[start:stop])
 
     def _decode_chunk(self, chunks: RawChunks, offset: tuple[int, ...], out: Array) -> bool:
         """Read one chunk as it is in the file, and decode it; return whether that was possible."""
         with _reading:
-            dataset = self._opened()
+            dataset = self._dataset()
             try:
                 filters_left_out, raw = dataset.id.read_direct_chunk(offset)
             except (OSError, RuntimeError, ValueError, MemoryError):
@@ -163,31 +144,24 @@ class HDF5Store(ChunkedStore):
                 return False
         return not filters_left_out and chunks.decode(raw, offset, out)
 
-    def _opened(self) -> Any:
-        """Return the open dataset. The caller holds the lock."""
-        if self._dataset is None:
-            # Without this check, a gather that still runs would open the closed file again.
-            self._require_open()
-            assert self._path is not None
-            dataset = _open(self._path, self._name)
-            if _layout(dataset) != self._layout:
-                dataset.file.close()
-                raise StoreError(
-                    f"{self!r}: the file was replaced, and its dataset has other rows; open the "
-                    "store again"
-                )
-            self._raw = _raw_chunks(dataset)
-            self._dataset = dataset
-        _require_valid(self._dataset, repr(self))
-        return self._dataset
+    def _open_path(self) -> tuple[Any, ChunkLayout]:
+        dataset = _open(self._path, self._name)
+        self._raw = _raw_chunks(dataset)
+        return dataset, _layout(dataset)
+
+    def _close_source(self, source: Any) -> None:
+        if source:
+            source.file.close()
 
     def _close_file(self) -> None:
         with _reading:
-            if self._path is not None and self._dataset is not None:
-                dataset = self._dataset
-                self._dataset = None
-                if dataset:
-                    dataset.file.close()
+            self._release_source()
+
+    def _dataset(self) -> Any:
+        """Return the open dataset. The caller holds the lock."""
+        dataset = self._source()
+        _require_valid(dataset, repr(self))
+        return dataset
 
 
 # HDF5 makes one call at a time. Some releases of h5py crash if several threads read.
@@ -200,14 +174,6 @@ def _renew_lock() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_lock)
-
-
-def _import_h5py() -> Any:
-    try:
-        import h5py
-    except ImportError:
-        raise MissingDependency(f"HDF5Store: h5py is needed; {install_line('hdf5')}") from None
-    return h5py
 
 
 def _open(path: Path, name: str | None) -> Any:

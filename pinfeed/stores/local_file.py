@@ -4,33 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.errors import ArgumentError, WriteBackError
+from pinfeed.errors import ArgumentError, CopyError, WriteBackError
 from pinfeed.memory.host import FreeHostMemory, free_host_memory
 from pinfeed.memory.proc_maps import file_key
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.base import Array, checked_scatter
-from pinfeed.stores.disk.file_reader import SPAN_BYTES, FileReader, inode_of
-from pinfeed.stores.disk.file_system import is_safe_to_map
-from pinfeed.stores.formats.row_layout import RowLayout
-from pinfeed.stores.mapped_file import MappedFileStore
-from pinfeed.stores.sharded_file import MAX_OPEN, ShardedStore, as_bytes
+from pinfeed.stores.file_reader import SPAN_BYTES, FileReader, inode_of
+from pinfeed.stores.file_store import FileStore
+from pinfeed.stores.mapped_store import MappedStore, is_safe_to_map
+from pinfeed.stores.row_layout import RowLayout
+from pinfeed.stores.sharded_file import ShardedStore, as_bytes
 from pinfeed.validation.arguments import check_flag
 
+# Most files that are open at the same time.
+_MAX_OPEN = 64
 # Rows are written in chunks of this size; a scatter may copy a chunk.
 _CHUNK_BYTES = 4 << 20
 # Gathers that run at the same time: windows are read ahead by this many threads.
 _N_GATHERS = 4
 
 
-class LocalFileStore(ShardedStore[FileReader]):
+class LocalFileStore(ShardedStore):
     """Rows of local files. A scatter writes rows through to the files.
+
+    Each file is opened when it is needed; at most 64 files are open at the same time.
 
     Args:
         layouts: Layout of the rows of each file.
@@ -45,11 +51,7 @@ class LocalFileStore(ShardedStore[FileReader]):
             given twice and opened for writing.
     """
 
-    _PROCESS_STATE: ClassVar[tuple[str, ...]] = (
-        *ShardedStore._PROCESS_STATE,
-        "_n_writes",
-        "_inodes",
-    )
+    _PROCESS_STATE: ClassVar[tuple[str, ...]] = ("_open", "_lock", "_n_writes", "_inodes")
 
     def __init__(
         self,
@@ -64,6 +66,7 @@ class LocalFileStore(ShardedStore[FileReader]):
             check_flag(keep_cache, "keep_cache")
         check_flag(memory_map, "memory_map")
         self._mode = mode
+        self.writable = mode == "r+"
         self._keep_cache = keep_cache
         self._memory_map = memory_map
         super().__init__(layouts)
@@ -75,16 +78,27 @@ class LocalFileStore(ShardedStore[FileReader]):
 
     def _init_process_state(self) -> None:
         super()._init_process_state()
+        self._open: OrderedDict[int, FileReader] = OrderedDict()
+        # Reader threads and the writer thread use the store at the same time.
+        self._lock = threading.Lock()
         # Number of writes of each shard that has not been flushed since.
         self._n_writes: dict[int, int] = {}
-        self._inodes = [inode_of(os.stat(layout.path)) for layout in self._layouts]
+        self._inodes = [inode_of(os.stat(path)) for path in self.paths]
+
+    def _renew_after_fork(self) -> None:
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, object]:
+        if self.writable:
+            raise CopyError(
+                f"{self!r} is open for writing, and cannot be pickled or copied, because both "
+                "stores would write to the same files; pass the path, and open it in the process "
+                "that writes"
+            )
+        return super().__getstate__()
 
     @property
-    def writable(self) -> bool:  # type: ignore[override]  # a class attribute of the base
-        return self._mode == "r+"
-
-    @property
-    def resident_bytes(self) -> int:  # type: ignore[override]  # as above
+    def resident_bytes(self) -> int:
         """Memory for a scatter, or for a gather of rows that overlap or have gaps, in bytes.
 
         A scatter reorders and byte-swaps rows. A gather reads a span of the file for several rows.
@@ -120,10 +134,10 @@ class LocalFileStore(ShardedStore[FileReader]):
         """
         return (
             self._memory_map
-            and type(self).gather is ShardedStore.gather
-            and type(self).gather_at is ShardedStore.gather_at
+            and type(self).gather is FileStore.gather
+            and type(self).gather_at is FileStore.gather_at
             and self.keep_cache
-            and len(self._layouts) <= MAX_OPEN
+            and len(self._layouts) <= _MAX_OPEN
             and all(map(is_safe_to_map, self.paths))
         )
 
@@ -137,21 +151,15 @@ class LocalFileStore(ShardedStore[FileReader]):
             return None
         return [(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]
 
-    def map_rows(self) -> MappedFileStore:
+    def map_rows(self) -> MappedStore:
         """Return a store that gathers the rows from memory maps of the files.
 
         Raises:
             OSError: If a file cannot be mapped, has shrunk, or was replaced.
         """
-        return MappedFileStore(self._layouts, lambda number: self._reader(number).map())
-
-    def gather_runs(self, runs: Runs, out: Array) -> None:
-        """Copy runs of rows to their positions in ``out``. The caller has checked all arguments.
-
-        Raises:
-            ReadError: If a file has shrunk or cannot be read.
-        """
-        self._gather_runs(runs, out)
+        numbers = [number for number, layout in enumerate(self._layouts) if layout.n_rows]
+        maps = [self._reader(number).map() for number in numbers]
+        return MappedStore([self._layouts[number] for number in numbers], maps)
 
     def will_gather(self, start: int, stop: int) -> None:
         """Advise the kernel to read the rows [start, stop) into the page cache."""
@@ -176,9 +184,11 @@ class LocalFileStore(ShardedStore[FileReader]):
         for i in range(0, len(rows), step):
             chunk = values[i : i + step]
             source = as_bytes(np.ascontiguousarray(chunk.byteswap() if self._swapped else chunk))
-            for number, shard_rows, positions in self._by_shard(rows[i : i + step]):
-                is_whole = len(positions) == len(source)
-                self._write(number, shard_rows, source if is_whole else source[positions])
+            part = rows[i : i + step]
+            runs = Runs(part, np.ones_like(part), np.arange(len(part)))
+            for number, written in self._by_shard(runs):
+                is_whole = len(written.places) == len(source)
+                self._write(number, written.starts, source if is_whole else source[written.places])
 
     def flush(self) -> None:
         """Wait until every row written so far is on the disk (fsync)."""
@@ -197,19 +207,28 @@ class LocalFileStore(ShardedStore[FileReader]):
             self.flush()
         finally:
             super().close()
+            self._open.clear()
 
-    def _open_reader(self, number: int) -> FileReader:
-        return FileReader(
-            self._layouts[number],
-            inode=self._inodes[number],
-            writable=self.writable,
-            keep_cache=self.keep_cache,
-        )
+    def _reader(self, number: int) -> FileReader:
+        """Return the open reader of a shard.
 
-    def _before_evicting(self, number: int, reader: FileReader) -> None:
-        if number in self._n_writes:
-            reader.flush()
-            del self._n_writes[number]
+        A reader that is evicted closes its file when the last thread that uses it is done.
+        """
+        with self._lock:
+            self._require_open()
+            reader = self._open.pop(number, None) or FileReader(
+                self._layouts[number],
+                inode=self._inodes[number],
+                writable=self.writable,
+                keep_cache=self.keep_cache,
+            )
+            self._open[number] = reader
+            if len(self._open) > _MAX_OPEN:
+                evicted, other = self._open.popitem(last=False)
+                if evicted in self._n_writes:
+                    other.flush()
+                    del self._n_writes[evicted]
+            return reader
 
     def _write(self, number: int, rows: Rows, values: npt.NDArray[np.uint8]) -> None:
         reader = self._reader(number)

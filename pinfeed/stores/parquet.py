@@ -12,24 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from pinfeed.errors import (
-    ArgumentError,
-    FileMissing,
-    MissingDependency,
-    ReadError,
-    StoreError,
-)
-from pinfeed.stores.base import Array
-from pinfeed.stores.chunked import ChunkedStore, ChunkLayout
-from pinfeed.stores.formats.arrow_chunk import (
+from pinfeed.errors import ArgumentError, FileMissing, ReadError, StoreError
+from pinfeed.rows.runs import Runs
+from pinfeed.stores.arrow_arrays import (
     RAGGED_ADVICE,
+    copy_chunk_runs,
     nulls_error,
     ragged_error,
     rows_of_chunk,
 )
-from pinfeed.stores.formats.row_layout import require_regular
-from pinfeed.stores.library_errors import library_errors
+from pinfeed.stores.base import Array
+from pinfeed.stores.chunked import ChunkedStore, ChunkLayout
+from pinfeed.stores.libraries import imported, library_errors
 from pinfeed.stores.paths import Path, local_paths
+from pinfeed.stores.row_layout import require_regular
 from pinfeed.validation.arguments import explain_arguments
 from pinfeed.validation.requirements import install_line
 
@@ -128,10 +124,6 @@ class ParquetStore(ChunkedStore):
             layout = _layout(files, self._groups, column)
         super().__init__(layout)
 
-    @property
-    def _is_reopened(self) -> bool:
-        return True
-
     def _read_chunks(self, start: int, stop: int, out: Array) -> None:
         from pyarrow import default_memory_pool
 
@@ -145,7 +137,8 @@ class ParquetStore(ChunkedStore):
                 rows = rows_of_chunk(part, self.label)
                 if rows.shape[1:] != self.row_shape:
                     raise ragged_error(self.label, self.row_shape, rows.shape[1:])
-                out[begin : begin + rows.shape[0]] = rows[0 : rows.shape[0]]
+                whole = Runs(*(np.array([n]) for n in (0, rows.shape[0], begin)))
+                copy_chunk_runs(rows, whole, out)
                 begin += rows.shape[0]
         # Otherwise, each decoding thread would keep memory that no limit counts.
         default_memory_pool().release_unused()
@@ -189,12 +182,9 @@ def _files(path: Path | Sequence[Path]) -> list[_ParquetFile]:
         MissingDependency: If pyarrow is not installed.
         StoreError: If a file is not a Parquet file, or its columns differ from those of the first.
     """
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise MissingDependency(
-            f"ParquetStore: pyarrow is needed; {install_line('parquet')}"
-        ) from None
+    parquet = imported(
+        "pyarrow.parquet", f"ParquetStore: pyarrow is needed; {install_line('parquet')}"
+    )
     files: list[_ParquetFile] = []
     for name in map(os.path.abspath, local_paths(path)):
         if not os.path.exists(name):
@@ -206,7 +196,7 @@ def _files(path: Path | Sequence[Path]) -> list[_ParquetFile]:
             )
         version = _version(name)
         with _pyarrow_errors(name):
-            metadata = pyarrow.parquet.read_metadata(name)
+            metadata = parquet.read_metadata(name)
         files.append(_ParquetFile(name, metadata, version))
     return files
 

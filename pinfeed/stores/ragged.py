@@ -15,7 +15,7 @@ from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.arrow import ArrowStore
-from pinfeed.stores.arrow_lists import items_and_offsets
+from pinfeed.stores.arrow_arrays import items_and_offsets
 from pinfeed.stores.base import Array, Store, is_store, row_nbytes
 from pinfeed.stores.opened import open_store
 from pinfeed.stores.runs import RunGather, RunRows, run_gather

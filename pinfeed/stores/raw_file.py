@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from pinfeed.errors import FileMissing, StoreError
 from pinfeed.stores.base import whole_numbers
-from pinfeed.stores.formats.row_layout import RowLayout, require_regular
+from pinfeed.stores.row_layout import RowLayout, require_regular
 from pinfeed.tensors.dtypes import numpy_dtype_of
 
 

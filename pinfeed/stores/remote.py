@@ -9,35 +9,35 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import (
     ArgumentError,
-    ClosedError,
     FileMissing,
     MissingDependency,
     StoreError,
     described,
 )
-from pinfeed.rows.orders import Rows
-from pinfeed.stores.base import Array, run_of
+from pinfeed.rows.runs import Runs
+from pinfeed.stores.base import Array
 from pinfeed.stores.byte_ranges import (
     RANGE_BYTES,
     WINDOW_BYTES,
     ByteRange,
-    first_bytes,
+    RemoteFile,
+    fetch,
     ranges_of,
+    version_of,
     windows_of,
 )
-from pinfeed.stores.formats.npy import header_of
-from pinfeed.stores.formats.row_layout import RowLayout
+from pinfeed.stores.libraries import imported
+from pinfeed.stores.npy import header_of
 from pinfeed.stores.paths import has_protocol, pattern_hint
-from pinfeed.stores.range_requests import fetch
-from pinfeed.stores.remote_file import RemoteFile, version_of
 from pinfeed.stores.retries import answers_of, require_connected, result_or_error
+from pinfeed.stores.row_layout import RowLayout
 from pinfeed.stores.sharded_file import ShardedStore, as_bytes
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.threads.pool import ThreadPool
@@ -54,7 +54,7 @@ _HEADER_BYTES = (64 << 10) + 12
 
 
 # No shard is ever open, because each request is independent.
-class RemoteStore(ShardedStore[NoReturn]):
+class RemoteStore(ShardedStore):
     """Read-only rows of remote .npy files. Any thread may gather.
 
     One request reads rows that are close together in a file. If the file system supports it, as
@@ -71,8 +71,8 @@ class RemoteStore(ShardedStore[NoReturn]):
             the file. Only ``"bfloat16"`` needs this argument, because a .npy file cannot name it.
         storage_options: Arguments of fsspec's file system, such as credentials and endpoints:
             ``{"anon": True}`` for a public bucket of S3.
-        attempts: Most attempts per request before the store raises a temporary error (a lost
-            connection, a busy server).
+        attempts: Maximum attempts per request; then, the store raises the temporary error, such as
+            a lost connection or a busy server.
 
     Raises:
         ArgumentError: If ``path`` is not a URL, fsspec does not know its file system,
@@ -93,7 +93,7 @@ class RemoteStore(ShardedStore[NoReturn]):
 
     resident_bytes = _MAX_GATHERS * (WINDOW_BYTES + 4 * RANGE_BYTES)
     """Memory for answers, for the parts that a client joins into answers, and for sorting rows."""
-    _PROCESS_STATE: ClassVar[tuple[str, ...]] = (*ShardedStore._PROCESS_STATE, "_gather_slots")
+    _PROCESS_STATE: ClassVar[tuple[str, ...]] = ("_gather_slots",)
 
     def __init__(
         self,
@@ -115,30 +115,17 @@ class RemoteStore(ShardedStore[NoReturn]):
         self._files = [file for file, _ in found]
         super().__init__([layout for _, layout in found])
 
-    def __enter__(self) -> RemoteStore:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def gather_at(self, rows: Rows, out: Array, positions: Rows) -> None:
-        """Copy rows into ``out[positions]``. The caller has checked all arguments.
-
-        Args:
-            rows: Row indices, shape (m,).
-            out: C-contiguous, shape (n, *row_shape), of the store's dtype.
-            positions: Positions in ``out``, shape (m,).
+    def gather_runs(self, runs: Runs, out: Array) -> None:
+        """Copy runs of rows to their positions in ``out``. The caller has checked all arguments.
 
         Raises:
             ReadError: If a file was replaced or has shrunk, or cannot be read.
             FileMissing: If a file was removed since the store was opened.
         """
-        if self._closed:
-            raise ClosedError(f"{self!r} is closed; open it again")
+        self._require_open()
         target = as_bytes(out)
-        step = _MAX_SORTED_ROWS if run_of(rows) is None else max(1, len(rows))
-        for i in range(0, len(rows), step):
-            for window in windows_of(self._ranges(rows[i : i + step], positions[i : i + step])):
+        for piece in runs.merged().pieces(_MAX_SORTED_ROWS):
+            for window in windows_of(self._ranges(piece)):
                 with self._gather_slots:
                     self._fetch(window, target)
 
@@ -153,20 +140,17 @@ class RemoteStore(ShardedStore[NoReturn]):
                 values = values.view(self._layouts[0].dtype).byteswap().view(np.uint8)
             byte_range.copy(values, target)
 
-    def _ranges(self, rows: Rows, positions: Rows) -> Iterator[ByteRange]:
-        for number, shard_rows, shard_positions in self._by_shard(rows):
-            yield from ranges_of(
-                self._files[number], self._layouts[number], shard_rows, positions[shard_positions]
-            )
+    def _ranges(self, runs: Runs) -> Iterator[ByteRange]:
+        for number, part in self._by_shard(runs):
+            file, layout = self._files[number], self._layouts[number]
+            yield from ranges_of(file, layout, part.rows(), part.positions())
 
     def _find(self, path: str | Sequence[str], options: dict[str, Any]) -> list[RemoteFile]:
         """Return the files of a URL, a pattern or a sequence of URLs."""
         files = [_file(url, options) for url in _urls(path)]
         if not isinstance(path, str) or not _is_pattern(files[0]):
             return files
-        [(_, found)] = answers_of(
-            files, lambda files: [_opened(_matches, file) for file in files], self._attempts
-        )
+        found = self._ask_each(_matches, files)[files[0]]
         if not found:
             raise FileMissing(
                 f"{path}: no file matches this pattern" + pattern_hint(path) * ("{" in path)
@@ -179,19 +163,24 @@ class RemoteStore(ShardedStore[NoReturn]):
         """Read the version and the header of each file."""
         # A file may be given twice.
         distinct = list(dict.fromkeys(files))
-        read_header = functools.partial(_opened, functools.partial(_header, dtype=dtype))
+        read_header = functools.partial(_header, dtype=dtype)
         # The first file is read alone, because it opens the session that the other files share.
-        found = dict(
-            answers_of(
-                distinct[:1], lambda files: [read_header(file) for file in files], self._attempts
-            )
-        )
-        if distinct[1:]:
-            with ThreadPool(min(_HEADERS_AT_ONCE, len(distinct) - 1), "pinfeed-remote") as pool:
-                found |= answers_of(
-                    distinct[1:], lambda files: list(pool.map(read_header, files)), self._attempts
-                )
+        found = self._ask_each(read_header, distinct[:1])
+        found |= self._ask_each(read_header, distinct[1:])
         return [found[file] for file in files]
+
+    def _ask_each(
+        self, call: Callable[[RemoteFile], Any], files: list[RemoteFile]
+    ) -> dict[RemoteFile, Any]:
+        """Return the result of a call for each file, which is repeated after temporary errors."""
+
+        def ask(files: list[RemoteFile]) -> list[Any]:
+            if len(files) == 1:
+                return [_opened(call, files[0])]
+            with ThreadPool(min(_HEADERS_AT_ONCE, len(files)), "pinfeed-remote") as pool:
+                return list(pool.map(functools.partial(_opened, call), files))
+
+        return dict(answers_of(files, ask, self._attempts)) if files else {}
 
 
 def _urls(path: str | Sequence[str]) -> list[str]:
@@ -258,7 +247,8 @@ def _header(file: RemoteFile, dtype: np.dtype[Any] | None) -> tuple[RemoteFile, 
 def _first_bytes(file: RemoteFile, n: int) -> bytes:
     if not n:
         return b""
-    [answer] = fetch([first_bytes(file, n)])
+    no_rows = np.empty(0, np.int64)
+    [answer] = fetch([ByteRange(file, 0, n, slice(0, 0), no_rows, no_rows)])
     if isinstance(answer, BaseException):
         raise answer
     return bytes(answer)
@@ -286,12 +276,9 @@ def _file(url: str, options: dict[str, Any]) -> RemoteFile:
             f"{url!r} is not a URL; expected a string such as 's3://bucket/x.npy' (pathlib "
             "removes a slash); for local files, use MmapStore"
         )
+    fsspec = imported("fsspec.core", f"{url}: fsspec is needed; {install_line('remote')}")
     try:
-        from fsspec.core import url_to_fs
-    except ImportError as error:
-        raise MissingDependency(f"{url}: fsspec is needed; {install_line('remote')}") from error
-    try:
-        return RemoteFile(url, *url_to_fs(url, **options))
+        return RemoteFile(url, *fsspec.url_to_fs(url, **options))
     except TypeError as error:
         raise ArgumentError(
             f"{url}: {error}; storage_options has {sorted(options)}; expected arguments of "

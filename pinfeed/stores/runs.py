@@ -11,7 +11,7 @@ import numpy as np
 
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import put_rows
-from pinfeed.stores.base import Array, CheckStop, Gatherable, never, unchecked_gather
+from pinfeed.stores.base import Array, CheckStop, Gatherable, fast_way, never, unchecked_gather
 
 # Bytes per step, and rows per step for a store that cannot gather runs.
 _STEP_BYTES = 16 << 20
@@ -65,20 +65,9 @@ class RunRows:
 
 
 def run_gather(store: Gatherable) -> RunGather:
-    """Return a function that gathers runs of rows of a store.
-
-    The method ``gather_runs`` belongs to the ``gather`` of the same class. If a subclass or an
-    object replaces ``gather``, the rows are gathered one by one.
-    """
-    replaced = {"gather", "gather_at", "gather_unchecked"}
-    if replaced.isdisjoint(getattr(store, "__dict__", ())):
-        for kind in type(store).__mro__:
-            if "gather_runs" in vars(kind):
-                found: RunGather = store.gather_runs  # type: ignore[attr-defined]
-                return found
-            if not replaced.isdisjoint(vars(kind)):
-                break
-    return functools.partial(gather_rows, store)
+    """Return a function that gathers runs of rows of a store, if need be row by row."""
+    found: RunGather = fast_way(store, "gather_runs") or functools.partial(gather_rows, store)
+    return found
 
 
 def gather_rows(store: Gatherable, runs: Runs, out: Array) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, StoreError
-from pinfeed.stores.formats.npy import MAGIC, read_header, strange
-from pinfeed.stores.formats.row_layout import RowLayout
+from pinfeed.stores.npy import MAGIC, read_header, strange
 from pinfeed.stores.raw_file import size_of
+from pinfeed.stores.row_layout import RowLayout
 from pinfeed.tensors.dtypes import dtype_of, numpy_dtype_of
 from pinfeed.validation.arguments import whole_number
 from pinfeed.validation.suggestions import of_file

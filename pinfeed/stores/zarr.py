@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from pinfeed.errors import ArgumentError, FileMissing, MissingDependency, StoreError
+from pinfeed.errors import ArgumentError, FileMissing, StoreError
 from pinfeed.stores.base import Array
 from pinfeed.stores.chunked import ChunkedStore, ChunkLayout, even_bounds
-from pinfeed.stores.library_errors import library_errors
+from pinfeed.stores.libraries import imported, library_errors
 from pinfeed.stores.paths import has_protocol
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.requirements import install_line
@@ -51,12 +51,13 @@ class ZarrStore(ChunkedStore):
         ...     n_batches = len(list(feeder))
     """
 
-    _PROCESS_STATE: ClassVar[tuple[str, ...]] = (*ChunkedStore._PROCESS_STATE, "_array", "_opening")
+    _PROCESS_STATE: ClassVar[tuple[str, ...]] = (*ChunkedStore._PROCESS_STATE, "_opening")
 
     def __init__(self, source: Any, name: str | None = None) -> None:
-        zarr = _import_zarr()
+        problem = f"ZarrStore: zarr 3.1 or later is needed; {install_line('zarr')}"
+        zarr = imported("zarr", problem)
+        imported("zarr.buffer", problem)
         self._path: str | None = None
-        self._given: Any = None
         self._name = name
         if isinstance(source, (str, os.PathLike)):
             path = os.fspath(source)
@@ -65,7 +66,6 @@ class ZarrStore(ChunkedStore):
         elif isinstance(source, zarr.Array):
             if name is not None:
                 raise ArgumentError(f"name={name!r} with an array; leave name out")
-            self._given = source
             array = source
         else:
             raise ArgumentError(
@@ -73,65 +73,38 @@ class ZarrStore(ChunkedStore):
             )
         with _zarr_errors(self._path or "ZarrStore"):
             layout = _layout(array, self._path)
-        super().__init__(layout)
-        self._array = array
+        super().__init__(layout, array if self._path is None else None)
+        self._opened = array
 
     def close(self) -> None:
         """Free the chunks, and close the array if the store opened it."""
         super().close()
         with self._opening:
-            array = self._array
-            if self._path is not None and array is not None:
-                self._array = None
-                array.store.close()
+            self._release_source()
 
     def _init_process_state(self) -> None:
         super()._init_process_state()
         # Without a lock, two threads could open the path, and one could close the other's array.
         self._opening = threading.Lock()
-        # A path is opened again when rows are read.
-        self._array = self._given
-
-    @property
-    def _is_reopened(self) -> bool:
-        return self._path is not None
 
     def _read_chunks(self, start: int, stop: int, out: Array) -> None:
         from zarr.buffer.cpu import NDBuffer
 
-        array = self._opened()
-        if array.dtype == self._dtype:
+        with self._opening:
+            array = self._source()
+        if array.dtype == self.dtype:
             array.get_basic_selection(slice(start, stop), out=NDBuffer.from_numpy_array(out))
         else:
             # The array has the other byte order.
             out[...] = array[start:stop]
 
-    def _opened(self) -> Any:
-        """Return the open array; a path is opened again in another process."""
-        with self._opening:
-            if self._array is None:
-                # Without this check, a gather that still runs would open the closed array again.
-                self._require_open()
-                assert self._path is not None
-                array = _open(self._path, self._name)
-                if _layout(array, self._path) != self._layout:
-                    raise StoreError(
-                        f"{self!r}: the array was replaced, and has other rows; open the store "
-                        "again"
-                    )
-                self._array = array
-            return self._array
+    def _open_path(self) -> tuple[Any, ChunkLayout]:
+        assert self._path is not None
+        array = _open(self._path, self._name)
+        return array, _layout(array, self._path)
 
-
-def _import_zarr() -> Any:
-    try:
-        import zarr
-        import zarr.buffer
-    except ImportError:
-        raise MissingDependency(
-            f"ZarrStore: zarr 3.1 or later is needed; {install_line('zarr')}"
-        ) from None
-    return zarr
+    def _close_source(self, source: Any) -> None:
+        source.store.close()
 
 
 def _open(path: str, name: str | None) -> Any:

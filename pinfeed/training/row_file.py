@@ -16,8 +16,8 @@ import numpy.typing as npt
 from pinfeed.errors import CheckpointError, StoreError
 from pinfeed.stores import Store
 from pinfeed.stores.base import Gatherable
-from pinfeed.stores.formats.npy import read_header
-from pinfeed.stores.formats.row_layout import RowLayout
+from pinfeed.stores.npy import read_header
+from pinfeed.stores.row_layout import RowLayout
 
 CHUNK_BYTES = 16 << 20
 """Size of the buffer for a pass over rows, and the number of bytes under one checksum."""

@@ -18,7 +18,7 @@ import torch
 
 from pinfeed import Feeder, HostEmbedding, MmapStore, PinnedStore, checkpoint, errors, rows
 from pinfeed.devices.cpu import HostDevice
-from pinfeed.stores.disk import file_reader
+from pinfeed.stores import file_reader
 from pinfeed.testing import SimDevice
 
 N, SIZE = 600, 20

@@ -37,7 +37,7 @@ from pinfeed import (
     errors,
     train_rows,
 )
-from pinfeed.stores import sharded_file
+from pinfeed.stores import file_store
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
@@ -368,7 +368,7 @@ def test_fork_while_a_thread_holds_a_stores_lock(tmp_path: Path) -> None:
         with store._lock:
             pid = forked(lambda: rows_of(store))
         assert status(pid) == 0
-    assert store in sharded_file._stores
+    assert store in file_store._stores
 
 
 class Slices:

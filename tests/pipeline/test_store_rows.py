@@ -10,11 +10,11 @@ import torch
 from pinfeed import ArrayStore, Feeder
 from pinfeed.memory.plan import Allocation
 from pinfeed.pipeline.sources.row_source import RowSource
-from pinfeed.readahead.base import OpenBatch, StoreRows
+from pinfeed.readahead.strategy import OpenBatch
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Rows, Sequential
 from pinfeed.rows.windows import Windows
-from pinfeed.stores.base import unchecked_gather
+from pinfeed.stores.base import StoreRows, unchecked_gather
 from pinfeed.tensors.pytree import flatten
 
 

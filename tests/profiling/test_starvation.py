@@ -24,8 +24,8 @@ from pinfeed.profiling.starvation import (
     explanation,
 )
 from pinfeed.profiling.stats import Totals
-from pinfeed.readahead import FreeMemory, choose
-from pinfeed.readahead.base import IN_MEMORY_HINT, main_hint
+from pinfeed.readahead.select import choose
+from pinfeed.readahead.strategy import IN_MEMORY_HINT, FreeMemory, main_hint
 from pinfeed.testing import favour
 
 

@@ -15,12 +15,12 @@ from support.unwrapped import unwrapped
 from pinfeed import Config, Feeder, KiB, MiB, MmapStore, errors, rows
 from pinfeed.cli.measure.page_cache import drop
 from pinfeed.memory.host import resident_bytes
-from pinfeed.readahead import FreeMemory, choose, whole_file
-from pinfeed.readahead.base import DirectReads
-from pinfeed.readahead.in_memory import InMemoryCopy
-from pinfeed.readahead.mapped_file import MappedFile
-from pinfeed.readahead.page_cache import PageCacheReadahead
-from pinfeed.stores.disk import file_map, file_system
+from pinfeed.readahead import resident_file
+from pinfeed.readahead.resident_file import InMemoryCopy, MappedFile
+from pinfeed.readahead.select import choose
+from pinfeed.readahead.strategy import DirectReads, FreeMemory
+from pinfeed.readahead.windows import PageCacheReadahead
+from pinfeed.stores import mapped_store
 
 N, WIDTH = 1000, 32
 
@@ -83,7 +83,7 @@ def test_rows_of_maps_are_the_rows_of_the_files(
 
 
 def test_rows_are_scattered_in_pieces(path: Path, array: np.ndarray, monkeypatch: Any) -> None:
-    monkeypatch.setattr(file_map, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(mapped_store, "_PIECE_BYTES", 1000)
     numbers = np.random.default_rng(0).permutation(N)
     out = np.empty_like(array)
     with MmapStore(path) as store:
@@ -98,7 +98,7 @@ def test_rows_are_scattered_in_pieces(path: Path, array: np.ndarray, monkeypatch
 def test_a_cold_file_is_loaded_from_where_the_loop_is(
     path: Path, array: np.ndarray, order: Any, start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole_file, "CHUNK_BYTES", KiB(4))
+    monkeypatch.setattr(resident_file, "CHUNK_BYTES", KiB(4))
     drop([path])
     with Feeder(path, batch_size=100, rows=order) as feeder:
         feeder.load_state_dict({**feeder.state_dict(), "batch": start})
@@ -113,8 +113,8 @@ def test_chunks_are_loaded_from_the_first_that_is_needed(
     path: Path, array: np.ndarray, cached: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The page cache may hold the first chunk of a batch, and not the next one."""
-    monkeypatch.setattr(whole_file, "CHUNK_BYTES", 100 * WIDTH * 4)
-    monkeypatch.setattr(file_map.FileMap, "is_cached", lambda _, first, n_rows: first == cached)
+    monkeypatch.setattr(resident_file, "CHUNK_BYTES", 100 * WIDTH * 4)
+    monkeypatch.setattr(mapped_store.FileMap, "is_cached", lambda _, first, n_rows: first == cached)
     loaded: list[int] = []
 
     class Noted(MappedFile):
@@ -159,7 +159,7 @@ def test_a_file_that_shrinks_between_batches_is_an_error(
 def test_a_file_that_shrinks_before_it_is_loaded_is_an_error(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_map.FileMap, "is_cached", lambda *_: False)
+    monkeypatch.setattr(mapped_store.FileMap, "is_cached", lambda *_: False)
     for order in (rows.sequential(), rows.shuffled(0), rows.block_shuffled(0, block_rows=500)):
         with Feeder(path, batch_size=10, rows=order) as feeder:
             size = path.stat().st_size
@@ -196,12 +196,12 @@ def test_rows_that_are_written_back_are_read_from_the_map(path: Path, array: np.
     np.testing.assert_array_equal(np.load(path), array + 3)
 
 
-@pytest.mark.parametrize("advice", [file_map.POPULATE_READ, 9999])
+@pytest.mark.parametrize("advice", [mapped_store.POPULATE_READ, 9999])
 def test_a_map_is_populated_by_any_kernel(
     path: Path, advice: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the kernel does not know the advice, a byte of each page is read."""
-    monkeypatch.setattr(file_map, "POPULATE_READ", advice)
+    monkeypatch.setattr(mapped_store, "POPULATE_READ", advice)
     drop([path])
     with MmapStore(path) as store:
         mapped = store.map_rows()
@@ -216,7 +216,7 @@ def test_a_map_is_populated_by_any_kernel(
 def test_a_kernel_that_does_not_report_cached_pages(
     path: Path, array: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_map, "can_tell", lambda fd: False)
+    monkeypatch.setattr(mapped_store, "can_tell", lambda fd: False)
     with Feeder(path, batch_size=100, shuffle=True) as feeder:
         for epoch in range(3):
             numbers = rows.shuffled(0).bind(N, epoch)(np.arange(N))
@@ -262,8 +262,8 @@ def test_files_that_must_not_be_mapped(path: Path, monkeypatch: pytest.MonkeyPat
             assert strategy_of(other, rows.shuffled(0)) is InMemoryCopy
             assert strategy_of(other, rows.sequential()) is DirectReads
         assert strategy_of(private, rows.shuffled(0), KiB(100)) is PageCacheReadahead
-        monkeypatch.setattr(file_system, "_LOCAL", frozenset())
-        monkeypatch.setattr(file_system, "_TMPFS", 0)
+        monkeypatch.setattr(mapped_store, "_LOCAL", frozenset())
+        monkeypatch.setattr(mapped_store, "_TMPFS", 0)
         assert strategy_of(store) is InMemoryCopy, "a file system that may be on a network"
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from support.unwrapped import unwrapped
 
 from pinfeed import Feeder
-from pinfeed.readahead.notes import ReadNote, notes_of
+from pinfeed.readahead.read_plan import ReadNote, notes_of
 
 MAPPED = "read through the OS page cache, by a memory map (the file fits)"
 

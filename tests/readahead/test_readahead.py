@@ -20,20 +20,18 @@ from support.unwrapped import unwrapped
 
 from pinfeed import Config, Feeder, KiB, MiB, MmapStore, errors, rows
 from pinfeed.memory.host import FreeHostMemory
-from pinfeed.readahead import FreeMemory, choose, whole_file
-from pinfeed.readahead import page_cache as page_cache_readahead
+from pinfeed.readahead import resident_file
 from pinfeed.readahead import windows as window_readahead
-from pinfeed.readahead.base import DirectReads, ReadStrategy
-from pinfeed.readahead.in_memory import InMemoryCopy
-from pinfeed.readahead.mapped_file import MappedFile
-from pinfeed.readahead.page_cache import PageCacheReadahead
-from pinfeed.readahead.windows import WindowReadahead
+from pinfeed.readahead.resident_file import InMemoryCopy, MappedFile
+from pinfeed.readahead.select import choose
+from pinfeed.readahead.strategy import DirectReads, FreeMemory, ReadStrategy
+from pinfeed.readahead.windows import PageCacheReadahead, WindowReadahead
 from pinfeed.rows import orders
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Order
 from pinfeed.rows.windows import windows as windows_of
+from pinfeed.stores import page_cache as disk_page_cache
 from pinfeed.stores.base import StoreRows
-from pinfeed.stores.disk import page_cache as disk_page_cache
 
 N, WIDTH = 5000, 64
 # Rows of a block of 64 KiB, which is worth a seek.
@@ -112,8 +110,8 @@ def test_every_strategy_gives_the_rows(
     batch_size: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(whole_file, "CHUNK_BYTES", KiB(20))
-    monkeypatch.setattr(page_cache_readahead, "_CHUNK_BYTES", KiB(20))
+    monkeypatch.setattr(resident_file, "CHUNK_BYTES", KiB(20))
+    monkeypatch.setattr(window_readahead, "_ADVISED_BYTES", KiB(20))
     for strategy in strategies(store, order):
         for epoch, start in ((0, 0), (1, 0), (2, 1)):
             for numbers, values in served(
@@ -128,7 +126,7 @@ def test_nothing_runs_after_an_epoch_that_is_left(
     store: MmapStore, array: np.ndarray, order: Order, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fixture nothing_left checks threads; rows that were loaded stay for the next epoch."""
-    monkeypatch.setattr(whole_file, "CHUNK_BYTES", KiB(4))
+    monkeypatch.setattr(resident_file, "CHUNK_BYTES", KiB(4))
     for strategy in strategies(store, order):
         for epoch in range(3):
             for numbers, values in itertools.islice(
@@ -182,8 +180,8 @@ def test_the_end_of_the_data_lets_the_last_batches_have_their_window(
 def test_rows_that_are_not_loaded_yet_are_read_one_by_one(
     path: Path, array: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole_file, "_MAX_WAIT_S", 0)
-    monkeypatch.setattr(whole_file, "CHUNK_BYTES", KiB(64))
+    monkeypatch.setattr(resident_file, "_MAX_WAIT_S", 0)
+    monkeypatch.setattr(resident_file, "CHUNK_BYTES", KiB(64))
     with Slow(path) as store:
         strategy = InMemoryCopy(store)
         numbers = np.array([4999, 0, 17, 17])
@@ -201,7 +199,7 @@ def test_rows_that_are_not_loaded_yet_are_read_one_by_one(
 def test_readers_do_not_wait_for_a_slow_load(
     store: MmapStore, array: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole_file, "CHUNK_BYTES", KiB(64))
+    monkeypatch.setattr(resident_file, "CHUNK_BYTES", KiB(64))
     may_load = threading.Event()
 
     class SlowDisk(InMemoryCopy):

@@ -7,7 +7,7 @@ import pytest
 from support.remote_files import Shaky, fresh_file_systems, put
 
 from pinfeed import Config, Feeder, rows
-from pinfeed.readahead import select, whole_file
+from pinfeed.readahead import resident_file, select
 
 ARRAY = np.arange(4000 * 256, dtype=np.int32).reshape(4000, 256)
 
@@ -23,7 +23,7 @@ def test_rows_in_random_order_that_fit_are_never_requested_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Without this, only a slow server shows whether rows are requested one by one.
-    monkeypatch.setattr(whole_file, "_MAX_WAIT_S", 0.0)
+    monkeypatch.setattr(resident_file, "_MAX_WAIT_S", 0.0)
     order = rows.shuffled(0).bind(4000, 0)(np.arange(4000))
     with Feeder("shaky://x.npy", batch_size=100, shuffle=True, device="cpu") as feeder:
         found = np.concatenate([batch.numpy() for batch in feeder])

@@ -22,9 +22,9 @@ from torch.utils.data import SequentialSampler
 
 from pinfeed import Config, Feeder, MiB, MmapStore, Ranks, rows, wrap_readers
 from pinfeed.errors import ArgumentError, BudgetError
-from pinfeed.readahead import FreeMemory, choose
-from pinfeed.readahead.base import DirectReads
-from pinfeed.readahead.mapped_file import MappedFile
+from pinfeed.readahead.resident_file import MappedFile
+from pinfeed.readahead.select import choose
+from pinfeed.readahead.strategy import DirectReads, FreeMemory
 from pinfeed.rows import orders
 from pinfeed.rows.orders import Order
 from pinfeed.rows.rank_batches import RankBatches, RankShard

@@ -16,9 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pinfeed import Config, Feeder, KiB, errors, rows
-from pinfeed.readahead import FreeMemory, choose, whole_file
+from pinfeed.readahead import resident_file
 from pinfeed.readahead.chunk_reads import ChunkReads
-from pinfeed.readahead.in_memory import InMemoryCopy
+from pinfeed.readahead.resident_file import InMemoryCopy
+from pinfeed.readahead.select import choose
+from pinfeed.readahead.strategy import FreeMemory
 from pinfeed.readahead.windows import WindowReadahead
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Order
@@ -40,11 +42,7 @@ class Decoding(ChunkedStore):
         self.calls = 0
         self.failures = 0
         self.wait = lambda: None
-        super().__init__(ChunkLayout("x", array.dtype, array.shape[1:], np.asarray(bounds)))
-
-    @property
-    def _is_reopened(self) -> bool:
-        return False
+        super().__init__(ChunkLayout("x", array.dtype, array.shape[1:], np.asarray(bounds)), array)
 
     def _read_chunks(self, start: int, stop: int, out: np.ndarray) -> None:
         assert {start, stop} <= set(self.bounds.tolist())
@@ -289,7 +287,7 @@ def test_a_window_decodes_each_chunk_once(store: Decoding, monkeypatch: pytest.M
 def test_a_copy_in_memory_decodes_each_chunk_once(
     store: Decoding, order: Order, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole_file, "CHUNK_BYTES", KiB(1))
+    monkeypatch.setattr(resident_file, "CHUNK_BYTES", KiB(1))
     strategy = InMemoryCopy(store)
     for epoch in range(2):
         serve(strategy, order, store.array, 60, epoch)

@@ -12,7 +12,7 @@ from support.stores import gathered, saved
 
 from pinfeed import MmapStore, errors
 from pinfeed.memory.host import resident_bytes
-from pinfeed.stores.disk import file_reader
+from pinfeed.stores import file_reader
 from pinfeed.testing.suites import StoreTests, sample
 
 # One class has every shape.

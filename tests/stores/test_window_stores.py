@@ -15,13 +15,11 @@ from support.stores import gathered, saved
 from support.unwrapped import unwrapped
 
 from pinfeed import Config, Feeder, KiB, MiB, MmapStore, StoreError, UnknownArgument, errors, rows
-from pinfeed.readahead import FreeMemory, choose
-from pinfeed.readahead.base import DirectReads, ReadStrategy
-from pinfeed.readahead.in_memory import InMemoryCopy
-from pinfeed.readahead.mapped_file import MappedFile
-from pinfeed.readahead.page_cache import PageCacheReadahead
-from pinfeed.readahead.windows import WindowReadahead
-from pinfeed.stores.disk import file_map, file_reader
+from pinfeed.readahead.resident_file import InMemoryCopy, MappedFile
+from pinfeed.readahead.select import choose
+from pinfeed.readahead.strategy import DirectReads, FreeMemory, ReadStrategy
+from pinfeed.readahead.windows import PageCacheReadahead, WindowReadahead
+from pinfeed.stores import file_reader, mapped_store
 from pinfeed.testing.suites import ROW_SHAPES, ReadOnlyStoreTests
 
 
@@ -130,7 +128,7 @@ def test_long_runs_are_read_in_parts(
     path: Path, tokens: np.ndarray, memory_map: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_reader, "SPAN_BYTES", 50)
-    monkeypatch.setattr(file_map, "_PIECE_BYTES", 100)
+    monkeypatch.setattr(mapped_store, "_PIECE_BYTES", 100)
     expected = sliding_window_view(tokens, 33)[::3]
     shuffled = np.random.default_rng(0).permutation(len(expected))
     with MmapStore.windows(path, length=33, step=3, dtype="uint16") as store:
@@ -143,7 +141,7 @@ def test_long_runs_are_read_in_parts(
 def test_long_windows_are_copied_one_by_one(
     path: Path, tokens: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_map, "_LONG_ROW_BYTES", 66)
+    monkeypatch.setattr(mapped_store, "_LONG_ROW_BYTES", 66)
     expected = sliding_window_view(tokens, 33)
     rng = np.random.default_rng(0)
     wanted = rng.integers(0, len(expected), 300)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pinfeed.memory.units import human
-from pinfeed.readahead.base import usual_block_rows
+from pinfeed.readahead.strategy import usual_block_rows
 
 # Share of the free memory that data may use; a model, or a feeder, needs the rest.
 _ENOUGH = 0.5

@@ -19,7 +19,7 @@ from pinfeed.cli.terminal.output import Report, saying
 from pinfeed.cli.terminal.sources import described, open_rows, usual_batch
 from pinfeed.errors import PinfeedError
 from pinfeed.memory.units import human
-from pinfeed.stores.formats.npy import read_header
+from pinfeed.stores.npy import read_header
 
 _PAGE_BYTES = 4096
 _LINK_BYTES = 256 << 20

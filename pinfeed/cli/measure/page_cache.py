@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 
-from pinfeed.stores.disk.page_cache import cached_pages, can_tell
+from pinfeed.stores.page_cache import cached_pages, can_tell
 
 Path = str | os.PathLike[str]
 

@@ -15,9 +15,9 @@ from pinfeed.validation.wrapping import wrapped
 
 if TYPE_CHECKING:
     from pinfeed.stores.chunked import ChunkedStore
-    from pinfeed.stores.sharded_file import AnyShardedStore
+    from pinfeed.stores.sharded_file import ShardedStore
 
-    OpenedFile = AnyShardedStore | ChunkedStore
+    OpenedFile = ShardedStore | ChunkedStore
 
 # A file of another format, and the dataset or column to read, such as x.h5:/images.
 _FORMAT = re.compile(

@@ -17,8 +17,9 @@ from pinfeed.pipeline.sources.source import (
     Source,
     drawn_early,
 )
-from pinfeed.readahead import AnyBatch, HostRows, RaggedReads, ReadStrategy
-from pinfeed.readahead.base import main_hint
+from pinfeed.readahead import UnreadRows
+from pinfeed.readahead.ragged import RaggedReads
+from pinfeed.readahead.strategy import AnyBatch, ReadStrategy, main_hint
 from pinfeed.rows.batches import EpochHooks, RowBatches, RowIndices
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import HostArray, Store, row_nbytes
@@ -109,7 +110,7 @@ class RowSource(Source):
     def _host_batch(
         self,
         indices: RowIndices,
-        parts: Sequence[Callable[[Rows], HostRows]],
+        parts: Sequence[Callable[[Rows], UnreadRows]],
         ragged: Sequence[Callable[[Rows], RaggedParts]] = (),
     ) -> HostBatch:
         rows = indices.rows()

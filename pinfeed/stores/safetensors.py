@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from pinfeed.errors import FileMissing, MissingDependency, StoreError, described
-from pinfeed.stores.formats.row_layout import RowLayout, require_regular
+from pinfeed.errors import FileMissing, StoreError, described
+from pinfeed.stores.libraries import imported
+from pinfeed.stores.row_layout import RowLayout, require_regular
 from pinfeed.tensors.dtypes import BFLOAT16
 from pinfeed.validation.requirements import install_line
 
@@ -89,23 +90,20 @@ def list_tensors(path: str) -> dict[str, tuple[tuple[int, ...], str]]:
 
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[Any]:
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise MissingDependency(
-            f"{path}: the safetensors package is needed; {install_line('safetensors')}"
-        ) from error
+    library = imported(
+        "safetensors", f"{path}: the safetensors package is needed; {install_line('safetensors')}"
+    )
     if os.path.isdir(path):
         raise StoreError(f"{path} is a directory; expected a safetensors file")
     try:
         require_regular(path)
-        with safe_open(path, framework="np") as file:
+        with library.safe_open(path, framework="np") as file:
             yield file
     except FileNotFoundError:
         raise FileMissing(
             f"{path}: no such file (looked in {os.getcwd()}); expected a safetensors file"
         ) from None
-    except SafetensorError as error:
+    except library.SafetensorError as error:
         raise StoreError(
             f"{path} is not a safetensors file, or it is damaged ({error}); copy or save it again"
         ) from None

@@ -1,4 +1,4 @@
-"""FileMap: rows of one open file, gathered from a memory map of the page cache."""
+"""MappedStore: rows of local files, gathered from memory maps of the page cache."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import functools
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +19,11 @@ from pinfeed.native.library import library, packing
 from pinfeed.native.memory_rows import MemoryPart, MemoryRows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
-from pinfeed.stores.array import copy_runs, put_rows
-from pinfeed.stores.base import SMALL_GATHER_BYTES, run_of
-from pinfeed.stores.disk.page_cache import can_tell
-from pinfeed.stores.formats.row_layout import RowLayout
+from pinfeed.stores.array import copy_runs
+from pinfeed.stores.base import SMALL_GATHER_BYTES, Array, Gather, checked_gather, run_of
+from pinfeed.stores.page_cache import can_tell
+from pinfeed.stores.row_layout import RowLayout
+from pinfeed.stores.sharded_file import ShardedStore, as_bytes
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -42,9 +42,87 @@ _UNMAPPED = packing(1)(-1)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
+# f_type of statfs(2), of linux/magic.h: ext2 to ext4, XFS, Btrfs, F2FS, overlay.
+_LOCAL = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x794C7630})
+_TMPFS = 0x01021994
+# Larger than struct statfs (120 bytes on 64-bit Linux), which begins with f_type.
+_STATFS_BYTES = 256
+
+
+class MappedStore(ShardedStore):
+    """Rows of local files, read-only, in a memory map of each file.
+
+    Args:
+        layouts: Layout of the rows of each file, at least one row each.
+        maps: Map of each file.
+    """
+
+    def __init__(self, layouts: Sequence[RowLayout], maps: Sequence[FileMap]) -> None:
+        super().__init__(layouts)
+        self._maps = maps
+        self._memory_rows: MemoryRows | None = None
+        if not self._swapped and maps[0].memory_rows is not None:
+            self._memory_rows = joined_rows(maps)
+
+    def gather(self, rows: Rows, out: Array) -> None:
+        self.gather_unchecked(checked_gather(self, rows, out), out)
+
+    @property
+    def gather_unchecked(self) -> Gather:
+        """Function that copies rows into an array. The caller has checked all arguments.
+
+        It raises a ReadError if a file has shrunk.
+        """
+        if self._memory_rows is not None:
+            return self._memory_rows.gather
+        if len(self._maps) == 1 and not self._swapped:
+            return self._maps[0].read_all
+        return self._gather_in_order
+
+    def gather_at(self, rows: Rows, out: Array, positions: Rows) -> None:
+        if self._memory_rows is not None:
+            self._memory_rows.gather(rows, out, positions)
+        else:
+            super().gather_at(rows, out, positions)
+
+    @property
+    def memory_rows(self) -> MemoryRows | None:
+        """The rows, if the compiled functions can copy them."""
+        return self._memory_rows
+
+    def populate(self, start: int, stop: int) -> None:
+        """Load the rows [start, stop) into the page cache, and fill the page tables of the maps.
+
+        Raises:
+            OSError: If a file has shrunk or cannot be read.
+        """
+        for number, first, n_rows in self._parts(start, stop):
+            self._reader(number).populate(first, n_rows)
+
+    def is_cached(self, start: int, stop: int) -> bool | None:
+        """Return whether the page cache holds the rows [start, stop); None if unknown."""
+        found = [
+            self._reader(number).is_cached(first, n_rows)
+            for number, first, n_rows in self._parts(start, stop)
+        ]
+        return None if None in found else all(found)
+
+    def close(self) -> None:
+        """Unmap the files; a gather that is running keeps its map until it ends."""
+        super().close()
+        self._memory_rows = None
+        self._maps = ()
+
+    def _gather_in_order(self, rows: Rows, out: Array) -> None:
+        self.gather_at(rows, out, np.arange(len(rows)))
+
+    def _reader(self, number: int) -> FileMap:
+        self._require_open()
+        return self._maps[number]
+
 
 class FileMap:
-    """Rows of one file in a shared memory map; a ``ShardReader``.
+    """Rows of one file in a shared memory map.
 
     The map needs no memory of its own: it shows the page cache, which all processes share, and in
     which writes are visible at once. The kernel sends SIGBUS to a thread that touches a page after
@@ -80,7 +158,7 @@ class FileMap:
         begin, strides = layout.offset, (layout.stride, 1)
         self.memory_rows: MemoryRows | None = None
         """The rows, if the compiled functions can copy them."""
-        if (found := library()) is not None and n and nbytes:
+        if (found := library()) is not None and nbytes:
             self.memory_rows = joined_rows([self])
             found.count_maps(_MAPPED)
             weakref.finalize(self._bytes, found.count_maps, _UNMAPPED)
@@ -91,76 +169,34 @@ class FileMap:
             item = np.dtype((np.void, nbytes))
             self._items = np.ndarray((n,), item, self._bytes, begin, strides[:1])
 
-    def read_run(self, first: int, out: Bytes) -> None:
-        """Copy the rows from ``first`` on into ``out``, shape (n, row_nbytes).
-
-        Raises:
-            ReadError: If the file has shrunk or cannot be read.
-        """
-        if self.memory_rows is not None:
-            self.memory_rows.read_run(first, out)
-            return
-        self._check_size()
-        out[...] = self._rows[first : first + len(out)]
-
-    def read_all(self, rows: Rows, out: npt.NDArray[Any]) -> None:
-        """Copy rows in any order into ``out``.
+    def read_all(self, rows: Rows, out: Array) -> None:
+        """Copy rows in any order into ``out``, without the compiled functions.
 
         Args:
             rows: Row indices in range, shape (n,).
-            out: C-contiguous array of n rows, in the dtype of the file or as bytes.
+            out: C-contiguous array of n rows, in the dtype of the file.
 
         Raises:
             ReadError: If the file has shrunk or cannot be read.
         """
-        n = len(rows)
-        if not n:
-            return
-        if self.memory_rows is not None:
-            self.memory_rows.gather(rows, out)
+        if not len(rows):
             return
         # This is faster than check_size, which is called for its error.
         if os.lseek(self._fd, 0, os.SEEK_END) < self._end:
             self._check_size()
-        out = out.view(np.uint8).reshape(n, -1)
-        if (
-            out.nbytes > SMALL_GATHER_BYTES
-            and rows.item(-1) - rows.item(0) == n - 1
-            and (run := run_of(rows)) is not None
-        ):
+        out = as_bytes(out)
+        if out.nbytes > SMALL_GATHER_BYTES and (run := run_of(rows)) is not None:
             out[...] = self._rows[run]
         elif self._items is None:
             # With mode="raise", numpy would gather into a temporary buffer first.
             self._rows.take(rows, axis=0, out=out, mode="clip")
-        elif self._copies_single_rows:
-            self._copy_rows(rows, out, range(n))
+        elif self._layout.row_nbytes >= _LONG_ROW_BYTES:
+            copy_runs(self._rows, Runs(rows, np.ones_like(rows), np.arange(len(rows))), out)
         else:
-            for piece in self._pieces(n):
-                out[piece] = self._take(rows[piece])
-
-    def read_rows(self, rows: Rows, out: Bytes, positions: Rows) -> None:
-        """Copy rows in any order into ``out[positions]``.
-
-        Args:
-            rows: Row indices in range, shape (m,).
-            out: C-contiguous, shape (n, row_nbytes).
-            positions: Positions in ``out``, shape (m,).
-
-        Raises:
-            ReadError: If the file has shrunk or cannot be read.
-        """
-        if self.memory_rows is not None:
-            self.memory_rows.gather(rows, out, positions)
-            return
-        if (run := run_of(positions)) is not None:
-            self.read_all(rows, out[run])
-            return
-        self._check_size()
-        if self._copies_single_rows:
-            self._copy_rows(rows, out, positions.tolist())
-            return
-        for piece in self._pieces(len(rows)):
-            put_rows(out, positions[piece], self._take(rows[piece]))
+            step = max(1, _PIECE_BYTES // self._layout.row_nbytes)
+            for i in range(0, len(rows), step):
+                piece = self._items[rows[i : i + step]]
+                out[i : i + step] = as_bytes(piece)
 
     def read_runs(self, runs: Runs, out: Bytes) -> None:
         """Copy runs of rows to their positions in ``out``, shape (n, row_nbytes).
@@ -170,9 +206,9 @@ class FileMap:
         """
         if self.memory_rows is not None:
             self.memory_rows.gather_runs(*runs, out)
-            return
-        self._check_size()
-        copy_runs(self._rows, runs, out)
+        else:
+            self._check_size()
+            copy_runs(self._rows, runs, out)
 
     def populate(self, first: int, n_rows: int) -> None:
         """Load rows into the page cache, and fill the page tables of the map.
@@ -206,28 +242,6 @@ class FileMap:
             if not page.value & 1:
                 return False
         return True
-
-    @property
-    def _copies_single_rows(self) -> bool:
-        """Whether rows are copied to their positions one by one, not in pieces."""
-        return self._items is not None and self._layout.row_nbytes >= _LONG_ROW_BYTES
-
-    def _copy_rows(self, rows: Rows, out: Bytes, positions: Iterable[int]) -> None:
-        """Copy each row to its position in ``out``."""
-        for row, position in zip(rows.tolist(), positions, strict=True):
-            out[position] = self._rows[row]
-
-    def _pieces(self, n_rows: int) -> Iterator[slice]:
-        """Yield slices of ``n_rows`` rows; each slice fits in the CPU cache."""
-        step = max(1, _PIECE_BYTES // self._layout.row_nbytes)
-        for i in range(0, n_rows, step):
-            yield slice(i, i + step)
-
-    def _take(self, rows: Rows) -> Bytes:
-        """Return copies of rows, shape (n, row_nbytes)."""
-        if self._items is None:
-            return self._rows.take(rows, axis=0, mode="clip")
-        return self._items[rows].view(np.uint8).reshape(len(rows), self._layout.row_nbytes)
 
     def _pages(self, first: int, n_rows: int) -> tuple[int, int]:
         """Return the address of the first page of rows, and the bytes from there to their end."""
@@ -269,3 +283,19 @@ def _read_error(checks: Sequence[tuple[RowLayout, Callable[[], None]]]) -> ReadE
         "disk",
         layout.path,
     )
+
+
+def is_safe_to_map(path: str) -> bool:
+    """Return whether reads from a map fail only if the file shrinks or its disk fails.
+
+    A network file system may learn too late that a file has shrunk. Unknown file systems count as
+    network file systems. In tmpfs, reading a hole of a file needs memory, which may not be
+    available.
+    """
+    status = (ctypes.c_long * (_STATFS_BYTES // ctypes.sizeof(ctypes.c_long)))()
+    if _libc.statfs(os.fsencode(path), ctypes.byref(status)):
+        return False
+    if status[0] == _TMPFS:
+        found = os.stat(path)
+        return found.st_blocks * 512 >= found.st_size
+    return status[0] in _LOCAL

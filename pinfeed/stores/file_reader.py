@@ -13,9 +13,9 @@ from pinfeed.errors import FileMissing, ReadError
 from pinfeed.native.library import Kind, request_each
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
-from pinfeed.stores.disk.file_map import FileMap
-from pinfeed.stores.disk.page_cache import PageCache
-from pinfeed.stores.formats.row_layout import RowLayout
+from pinfeed.stores.mapped_store import FileMap
+from pinfeed.stores.page_cache import PageCache
+from pinfeed.stores.row_layout import RowLayout
 from pinfeed.threads.call import Call
 from pinfeed.threads.pool import ThreadPool
 
@@ -81,38 +81,48 @@ class FileReader:
         # Finalizers run in reverse order, so this one runs before the descriptor is closed.
         weakref.finalize(self, self._cache.drop_all)
 
-    def read_run(self, first: int, out: Bytes) -> None:
-        """Read the rows from ``first`` on into ``out``, shape (n, row_nbytes).
+    def read_runs(self, runs: Runs, out: Bytes) -> None:
+        """Read runs of rows to their positions in ``out``.
+
+        Rows that are contiguous in the file and in ``out`` are one request. The calling thread
+        copies rows that are in the page cache. For the other rows, several threads wait for the
+        disk at the same time.
+
+        Args:
+            runs: Runs in range.
+            out: C-contiguous, shape (n, row_nbytes).
 
         Raises:
             ReadError: If the file has shrunk or cannot be read.
         """
-        if not self._layout.gap:
-            self._read_bytes(self._layout.begin(first), out.reshape(-1))
-        elif self._layout.gap > mmap.PAGESIZE:
-            self.read_rows(np.arange(first, first + len(out)), out, np.arange(len(out)))
+        runs = runs.merged()
+        gap = self._layout.gap
+        if gap:
+            if gap <= mmap.PAGESIZE:
+                runs = self._read_long_runs(runs, out)
+            rows = runs.rows()
+            runs = Runs(rows, np.ones_like(rows), runs.positions())
+        if len(runs.lengths) == 1:
+            self._read_one(runs, 0, out)
         else:
-            self._read_spans(first, out)
-
-    def _read_spans(self, first: int, out: Bytes) -> None:
-        """Read consecutive rows that overlap or have short gaps. Most bytes are read once."""
-        layout = self._layout
-        step = max(1, SPAN_BYTES // layout.stride)
-        for i in range(0, len(out), step):
-            n = min(step, len(out) - i)
-            span = np.empty(layout.span(n), np.uint8)
-            self._read_bytes(layout.begin(first + i), span)
-            strides = (layout.stride, 1)
-            out[i : i + n] = np.ndarray((n, layout.row_nbytes), np.uint8, span, 0, strides)
+            self._read_each(runs, out)
 
     def _read_long_runs(self, runs: Runs, out: Bytes) -> Runs:
-        """Read long runs of rows that overlap or have short gaps; return the other rows."""
+        """Read long runs of rows that overlap or have short gaps; return the other runs.
+
+        Most bytes are read once.
+        """
+        layout = self._layout
+        step = max(1, SPAN_BYTES // layout.stride)
         is_long = runs.lengths >= _SPAN_ROWS
-        for first, n, place in zip(*runs.take(np.flatnonzero(is_long)), strict=True):
-            self._read_spans(int(first), out[place : place + n])
-        rest = runs.take(np.flatnonzero(~is_long))
-        rows = rest.rows()
-        return Runs(rows, np.ones_like(rows), rest.positions())
+        for first, n_rows, place in zip(*runs.take(np.flatnonzero(is_long)), strict=True):
+            for i in range(0, n_rows, step):
+                n = min(step, n_rows - i)
+                span = np.empty(layout.span(n), np.uint8)
+                self._read_bytes(layout.begin(int(first) + i), span)
+                rows = np.ndarray((n, layout.row_nbytes), np.uint8, span, 0, (layout.stride, 1))
+                out[place + i : place + i + n] = rows
+        return runs.take(np.flatnonzero(~is_long))
 
     def _read_bytes(self, begin: int, out: Bytes) -> None:
         """Read the bytes from ``begin`` on into ``out``, which has one axis."""
@@ -128,46 +138,6 @@ class FileReader:
                 raise ReadError(f"{self._layout.path} ended at byte {begin + done}")
             done += n
         self._cache.add_read(begin, len(view))
-
-    def read_rows(self, rows: Rows, out: Bytes, positions: Rows) -> None:
-        """Read rows in any order into ``out[positions]``.
-
-        Consecutive rows at consecutive positions are one request, as in a slot of several batches
-        of one rank. The calling thread copies rows that are in the page cache. For the other rows,
-        several threads wait for the disk at the same time.
-
-        Args:
-            rows: Row indices, shape (m,).
-            out: C-contiguous, shape (n, row_nbytes).
-            positions: Positions in ``out``, shape (m,).
-
-        Raises:
-            ReadError: If the file has shrunk or cannot be read.
-        """
-        runs = Runs(rows, np.ones_like(rows), positions)
-        gap = self._layout.gap
-        if not gap:
-            self._read_each(runs.merged(), out)
-            return
-        if gap <= mmap.PAGESIZE:
-            runs = self._read_long_runs(runs.merged(), out)
-        self._read_each(runs, out)
-
-    def read_runs(self, runs: Runs, out: Bytes) -> None:
-        """Read runs of rows to their positions in ``out``, with one request for each run.
-
-        Args:
-            runs: Runs in range; their rows are contiguous in the file.
-            out: C-contiguous, shape (n, row_nbytes).
-
-        Raises:
-            ReadError: If the file has shrunk or cannot be read.
-        """
-        runs = runs.merged()
-        if len(runs.lengths) == 1:
-            self._read_one(runs, 0, out)
-        else:
-            self._read_each(runs, out)
 
     def write_rows(self, rows: Rows, values: Bytes) -> None:
         """Write distinct rows; ``values`` is C-contiguous, shape (n, row_nbytes).

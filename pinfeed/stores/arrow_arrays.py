@@ -1,4 +1,4 @@
-"""Rows of one chunk of an Arrow column, on Arrow's memory."""
+"""Arrow arrays as numpy arrays, on Arrow's memory: rows, and the items of lists."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import numpy.typing as npt
 
 from pinfeed.errors import StoreError
 from pinfeed.rows.orders import Rows
-
-Array = npt.NDArray[Any]
+from pinfeed.rows.runs import Runs
+from pinfeed.stores.array import copy_runs
+from pinfeed.stores.base import Array
+from pinfeed.stores.libraries import imported
 
 # Lengths of lists that are compared at a time.
 _N_LENGTHS = 1 << 20
@@ -39,7 +41,7 @@ _LEAVE_OUT = (
 
 
 class PackedBooleans:
-    """Booleans that Arrow has packed as bits, with the needed part of an array's interface.
+    """Booleans that Arrow has packed as bits.
 
     Args:
         packed: The bytes; the first bit is the lowest one.
@@ -54,19 +56,17 @@ class PackedBooleans:
         self._first = first
         self.shape = shape
 
-    def __getitem__(self, rows: slice) -> Array:
-        out = np.empty((rows.stop - rows.start, *self.shape[1:]), bool)
-        self.take(np.arange(rows.start, rows.stop), 0, out, "clip")
-        return out
-
-    def take(self, rows: Rows, axis: int, out: Array, mode: str) -> None:
-        """Copy rows into ``out``, like ``numpy.ndarray.take``."""
-        n_bits = math.prod(self.shape[1:])
-        flat = out.reshape(len(rows), n_bits)
+    def copy_runs(self, runs: Runs, out: Array) -> None:
+        """Copy runs of rows to their places in ``out``."""
+        rows = runs.rows()
+        places = runs.positions()
+        row_shape = self.shape[1:]
+        n_bits = math.prod(row_shape)
         step = max(1, N_BITS // max(1, n_bits))
         for i in range(0, len(rows), step):
             bits = self._first + rows[i : i + step, None] * n_bits + np.arange(n_bits)
-            flat[i : i + step] = self._packed[bits >> 3] >> (bits & 7) & 1
+            values = self._packed[bits >> 3] >> (bits & 7) & 1
+            out[places[i : i + step]] = values.reshape(-1, *row_shape)
 
 
 def rows_of_chunk(array: Any, name: str) -> Array | PackedBooleans:
@@ -95,12 +95,64 @@ def rows_of_chunk(array: Any, name: str) -> Array | PackedBooleans:
             return _numbers(array, shape[:-1] + tail if tail else shape, name)
 
 
+def copy_chunk_runs(chunk: Array | PackedBooleans, runs: Runs, out: Array) -> None:
+    """Copy runs of rows of a chunk to their places in ``out``."""
+    if isinstance(chunk, PackedBooleans):
+        chunk.copy_runs(runs, out)
+    else:
+        copy_runs(chunk, runs, out)
+
+
 def values_of(array: Any) -> Array:
     """Return the values of an Arrow array of numbers without nulls, on its memory, read-only."""
     # ``to_numpy`` would import pandas, which takes 27 MiB that no limit counts.
     values = np.from_dlpack(array)
     values.flags.writeable = False
     return values
+
+
+def items_and_offsets(column: Any) -> tuple[Any, Rows]:
+    """Return the items of all lists as a column, and the offset of each list.
+
+    Args:
+        column: A pyarrow.ListArray, a LargeListArray, or a ChunkedArray of these.
+
+    Returns:
+        A pyarrow.ChunkedArray on the memory of ``column``, and offsets of shape (n_rows + 1,),
+        int64.
+
+    Raises:
+        MissingDependency: If pyarrow is not installed.
+        StoreError: If ``column`` is not a column of lists, has nulls, or has no rows.
+    """
+    pyarrow = imported("pyarrow", "from_arrow: pyarrow is needed; pip install pyarrow")
+    is_column = isinstance(column, (pyarrow.ChunkedArray, pyarrow.Array))
+    kind = column.type if is_column else type(column).__name__
+    if not is_column or not (pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)):
+        raise StoreError(
+            f"from_arrow: got {kind}; expected a column of lists, a pyarrow.ListArray or a "
+            'ChunkedArray of them, such as table["tokens"] or dataset.data.column("tokens")'
+        )
+    if column.null_count:
+        raise StoreError(
+            f"from_arrow: {column.null_count} of {len(column)} lists are null; expected none; fill "
+            "them with empty lists (pyarrow.compute.fill_null), or leave them out (drop_null)"
+        )
+    if not len(column):
+        raise StoreError("from_arrow: the column has no rows; expected at least one")
+    chunks = column.chunks if isinstance(column, pyarrow.ChunkedArray) else [column]
+    offsets = np.zeros(len(column) + 1, np.int64)
+    items = []
+    begin = 0
+    for chunk in chunks:
+        found = values_of(chunk.offsets)
+        first = int(found[0])
+        items.append(chunk.values.slice(first, int(found[-1]) - first))
+        end = begin + len(chunk)
+        offsets[begin + 1 : end + 1] = found[1:]
+        offsets[begin + 1 : end + 1] += offsets[begin] - first
+        begin = end
+    return pyarrow.chunked_array(items), offsets
 
 
 def _tensor_shape(kind: Any, name: str) -> tuple[int, ...]:

@@ -1,11 +1,29 @@
-"""library_errors(): errors of other libraries, raised as StoreError with the path."""
+"""Libraries of file formats: their imports, and their errors."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterator
+from typing import Any
 
-from pinfeed.errors import PinfeedError, StoreError, described
+from pinfeed.errors import MissingDependency, PinfeedError, StoreError, described
+
+
+def imported(name: str, problem: str) -> Any:
+    """Return a module of an optional library.
+
+    Args:
+        name: Name of the module.
+        problem: Message of the error if the library is not installed.
+
+    Raises:
+        MissingDependency: If it is not.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise MissingDependency(problem) from error
 
 
 @contextlib.contextmanager

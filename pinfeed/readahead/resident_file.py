@@ -1,4 +1,4 @@
-"""WholeFile: loads all rows of a file into memory during the first epoch."""
+"""ResidentFile: a file whose rows are all loaded into memory during the first epoch."""
 
 from __future__ import annotations
 
@@ -9,21 +9,26 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from pinfeed.memory.pages import block_nbytes, huge
 from pinfeed.memory.plan import Allocation
 from pinfeed.native.memory_rows import MemoryRows
-from pinfeed.readahead.base import DISK_SPEED, IN_MEMORY_HINT, AnyBatch, OpenBatch
+from pinfeed.readahead.strategy import DISK_SPEED, IN_MEMORY_HINT, AnyBatch, OpenBatch
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.rows.windows import Windows
-from pinfeed.stores.base import Array, FileStore, StoreRows, memory_rows_of, rows_in
+from pinfeed.stores.array import ArrayStore
+from pinfeed.stores.base import Array, StoreRows, memory_rows_of
 from pinfeed.stores.chunked import ChunkedStore, even_bounds
+from pinfeed.stores.file_store import FileStore
+from pinfeed.stores.local_file import LocalFileStore
+from pinfeed.stores.mapped_store import MappedStore
+from pinfeed.stores.remote import RemoteStore
 from pinfeed.stores.runs import RunGather, run_gather
+from pinfeed.stores.sharded_file import ShardedStore
 from pinfeed.threads.pool import ThreadPool
 
 logger = logging.getLogger("pinfeed")
@@ -33,29 +38,16 @@ logger = logging.getLogger("pinfeed")
 CHUNK_BYTES = 8 << 20
 # Longest time that a batch waits for the rest of the file, in seconds.
 _MAX_WAIT_S = 2.0
-# The estimate of the load rate assumes that this many bytes were loaded in this many seconds
-# before. Otherwise, it would depend on the time of the first chunk alone.
-_ASSUMED_BYTES = 64 << 20
-_ASSUMED_S = 0.05
+# Prior of the estimate of the load rate: 64 MiB in 0.05 s. Otherwise, the estimate would depend on
+# the time of the first chunk alone.
+_PRIOR_BYTES = 64 << 20
+_PRIOR_S = 0.05
 # A warning of a data stall covers at least this time, in seconds. The load explains the stall if it
 # ended less than this time ago.
 _RECENT_S = 5.0
 
 
-class LoadedRows(Protocol):
-    """Rows that are in memory."""
-
-    @property
-    def row_shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> np.dtype[Any]: ...
-    def gather(self, rows: Rows, out: Array) -> None: ...
-    def gather_unchecked(self, rows: Rows, out: Array) -> None: ...
-    def gather_at(self, rows: Rows, out: Array, positions: Rows) -> None: ...
-    def gather_runs(self, runs: Runs, out: Array) -> None: ...
-
-
-class WholeFile:
+class ResidentFile:
     """Strategy that loads the rows of a file chunk by chunk, and gathers those that are loaded.
 
     In the first epoch, a thread loads the rows in sequence. Until the load is nearly complete, rows
@@ -73,14 +65,14 @@ class WholeFile:
     _readers_load = True
     """Whether several threads load faster than one."""
 
-    _rows: LoadedRows
+    _rows: ArrayStore | MappedStore
 
     def __init__(self, store: FileStore, *, waits: bool = False) -> None:
         self._store = store
         self.row_shape = store.row_shape
         self.dtype = store.dtype
         self._waits_always = waits
-        self._chunk_rows = rows_in(store, CHUNK_BYTES)
+        self._chunk_rows = store.rows_in(CHUNK_BYTES)
         self._starts = _chunk_starts(store, self._chunk_rows)
         self._is_even = not isinstance(store, ChunkedStore)
         n_chunks = len(self._starts) - 1
@@ -120,7 +112,7 @@ class WholeFile:
             finally:
                 self._stop()
 
-    def gather(self, rows: Rows, out: npt.NDArray[Any]) -> None:
+    def gather(self, rows: Rows, out: Array) -> None:
         """Copy rows of a batch into ``out``. The caller has checked all arguments."""
         if self._complete:
             self._rows.gather_unchecked(rows, out)
@@ -180,8 +172,8 @@ class WholeFile:
         """Return the estimated time until all rows are loaded, in seconds."""
         left = np.count_nonzero(~self._is_loaded) * CHUNK_BYTES
         elapsed_s = time.monotonic() - self._begun_s
-        nbytes = self._n_loaded * CHUNK_BYTES + _ASSUMED_BYTES
-        return float(left * (elapsed_s + _ASSUMED_S) / nbytes)
+        nbytes = self._n_loaded * CHUNK_BYTES + _PRIOR_BYTES
+        return float(left * (elapsed_s + _PRIOR_S) / nbytes)
 
     def _bounds(self, chunk: int) -> tuple[int, int]:
         """Return the first row of a chunk, and the row after its last one."""
@@ -235,7 +227,7 @@ class WholeFile:
             self._changed.notify_all()
         return True
 
-    def _wait_for(self, chunks: npt.NDArray[np.int64]) -> None:
+    def _wait_for(self, chunks: Rows) -> None:
         """Wait until chunks are in memory, or until waiting is no longer worth it.
 
         The waiting reader thread helps to load, if that is faster.
@@ -264,6 +256,96 @@ class WholeFile:
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
+
+
+class InMemoryCopy(ResidentFile):
+    """Strategy that keeps a copy of all rows of a read-only store in memory.
+
+    A file that was written after the load is loaded again before the next epoch.
+
+    Args:
+        store: The rows.
+
+    Raises:
+        MemoryError: If the system does not have enough memory.
+    """
+
+    _rows: ArrayStore
+
+    def __init__(self, store: FileStore) -> None:
+        # Decoding a row decodes its whole chunk, and a request for a row takes as long as one for
+        # many rows, so readers wait until the chunk is loaded instead.
+        super().__init__(store, waits=isinstance(store, (ChunkedStore, RemoteStore)))
+        self.items = (copy_allocation(store),)
+        nbytes = store.n_rows * store.row_nbytes
+        rows = huge(nbytes)[:nbytes].view(store.dtype)
+        self._rows = ArrayStore(rows.reshape(store.n_rows, *store.row_shape))
+        self._version: object = None
+
+    def close(self) -> None:
+        """Free the memory; a gather that is running keeps it until it ends."""
+        super().close()
+        del self._rows
+
+    def _find_loaded(self) -> None:
+        """Forget the loaded rows if the file has changed."""
+        version = self._store.version
+        if version != self._version:
+            self._version = version
+            self._is_loaded[:] = False
+
+    def _load(self, start: int, stop: int) -> None:
+        self._store.gather(np.arange(start, stop), self._rows.array[start:stop])
+
+
+def copy_allocation(store: FileStore) -> Allocation:
+    """Return the memory of a copy of all rows."""
+    return Allocation("rows of a file", "host", 1, block_nbytes(store.n_rows * store.row_nbytes))
+
+
+class MappedFile(ResidentFile):
+    """Strategy that gathers the rows of local files from the page cache, without copying the files.
+
+    Args:
+        store: The rows.
+        in_sequence: Whether consecutive batches have consecutive rows.
+        counted: Stores whose files are counted elsewhere. Bytes that the store shares with them, as
+            inputs and targets of one file do, are in the page cache only once.
+
+    Raises:
+        OSError: If the system has no address space for the maps, or a file has changed.
+    """
+
+    _readers_load = False
+    _rows: MappedStore
+
+    def __init__(
+        self,
+        store: LocalFileStore,
+        *,
+        in_sequence: bool,
+        counted: Sequence[ShardedStore] = (),
+    ) -> None:
+        super().__init__(store, waits=in_sequence)
+        nbytes = store.nbytes_beside(counted)
+        if nbytes:
+            self.items = (Allocation("rows of a file", "page cache", 1, nbytes),)
+        self._rows = store.map_rows()
+
+    def close(self) -> None:
+        """Unmap the files; a gather that is running keeps its map until it ends."""
+        super().close()
+        self._rows.close()
+
+    def _find_loaded(self) -> None:
+        """Find out which chunks the page cache holds; the kernel may have dropped some."""
+        for chunk in range(len(self._is_loaded)):
+            is_cached = self._rows.is_cached(*self._bounds(chunk))
+            if is_cached is not None:
+                self._is_loaded[chunk] = is_cached
+
+    def _load(self, start: int, stop: int) -> None:
+        self._rows.populate(start, stop)
 
 
 def _chunk_starts(store: FileStore, n_rows: int) -> Rows:

@@ -13,9 +13,9 @@ import numpy as np
 from pinfeed.errors import StoreError
 from pinfeed.stores.base import Array
 from pinfeed.stores.file import MmapStore
-from pinfeed.stores.formats.npy import read_header
-from pinfeed.stores.formats.row_layout import RowLayout
 from pinfeed.stores.local_file import LocalFileStore
+from pinfeed.stores.npy import read_header
+from pinfeed.stores.row_layout import RowLayout
 
 logger = logging.getLogger("pinfeed")
 

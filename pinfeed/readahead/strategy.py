@@ -15,13 +15,13 @@ from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.windows import Windows
 from pinfeed.stores.base import (
-    FileStore,
     Gatherable,
     HostArray,
     StoreRows,
     memory_rows_of,
     unchecked_gather,
 )
+from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.local_file import LocalFileStore
 
 

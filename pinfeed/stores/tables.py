@@ -1,8 +1,11 @@
-"""Stores of the columns of pandas and polars frames."""
+"""Stores of the columns of frames, Arrow tables, Hugging Face datasets and Parquet files."""
 
 from __future__ import annotations
 
+import glob
+import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,7 +13,9 @@ import numpy as np
 from pinfeed.errors import MissingDependency, StoreError
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.arrow import ArrowStore
-from pinfeed.stores.base import Array
+from pinfeed.stores.base import Array, Store
+from pinfeed.stores.parquet import ParquetStore
+from pinfeed.stores.paths import has_protocol
 from pinfeed.tensors.dtypes import DTYPES
 from pinfeed.validation.requirements import install_line
 
@@ -48,19 +53,41 @@ _POLARS_ADVICE = {
 FrameStore = ArrayStore | ArrowStore
 
 
-def frame_columns(source: Any, name: str) -> dict[Any, FrameStore] | None:
-    """Return a read-only store for each column of a pandas or polars DataFrame.
+def stores_of_columns(source: Any, name: str) -> Mapping[Any, Store] | None:
+    """Return a store for each column of a table, a dataset, a frame or a Parquet file.
+
+    Args:
+        source: One of these, or anything else.
+        name: Name of the source in errors.
+
+    Returns:
+        The stores by column name, or None if ``source`` has no columns.
+
+    Raises:
+        StoreError: If pinfeed cannot read a column.
+    """
+    if is_parquet(source):
+        return ParquetStore.columns(source)
+    found = _frame_columns(source, name)
+    return _arrow_columns(source, name) if found is None else found
+
+
+def is_parquet(source: Any) -> bool:
+    """Return whether a source is the path or the pattern of local Parquet files, by its name."""
+    if not isinstance(source, (str, os.PathLike)) or has_protocol(source):
+        return False
+    name = os.fspath(source)
+    if not isinstance(name, str) or os.path.splitext(name)[1].lower() != ".parquet":
+        return False
+    return glob.has_magic(name) or not os.path.isdir(name)
+
+
+def _frame_columns(source: Any, name: str) -> dict[Any, FrameStore] | None:
+    """Return a read-only store for each column of a pandas or polars DataFrame; else None.
 
     The store shares the memory of a column that is one numpy or Arrow array of numbers. Other
     columns may be copied, so rows cannot be written back. The index of a pandas frame is not a
     column.
-
-    Args:
-        source: A frame, or anything else.
-        name: Name of the source in error messages.
-
-    Returns:
-        The stores by column name, or None if ``source`` is not a frame.
 
     Raises:
         StoreError: If the frame has no columns, or pinfeed cannot read a column.
@@ -144,3 +171,78 @@ def _type_error(name: str, kind: str, advice: dict[str, str]) -> StoreError:
     found = next((hint for start, hint in advice.items() if kind.startswith(start)), "")
     todo = f"{found}, " if found else ""
     return StoreError(f"{name}: a column of {kind}; {_EXPECTED}; {todo}{_LEAVE_OUT}")
+
+
+def _arrow_columns(source: Any, name: str) -> dict[str, ArrowStore] | None:
+    """Return a store for each column of a pyarrow.Table or of a Hugging Face dataset; else None.
+
+    The columns and rows of a dataset are those that ``dataset[i]`` shows.
+
+    Raises:
+        StoreError: If pinfeed cannot read a column, or if the rows of a dataset are not those of
+            its table.
+    """
+    # If pyarrow is not loaded, the source cannot be a table.
+    pyarrow = sys.modules.get("pyarrow")
+    if pyarrow is None:
+        return None
+    if isinstance(source, pyarrow.Table):
+        return {
+            column: ArrowStore(source[column], name=f"{name}[{column!r}]")
+            for column in _unique(source.column_names, name)
+        }
+    if not _is_dataset(source):
+        return None
+    view = source.format
+    if view["type"] == "custom":
+        raise StoreError(
+            f"{name}: the dataset has a transform that runs sample by sample; remove it with "
+            "dataset.reset_format(), or give pinfeed.wrap_loader(DataLoader(dataset))"
+        )
+    names = [
+        column
+        for column in source.column_names
+        if view["output_all_columns"] or column in view["columns"]
+    ]
+    # Row indices that select, shuffle, sort and other methods store in the dataset.
+    indices = source._indices.column(0) if source._indices is not None else None
+    stores = {
+        column: ArrowStore(source.data.column(column), name=f"{name}[{column!r}]", indices=indices)
+        for column in names
+    }
+    if view["type"] in ("numpy", "torch"):
+        _check_format(view["type"], source[0], stores, name)
+    return stores
+
+
+def _is_dataset(source: Any) -> bool:
+    """Return whether an object is a Hugging Face dataset, without importing the library."""
+    dataset = ("datasets.arrow_dataset", "Dataset")
+    return any((base.__module__, base.__name__) == dataset for base in type(source).__mro__)
+
+
+def _check_format(
+    kind: str, first: dict[str, Any], stores: dict[str, ArrowStore], name: str
+) -> None:
+    """Check with the first row that the format of a dataset does not convert dtypes.
+
+    Raises:
+        StoreError: If it does.
+    """
+    for column, store in stores.items():
+        given = str(getattr(first[column], "dtype", store.dtype)).removeprefix("torch.")
+        if given != store.dtype.name:
+            raise StoreError(
+                f"{name}[{column!r}]: with_format({kind!r}) converts {store.dtype} to {given}; "
+                "remove the format with dataset.with_format(None), or convert the stored column "
+                "with dataset.cast_column"
+            )
+
+
+def _unique(names: list[str], name: str) -> list[str]:
+    if len(set(names)) < len(names):
+        raise StoreError(
+            f"{name}: several columns have the same name: {', '.join(names)}; rename them with "
+            "table.rename_columns"
+        )
+    return names

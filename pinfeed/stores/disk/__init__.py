@@ -1,1 +1,0 @@
-"""Reads of local files: system calls, asynchronous reads, and the page cache."""

@@ -1,0 +1,157 @@
+"""FileStore: what all stores of files have in common."""
+
+from __future__ import annotations
+
+import math
+import os
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from pinfeed.errors import ClosedError, WriteBackError
+from pinfeed.rows.orders import Rows
+from pinfeed.rows.runs import Runs
+from pinfeed.stores.base import Array, checked_gather
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class FileStore:
+    """Rows of files, which any thread may gather; read-only, unless a subclass writes them.
+
+    A store that has opened its files itself can be pickled, and opens them again after unpickling.
+
+    Args:
+        label: Short name of the files, for messages.
+        paths: The files, in the order of their rows; empty if they are unknown.
+        shape: Shape (n_rows, *row_shape).
+        dtype: Native dtype of the rows.
+    """
+
+    writable: bool = False
+    nbytes: int
+    """Bytes of all rows; bytes that several rows share count once."""
+
+    # Attributes that belong to one process, and are not pickled.
+    _PROCESS_STATE: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self, label: str, paths: Sequence[str], shape: Sequence[int], dtype: np.dtype[Any]
+    ) -> None:
+        self.label = label
+        self.paths = list(paths)
+        self.n_rows, *row_shape = shape
+        self.row_shape = tuple(row_shape)
+        self.dtype = dtype
+        self.row_nbytes = dtype.itemsize * math.prod(row_shape)
+        self._closed = False
+        self._init_process_state()
+
+    def _init_process_state(self) -> None:
+        """Create the state that belongs to one process."""
+        _stores.add(self)
+
+    def _renew_after_fork(self) -> None:
+        """Replace locks in a forked process, where the thread that holds one may not exist."""
+        self._init_process_state()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            name: value for name, value in vars(self).items() if name not in self._PROCESS_STATE
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._init_process_state()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of host memory that ``gather`` and ``scatter`` may need besides the rows."""
+        return 0
+
+    @property
+    def version(self) -> object:
+        """A value that changes when the rows change, if this is known without reading."""
+        return 0
+
+    def rows_in(self, nbytes: int) -> int:
+        """Return how many consecutive rows begin within ``nbytes`` bytes, at least 1."""
+        return max(1, nbytes * self.n_rows // max(1, self.nbytes))
+
+    def gather(self, rows: Rows, out: Array) -> None:
+        """Copy rows into ``out``, like ``Store.gather``.
+
+        Raises:
+            ReadError: If a file has shrunk, or cannot be read or decoded.
+            ClosedError: If the store, or the file that it reads, is closed.
+            RowIndexError: If a row is out of range or negative.
+            ArgumentError: If ``out`` has another shape, dtype or layout, or is read-only.
+        """
+        rows = checked_gather(self, rows, out)
+        self.gather_at(rows, out, np.arange(len(rows)))
+
+    def gather_at(self, rows: Rows, out: Array, positions: Rows) -> None:
+        """Copy rows into ``out[positions]``. The caller has checked all arguments.
+
+        Args:
+            rows: Row indices, shape (m,).
+            out: C-contiguous, shape (n, *row_shape), of the store's dtype.
+            positions: Positions in ``out``, shape (m,).
+
+        Raises:
+            ReadError: As for ``gather``.
+            ClosedError: As for ``gather``.
+        """
+        if (positions[1:] < positions[:-1]).any():
+            order = np.argsort(positions)
+            rows = rows[order]
+            positions = positions[order]
+        self.gather_runs(Runs(rows, np.ones_like(rows), positions), out)
+
+    def gather_runs(self, runs: Runs, out: Array) -> None:
+        """Copy runs of rows to their positions in ``out``. The caller has checked all arguments.
+
+        Raises:
+            ReadError: As for ``gather``.
+            ClosedError: As for ``gather``.
+        """
+        raise NotImplementedError
+
+    def scatter(self, rows: Rows, values: Array) -> None:
+        """Refuse to write: the store is read-only.
+
+        Raises:
+            WriteBackError: Always.
+        """
+        raise WriteBackError(f"{self!r} is read-only")
+
+    def flush(self) -> None:
+        """Do nothing, because nothing was written."""
+
+    def close(self) -> None:
+        """Close the files. Further calls do nothing."""
+        self._closed = True
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"{self!r} is closed; open it again")
+
+
+_stores: weakref.WeakSet[FileStore] = weakref.WeakSet()
+
+
+def _renew_stores() -> None:
+    for store in list(_stores):
+        store._renew_after_fork()
+
+
+os.register_at_fork(after_in_child=_renew_stores)

@@ -1,1 +1,0 @@
-"""File formats: the layout of the rows of a file, according to its header."""
