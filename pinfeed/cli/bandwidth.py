@@ -6,6 +6,7 @@ All rates are in GB/s, 1e9 bytes per second.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import mmap
@@ -38,9 +39,17 @@ def memory_rate() -> float:
     ring = [torch.ones(8 << 20, dtype=torch.float32) for _ in range(4)]
     n_copies = max(8, _MEMORY_BYTES // ring[0].nbytes)
     pairs = list(itertools.islice(itertools.pairwise(itertools.cycle(ring)), n_copies))
-    torch_s = seconds_of(lambda: [a.copy_(b) for a, b in pairs])
-    numpy_s = seconds_of(lambda: [np.copyto(b.numpy(), a.numpy()) for a, b in pairs])
-    return n_copies * ring[0].nbytes / min(torch_s, numpy_s) / 1e9
+
+    def copy_by_torch() -> None:
+        for source, target in pairs:
+            target.copy_(source)
+
+    def copy_by_numpy() -> None:
+        for source, target in pairs:
+            np.copyto(target.numpy(), source.numpy())
+
+    best_s = min(map(seconds_of, (copy_by_torch, copy_by_numpy)))
+    return n_copies * ring[0].nbytes / best_s / 1e9
 
 
 def gather_rate(path: AnyPath, batches: Iterable[Any], seconds: float = math.inf) -> float:
@@ -117,12 +126,12 @@ def sequential_rates(
         return read()
 
     rates = {
-        f"pread, {n} threads": cold(lambda n=n: _pread_rate(path, n, nbytes, seconds))
+        f"pread, {n} threads": cold(functools.partial(_pread_rate, path, n, nbytes, seconds))
         for n in (1, 4)
     }
     # A kernel before 5.14 cannot populate a memory map.
     with contextlib.suppress(OSError):
-        rates["populated map"] = cold(lambda: _populate_rate(path, nbytes, seconds))
+        rates["populated map"] = cold(functools.partial(_populate_rate, path, nbytes, seconds))
     return rates
 
 
@@ -228,7 +237,7 @@ def link_rates(device: Any, nbytes: int) -> dict[str, float]:
         for way, pair in {"to_device": (on_gpu, host), "to_host": (host, on_gpu)}.items():
             # The first copy includes setup time, which is not measured.
             copy(*pair)
-            best_s = min(seconds_of(lambda pair=pair: copy(*pair)) for _ in range(_REPEATS))
+            best_s = min(seconds_of(functools.partial(copy, *pair)) for _ in range(_REPEATS))
             rates[f"{way}_{kind}"] = nbytes / best_s / 1e9
     return rates
 

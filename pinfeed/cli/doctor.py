@@ -115,8 +115,8 @@ class _Rates(NamedTuple):
         """The rates that limit a loop."""
         return Ceilings(
             memory=self.memory,
-            sequential=self.disk and self.disk.sequential,
-            random=self.disk and self.disk.random,
+            sequential=self.disk.sequential if self.disk else None,
+            random=self.disk.random if self.disk else None,
             link=self.link.get("to_device_pinned"),
         )
 

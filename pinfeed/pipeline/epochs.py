@@ -92,9 +92,7 @@ class EpochRunner:
         self._position = EpochPosition(source, transforms.fingerprint)
         self._counters = Counters(timeline=Timeline() if timeline else None)
         self._counters.depth = schedule.depth
-        self._starvation = StarvationMonitor(
-            self._counters, source.hint, source.transfer_hint, source.depth_caution
-        )
+        self._starvation = StarvationMonitor(self._counters, source.hint, source.depth_caution)
         self._transforms = transforms
         self._transfer = _mover(device, schedule.n_slots, capacity, self._counters, transforms)
         self._active = ActiveRun()
@@ -301,8 +299,8 @@ class EpochRunner:
             for lent_batch in self._lend(choice):
                 position.batch = lent_batch.number + 1
                 position.checksum = lent_batch.checksum
-                if counters.batches >= starvation.look_at and not choice.excuses_waiting:
-                    starvation.look()
+                if counters.batches >= starvation.next_check and not choice.excuses_waiting:
+                    starvation.check()
                 if bar is not None:
                     bar.update()
                 kept.append(lend(lent_batch))
@@ -348,7 +346,7 @@ class EpochRunner:
             choice.depth,
             choice.schedule.n_readers if choice.depth else 1,
             asynchronous=not self._transfer.device.unified,
-            describe_depth=choice.describe,
+            measured_depth=choice.measured_depth if choice.schedule.measures_depth else None,
         )
         return self._counters.requested_s
 

@@ -14,12 +14,12 @@ from pinfeed.profiling.stats import Totals
 WARM_UP_BATCHES = 5
 """First batches of every loop, which prove nothing because they were not prefetched in time."""
 STRETCH_S = 5.0
-"""Minimum time within loops, in seconds, that is judged."""
+"""Minimum time within loops, in seconds, that is evaluated."""
 STRETCH_BATCHES = 20
-"""Minimum number of batches that is judged."""
+"""Minimum number of batches that is evaluated."""
 
-# Looking at the counters takes some microseconds, so it is not done for every batch.
-_LOOK_S = 1.0
+# Reading the counters takes some microseconds, so it is not done for every batch.
+_CHECK_S = 1.0
 
 _HINTS: dict[Bottleneck, str] = {
     "host_transform": "The loop waits for your host_transform, which runs for one batch at a time. "
@@ -51,63 +51,60 @@ class StarvationMonitor:
         counters: The counts of the loops.
         hint: Returns what to change if reading is too slow, given the share of the reading time
             that the source takes to make batches.
-        transfer_hint: Returns how to copy fewer bytes, for loops that stall on copying or writing;
-            empty if it is unknown.
         depth_caution: Returns why no other depth is advised; empty if there is no such reason.
 
     Attributes:
-        look_at: The number of batches at which to call ``look`` again.
+        next_check: Number of batches at which to call ``check`` again.
     """
 
     def __init__(
         self,
         counters: Counters,
         hint: Callable[[float], str],
-        transfer_hint: Callable[[], str] = str,
         depth_caution: Callable[[], str] = str,
     ) -> None:
         self._counters = counters
         self._hint = hint
-        self._transfer_hint = transfer_hint
         self._depth_caution = depth_caution
-        # Counts of the stretch to judge, which may span several loops.
+        # Counts of the stretch to evaluate, which may span several loops.
         self._stretch = Totals()
-        # Counts at the last look at the running loop; None before the first.
+        # Counts at the last check of the running loop; None before the first.
         self._last: Totals | None = None
-        self._next_look_s = 0.0
+        self._next_check_s = 0.0
         self._has_warned = False
-        self.look_at = math.inf
+        self.next_check = math.inf
 
     def begin(self) -> None:
         """Watch a loop that begins."""
         if not self._has_warned:
-            self.look_at = self._counters.batches + WARM_UP_BATCHES
+            self.next_check = self._counters.batches + WARM_UP_BATCHES
 
-    def look(self) -> None:
-        """Look at the counters, unless the last look is too recent."""
-        self.look_at = self._counters.batches + STRETCH_BATCHES
+    def check(self) -> None:
+        """Read the counters, unless the last check is too recent."""
+        self.next_check = self._counters.batches + STRETCH_BATCHES
         now = self._counters.now()
         if self._last is None:
             self._last = self._counters.totals()
-        elif now < self._next_look_s:
+        elif now < self._next_check_s:
             return
         else:
-            self._judge()
-        self._next_look_s = now + _LOOK_S
+            self._evaluate()
+        self._next_check_s = now + _CHECK_S
 
     def end(self, *, is_excused: bool = False) -> None:
-        """Note that a loop ends, and judge it.
+        """Note that a loop ends, and evaluate it.
 
         Args:
-            is_excused: Whether the loop has waited because of a measurement; it is not judged then.
+            is_excused: Whether the loop has waited because of a measurement; it is not evaluated
+                then.
         """
         if self._last is not None and not self._has_warned and not is_excused:
-            self._judge()
+            self._evaluate()
         self._last = None
-        self.look_at = math.inf
+        self.next_check = math.inf
 
-    def _judge(self) -> None:
-        """Judge the stretch if it is long enough by now; warn of a data stall."""
+    def _evaluate(self) -> None:
+        """Evaluate the stretch if it is long enough by now; warn of a data stall."""
         assert self._last is not None
         totals = self._counters.totals()
         self._stretch = totals - self._last + self._stretch
@@ -115,17 +112,16 @@ class StarvationMonitor:
         if self._stretch.seconds < STRETCH_S or self._stretch.batches < STRETCH_BATCHES:
             return
         if self._stretch.starved > STARVED:
-            text = explanation(self._stretch, self._hint, self._transfer_hint, self._depth_caution)
+            text = explanation(self._stretch, self._hint, self._depth_caution)
             logger.warning("%s", text)
             self._has_warned = True
-            self.look_at = math.inf
+            self.next_check = math.inf
         self._stretch = Totals()
 
 
 def explanation(
     totals: Totals,
     hint: Callable[[float], str],
-    transfer_hint: Callable[[], str] = str,
     depth_caution: Callable[[], str] = str,
 ) -> str:
     """Return the verdict, the numbers behind it, and advice.
@@ -133,7 +129,6 @@ def explanation(
     Args:
         totals: Counts of the stretch.
         hint: As for ``StarvationMonitor``.
-        transfer_hint: As for ``StarvationMonitor``.
         depth_caution: As for ``StarvationMonitor``.
     """
     cause = totals.bottleneck
@@ -141,8 +136,6 @@ def explanation(
     if cause == "host_transform" and totals.asynchronous:
         # On the CPU, device_transform would use the same cores.
         change += " On the GPU, device_transform can do its work."
-    if cause in ("copying", "writing"):
-        change = f"{change} {transfer_hint()}".rstrip()
     if cause == "copying" and totals.device_transform_s:
         change += f" {_OR_TRANSFORM}"
     if cause in ("depth", "unevenness"):

@@ -62,8 +62,8 @@ def run(
         counters.read_s += wait_s + works_s
         counters.receive(number, 10, 120, clock.s, idle=True)
         # A loop that compares depths is checked while it prefetches.
-        if counters.batches >= watch.look_at and not (is_excused and number > 20):
-            watch.look()
+        if counters.batches >= watch.next_check and not (is_excused and number > 20):
+            watch.check()
         counters.lend()
         clock.pass_s(works_s)
         counters.request()
@@ -276,8 +276,7 @@ def test_no_depth_is_advised_for_rows_of_an_iterator(rows: Any, is_cautious: boo
     with pinfeed.Feeder(np.zeros((1000, 2)), rows=rows, batch_size=10, depth=0) as feeder:
         source = feeder._loop.source
         texts = [
-            explanation(totals, str, source.transfer_hint, source.depth_caution)
-            for totals in (found, late, overhead)
+            explanation(totals, str, source.depth_caution) for totals in (found, late, overhead)
         ]
     advice = ["depth=2 prefetches", "A higher depth", "depth=0 needs no threads"]
     given = [words in text for words, text in zip(advice, texts, strict=True)]

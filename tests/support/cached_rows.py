@@ -58,9 +58,6 @@ class CachedSource:
     def depth_caution(self) -> str:
         return ""
 
-    def transfer_hint(self) -> str:
-        return ""
-
     def epoch(self, number: int, start: int, *args: int) -> Generator[Any, None, None]:
         self.cache.begin()
         known = list(map(np.array, self._batches[start:]))

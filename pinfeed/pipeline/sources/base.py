@@ -215,10 +215,3 @@ class Source(Protocol):
         from: it may depend on the training steps before the batch.
         """
         ...
-
-    def transfer_hint(self) -> str:
-        """Return whole sentences that say how to copy fewer bytes; empty if it is unknown.
-
-        They follow the fixed hint if a loop stalls on copying or writing.
-        """
-        ...

@@ -229,10 +229,6 @@ class LoaderSource:
             return ""
         return drawn_early(f"your loader ({type(self.loader).__name__})")
 
-    def transfer_hint(self) -> str:
-        """Return an empty text, because every byte of the batches must be copied."""
-        return ""
-
     def draw(self, batch: Any) -> BatchThunk:
         """Make the thunk of a batch. Reader threads call this in the order of batches."""
         if self.fetch is None:

@@ -97,10 +97,6 @@ class ReaderSource:
         """Return an empty text, because pinfeed draws the order itself."""
         return ""
 
-    def transfer_hint(self) -> str:
-        """Return an empty text, because every byte of the batches must be copied."""
-        return ""
-
     def _read(self, identities: Rows, each: OrderedMap, opened: contextlib.ExitStack) -> HostBatch:
         batches = [
             (reader.apply_name, reader.batch(identities, each, opened)) for reader in self._readers

@@ -100,10 +100,6 @@ class RowSource:
         """Return a caution if the user's own iterable gives the row indices."""
         return drawn_early("rows=") if self.batches.are_from_user else ""
 
-    def transfer_hint(self) -> str:
-        """Return an empty text, because every byte of the batches must be copied."""
-        return ""
-
     def _host_batch(
         self,
         indices: RowIndices,
