@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -141,8 +143,8 @@ def advise_on_cache(path: str, data: Data) -> CacheAdvice:
             )
         n_ids = store.n_rows * math.prod(store.row_shape)
         n_read = _add_batches(sketch, store, data, path)
-    sizes = [CacheSize(share, sketch.hit_rate(share * data.n_rows)) for share in CACHE_SHARES]
-    return CacheAdvice(path, n_ids, n_read, sketch.is_informative, tuple(sizes), sketch.best_size())
+    sizes = tuple(sketch.sizes())
+    return CacheAdvice(path, n_ids, n_read, sketch.is_informative, sizes, sketch.best_size())
 
 
 def _add_batches(sketch: ReuseSketch, store: Store, data: Data, path: str) -> int:
@@ -180,7 +182,7 @@ class ReuseSketch:
         self._lookups = np.empty(_MOST_LOOKUPS, np.int64)
         self._n_lookups = 0
         self._n_batches = 0
-        self._analysis: _Analysis | None = None
+        self._analysis: tuple[_Counts, _Counts] | None = None
 
     @property
     def is_full(self) -> bool:
@@ -214,23 +216,32 @@ class ReuseSketch:
     def hit_rate(self, capacity: float) -> float:
         """Return the share of looked-up rows that would have been in a cache of ``capacity`` rows.
 
-        The cache is empty at first. It keeps either the most recently used rows
-        or the most frequently used rows, whichever serves more. The most frequently used rows are
-        found in the first half of the lookups, and evaluated with the second half.
+        The cache is empty at first. It keeps either the most recently used rows or the
+        most frequently used rows, whichever serves more. The most frequently used rows are found in
+        the first half of the lookups, and evaluated with the second half.
         """
-        return self._analysed().hit_rate(capacity)
+        n = self._n_lookups
+        if n < 2:
+            return 0.0
+        if self._analysis is None:
+            self._analysis = self._analysed()
+        distances, ranks = self._analysis
+        recent = np.searchsorted(distances, capacity * self._rate) / n
+        frequent = np.searchsorted(ranks, capacity * self._rate) / (n - n // 2)
+        return float(max(recent, frequent))
+
+    def sizes(self) -> list[CacheSize]:
+        """Return caches of several sizes with their hit rates."""
+        return [CacheSize(share, self.hit_rate(share * self._n_rows)) for share in CACHE_SHARES]
 
     def best_size(self) -> CacheSize | None:
         """Return the size with the largest difference between hit rate and share of the rows.
 
         It is None if no size is worth its memory, or too few batches were recorded.
         """
-        if not self.is_informative:
-            return None
-        hit_rate = self._analysed().hit_rate
-        sizes = [CacheSize(share, hit_rate(share * self._n_rows)) for share in CACHE_SHARES]
-        best = max(sizes, key=lambda size: size.hit_rate - size.share)
-        return best if best.hit_rate - best.share >= _LEAST_GAIN else None
+        best = max(self.sizes(), key=lambda size: size.hit_rate - size.share)
+        is_worth = self.is_informative and best.hit_rate - best.share >= _LEAST_GAIN
+        return best if is_worth else None
 
     @property
     def _can_drop_rows(self) -> bool:
@@ -249,99 +260,36 @@ class ReuseSketch:
         self._lookups[: len(kept)] = kept
         self._n_lookups = len(kept)
 
-    def _analysed(self) -> _Analysis:
-        """Return the analysis of the lookups so far."""
-        if self._analysis is None:
-            self._analysis = _Analysis.of(self._lookups[: self._n_lookups], self._rate)
-        return self._analysis
+    def _analysed(self) -> tuple[_Counts, _Counts]:
+        """Return the smallest caches of both kinds that serve repeated lookups, both ascending.
 
-
-class _Analysis(NamedTuple):
-    """The lookups of a sample, by the smallest cache that serves them."""
-
-    n_lookups: int
-    rate: float
-    """Share of the rows that are sampled."""
-    distances: _Counts
-    """For each repeated lookup, the number of distinct rows since the last one; ascending."""
-    ranks: _Counts
-    """For each repeated lookup in the second half, its row's rank by use in the first; ascending.
-
-    Ranks are from earlier lookups than the evaluated ones. Otherwise, rows that uniform row indices
-    repeat by chance would seem to be used frequently.
-    """
-
-    @classmethod
-    def of(cls, lookups: Rows, rate: float) -> _Analysis:
-        """Analyse the lookups of the sampled rows."""
-        previous = _previous_positions(lookups)
-        is_again = previous >= 0
-        # Each distinct row in between counts once, at its first lookup there. The previous lookup
-        # of that row is earlier.
-        distances = _n_earlier_and_not_larger(previous) - (previous + 1)
-        # Rows with equal use are ranked by hash, because row indices are often ordered by use.
-        hashes = _hash(lookups)
+        For each repeated lookup, the first array has the number of distinct rows since the last
+        lookup of its row. For each lookup of the second half, the second array has the rank of its
+        row by use in the first half. Ranks are from earlier lookups than the evaluated ones.
+        Otherwise, rows that uniform row indices repeat by chance would seem to be used frequently.
+        """
+        # Each row has its own hash. Rows with equal use are ranked by hash, because row indices are
+        # often ordered by use.
+        lookups: list[int] = _hash(self._lookups[: self._n_lookups]).tolist()
+        last_of: dict[int, int] = {}
+        # The values of ``last_of``, ascending.
+        lasts: list[int] = []
+        distances = []
+        for position, row in enumerate(lookups):
+            if (last := last_of.get(row)) is not None:
+                at = bisect.bisect_left(lasts, last)
+                del lasts[at]
+                distances.append(len(lasts) - at)
+            lasts.append(position)
+            last_of[row] = position
         half = len(lookups) // 2
-        rows, uses = np.unique(hashes[:half], return_counts=True)
-        by_use = rows[np.argsort(-uses, kind="stable")]
-        ranks = _positions_in(by_use, hashes[half:][is_again[half:]])
-        distances = np.sort(distances[is_again])
-        return cls(len(lookups), rate, distances, np.sort(ranks[ranks >= 0]))
-
-    def hit_rate(self, capacity: float) -> float:
-        """Return the share of the lookups that a cache of ``capacity`` rows serves."""
-        if self.n_lookups < 2:
-            return 0.0
-        n = capacity * self.rate
-        recent = np.searchsorted(self.distances, n) / self.n_lookups
-        frequent = np.searchsorted(self.ranks, n) / (self.n_lookups - self.n_lookups // 2)
-        return float(max(recent, frequent))
+        uses = Counter(lookups[:half])
+        by_use = sorted(uses, key=lambda row: (-uses[row], row))
+        rank_of = {row: rank for rank, row in enumerate(by_use)}
+        ranks = [rank_of[row] for row in lookups[half:] if row in rank_of]
+        return np.sort(distances), np.sort(ranks)
 
 
 def _hash(rows: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
     hashes: npt.NDArray[np.uint64] = rows.astype(np.int64, copy=False).view(np.uint64) * _MULTIPLIER
     return hashes
-
-
-def _previous_positions(values: Rows) -> _Counts:
-    """Return for each value the position of its previous occurrence; -1 if there is none."""
-    order = np.argsort(values, kind="stable")
-    ordered = values[order]
-    is_again = np.flatnonzero(ordered[1:] == ordered[:-1])
-    previous = np.full(len(values), -1)
-    previous[order[is_again + 1]] = order[is_again]
-    return previous
-
-
-def _positions_in(values: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> _Counts:
-    """Return the positions of the wanted values in ``values``, all distinct; -1 if missing."""
-    if not len(values):
-        return np.full(len(wanted), -1)
-    order = np.argsort(values)
-    found = order[np.searchsorted(values, wanted, sorter=order) % len(values)]
-    return np.where(values[found] == wanted, found, -1)
-
-
-def _n_earlier_and_not_larger(values: _Counts) -> _Counts:
-    """Return for each value the number of earlier values that are not larger.
-
-    This is a merge sort. For each value of a right half, it counts the values of the left half that
-    precede it. One step does this for all pairs of halves on a level.
-    """
-    size = 1 << max(0, len(values) - 1).bit_length()
-    # Ranks are distinct. If values are equal, the earlier value has the lower rank.
-    ranks = np.arange(size)
-    ranks[np.argsort(values, kind="stable")] = np.arange(len(values))
-    counts = np.zeros(size, np.int64)
-    ordered = ranks.copy()
-    width = 1
-    while width < size:
-        halves = ordered.reshape(-1, 2, width)
-        pairs = np.arange(len(halves))[:, None]
-        left = (halves[:, 0] + pairs * size).ravel()
-        right = (halves[:, 1] + pairs * size).ravel()
-        found = np.searchsorted(left, right).reshape(-1, width) - pairs * width
-        counts[halves[:, 1]] += found
-        width *= 2
-        ordered = np.sort(ordered.reshape(-1, width), axis=1, kind="stable").ravel()
-    return counts[ranks[: len(values)]]
