@@ -28,8 +28,8 @@ from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.base import Source
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.pipeline.transfer import Transfer
+from pinfeed.profiling.bottleneck import StarvationMonitor
 from pinfeed.profiling.counters import Counters
-from pinfeed.profiling.starvation import StarvationMonitor
 from pinfeed.profiling.stats import FeederStats
 from pinfeed.profiling.timeline import Timeline
 from pinfeed.validation.arguments import whole_number

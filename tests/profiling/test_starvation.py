@@ -16,13 +16,13 @@ from pinfeed import ArrayStore, MmapStore, wrap_readers
 from pinfeed.devices.cpu import HostDevice
 from pinfeed.memory.units import duration
 from pinfeed.pipeline.sources.dataloader import LoaderSource
-from pinfeed.profiling.counters import Counters
-from pinfeed.profiling.starvation import (
+from pinfeed.profiling.bottleneck import (
     STRETCH_BATCHES,
     WARM_UP_BATCHES,
     StarvationMonitor,
     explanation,
 )
+from pinfeed.profiling.counters import Counters
 from pinfeed.profiling.stats import Totals
 from pinfeed.readahead import FreeMemory, choose
 from pinfeed.readahead.base import IN_MEMORY_HINT, main_hint

@@ -18,11 +18,11 @@ from pinfeed.pipeline.loop_threads import LoopThreads
 from pinfeed.pipeline.pending_write import HeldValues, PendingWrite
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.write_queue import WriteQueue
-from pinfeed.profiling.counters import Counters
-from pinfeed.profiling.progress_bar import ProgressBar
-from pinfeed.profiling.starvation import (
+from pinfeed.profiling.bottleneck import (
     explanation,
 )
+from pinfeed.profiling.counters import Counters
+from pinfeed.profiling.progress_bar import ProgressBar
 from pinfeed.profiling.stats import FeederStats, ProcessMemory, Totals
 from pinfeed.profiling.timeline import Timeline
 from pinfeed.testing import SimDevice, favour
