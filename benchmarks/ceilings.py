@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,41 +11,24 @@ import torch
 
 from benchmarks.peers import Task
 from benchmarks.rowfile import Kind, drop
-from pinfeed.cli.measure.bandwidth import (
-    gather_rate,
-    populate_rate,
-    populated,
-    random_rate,
-    sequential_rate,
-)
-from pinfeed.cli.measure.page_cache import read_through
-from pinfeed.cli.measure.process_memory import touch_memory
-from pinfeed.cli.measure.step import ComputingStep
+from pinfeed.cli.bandwidth import gather_rate, random_rate, sequential_rates
+from pinfeed.cli.conditions import ComputingStep, read_through, touch_memory
 
 # Seconds of a measurement with random reads.
 _RANDOM_S = 0.5
 # Memory to touch, as a multiple of the file's size: for the page cache and for buffers.
 _TOUCHED = 1.5
-_REPEATS = 3
 
 
 def memory_rates(tasks: Sequence[Task]) -> dict[str, float]:
     """Return GB/s of gathers from a populated memory map into reused buffers, by order."""
     path = tasks[0].path
     read_through([path])
-    array = populated(path)
-    n_threads = min(4, len(os.sched_getaffinity(0)))
     touch_memory(1 << 28)
     return {
-        f"gather, {task.order}": max(
-            gather_rate(array, _as_indices(task), n_threads) for _ in range(_REPEATS)
-        )
+        f"gather, {task.order}": gather_rate(path, [np.r_[rows] for rows in task.epochs[0]])
         for task in tasks
     }
-
-
-def _as_indices(task: Task) -> list[np.ndarray]:
-    return [np.r_[rows] for rows in task.epochs[0]]
 
 
 def disk_rates(task: Task) -> dict[str, Any]:
@@ -59,20 +40,17 @@ def disk_rates(task: Task) -> dict[str, Any]:
     nbytes = task.kind.row_nbytes
     # The file has a header and rows, and nothing else.
     start = path.stat().st_size % nbytes
+    touched = round(_TOUCHED * path.stat().st_size)
 
     def at_random(n_threads: int) -> float:
+        drop([path])
+        touch_memory(touched)
         return random_rate(path, start, nbytes, task.epochs[0], n_threads, seconds=_RANDOM_S)
 
-    def cold(read: Callable[[], float]) -> float:
-        drop([path])
-        touch_memory(round(_TOUCHED * path.stat().st_size))
-        return read()
-
-    sequential = {f"pread, {n} threads": cold(lambda n=n: sequential_rate(path, n)) for n in (1, 4)}
-    # An older kernel cannot populate a memory map.
-    with contextlib.suppress(OSError):
-        sequential["populated map"] = cold(lambda: populate_rate(path))
-    random = {f"pread, {n} threads": cold(lambda n=n: at_random(n)) for n in (4, 32)}
+    # A file that stays in the page cache is refused.
+    drop([path])
+    sequential = sequential_rates(path, touched=touched)
+    random = {f"pread, {n} threads": at_random(n) for n in (4, 32)}
     return {
         "sequential, cold": max(sequential.values()),
         "random, cold": max(random.values()),

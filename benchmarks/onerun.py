@@ -23,9 +23,13 @@ import torch
 import pinfeed
 from benchmarks.peers import CONTESTANTS, Contestant, Epochs, Task, litdata_folder, order_of
 from benchmarks.rowfile import Kind, drop, expected
-from pinfeed.cli.measure.page_cache import cached_share, read_through
-from pinfeed.cli.measure.process_memory import memory_by_kind, touch_memory
-from pinfeed.cli.measure.step import ComputingStep
+from pinfeed.cli.conditions import (
+    ComputingStep,
+    cached_share,
+    memory_by_kind,
+    read_through,
+    touch_memory,
+)
 
 _CHECKED_BATCHES = 8
 _CHECKED_FEEDER_BATCHES = 300

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pinfeed.cli.measure import page_cache
+from pinfeed.cli import conditions
 
 _PIECE = 4 << 20
 
@@ -82,8 +82,8 @@ def drop(paths: Iterable[Path]) -> None:
         RuntimeError: If pages stay in the page cache, because a memory map uses them.
     """
     for path in paths:
-        page_cache.drop([path])
-        if share := page_cache.cached_share([path]):
+        conditions.drop([path])
+        if share := conditions.cached_share([path]):
             raise RuntimeError(
                 f"{path}: {share:.1%} of the file stays in the page cache; pass a --dir on a disk"
             )

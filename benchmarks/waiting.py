@@ -30,9 +30,7 @@ from tabulate import tabulate
 import pinfeed
 from benchmarks.environment import environment, save
 from benchmarks.rowfile import KINDS, create
-from pinfeed.cli.measure.page_cache import read_through
-from pinfeed.cli.measure.process_memory import touch_memory
-from pinfeed.cli.measure.step import ComputingStep
+from pinfeed.cli.conditions import ComputingStep, read_through, touch_memory
 
 N_EPOCHS = 3
 GOAL = 2.0

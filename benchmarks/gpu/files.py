@@ -20,7 +20,7 @@ from benchmarks.gpu.ceilings import Ceilings
 from benchmarks.gpu.recorder import Cell, Fields, Run
 from benchmarks.rowfile import KINDS, create
 from pinfeed import Feeder, rows
-from pinfeed.cli.measure.page_cache import read_through
+from pinfeed.cli.conditions import read_through
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Order
 

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.programs.program import Program, Step, load
 from pinfeed import MiB
-from pinfeed.cli.measure.process_memory import touch_memory
+from pinfeed.cli.conditions import touch_memory
 
 # A run needs less than this, not counting the files in the page cache.
 _TOUCHED = MiB(256)

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from pinfeed.cli.terminal.output import Report, facts, saying, sections, table
-from pinfeed.cli.terminal.sources import expanded, names_dataset, shell_hint
+from pinfeed.cli.report import Report, facts, saying, sections, table
+from pinfeed.cli.sources import expanded, names_dataset, shell_hint
 from pinfeed.errors import PinfeedError, described
 from pinfeed.memory.units import human
 from pinfeed.stores import MmapStore

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +15,10 @@ from typing import Any
 import click
 
 from pinfeed import __version__
-from pinfeed.cli.terminal.options import counts, order_options, size, with_option
-from pinfeed.cli.terminal.output import Report, json_of
-from pinfeed.errors import PinfeedError
+from pinfeed.cli.report import Report, json_of
+from pinfeed.errors import ArgumentError, PinfeedError
 from pinfeed.memory.depth import MAX_DEPTH
+from pinfeed.memory.units import parse_size
 from pinfeed.validation.wrapping import wrapped
 
 FINDING = 1
@@ -96,6 +97,53 @@ def _shown(report: Report, head: dict[str, Any] | None) -> str:
     return "\n\n".join(filter(None, [report.text, "\n".join(findings)]))
 
 
+def _size(text: str) -> int:
+    """Parse a number of bytes: ``2GiB``, ``512MiB``, ``1.5e9``."""
+    try:
+        return parse_size(text, "size")
+    except ArgumentError:
+        raise click.BadParameter(
+            f"{text!r} is not a size; expected bytes, at least 1, such as 2GiB, 512MiB or 1.5e9"
+        ) from None
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    """Parse numbers that are separated by commas: ``0,2``."""
+    if not re.fullmatch(r"[0-9]+(,[0-9]+)*", text):
+        raise click.BadParameter(f"{text!r} is not a list of numbers; expected such as 0 or 0,2,8")
+    return tuple(map(int, text.split(",")))
+
+
+def _with_sources(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the arguments for sources and row order, with the names that ``Feeder`` uses."""
+    for decorate in (
+        click.option(
+            "--seed", type=int, default=None, show_default="0", help="Seed of the random order."
+        ),
+        click.option(
+            "--block-rows",
+            type=click.IntRange(1),
+            metavar="ROWS",
+            help="Random order of contiguous blocks, with this many rows per block.",
+        ),
+        click.option("--shuffle", is_flag=True, help="Fully random order of rows."),
+        click.option(
+            "--batch-size", type=click.IntRange(1), metavar="ROWS", help="Rows per batch."
+        ),
+        click.option(
+            "--with",
+            "others",
+            multiple=True,
+            metavar="FILE",
+            help="Another source with one row for each row of FILE, such as labels for images: a "
+            "file or a quoted pattern. May be repeated.",
+        ),
+        click.argument("files", nargs=-1, required=True, metavar="FILE..."),
+    ):
+        command = decorate(command)
+    return command
+
+
 _device = click.option(
     "--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."
 )
@@ -104,7 +152,7 @@ _device = click.option(
 @main.command(short_help="Report what this machine can do, and whether pinfeed helps.")
 @click.argument("files", nargs=-1, metavar="[FILE]...")
 @click.option("--rows", type=click.IntRange(1), help="Number of rows of the data, without a FILE.")
-@click.option("--row-bytes", type=size, metavar="SIZE", help="Bytes per row, without a FILE.")
+@click.option("--row-bytes", type=_size, metavar="SIZE", help="Bytes per row, without a FILE.")
 @click.option("--batch-size", type=click.IntRange(1), metavar="ROWS", help="Rows per batch.")
 @click.option(
     "--dir",
@@ -125,24 +173,22 @@ def doctor(**options: Any) -> Report:
     packages. With FILE, or with --rows and --row-bytes, it says whether pinfeed would help with
     such data. With --ids, it also says how large a GPU cache should be.
     """
-    from pinfeed.cli.doctor import command
+    from pinfeed.cli import doctor
 
-    return command.doctor(**options)
+    return doctor.doctor(**options)
 
 
 @main.command(short_help="Print the plan that a Feeder over files would have.")
-@click.argument("files", nargs=-1, required=True, metavar="FILE...")
-@with_option
-@order_options
+@_with_sources
 @click.option(
     "--gpu-limit",
-    type=size,
+    type=_size,
     metavar="SIZE",
     help="GPU memory that batches may use (Config's gpu_memory_limit).",
 )
 @click.option(
     "--cpu-limit",
-    type=size,
+    type=_size,
     metavar="SIZE",
     help="Host memory that the feeder may use (Config's cpu_memory_limit).",
 )
@@ -167,9 +213,7 @@ def plan(**options: Any) -> Report:
 
 
 @main.command(short_help="Compare a Feeder over your files with a plain DataLoader.")
-@click.argument("files", nargs=-1, required=True, metavar="FILE...")
-@with_option
-@order_options
+@_with_sources
 @click.option(
     "--seconds",
     type=click.FloatRange(0, min_open=True),
@@ -188,7 +232,7 @@ def plan(**options: Any) -> Report:
 )
 @click.option(
     "--workers",
-    type=counts,
+    type=_counts,
     default="0,2",
     show_default=True,
     metavar="N,N",
@@ -208,9 +252,9 @@ def bench(**options: Any) -> Report:
     numpy.load(mmap_mode="r"). The first epoch and later epochs are timed separately. Then each
     loader runs with the same training step, and the time that the loop waits is measured.
     """
-    from pinfeed.cli.bench import command
+    from pinfeed.cli import bench
 
-    return command.bench(**options)
+    return bench.bench(**options)
 
 
 @main.command(short_help="Show the contents of files, and report damage.")

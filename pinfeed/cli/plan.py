@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from pinfeed.cli.terminal.options import order_of
-from pinfeed.cli.terminal.output import Report, facts, sections, table
-from pinfeed.cli.terminal.sources import (
+from pinfeed.cli.report import Report, facts, sections, table
+from pinfeed.cli.sources import (
     all_described,
     open_sources,
+    order_of,
     row_nbytes_of,
     source_of,
     sources_values,

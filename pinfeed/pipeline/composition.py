@@ -178,7 +178,13 @@ def _take_host_s(counters: Counters, host: BatchTransform) -> float:
 
 def _lend_transformed(counters: Counters, lend: Lend, slot: Slot) -> deque[list[Tensor]]:
     """Lend a slot, and count the time of its transforms."""
-    counters.count_transforms(slot)
+    counters.count_transforms(
+        slot.host_transform_s,
+        slot.device_transform_s,
+        slot.read_s,
+        slot.copy_wait_s,
+        slot.ready_s,
+    )
     return lend(slot)
 
 

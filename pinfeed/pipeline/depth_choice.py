@@ -19,7 +19,6 @@ import statistics
 
 from pinfeed.memory.units import duration
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.profiling.stats import MeasuredDepth
 
 WARM_UP_BATCHES = 5
 """Number of first batches of every loop that are not timed; at least as many as all slots hold."""
@@ -130,12 +129,9 @@ class DepthChoice:
             return f"depth=0: {synchronous_time} per batch, {ahead_time} with {depth}"
         return f"{depth}: {ahead_time} per batch, {synchronous_time} with depth=0"
 
-    def describe(self, depth: int) -> MeasuredDepth:
-        """Return whether the choice is measured, and whether it is this depth."""
-        measures_depth = self.schedule.measures_depth
-        is_made = measures_depth and not self.is_measuring
-        is_measured = is_made and depth == self.depth
-        return {"measures_depth": measures_depth, "is_measured": is_measured}
+    def measured_depth(self) -> int | None:
+        """Return the depth that was chosen by measurement; None until then."""
+        return None if self.is_measuring else self.depth
 
     def begin(self) -> None:
         """Note that an epoch begins."""

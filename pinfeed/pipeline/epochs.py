@@ -28,8 +28,8 @@ from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.pipeline.sources.source import Source
 from pinfeed.pipeline.transfer import Transfer
+from pinfeed.profiling.bottleneck import StarvationMonitor
 from pinfeed.profiling.counters import Counters
-from pinfeed.profiling.starvation import StarvationMonitor
 from pinfeed.profiling.stats import FeederStats
 from pinfeed.profiling.timeline import Timeline
 from pinfeed.validation.arguments import whole_number
@@ -299,8 +299,8 @@ class EpochRunner:
             for lent_batch in self._lend(choice):
                 position.batch = lent_batch.number + 1
                 position.checksum = lent_batch.checksum
-                if counters.batches >= starvation.look_at and not choice.excuses_waiting:
-                    starvation.look()
+                if counters.batches >= starvation.next_check and not choice.excuses_waiting:
+                    starvation.check()
                 if bar is not None:
                     bar.update()
                 kept.append(lend(lent_batch))
@@ -346,7 +346,7 @@ class EpochRunner:
             choice.depth,
             choice.schedule.n_readers if choice.depth else 1,
             asynchronous=not self._transfer.device.unified,
-            describe_depth=choice.describe,
+            measured_depth=choice.measured_depth if choice.schedule.measures_depth else None,
         )
         return self._counters.requested_s
 

@@ -1,10 +1,16 @@
-"""bottleneck_of(): the part of the pipeline that held up a loop, from its counts."""
+"""The bottleneck of a loop: what held the loop up, what to change, and the warning that says so."""
 
 from __future__ import annotations
 
+import logging
+import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
+from pinfeed.memory.units import duration, human
+
 if TYPE_CHECKING:
+    from pinfeed.profiling.counters import Counters
     from pinfeed.profiling.stats import Totals
 
 Bottleneck = Literal[
@@ -36,6 +42,16 @@ LIGHT_LOOP = 0.1
 BUSY_READERS = 0.6
 """Share of the time; reader threads that are busy for less are fast enough on average."""
 
+WARM_UP_BATCHES = 5
+"""First batches of every loop, which prove nothing because they were not prefetched in time."""
+STRETCH_S = 5.0
+"""Minimum time within loops, in seconds, that is evaluated."""
+STRETCH_BATCHES = 20
+"""Minimum number of batches that is evaluated."""
+
+# Reading the counters takes some microseconds, so it is not done for every batch.
+_CHECK_S = 1.0
+
 _SENTENCES: dict[Bottleneck, str] = {
     "computing": "computing is the bottleneck",
     "reading": "reading is the bottleneck",
@@ -49,6 +65,28 @@ _SENTENCES: dict[Bottleneck, str] = {
     "loop": "the loop does too little work to overlap with reading",
     "depth": "nothing is prefetched (depth=0)",
 }
+
+_HINTS: dict[Bottleneck, str] = {
+    "host_transform": "The loop waits for your host_transform, which runs for one batch at a time. "
+    "Make it cheaper, or do its work once before training, or in the worker processes of a "
+    "DataLoader.",
+    "device_transform": "The loop waits for your device_transform, which takes longer than the "
+    "training step. Make it cheaper, or do its work once before training.",
+    "copying": "Copy fewer bytes (a smaller dtype, uint8 images that are converted on the device), "
+    "or keep the rows in a PinnedStore, which GPU kernels can read directly.",
+    "writing": "The store's writes are slower than the loop. Rows in memory are written faster "
+    "than rows in a file, and fewer written values take less time.",
+    "overhead": "Larger batches need less of this work per row.",
+    "unevenness": "A higher depth keeps more batches ready for when one is late.",
+    "start": "Each loop waits for its first batch. Run longer loops, with more batches per epoch.",
+    "depth": "depth=2 prefetches two batches.",
+}
+
+_WITHOUT_THREADS = "depth=0 needs no threads, which compete with the training step for the cores."
+
+_OR_TRANSFORM = "If device_transform takes long, which timeline=True shows, make it cheaper."
+
+logger = logging.getLogger("pinfeed")
 
 
 def bottleneck_of(totals: Totals) -> Bottleneck:
@@ -126,3 +164,133 @@ def _slow_function(totals: Totals) -> Literal["host_transform", "device_transfor
     if functions_s <= rest_s or functions_s < BUSY_READERS * totals.seconds:
         return None
     return "host_transform" if on_host_s > on_device_s else "device_transform"
+
+
+class StarvationMonitor:
+    """Monitor of the counters of running loops; the consumer thread calls it.
+
+    Args:
+        counters: The counts of the loops.
+        hint: Returns what to change if reading is too slow, given the share of the reading time
+            that the source takes to make batches.
+        depth_caution: Returns why no other depth is advised; empty if there is no such reason.
+
+    Attributes:
+        next_check: Number of batches at which to call ``check`` again.
+    """
+
+    def __init__(
+        self,
+        counters: Counters,
+        hint: Callable[[float], str],
+        depth_caution: Callable[[], str] = str,
+    ) -> None:
+        self._counters = counters
+        self._hint = hint
+        self._depth_caution = depth_caution
+        # Counts of the stretch to evaluate, which may span several loops; None if it begins.
+        self._stretch: Totals | None = None
+        # Counts at the last check of the running loop; None before the first.
+        self._last: Totals | None = None
+        self._next_check_s = 0.0
+        self._has_warned = False
+        self.next_check = math.inf
+
+    def begin(self) -> None:
+        """Watch a loop that begins."""
+        if not self._has_warned:
+            self.next_check = self._counters.batches + WARM_UP_BATCHES
+
+    def check(self) -> None:
+        """Read the counters, unless the last check is too recent."""
+        self.next_check = self._counters.batches + STRETCH_BATCHES
+        now = self._counters.now()
+        if self._last is None:
+            self._last = self._counters.totals()
+        elif now < self._next_check_s:
+            return
+        else:
+            self._evaluate()
+        self._next_check_s = now + _CHECK_S
+
+    def end(self, *, is_excused: bool = False) -> None:
+        """Note that a loop ends, and evaluate it.
+
+        Args:
+            is_excused: Whether the loop has waited because of a measurement; it is not evaluated
+                then.
+        """
+        if self._last is not None and not self._has_warned and not is_excused:
+            self._evaluate()
+        self._last = None
+        self.next_check = math.inf
+
+    def _evaluate(self) -> None:
+        """Evaluate the stretch if it is long enough by now; warn of a data stall."""
+        assert self._last is not None
+        totals = self._counters.totals()
+        stretch = totals - self._last
+        if self._stretch is not None:
+            stretch += self._stretch
+        self._stretch = stretch
+        self._last = totals
+        if stretch.seconds < STRETCH_S or stretch.batches < STRETCH_BATCHES:
+            return
+        if stretch.starved > STARVED:
+            text = explanation(stretch, self._hint, self._depth_caution)
+            logger.warning("%s", text)
+            self._has_warned = True
+            self.next_check = math.inf
+        self._stretch = None
+
+
+def explanation(
+    totals: Totals,
+    hint: Callable[[float], str],
+    depth_caution: Callable[[], str] = str,
+) -> str:
+    """Return the verdict, the numbers behind it, and advice.
+
+    Args:
+        totals: Counts of the stretch.
+        hint: As for ``StarvationMonitor``.
+        depth_caution: As for ``StarvationMonitor``.
+    """
+    cause = totals.bottleneck
+    change = _HINTS.get(cause) or hint(totals.source_s / totals.read_s if totals.read_s else 0.0)
+    if cause == "host_transform" and totals.asynchronous:
+        # On the CPU, device_transform would use the same cores.
+        change += " On the GPU, device_transform can do its work."
+    if cause == "copying" and totals.device_transform_s:
+        change += f" {_OR_TRANSFORM}"
+    if cause in ("depth", "unevenness"):
+        change = depth_caution() or change
+    if cause == "overhead" and not totals.is_measured and not depth_caution():
+        change += f" {_WITHOUT_THREADS}"
+    verdict = totals.verdict.replace("of the time", f"of the last {totals.seconds:.1f} s", 1)
+    return f"{verdict[0].upper()}{verdict[1:]}. {_numbers(totals, cause)} {change}"
+
+
+def _numbers(totals: Totals, cause: Bottleneck) -> str:
+    """Return sentences with the times of a batch and the load of the reader threads."""
+    n = max(1, totals.batches)
+    works = "queues its device work" if totals.asynchronous else "works on it"
+    threads = f"{totals.n_readers} reader thread{'s' * (totals.n_readers > 1)}"
+    # The bytes of objects that are no tensors are unknown.
+    size = f" ({human(totals.bytes / n)})" if totals.bytes else ""
+    numbers = (
+        f"A batch of {totals.rows / n:,.0f} rows{size} takes "
+        f"{duration(totals.read_s / n)} to read, and the loop {works} for "
+        f"{duration(totals.compute_s / n)}. With {threads}, {totals.readers_busy:.0%} "
+        f"busy, and depth={totals.depth}, {totals.late} of {totals.batches} batches were late."
+    )
+    if transforms := totals.transforms_in_words:
+        numbers += f" Transforms take, per batch: {transforms}."
+    if cause == "overhead":
+        numbers += f" pinfeed's own work takes {duration(totals.overhead_s / n)} per batch."
+    if cause == "writing":
+        numbers += f" Writing rows back takes {duration(totals.write_s / n)} per batch."
+    if cause == "copying":
+        wait = duration(totals.copy_wait_s / n)
+        numbers += f" Reader threads wait for copies for {wait} per batch."
+    return numbers

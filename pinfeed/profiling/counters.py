@@ -8,25 +8,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import fields
-from typing import Any, Protocol
 
-from pinfeed.profiling.stats import FeederStats, MeasuredDepth, ProcessMemory, Totals
+from pinfeed.profiling.stats import COUNTED, FeederStats, ProcessMemory, Totals
 from pinfeed.profiling.timeline import CacheCounts, Timeline
-
-_CACHE_COUNTS = [field.name for field in fields(Totals) if field.name.startswith("cache_")]
-_LATE_TIMES = ("late_host_transform_s", "late_device_transform_s")
-
-
-class StageTimes(Protocol):
-    """Seconds that the stages of a batch, or of the batches of a slot, took."""
-
-    read_s: float
-    host_transform_s: float
-    device_transform_s: float
-    copy_wait_s: float
-    ready_s: float
-    """Time at which the batch was ready."""
 
 
 class Counters:
@@ -55,7 +39,8 @@ class Counters:
         self.rows = 0
         self.bytes = 0
         self.late = 0
-        self._late_s: dict[str, Any] = dict.fromkeys(_LATE_TIMES, 0.0)
+        self.late_host_transform_s = 0.0
+        self.late_device_transform_s = 0.0
         self.wait_s = 0.0
         self.overhead_s = 0.0
         self.write_wait_s = 0.0
@@ -67,7 +52,12 @@ class Counters:
         self.device_transform_s = 0.0
         self.copy_wait_s = 0.0
         self.write_s = 0.0
-        self._cache: dict[str, Any] = dict.fromkeys(_CACHE_COUNTS, 0)
+        self.cache_lookups = 0
+        self.cache_hits = 0
+        self.cache_evictions = 0
+        self.cache_rows_written = 0
+        self.cache_bytes_read = 0
+        self.cache_bytes_written = 0
         self.requested_s = 0.0
         """Time at which the running or the last request began."""
         # Time at which the batch of the running request was ready; infinite while it is unknown.
@@ -80,7 +70,7 @@ class Counters:
         self._batch = (0, 0, 0)
         self._lent_s = 0.0
         # Time within loops that have ended.
-        self._seconds = 0.0
+        self.seconds = 0.0
         # Time at which the running loop began; None if no loop runs.
         self._entered: float | None = None
         # Whether the running loop has received no batch yet.
@@ -88,7 +78,7 @@ class Counters:
         self.depth = 0
         self._n_readers = 1
         self._asynchronous = False
-        self._describe_depth: Callable[[int], MeasuredDepth] = lambda depth: {}
+        self._measured_depth: Callable[[], int | None] | None = None
 
     def enter(
         self,
@@ -96,7 +86,7 @@ class Counters:
         n_readers: int,
         *,
         asynchronous: bool,
-        describe_depth: Callable[[int], MeasuredDepth] = lambda depth: {},
+        measured_depth: Callable[[], int | None] | None = None,
     ) -> None:
         """Count a loop that begins and requests its first batch.
 
@@ -104,10 +94,10 @@ class Counters:
             depth: Number of batches that are prefetched.
             n_readers: Number of reader threads.
             asynchronous: Whether the loop only queues work for a device.
-            describe_depth: Returns ``measures_depth`` and ``is_measured`` of ``Totals`` for a
-                depth, which may change while the loop runs.
+            measured_depth: Returns the depth that was chosen by measurement; None until then. A
+                loop whose depth is not measured has no such function.
         """
-        self._describe_depth = describe_depth
+        self._measured_depth = measured_depth
         self.depth = depth
         self._n_readers = n_readers
         self._asynchronous = asynchronous
@@ -116,7 +106,7 @@ class Counters:
         self.request()
         self._entered = self.requested_s
         if self.timeline is not None:
-            self.timeline.begin(self.requested_s, depth, n_readers, describe_depth)
+            self.timeline.begin(self.requested_s, depth, n_readers, measured_depth)
 
     def change_depth(self, depth: int) -> None:
         """Note that the running loop prefetches another number of batches from now on."""
@@ -156,17 +146,28 @@ class Counters:
         if self.timeline is not None:
             self._batch = (number, rows, nbytes)
 
-    def count_transforms(self, stages: StageTimes) -> None:
+    def count_transforms(
+        self, host_s: float, device_s: float, read_s: float, copy_wait_s: float, ready_s: float
+    ) -> None:
         """Count the transforms of a batch that the loop is about to receive.
 
         Args:
-            stages: Times of the batch, which say why it is late, if it is.
+            host_s: Time of ``host_transform``.
+            device_s: Time of ``device_transform``.
+            read_s: Time in which the rows of the batch were read.
+            copy_wait_s: Time in which a reader thread waited for copies.
+            ready_s: Time at which the batch was ready. If it is late, its longest stage is blamed.
         """
-        self.host_transform_s += stages.host_transform_s
-        self.device_transform_s += stages.device_transform_s
-        late_s = stages.ready_s - self.requested_s
-        if late_s > 0 and (name := _longest_transform(stages)):
-            self._late_s[name] += late_s
+        self.host_transform_s += host_s
+        self.device_transform_s += device_s
+        late_s = ready_s - self.requested_s
+        if late_s <= 0:
+            return
+        others_s = max(read_s, copy_wait_s)
+        if host_s > max(others_s, device_s):
+            self.late_host_transform_s += late_s
+        elif device_s > others_s:
+            self.late_device_transform_s += late_s
 
     def fail(self) -> None:
         """Do not count the batch of the running request, which failed."""
@@ -225,17 +226,17 @@ class Counters:
 
     def count_cache(self, moved: CacheCounts) -> None:
         """Count the rows of a batch in a table with a cache."""
-        self._cache["cache_lookups"] += moved.lookups
-        self._cache["cache_hits"] += moved.hits
-        self._cache["cache_evictions"] += moved.evictions
-        self._cache["cache_bytes_read"] += moved.bytes_read
+        self.cache_lookups += moved.lookups
+        self.cache_hits += moved.hits
+        self.cache_evictions += moved.evictions
+        self.cache_bytes_read += moved.bytes_read
         if self.timeline is not None:
             self.timeline.add_cache(self.now(), moved)
 
     def count_cache_write(self, n_rows: int, nbytes: int) -> None:
         """Count rows of a table with a cache that are written to their stores."""
-        self._cache["cache_rows_written"] += n_rows
-        self._cache["cache_bytes_written"] += nbytes
+        self.cache_rows_written += n_rows
+        self.cache_bytes_written += nbytes
 
     def leave(self) -> None:
         """Count a loop that ends."""
@@ -244,7 +245,7 @@ class Counters:
         if self._is_requesting:
             self.lend(is_last=True)
         now = self.now()
-        self._seconds += now - self._entered
+        self.seconds += now - self._entered
         self._entered = None
 
     def totals(self) -> Totals:
@@ -253,29 +254,20 @@ class Counters:
         requested_s = self.requested_s if self._is_requesting else now
         ready_s = min(max(requested_s, self._ready_s), now)
         starved_s = now - requested_s if self._is_idle else 0.0
+        counts = {name: getattr(self, name) for name in COUNTED}
+        counts["seconds"] += now - self._entered if self._entered is not None else 0.0
+        counts["wait_s"] += ready_s - requested_s
+        counts["overhead_s"] += now - ready_s
+        counts["starved_s"] += starved_s
+        counts["first_batch_s"] += starved_s if self._is_first else 0.0
+        measured_depth = self._measured_depth
         return Totals(
-            batches=self.batches,
-            rows=self.rows,
-            bytes=self.bytes,
-            seconds=self._seconds + (now - self._entered if self._entered is not None else 0.0),
-            wait_s=self.wait_s + ready_s - requested_s,
-            overhead_s=self.overhead_s + now - ready_s,
-            write_wait_s=self.write_wait_s,
-            starved_s=self.starved_s + starved_s,
-            first_batch_s=self.first_batch_s + (starved_s if self._is_first else 0.0),
-            read_s=self.read_s,
-            source_s=self.source_s,
-            host_transform_s=self.host_transform_s,
-            device_transform_s=self.device_transform_s,
-            copy_wait_s=self.copy_wait_s,
-            write_s=self.write_s,
-            late=self.late,
-            **self._late_s,
-            **self._cache,
+            **counts,
             depth=self.depth,
             n_readers=self._n_readers,
             asynchronous=self._asynchronous,
-            **self._describe_depth(self.depth),
+            measures_depth=measured_depth is not None,
+            is_measured=measured_depth is not None and measured_depth() == self.depth,
         )
 
     def stats(self) -> FeederStats:
@@ -290,11 +282,3 @@ class Counters:
         self.timeline.add("wait", number, self.requested_s, ready_s)
         self.timeline.add("lend", number, ready_s, now, 1, rows, nbytes)
         self._lent_s = now
-
-
-def _longest_transform(stages: StageTimes) -> str:
-    """Return the count of late batches for a transform; empty if another stage is longer."""
-    others_s = max(stages.read_s, stages.copy_wait_s)
-    if stages.host_transform_s > max(others_s, stages.device_transform_s):
-        return "late_host_transform_s"
-    return "late_device_transform_s" if stages.device_transform_s > others_s else ""

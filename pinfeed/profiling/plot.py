@@ -13,7 +13,14 @@ from pinfeed.errors import MissingDependency
 from pinfeed.memory.units import human
 from pinfeed.profiling.bottleneck import NOTABLE
 from pinfeed.profiling.plot_bars import (
+    BAND,
+    COLOURS,
+    FAINT,
+    INK,
+    LANE_NAMES,
     N_BINS,
+    QUIET,
+    SIGNAL,
     Row,
     covered,
     draw_bars,
@@ -22,7 +29,6 @@ from pinfeed.profiling.plot_bars import (
     place,
     usual_width,
 )
-from pinfeed.profiling.plot_style import BAND, COLOURS, FAINT, INK, LANE_NAMES, QUIET, SIGNAL
 from pinfeed.profiling.spans import THREADS, Lane, Span, clipped, extent, starved
 from pinfeed.profiling.stats import Totals
 from pinfeed.validation.requirements import install_line

@@ -6,7 +6,7 @@ import dataclasses
 import html
 import math
 from dataclasses import dataclass
-from typing import Literal, TypedDict, TypeVar
+from typing import Literal, TypeVar
 
 from pinfeed.memory.host import resident_bytes
 from pinfeed.memory.page_locked import locked_bytes
@@ -68,13 +68,6 @@ class ProcessMemory:
         """Return the name of each kind with its readable size."""
         kinds = dataclasses.asdict(self).items()
         return [(name, "unknown" if nbytes is None else human(nbytes)) for name, nbytes in kinds]
-
-
-class MeasuredDepth(TypedDict, total=False):
-    """Fields of ``Totals`` that say how a depth was chosen."""
-
-    measures_depth: bool
-    is_measured: bool
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -236,11 +229,11 @@ class Totals:
         return found
 
     def __sub__(self: T, earlier: Totals) -> T:
-        changed = {name: getattr(self, name) - getattr(earlier, name) for name in _COUNTED}
+        changed = {name: getattr(self, name) - getattr(earlier, name) for name in COUNTED}
         return dataclasses.replace(self, **changed)
 
     def __add__(self: T, other: Totals) -> T:
-        changed = {name: getattr(self, name) + getattr(other, name) for name in _COUNTED}
+        changed = {name: getattr(self, name) + getattr(other, name) for name in COUNTED}
         return dataclasses.replace(self, **changed)
 
     @safe_repr
@@ -264,12 +257,13 @@ class Totals:
         return ""
 
 
-_COUNTED = [
+COUNTED = [
     field.name
     for field in dataclasses.fields(Totals)
     if field.name
     not in ("depth", "n_readers", "asynchronous", "measures_depth", "is_measured", "watched")
 ]
+"""Fields of ``Totals`` that count, so that two totals can be added."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

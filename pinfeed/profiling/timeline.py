@@ -16,7 +16,7 @@ from pinfeed.errors import ArgumentError, MissingDependency
 from pinfeed.profiling import plot
 from pinfeed.profiling.chrome_trace import cache_events, trace
 from pinfeed.profiling.spans import Lane, Span, extent, middle, totals
-from pinfeed.profiling.stats import MeasuredDepth, Totals
+from pinfeed.profiling.stats import Totals
 from pinfeed.validation.safe_repr import safe_repr
 
 MOST_SPANS = 300_000
@@ -82,7 +82,7 @@ class Timeline:
         # When each depth began, on the clock.
         self._depths: list[tuple[float, int]] = []
         self._n_readers = 1
-        self._describe_depth: Callable[[int], MeasuredDepth] = lambda depth: {}
+        self._measured_depth: Callable[[], int | None] | None = None
 
     @safe_repr
     def __repr__(self) -> str:
@@ -149,7 +149,7 @@ class Timeline:
         now: float,
         depth: int,
         n_readers: int,
-        describe_depth: Callable[[int], MeasuredDepth] = lambda depth: {},
+        measured_depth: Callable[[], int | None] | None = None,
     ) -> None:
         """Record that a loop begins; times count from the beginning of the first loop.
 
@@ -157,14 +157,13 @@ class Timeline:
             now: Time of the clock.
             depth: Number of batches that are prefetched.
             n_readers: Number of reader threads.
-            describe_depth: Returns ``measures_depth`` and ``is_measured`` of ``Totals`` for a
-                depth.
+            measured_depth: Returns the depth that was chosen by measurement; None until then.
         """
         if self._loop < 0:
             self._zero_s = now
         self._loop += 1
         self._n_readers = n_readers
-        self._describe_depth = describe_depth
+        self._measured_depth = measured_depth
         self.change_depth(now, depth)
 
     def change_depth(self, now: float, depth: int) -> None:
@@ -270,4 +269,9 @@ class Timeline:
         depths = [depth for at_s, depth in self.depths if at_s <= end_s]
         depth = depths[-1] if depths else 0
         found = totals(spans, start_s, end_s, depth=depth, n_readers=self._n_readers)
-        return dataclasses.replace(found, **self._describe_depth(depth))
+        measured_depth = self._measured_depth
+        return dataclasses.replace(
+            found,
+            measures_depth=measured_depth is not None,
+            is_measured=measured_depth is not None and measured_depth() == depth,
+        )

@@ -7,8 +7,7 @@ import pytest
 from support.command import X
 
 from pinfeed import MiB
-from pinfeed.cli.doctor import disk
-from pinfeed.cli.measure import bandwidth
+from pinfeed.cli import bandwidth, machine
 
 
 @pytest.fixture(autouse=True)
@@ -29,5 +28,5 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_SPAN_BYTES", MiB(8))
+    monkeypatch.setattr(machine, "_SPAN_BYTES", MiB(8))
     monkeypatch.setattr(bandwidth, "_MEMORY_BYTES", MiB(64))

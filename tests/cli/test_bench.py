@@ -13,13 +13,13 @@ import torch
 from support.command import X, run, values
 
 from pinfeed import MiB, MmapStore, rows
-from pinfeed.cli.bench import trial as trials
-from pinfeed.cli.bench.command import _report
-from pinfeed.cli.bench.dataloader import Rows
-from pinfeed.cli.bench.timing import Rate, Timing
-from pinfeed.cli.measure import page_cache
-from pinfeed.cli.measure.page_cache import cached_share, drop, read_through
-from pinfeed.cli.terminal import options
+from pinfeed.cli import conditions
+from pinfeed.cli import trial as trials
+from pinfeed.cli.bench import _report
+from pinfeed.cli.conditions import cached_share, drop, read_through
+from pinfeed.cli.dataloader import Rows
+from pinfeed.cli.sources import order_of
+from pinfeed.cli.trial import Rate, Timing
 
 
 def test_bench(quick: list[str]) -> None:
@@ -91,7 +91,7 @@ def test_bench_cold_in_words(quick: list[str]) -> None:
 @pytest.mark.parametrize("block_rows", [None, 8])
 def test_all_contestants_stream_the_same_rows(block_rows: int | None) -> None:
     """All contestants stream the same rows in each epoch, and a difference is detected."""
-    order, _ = options.order_of(block_rows is None, block_rows, 5)
+    order, _ = order_of(block_rows is None, block_rows, 5)
     with MmapStore(["s-0.npy", "s-1.npy"]) as store:
         trial = trials.Trial([store], order, 32, "cpu", 0.01)
         with (
@@ -243,7 +243,7 @@ def test_files_are_read_into_the_page_cache(folder: Path, monkeypatch: pytest.Mo
     assert not read_through(["x.npy"], seconds=-1), "it stops at the time limit"
     n_there = 3
     monkeypatch.setattr(
-        page_cache,
+        conditions,
         "cached_pages",
         lambda fd, begin, end: np.arange(-(-(end - begin) // 4096)) < n_there,
     )
@@ -253,7 +253,7 @@ def test_files_are_read_into_the_page_cache(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(
         os, "posix_fadvise", lambda fd, offset, length, advice: asked.append(advice)
     )
-    monkeypatch.setattr(page_cache.time, "sleep", lambda _: None)
+    monkeypatch.setattr(conditions.time, "sleep", lambda _: None)
     drop(["x.npy"])
     assert asked == [os.POSIX_FADV_DONTNEED] * 20, "pages in use may stay"
     n_there, asked = 0, []

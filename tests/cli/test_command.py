@@ -12,9 +12,8 @@ from support.command import X, python, run, values
 
 import pinfeed
 from pinfeed import GiB, KiB, MiB
-from pinfeed.cli.main import reporting
-from pinfeed.cli.terminal import options
-from pinfeed.cli.terminal.output import Report, json_of
+from pinfeed.cli.main import _size, reporting
+from pinfeed.cli.report import Report, json_of
 from pinfeed.validation.wrapping import wrapped
 
 
@@ -143,7 +142,7 @@ def test_a_full_stdout_is_an_error_not_a_finding(
     ],
 )
 def test_sizes_are_parsed(text: str, nbytes: int) -> None:
-    assert options.size(text) == nbytes
+    assert _size(text) == nbytes
 
 
 @pytest.mark.parametrize(
@@ -152,7 +151,7 @@ def test_sizes_are_parsed(text: str, nbytes: int) -> None:
 )
 def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(click.BadParameter, match="is not a size; expected bytes"):
-        options.size(text)
+        _size(text)
 
 
 def test_output_fits_a_terminal() -> None:

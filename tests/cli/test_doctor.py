@@ -11,10 +11,10 @@ import torch
 from support.command import ROOT, no_gpu, python, run, values
 
 from pinfeed import GiB, MiB
-from pinfeed.cli.doctor import disk
-from pinfeed.cli.doctor.advice import Ceilings, Data, advise, spelled
-from pinfeed.cli.doctor.cache import advise_on_cache
-from pinfeed.cli.doctor.machine import Gpu, Host, Package, gpu_problem, packages
+from pinfeed.cli import machine
+from pinfeed.cli.advice import Ceilings, Data, advise, spelled
+from pinfeed.cli.cache_advice import advise_on_cache
+from pinfeed.cli.machine import Gpu, Host, Package, gpu_problem, packages
 from pinfeed.errors import RowIndexError
 from pinfeed.memory.host import free_host_bytes, host_limits, lock_limit
 from pinfeed.validation.requirements import REQUIREMENTS, install_line
@@ -23,9 +23,9 @@ from pinfeed.validation.requirements import REQUIREMENTS, install_line
 def test_the_disk_is_measured_on_a_scratch_file(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "_SPAN_BYTES", MiB(8))
+    monkeypatch.setattr(machine, "_SPAN_BYTES", MiB(8))
     before = sorted(folder.iterdir())
-    found, problem = disk.look_at_disk(None, 0, 4096, str(folder))
+    found, problem = machine.measure_disk(None, 0, 4096, str(folder))
     assert sorted(folder.iterdir()) == before
     assert found is not None
     assert not problem
@@ -35,9 +35,9 @@ def test_the_disk_is_measured_on_a_scratch_file(
 
 
 def test_the_disk_is_measured_on_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_SPAN_BYTES", MiB(8))
+    monkeypatch.setattr(machine, "_SPAN_BYTES", MiB(8))
     np.save("large.npy", np.ones((12, 1 << 20), np.uint8))
-    found, _ = disk.look_at_disk("large.npy", 128, 1 << 20, None)
+    found, _ = machine.measure_disk("large.npy", 128, 1 << 20, None)
     assert found is not None
     assert (found.what, found.nbytes, found.random) == ("large.npy", MiB(8), None), (
         "too few rows for a random order"
@@ -46,15 +46,15 @@ def test_the_disk_is_measured_on_a_file(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_memory_is_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_SPAN_BYTES", MiB(8))
-    found, _ = disk.look_at_disk(None, 0, 4096, "/dev/shm")
+    monkeypatch.setattr(machine, "_SPAN_BYTES", MiB(8))
+    found, _ = machine.measure_disk(None, 0, 4096, "/dev/shm")
     assert found is not None
     assert not found.cold
     assert "but 100% stayed in the page cache" in str(found)
 
 
 def test_a_folder_that_cannot_be_written() -> None:
-    found, problem = disk.look_at_disk(None, 0, 4096, "/proc")
+    found, problem = machine.measure_disk(None, 0, 4096, "/proc")
     assert found is None
     assert problem.startswith("the disk could not be measured: no scratch file in /proc (")
     assert problem.endswith("; give a writable folder with --dir")
@@ -81,7 +81,7 @@ def test_doctor_agrees_with_memory() -> None:
 
 def test_doctor_sees_the_limits_of_the_process() -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_DATA, (1 << 32, 1 << 32))"
-    done = python("-c", f"{limit}; from pinfeed.cli.doctor.machine import Host; print(Host.now())")
+    done = python("-c", f"{limit}; from pinfeed.cli.machine import Host; print(Host.now())")
     assert "Limit(name='RLIMIT_DATA', total=4294967296" in done.stdout
     assert 0 < int(re.findall(r"Host\(.*? free=(\d+)", done.stdout)[0]) < 1 << 32
 

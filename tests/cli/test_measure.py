@@ -1,5 +1,6 @@
 """Measurements that the commands and the benchmarks share: memory by kind, raw rates, a step."""
 
+import math
 import mmap
 
 import numpy as np
@@ -7,9 +8,8 @@ import pytest
 from support.command import X
 
 from pinfeed import MiB
-from pinfeed.cli.measure import bandwidth, process_memory
-from pinfeed.cli.measure.process_memory import memory_by_kind, touch_memory
-from pinfeed.cli.measure.step import ComputingStep
+from pinfeed.cli import bandwidth, conditions
+from pinfeed.cli.conditions import ComputingStep, memory_by_kind, touch_memory
 
 
 def test_memory_is_counted_by_kind() -> None:
@@ -31,28 +31,29 @@ def test_memory_is_touched_and_freed(monkeypatch: pytest.MonkeyPatch) -> None:
         sizes.append(nbytes)
         return np.zeros(nbytes, np.uint8)
 
-    monkeypatch.setattr(process_memory, "huge", huge)
-    monkeypatch.setattr(process_memory, "_PIECE_BYTES", MiB(1))
+    monkeypatch.setattr(conditions, "huge", huge)
+    monkeypatch.setattr(conditions, "_TOUCHED_BYTES", MiB(1))
     touch_memory(MiB(2) + 100)
     assert sizes == [MiB(1), MiB(1), 100]
     touch_memory(MiB(2), seconds=-1)
     assert len(sizes) == 3, "it stops at the time limit"
-    monkeypatch.setattr(process_memory, "free_host_bytes", lambda: MiB(1))
+    monkeypatch.setattr(conditions, "free_host_bytes", lambda: MiB(1))
     touch_memory(MiB(8))
     assert sum(sizes[3:]) == MiB(1) // 2, "half of the free memory is left to others"
 
 
-def test_rows_are_gathered_without_a_loader() -> None:
-    array = bandwidth.populated("x.npy")
-    assert np.array_equal(array, X)
+def test_rows_are_gathered_without_a_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert np.array_equal(bandwidth._populated("x.npy"), X)
     batches = [np.array([3, 1, 2]), np.arange(10, 13), np.array([0, 499])]
     for n_threads in (1, 2):
-        assert bandwidth.gather_rate(array, batches, n_threads) > 0
+        monkeypatch.setattr(bandwidth, "_MOST_THREADS", n_threads)
+        assert bandwidth.gather_rate("x.npy", batches) > 0
 
 
-def test_a_file_is_read_through_a_memory_map() -> None:
-    assert bandwidth.populate_rate("x.npy") > 0
-    assert bandwidth.populate_rate("x.npy", seconds=-1) > 0
+def test_a_file_is_read_in_three_ways() -> None:
+    for seconds in (math.inf, -1):
+        rates = bandwidth.sequential_rates("x.npy", seconds=seconds)
+        assert rates.keys() >= {"pread, 1 threads", "pread, 4 threads"}
 
 
 def test_a_step_is_a_fixed_number_of_products() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from pinfeed.cli.doctor.reuse_sketch import CACHE_SHARES, ReuseSketch
+from pinfeed.cli.cache_advice import CACHE_SHARES, ReuseSketch
 
 Batches = Sequence[np.ndarray]
 

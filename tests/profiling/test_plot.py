@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from support.simulated_loops import a_run
 
 from pinfeed import errors
-from pinfeed.profiling import plot, plot_style
+from pinfeed.profiling import plot, plot_bars
 from pinfeed.profiling.spans import LANES, WAITING, Span, middle, ready, starved, totals, tracks
 from pinfeed.profiling.stats import Totals
 from pinfeed.profiling.timeline import Timeline
@@ -82,7 +82,7 @@ def lines_of(path: Path, lane: str) -> int:
     for batch in (0, 1):
         shade = np.array(
             [
-                int(plot_style.colour_of(Span(lane, batch, 0, 1), False)[i : i + 2], 16)
+                int(plot_bars.colour_of(Span(lane, batch, 0, 1), False)[i : i + 2], 16)
                 for i in (1, 3, 5)
             ]
         )
@@ -108,7 +108,7 @@ def test_lanes_with_little_work_are_visible(tmp_path: Path) -> None:
     )
     image = 255 * matplotlib.image.imread(tmp_path / "t.png")[:, :, :3]
     for lane in ("read", "copy", "write"):
-        shade = np.array([int(plot_style.COLOURS[lane][i : i + 2], 16) for i in (1, 3, 5)])
+        shade = np.array([int(plot_bars.COLOURS[lane][i : i + 2], 16) for i in (1, 3, 5)])
         assert ((np.abs(image - shade).max(2) < 60).sum(1) > 1000).any(), lane
 
 

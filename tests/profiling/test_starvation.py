@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pinfeed.profiling.starvation import STRETCH_BATCHES, WARM_UP_BATCHES
 from support.simulated_loops import Clock, simulated
 from torch.utils.data import DataLoader
 
@@ -16,13 +17,8 @@ from pinfeed import ArrayStore, MmapStore, wrap_readers
 from pinfeed.devices.cpu import HostDevice
 from pinfeed.memory.units import duration
 from pinfeed.pipeline.sources.loader_source import LoaderSource
+from pinfeed.profiling.bottleneck import StarvationMonitor, explanation
 from pinfeed.profiling.counters import Counters
-from pinfeed.profiling.starvation import (
-    STRETCH_BATCHES,
-    WARM_UP_BATCHES,
-    StarvationMonitor,
-    explanation,
-)
 from pinfeed.profiling.stats import Totals
 from pinfeed.readahead.select import choose
 from pinfeed.readahead.strategy import IN_MEMORY_HINT, FreeMemory, main_hint
@@ -62,8 +58,8 @@ def run(
         counters.read_s += wait_s + works_s
         counters.receive(number, 10, 120, clock.s, idle=True)
         # A loop that compares depths is checked while it prefetches.
-        if counters.batches >= watch.look_at and not (is_excused and number > 20):
-            watch.look()
+        if counters.batches >= watch.next_check and not (is_excused and number > 20):
+            watch.check()
         counters.lend()
         clock.pass_s(works_s)
         counters.request()

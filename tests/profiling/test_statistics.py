@@ -18,11 +18,11 @@ from pinfeed.pipeline.loop_threads import LoopThreads
 from pinfeed.pipeline.pending_write import HeldValues, PendingWrite
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.write_queue import WriteQueue
-from pinfeed.profiling.counters import Counters
-from pinfeed.profiling.progress_bar import ProgressBar
-from pinfeed.profiling.starvation import (
+from pinfeed.profiling.bottleneck import (
     explanation,
 )
+from pinfeed.profiling.counters import Counters
+from pinfeed.profiling.progress_bar import ProgressBar
 from pinfeed.profiling.stats import FeederStats, ProcessMemory, Totals
 from pinfeed.profiling.timeline import Timeline
 from pinfeed.testing import SimDevice, favour
@@ -292,12 +292,12 @@ def test_late_batches_are_blamed_on_the_stage_that_was_late(name: str) -> None:
     counters.enter(2, 1, asynchronous=False)
     for number in range(100):
         is_slow = number % 10 == 9
-        times = {"read_s": 0.01, "copy_wait_s": 0.0, "host_transform_s": 0.0}
-        times |= {"device_transform_s": 0.0, f"{name}_s": 0.3 if is_slow else 0.001}
+        times = {"read_s": 0.01, "copy_wait_s": 0.0, "host_s": 0.0, "device_s": 0.0}
+        times[name.replace("transform", "s")] = 0.3 if is_slow else 0.001
         clock.pass_s(0.3 if is_slow else 0.0)
         counters.read_s += 0.01
         ready_s = clock.s if is_slow else -1.0
-        counters.count_transforms(SimpleNamespace(**times, ready_s=ready_s))
+        counters.count_transforms(**times, ready_s=ready_s)
         counters.receive(number, 1, 4, ready_s, idle=True)
         counters.lend()
         clock.pass_s(0.03)

@@ -245,7 +245,7 @@ def test_a_timeline_keeps_the_last_spans() -> None:
 
 def test_only_the_depth_that_was_chosen_is_said_to_be_measured() -> None:
     timeline = Timeline()
-    timeline.begin(0.0, 31, 1, lambda depth: {"is_measured": depth == 0})
+    timeline.begin(0.0, 31, 1, lambda: 0)
     timeline.change_depth(1.0, 0)
     found = [timeline._totals([], 0.0, end_s).depth_in_words for end_s in (0.5, 1.5)]
     assert found == ["depth=31", "depth=0, by measurement"]

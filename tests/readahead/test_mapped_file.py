@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.unwrapped import unwrapped
 
 from pinfeed import Config, Feeder, KiB, MiB, MmapStore, errors, rows
-from pinfeed.cli.measure.page_cache import drop
+from pinfeed.cli.conditions import drop
 from pinfeed.memory.host import resident_bytes
 from pinfeed.readahead import resident_file
 from pinfeed.readahead.resident_file import InMemoryCopy, MappedFile

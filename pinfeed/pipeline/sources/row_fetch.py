@@ -17,8 +17,7 @@ from pinfeed.devices.base import Device, RowCopy, Tensor
 from pinfeed.errors import ArgumentError, RowIndexError, StoreError, described
 from pinfeed.pipeline.sources.host_leaves import host_batch_of
 from pinfeed.pipeline.sources.source import ArrayPart, HostBatch, RowGroup
-from pinfeed.readahead import UnreadRows
-from pinfeed.readahead.strategy import ReadStrategy, main_hint
+from pinfeed.readahead.strategy import HostRows, ReadStrategy, main_hint
 from pinfeed.rows.indices import check_rows, first_occurrences
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Array, CheckStop, Store, never, row_nbytes
@@ -29,7 +28,7 @@ _PIECE_BYTES = 256 << 10
 
 IdsOf = Callable[[Any], Any]
 """Returns the ids of the rows that a batch on the host needs."""
-Serve = Callable[[Rows], UnreadRows]
+Serve = Callable[[Rows], HostRows]
 """Returns rows of one store, which are gathered later."""
 
 
@@ -61,7 +60,7 @@ class RepeatedRows:
             position is greater than the position of the row itself.
     """
 
-    def __init__(self, distinct: UnreadRows, positions: Rows) -> None:
+    def __init__(self, distinct: HostRows, positions: Rows) -> None:
         self._distinct = distinct
         self._positions = positions
         self.shape = (len(positions), *distinct.shape[1:])

@@ -17,9 +17,8 @@ from pinfeed.pipeline.sources.source import (
     Source,
     drawn_early,
 )
-from pinfeed.readahead import UnreadRows
 from pinfeed.readahead.ragged import RaggedReads
-from pinfeed.readahead.strategy import AnyBatch, ReadStrategy, main_hint
+from pinfeed.readahead.strategy import AnyBatch, HostRows, ReadStrategy, main_hint
 from pinfeed.rows.batches import EpochHooks, RowBatches, RowIndices
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import HostArray, Store, row_nbytes
@@ -110,7 +109,7 @@ class RowSource(Source):
     def _host_batch(
         self,
         indices: RowIndices,
-        parts: Sequence[Callable[[Rows], UnreadRows]],
+        parts: Sequence[Callable[[Rows], HostRows]],
         ragged: Sequence[Callable[[Rows], RaggedParts]] = (),
     ) -> HostBatch:
         rows = indices.rows()

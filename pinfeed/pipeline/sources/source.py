@@ -14,7 +14,7 @@ import numpy.typing as npt
 from pinfeed.devices.base import Tensor
 from pinfeed.pipeline.forwarding import SharedRows
 from pinfeed.pipeline.row_cache.decisions import CachedRows
-from pinfeed.readahead.base import UnreadRows
+from pinfeed.readahead.strategy import HostRows
 from pinfeed.rows.batches import EpochHooks
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import CheckStop, HostArray, Store, never
@@ -127,7 +127,7 @@ class HostBatch:
         begin = ranges[start][0]
         end = ranges[stop - 1][1]
         return HostBatch(
-            [cast(UnreadRows, part).cut(begin, end) for part in self.parts],
+            [cast(HostRows, part).cut(begin, end) for part in self.parts],
             self.rebuild,
             self.batches[start:stop],
             [group.cut(begin, end) for group in self.groups],

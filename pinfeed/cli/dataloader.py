@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, StackDataset
 
 from pinfeed.rows.batches import RowBatches
 from pinfeed.stores.base import run_of
@@ -55,27 +55,6 @@ class Rows(Dataset[torch.Tensor]):
         return out
 
 
-class _SeveralSources(Dataset[tuple[torch.Tensor, ...]]):
-    """Rows of several sources, as a tuple."""
-
-    def __init__(self, sources: Sequence[Rows]) -> None:
-        self._sources = sources
-
-    def __len__(self) -> int:
-        return len(self._sources[0])
-
-    def __getitem__(self, rows: Any) -> tuple[torch.Tensor, ...]:
-        return tuple(source[rows] for source in self._sources)
-
-
-def _dataset(sources: Sequence[Sequence[str]]) -> Dataset[Any]:
-    return (
-        Rows(sources[0])
-        if len(sources) == 1
-        else _SeveralSources([Rows(paths) for paths in sources])
-    )
-
-
 def parts_of(batch: Any) -> Sequence[torch.Tensor]:
     """Return the tensors of a batch: one, or one of each source."""
     return batch if isinstance(batch, (tuple, list)) else (batch,)
@@ -93,9 +72,6 @@ class _IndexSampler:
         for indices in self._batches.epoch(self.epoch):
             rows = indices.rows()
             yield rows.tolist() if self._as_lists else rows
-
-    def __len__(self) -> int:
-        return len(self._batches)
 
 
 @contextlib.contextmanager
@@ -126,7 +102,9 @@ def loader_epochs(
     if n_workers:
         options |= {"num_workers": n_workers, "persistent_workers": True, "prefetch_factor": 4}
     on_gpu = device != "cpu"
-    loaders = [DataLoader(_dataset(sources), pin_memory=on_gpu, **options)]
+    datasets = list(map(Rows, sources))
+    dataset = StackDataset(*datasets) if len(datasets) > 1 else datasets[0]
+    loaders = [DataLoader(dataset, pin_memory=on_gpu, **options)]
 
     def epoch(number: int) -> Iterator[Any]:
         indices.epoch = number

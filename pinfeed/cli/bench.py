@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pinfeed.cli.bench.timing import Rate, Timing
-from pinfeed.cli.bench.trial import Trial
-from pinfeed.cli.terminal.options import order_of
-from pinfeed.cli.terminal.output import Report, sections, table
-from pinfeed.cli.terminal.sources import (
+from pinfeed.cli.report import Report, sections, table
+from pinfeed.cli.sources import (
     all_described,
     open_sources,
+    order_of,
     row_nbytes_of,
     sources_values,
     usual_batch,
 )
+from pinfeed.cli.trial import Rate, Timing, Trial
 from pinfeed.errors import ArgumentError
 from pinfeed.memory.units import human
 from pinfeed.stores import MmapStore
@@ -23,7 +22,7 @@ from pinfeed.stores.paths import has_protocol
 from pinfeed.validation.wrapping import wrapped
 
 if TYPE_CHECKING:
-    from pinfeed.cli.terminal.sources import OpenedFile
+    from pinfeed.cli.sources import OpenedFile
 
 _LEGEND = (
     "1st, later: the rate in the first epoch, and in later epochs. The last row shows the highest "
@@ -142,7 +141,7 @@ def _values(timing: Timing, ours: Timing) -> dict[str, Any]:
         "later_epochs": timing.later and timing.later.values,
         "with_step": timing.with_step and timing.with_step.values,
         "memory_bytes": timing.memory,
-        "pinfeed_ratio": _ratio(timing, ours),
+        "pinfeed_ratio": _ratio(ours.rate, timing.rate),
         "problem": timing.problem,
     }
 
@@ -151,7 +150,7 @@ def _columns(timing: Timing, ours: Timing) -> tuple[str, ...]:
     if timing.rate is None:
         return timing.name, "failed", "", "", "", "", ""
     rates = [f"{rate.gb_per_s:.3g}" if rate else "" for rate in (timing.first, timing.later)]
-    ratio = _ratio(timing, ours)
+    ratio = _ratio(ours.rate, timing.rate)
     waited = timing.with_step and f"{timing.with_step.waited:.0%}"
     memory = [
         f"{max(0, timing.memory[kind]) / (1 << 20):,.0f}" if kind in timing.memory else ""
@@ -160,12 +159,8 @@ def _columns(timing: Timing, ours: Timing) -> tuple[str, ...]:
     return timing.name, *rates, "" if ratio is None else f"{ratio:.2f}", waited or "", *memory
 
 
-def _ratio(timing: Timing, ours: Timing) -> float | None:
+def _ratio(ours: Rate | None, other: Rate | None) -> float | None:
     """Return how many times as fast pinfeed is; None if one of the two was not timed."""
-    return _times_as_fast(ours.rate, timing.rate)
-
-
-def _times_as_fast(ours: Rate | None, other: Rate | None) -> float | None:
     if ours is None or other is None or not other.rows:
         return None
     return ours.rows_per_s / other.rows_per_s
@@ -174,8 +169,8 @@ def _times_as_fast(ours: Rate | None, other: Rate | None) -> float | None:
 def _verdict(timings: Sequence[Timing]) -> str:
     """Compare pinfeed with the fastest of the others, in a sentence for each kind of epoch."""
     ours, *others = timings
-    first = {timing.name: _times_as_fast(ours.first, timing.first) for timing in others}
-    later = {timing.name: _times_as_fast(ours.later, timing.later) for timing in others}
+    first = {timing.name: _ratio(ours.first, timing.first) for timing in others}
+    later = {timing.name: _ratio(ours.later, timing.later) for timing in others}
     sentences = (_comparison("In the first epoch", first), _comparison("In later epochs", later))
     return " ".join(filter(None, sentences))
 

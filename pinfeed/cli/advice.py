@@ -6,7 +6,7 @@ This module is arithmetic only.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from pinfeed.memory.units import human
 from pinfeed.readahead.strategy import usual_block_rows
@@ -15,13 +15,18 @@ from pinfeed.readahead.strategy import usual_block_rows
 _ENOUGH = 0.5
 
 
-@dataclass(frozen=True)
-class Data:
+class Data(NamedTuple):
     """The data of a training loop."""
 
     n_rows: int
     row_nbytes: int
     batch_size: int
+    words: str = ""
+    """Description of the data."""
+    path: str | None = None
+    """A local file of the data; None if there is none."""
+    start: int = 0
+    """Offset of the first row in that file, in bytes."""
 
     @property
     def nbytes(self) -> int:
@@ -34,8 +39,7 @@ class Data:
         return min(self.batch_size, self.n_rows) * self.row_nbytes
 
 
-@dataclass(frozen=True)
-class Ceilings:
+class Ceilings(NamedTuple):
     """The best rates of the machine, in GB/s; None for one that was not measured."""
 
     memory: float
@@ -55,8 +59,7 @@ class Ceilings:
         return {way: nbytes / rate / 1e6 for way, rate in ways.items() if rate}
 
 
-@dataclass(frozen=True)
-class Advice:
+class Advice(NamedTuple):
     """The answer to whether pinfeed would help.
 
     Attributes:

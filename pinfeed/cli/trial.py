@@ -6,23 +6,28 @@ import contextlib
 import functools
 import itertools
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from pinfeed.cli.bench.ceilings import disk_rate, raw_gather_rate
-from pinfeed.cli.bench.dataloader import Rows, loader_epochs, parts_of
-from pinfeed.cli.bench.timing import Rate, Timing
-from pinfeed.cli.measure.bandwidth import link_rates, memory_rate
-from pinfeed.cli.measure.page_cache import cached_share, drop, read_through
-from pinfeed.cli.measure.process_memory import memory_by_kind, touch_memory
-from pinfeed.cli.measure.step import ComputingStep
-from pinfeed.cli.terminal.output import saying
-from pinfeed.cli.terminal.sources import row_nbytes_of, source_of
+from pinfeed.cli.bandwidth import gather_rate, link_rates, memory_rate, sequential_rates
+from pinfeed.cli.conditions import (
+    ComputingStep,
+    cached_share,
+    drop,
+    memory_by_kind,
+    read_through,
+    touch_memory,
+)
+from pinfeed.cli.dataloader import Rows, loader_epochs, parts_of
+from pinfeed.cli.report import saying
+from pinfeed.cli.sources import row_nbytes_of, source_of
 from pinfeed.devices import resolve
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.feeder import Feeder
@@ -46,8 +51,75 @@ _TOUCHED_WARM = 1.25
 _TOUCHED_COLD = 2.0
 _TOUCH_S = 10.0
 
+# Bytes of the batches that are gathered without a loader.
+_GATHERED_BYTES = 1 << 30
+# Memory that is touched before a read without a loader.
+_READ_BYTES = 4 << 30
+
 Epochs = Callable[[int], Iterable[Any]]
 """Returns the batches of an epoch by its number: a tensor each, or one tensor of each source."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Rows that were streamed in some time."""
+
+    rows: int
+    seconds: float
+    row_nbytes: int
+    complete: bool
+    """Whether the epoch ended before the time was over."""
+    waited_s: float = 0.0
+    """Part of ``seconds`` in which the loop waited for batches, by its own clock."""
+
+    @property
+    def rows_per_s(self) -> float:
+        """Rows per second."""
+        return self.rows / self.seconds
+
+    @property
+    def gb_per_s(self) -> float:
+        """Gigabytes (1e9 bytes) per second."""
+        return self.rows_per_s * self.row_nbytes / 1e9
+
+    @property
+    def waited(self) -> float:
+        """Share of the time in which the loop waited for a batch."""
+        return self.waited_s / self.seconds
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The rate for scripts."""
+        derived = ("rows_per_s", "gb_per_s", "waited")
+        return asdict(self) | {name: getattr(self, name) for name in derived}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The result of a contestant.
+
+    Attributes:
+        name: Name of the contestant.
+        first: Rate of its first epoch, including the time to start.
+        later: Rate of later epochs; None for cold files, which are warm by then.
+        with_step: Rate of later epochs of a loop with a training step; None if there are none.
+        memory: Growth of memory by kind, in bytes; empty where the kernel does not report it.
+        problem: The reason why it could not be timed; empty if it could.
+        equal: Whether the compared batches are the rows of the files.
+    """
+
+    name: str
+    first: Rate | None = None
+    later: Rate | None = None
+    with_step: Rate | None = None
+    memory: dict[str, int] = field(default_factory=dict)
+    problem: str = ""
+    equal: bool = True
+
+    @property
+    def rate(self) -> Rate | None:
+        """The rate that counts: that of later epochs if there are any."""
+        return self.later or self.first
 
 
 class Trial:
@@ -145,14 +217,28 @@ class Trial:
             touch_memory(_COPIED_BYTES)
             found = {"copy in memory": memory_rate()}
             if self.warm:
-                rate = raw_gather_rate(self.paths, self.order, self.batch_size, self.seconds)
-                found["gather from the page cache"] = rate
+                found["gather from the page cache"] = self._gather_rate()
             else:
-                found["disk, in sequence"] = disk_rate(self.paths, self.seconds)
+                path = self._largest_file
+                touched = min(_READ_BYTES, os.path.getsize(path))
+                rates = sequential_rates(path, touched=touched, seconds=self.seconds)
+                found["disk, in sequence"] = max(rates.values())
             if self.device != "cpu":
-                rates = link_rates(self.device, _COPIED_BYTES)
-                found["link to the GPU"] = rates["to_device_pinned"]
+                link = link_rates(self.device, _COPIED_BYTES)
+                found["link to the GPU"] = link["to_device_pinned"]
         return found
+
+    @property
+    def _largest_file(self) -> str:
+        return max(self.paths, key=os.path.getsize)
+
+    def _gather_rate(self) -> float:
+        """Return GB/s of gathering batches of the largest file from the page cache."""
+        rows = np.load(self._largest_file, mmap_mode="r")
+        batches = OrderBatches(self.order, len(rows), min(self.batch_size, len(rows)), False)
+        n_batches = max(1, _GATHERED_BYTES // (batches.batch_size * rows[0].nbytes))
+        indices = [draw.rows() for draw in itertools.islice(batches.epoch(0), n_batches)]
+        return gather_rate(self._largest_file, indices, self.seconds)
 
     def timings(self, workers: Sequence[int]) -> Iterator[Timing]:
         """Time pinfeed, and a DataLoader for each number of workers and kind of item.

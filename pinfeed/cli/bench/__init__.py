@@ -1,1 +1,0 @@
-"""The command ``pinfeed bench``: throughput of a file's batches, compared with a DataLoader."""

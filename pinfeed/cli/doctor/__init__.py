@@ -1,1 +1,0 @@
-"""The command ``pinfeed doctor``: what the machine can do, and whether pinfeed helps."""

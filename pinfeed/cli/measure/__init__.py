@@ -1,1 +1,0 @@
-"""Measured bandwidth of disks and memory, shared with the benchmarks."""

@@ -1,1 +1,0 @@
-"""Options and files of the command line, and the text that commands print."""
