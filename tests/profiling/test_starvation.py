@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pinfeed.profiling.starvation import STRETCH_BATCHES, WARM_UP_BATCHES
 from support.simulated_loops import Clock, simulated
 from torch.utils.data import DataLoader
 
@@ -17,7 +16,12 @@ from pinfeed import ArrayStore, MmapStore, wrap_readers
 from pinfeed.devices.cpu import HostDevice
 from pinfeed.memory.units import duration
 from pinfeed.pipeline.sources.loader_source import LoaderSource
-from pinfeed.profiling.bottleneck import StarvationMonitor, explanation
+from pinfeed.profiling.bottleneck import (
+    STRETCH_BATCHES,
+    WARM_UP_BATCHES,
+    StarvationMonitor,
+    explanation,
+)
 from pinfeed.profiling.counters import Counters
 from pinfeed.profiling.stats import Totals
 from pinfeed.readahead.select import choose
