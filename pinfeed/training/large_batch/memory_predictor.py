@@ -24,7 +24,7 @@ from pinfeed.training.large_batch.strategies.micro_batches import sample_spec_of
 from pinfeed.training.memory_model.budget import largest_that_fits
 from pinfeed.training.memory_model.estimate import StepEstimator
 from pinfeed.training.memory_model.models import bytes_on_device
-from pinfeed.training.memory_model.step_run import Step, plain_step
+from pinfeed.training.memory_model.training_step import Step, plain_step
 
 
 class MemoryPredictor:

@@ -10,7 +10,7 @@ import torch
 
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training.large_batch.strategies.recompute import recomputed
-from pinfeed.training.memory_model.step_run import StepRun, plain_step
+from pinfeed.training.memory_model.training_step import StepRun, plain_step
 
 _LEAST_BYTES = 64 << 10
 """Smaller storages stay on the device; the default threshold of Offload."""

@@ -11,7 +11,7 @@ from torch import nn
 from pinfeed.errors import ArgumentError
 from pinfeed.memory import limits
 from pinfeed.training.large_batch.select import STRATEGIES
-from pinfeed.training.memory_model.estimate import check_autocast
+from pinfeed.training.memory_model.training_step import check_autocast
 from pinfeed.validation.arguments import check_flag, whole_number
 
 
