@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from pinfeed.devices import resolve
-from pinfeed.devices.base import Device
+from pinfeed.devices.device import Device
 from pinfeed.errors import CopyError
 from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.profiling.stats import FeederStats

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.base import Buffer, Device, Tensor, aligned
+from pinfeed.devices.device import Buffer, Device, Tensor, aligned
 from pinfeed.memory.mapping import block_nbytes
 from pinfeed.memory.plan import Allocation
 from pinfeed.pipeline.mover import RunAll, run_in_turn

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pinfeed.devices.base import Device, RowCopy, Tensor
+from pinfeed.devices.device import Device, RowCopy, Tensor
 from pinfeed.pipeline.sources.base import ArrayPart, HostBatch, RowGroup
 from pinfeed.pipeline.sources.ids import IdsOf, ids_array
 from pinfeed.readahead import HostRows, ReadStrategy

@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pinfeed.devices import resolve
-from pinfeed.devices.base import Device
+from pinfeed.devices.device import Device
 from pinfeed.errors import ClosedError
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.units import KiB, MiB, parse_size

@@ -51,7 +51,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pinfeed.devices.base import Device, Event, Stream
+from pinfeed.devices.device import Device, Event, Stream
 from pinfeed.training.offload.pinned_pool import PinnedBlock, PinnedPool
 
 _BYTES = np.dtype(np.uint8)

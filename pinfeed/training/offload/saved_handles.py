@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from pinfeed.devices.base import Event
+from pinfeed.devices.device import Event
 from pinfeed.tensors.numpy_torch import version_of
 from pinfeed.training.offload.offload_transfer import StoragePiece
 from pinfeed.training.offload.saved_tensors import (

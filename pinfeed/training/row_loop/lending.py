@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pinfeed.devices.base import Device, Stream
+from pinfeed.devices.device import Device, Stream
 from pinfeed.errors import ClosedError
 from pinfeed.pipeline.lent_batch import LentBatch, WritableBatch
 from pinfeed.training.embeddings.source import DeviceBatch

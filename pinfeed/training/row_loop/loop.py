@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from types import GeneratorType
 from typing import Any, cast
 
-from pinfeed.devices.base import Device
+from pinfeed.devices.device import Device
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base import T_co
 from pinfeed.feeders.dataloader import LoaderFeeder

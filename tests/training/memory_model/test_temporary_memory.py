@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from pinfeed.training.memory_model import estimate
 from support.allocations import peak_of_two_steps
 from torch import nn
 from torch.autograd import profiler_legacy
 
+from pinfeed.training.memory_model import estimate
 from pinfeed.training.memory_model.estimate import StepEstimator
 from pinfeed.training.memory_model.report import Estimate
 from pinfeed.training.memory_model.tensor_specs import samples_of
