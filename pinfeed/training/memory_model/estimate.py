@@ -16,7 +16,7 @@ from torch import nn
 
 from pinfeed.errors import ArgumentError, EstimateError, described
 from pinfeed.memory.host import free_host_bytes
-from pinfeed.training.memory_model.caching_allocator import CachingAllocator
+from pinfeed.training.memory_model.caching_allocator import reserved_bytes
 from pinfeed.training.memory_model.cuda_step import as_on_cuda, use_cuda_defaults, workspace_bytes
 from pinfeed.training.memory_model.models import (
     copies_without_data,
@@ -171,7 +171,7 @@ class StepEstimator(TrainingStep):
         reserved = peak.nbytes
         if self.device == "cuda":
             breakdown["workspace"] = workspace_bytes(tracker.multiplying)
-            reserved = CachingAllocator().replay(tracker.events).reserved + breakdown["workspace"]
+            reserved = reserved_bytes(tracker.events) + breakdown["workspace"]
             breakdown["reserve"] = reserved - sum(breakdown.values())
         phases = {name: nbytes for name, nbytes in peak.phases.items() if name in _PHASE_KINDS}
         worst = max((_RANKS.index(rank) for rank, _ in doubts), default=0)
