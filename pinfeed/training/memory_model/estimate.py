@@ -78,7 +78,9 @@ def estimate(
     """Predict the peak memory of a training step.
 
     The step runs on tensors without data. It takes some seconds, and needs neither a GPU nor the
-    memory of a real step.
+    memory of a real step. On the CPU, operations such as convolutions take temporary memory that
+    depends on the machine. For a model with such operations, ``device="cpu"`` also measures a real
+    step of a copy of the model, with few samples.
 
     Examples:
         >>> model = torch.nn.Linear(10, 1)
@@ -162,7 +164,7 @@ class StepEstimator(TrainingStep):
         tracker, layers, doubts = self._count(batch_size, step)
         temporary = 0
         if self.device == "cpu" and tracker.has_temporary:
-            temporary, *doubt = self._temporary_bytes(batch_size)
+            temporary, *doubt = self._temporary_bytes(tracker.n_samples)
             doubts += doubt
         peak = peak_of(tracker, _ROUND[self.device], temporary)
         breakdown = dict.fromkeys(KINDS, 0)
@@ -186,13 +188,14 @@ class StepEstimator(TrainingStep):
             (*self._notes, *(note for _, note in doubts)),
         )
 
-    def _temporary_bytes(self, batch_size: int) -> tuple[int, _Doubt]:
-        """Return the temporary memory of a batch on the CPU, as a real step has it.
+    def _temporary_bytes(self, n_samples: int) -> tuple[int, _Doubt]:
+        """Return the temporary memory of a forward and a backward pass on the CPU.
 
-        The step has at most ``_MOST_MEASURED_BYTES`` of activations, and fewer samples than a large
-        batch. The temporary memory of a sample then counts for each sample of the batch.
+        It is measured in a real step with at most ``n_samples`` samples and about
+        ``_MOST_MEASURED_BYTES`` of activations, and grows with the number of samples.
         """
-        size = 1 << (min(batch_size, self._most_measured).bit_length() - 1)
+        # Few sizes are measured, because a search for the largest batch estimates many.
+        size = 1 << (min(n_samples, self._most_measured).bit_length() - 1)
         if size not in self._measured:
             self._measured[size] = self._measure(size)
         found = self._measured[size]
@@ -201,7 +204,7 @@ class StepEstimator(TrainingStep):
             note = f"{taken} was not measured ({found}); the step may take much more; run probe()"
             return 0, ("low", note)
         note = f"{taken} was measured in a step of {size} samples"
-        return found * batch_size // size, ("exact" if size == batch_size else "close", note)
+        return found * n_samples // size, ("exact" if size == n_samples else "close", note)
 
     @functools.cached_property
     def _most_measured(self) -> int:

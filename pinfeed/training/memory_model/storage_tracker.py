@@ -70,6 +70,7 @@ class StorageTracker(TorchDispatchMode):
         foreign: Operations that are not torch's own, or that have an unknown workspace.
         multiplying: Phases with matrix products, for which a GPU needs a workspace.
         has_temporary: Whether an operation takes temporary memory on the CPU.
+        n_samples: Samples of the largest forward pass.
     """
 
     def __init__(self, *, is_cpu: bool = False) -> None:
@@ -82,6 +83,7 @@ class StorageTracker(TorchDispatchMode):
         self.foreign: set[str] = set()
         self.multiplying: set[str] = set()
         self.has_temporary = False
+        self.n_samples = 0
         self._living: dict[int, tuple[int, int]] = {}
         """Number and bytes of each living storage, by its address."""
         self._n = 0

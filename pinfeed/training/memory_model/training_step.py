@@ -109,15 +109,18 @@ class StepRun:
         self._loss = loss
         self.tracker = tracker
         self.held: tuple[Any, ...] = ()
+        self._n = 0
 
     def batch(self, n: int) -> tuple[Any, Any]:
         """Return inputs and targets of ``n`` samples."""
         self.tracker.enter("batch")
+        self._n = n
         return self._training.batch(n, lambda shape, dtype: torch.empty(shape, dtype=dtype))
 
     def outputs(self, inputs: Any) -> Any:
-        """Run the forward pass."""
+        """Run the forward pass of the last batch."""
         self.tracker.enter("forward")
+        self.tracker.n_samples = max(self.tracker.n_samples, self._n)
         with self._training.autocast():
             return call_model(self.model, inputs)
 
