@@ -26,7 +26,7 @@ from benchmarks.environment import environment, save
 from benchmarks.second_zoo import SECOND_ZOO
 from benchmarks.zoo import ZOO, Case
 from pinfeed.memory.host import resident_bytes
-from pinfeed.training.memory_model.cublas_workspaces import clear_workspaces
+from pinfeed.training.memory_model.cuda_step import clear_workspaces
 
 LIMIT = pinfeed.GiB(1)
 

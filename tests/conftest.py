@@ -67,12 +67,12 @@ def without_native(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _rates_apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     from support.remembered_trials import take_over
 
-    from pinfeed.devices import route_cache
+    from pinfeed.devices import route
 
     apart = tmp_path_factory.getbasetemp()
-    take_over(route_cache._cache_folder(), apart)
+    take_over(route._cache_folder(), apart)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(route_cache, "_cache_folder", lambda: apart)
+        patch.setattr(route, "_cache_folder", lambda: apart)
         yield
 
 

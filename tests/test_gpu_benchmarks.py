@@ -276,10 +276,10 @@ def test_only_one_part_tries_copies_in_batches(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests"))))
     test = tmp_path / "test_trial.py"
     test.write_text(
-        "from pinfeed.devices.batch_copy_safety import trial_key\n"
-        "from pinfeed.devices.route_cache import Trial, cached_trial\n"
+        "from pinfeed.devices.batch_copy_trial import trial_key\n"
+        "from pinfeed.devices.route import cached_trial\n"
         "def test():\n"
-        "    tried = cached_trial(trial_key('a GPU'), lambda: Trial('tried again')).failure\n"
+        "    tried = cached_trial(trial_key('a GPU'), lambda: 'tried again')\n"
         f"    assert (tried == 'tried again') == {batch_copies}\n"
     )
     options = ("-c", str(ROOT / "pyproject.toml"), "-p", "no:xdist", "-p", "conftest")

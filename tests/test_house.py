@@ -22,8 +22,7 @@ MOST_PUBLIC_PARAMETERS = 12
 MOST_PARAMETERS = 6
 TORCH_SIGNATURES = {
     "pinfeed/training/embeddings/table.py HostEmbedding.__init__",
-    "pinfeed/training/memory_model/recurrent.py _by_layers",
-    "pinfeed/training/memory_model/storage_tracker.py as_on_cuda.attend",
+    "pinfeed/training/memory_model/cuda_step.py as_on_cuda.attend",
 }
 """Functions that take the place of a function of torch, and so have its parameters."""
 

@@ -18,8 +18,8 @@ import torch
 from benchmarks.gpu import testlog
 from benchmarks.gpu.processes import ROOT, last_lines, run_program
 from benchmarks.gpu.recorder import Cell, Fields, Run, Skipped
-from pinfeed.devices.batch_copy_safety import trial_key
-from pinfeed.devices.route_cache import Trial, cached_trial
+from pinfeed.devices.batch_copy_trial import trial_key
+from pinfeed.devices.route import cached_trial
 
 _PYTEST = (
     sys.executable,
@@ -150,7 +150,7 @@ def without_batch_copies(folder: Path) -> dict[str, str]:
     Args:
         folder: Folder of the program's cache.
     """
-    failed = Trial("only the part batch-copies tries them")
+    failed = "only the part batch-copies tries them"
     for i in range(torch.cuda.device_count()):
         cached_trial(trial_key(torch.cuda.get_device_name(i)), lambda: failed, folder / "pinfeed")
     return {"XDG_CACHE_HOME": str(folder)}

@@ -122,7 +122,7 @@ def _device(name: str) -> tuple[Any, list[str]]:
 
     if name != "cuda" or torch.cuda.is_available():
         return name, []
-    from pinfeed.devices.planned_gpu import PlannedGpu
+    from pinfeed.devices.cpu import PlannedGpu
 
     remark = (
         "This machine has no GPU. The plan is for a machine with a GPU and the same memory and "

@@ -9,7 +9,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from pinfeed.devices.base import Device, Event, Stream
+from pinfeed.devices.device import Device, Event, Stream
 from pinfeed.errors import DeviceError
 
 if TYPE_CHECKING:

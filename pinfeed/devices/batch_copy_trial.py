@@ -1,13 +1,22 @@
-"""Trial of batched copies: ``python -m pinfeed.devices.batch_copy_trial INDEX SECONDS``.
+"""Trial of batched copies, in a separate process, before the first of them.
 
-``batch_copy_safety`` runs this module in a separate process, because some drivers crash or hang.
-The module does not import torch, so that the process starts quickly.
+Some drivers crash or hang in ``cuMemcpyBatchAsync`` (vllm-project/vllm#49276), and a process cannot
+recover from either. Therefore the first feeder whose rows may be copied in batches runs
+``python -m pinfeed.devices.batch_copy_trial INDEX SECONDS``, and ends it after a time limit. A file
+remembers the result for each driver. The process does not import torch, so it starts quickly.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
+import logging
+import os
+import pathlib
+import re
 import signal
+import subprocess
 import sys
 from typing import Any
 
@@ -16,7 +25,155 @@ import numpy.typing as npt
 
 from pinfeed.devices.batch_copy import LONG_ROW_BYTES, MOST_COPIES, addresses, batch_copy
 from pinfeed.devices.kernels import Move
+from pinfeed.devices.route import cached_trial, routes_file
+from pinfeed.errors import described
 from pinfeed.memory.page_locked import REGISTER, page_locked
+
+logger = logging.getLogger("pinfeed")
+
+# The copies take about a second. The limit of the whole process also counts its start and the
+# creation of a context, which take long on a busy machine.
+_COPIES_LIMIT_S = 20.0
+_LIMIT_S = 60.0
+# A process that hangs inside the operating system may not end, and is then left alone.
+_END_LIMIT_S = 5.0
+_VERSION_FILE = pathlib.Path("/proc/driver/nvidia/version")
+# Set in the process of a trial. An application that contains Python may be started instead of
+# Python, and must not start a trial, which would start the application again.
+_IN_TRIAL = "PINFEED_IN_BATCH_COPY_TRIAL"
+# Other signals come from users, or from the operating system if memory is short.
+_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}
+_TOO_LATE = "it did not end in time"
+
+
+@functools.cache
+def is_safe(index: int, gpu: str) -> bool:
+    """Return whether the driver copies rows in batches without a fault.
+
+    A driver with a fault causes a warning, once in each process.
+
+    Args:
+        index: Number of the GPU.
+        gpu: Name of the GPU.
+    """
+    try:
+        failure = cached_trial(trial_key(gpu), lambda: _run_trial(index))
+    except (OSError, RuntimeError) as error:
+        logger.info(
+            "kernels move long rows on %s, because batched copies could not be tried in a separate "
+            "process (%s)",
+            gpu,
+            described(error),
+        )
+        return False
+    if failure:
+        logger.warning(
+            "kernels move long rows on %s, because batched copies by cuMemcpyBatchAsync of the %s "
+            "failed in a trial: %s. Another driver may be faster. To repeat the trial, delete %s",
+            *(gpu, driver_name(), failure, routes_file()),
+        )
+    return not failure
+
+
+def trial_key(gpu: str) -> str:
+    """Return the key of the remembered trial of a GPU with the installed driver."""
+    return f"batched copies, {gpu}, {driver_name()}"
+
+
+def driver_name() -> str:
+    """Return the name of the installed driver, such as ``NVIDIA driver 580.82.07 (CUDA 13.0)``."""
+    version, cuda = "of unknown version", ctypes.c_int()
+    with contextlib.suppress(OSError):
+        found = re.search(r"\d+\.\d[\d.]*", _VERSION_FILE.read_text())
+        version = found[0] if found else version
+    # The file may be missing, for example in Windows Subsystem for Linux.
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(cuda))
+    return f"NVIDIA driver {version} (CUDA {cuda.value // 1000}.{cuda.value % 1000 // 10})"
+
+
+def _run_trial(index: int) -> str:
+    """Try batched copies in a separate process; return the fault of the driver, or an empty text.
+
+    Raises:
+        OSError: If the process cannot start.
+        RuntimeError: If it ends before the first copy, or not because of the driver.
+    """
+    if not sys.executable or getattr(sys, "frozen", False) or _IN_TRIAL in os.environ:
+        raise RuntimeError(f"sys.executable, which is {sys.executable!r}, does not start Python")
+    arguments = [str(index), str(_COPIES_LIMIT_S)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pinfeed.devices.batch_copy_trial", *arguments],
+        env=_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    is_late = False
+    try:
+        written = process.communicate(timeout=_LIMIT_S)[0]
+    except subprocess.TimeoutExpired as expired:
+        written, is_late = expired.output or b"", True
+    finally:
+        _end(process)
+    before, begins, after = written.decode(errors="replace").partition(BEGINS)
+    failure = _TOO_LATE if is_late else _failure(process.returncode, after or before)
+    if not begins:
+        raise RuntimeError(failure or f"{sys.executable} did not run it")
+    if not (is_late or _is_of_driver(process.returncode, failure)):
+        raise RuntimeError(failure)
+    return failure
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of the process, which finds the modules that this process finds.
+
+    Files of the current folder do not replace modules, except in Python 3.10, which does not know
+    the variable for this.
+    """
+    # The interactive interpreter may have found pinfeed in the current folder.
+    path = [*filter(None, map(str, sys.path)), str(pathlib.Path(__file__).parents[2])]
+    ours = {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1", _IN_TRIAL: "1"}
+    return {**os.environ, **ours}
+
+
+def _failure(code: int, text: str) -> str:
+    """Return what went wrong in a process; an empty text if nothing did.
+
+    Args:
+        code: Its exit status, as ``subprocess`` gives it.
+        text: Its output.
+    """
+    if code == 0:
+        return ""
+    if code == -signal.SIGALRM:
+        return _TOO_LATE
+    if code < 0:
+        return f"a signal ended it ({signal.strsignal(-code)})"
+    return (text.strip().splitlines() or [f"it ended with exit status {code}"])[-1]
+
+
+def _is_of_driver(code: int, failure: str) -> bool:
+    """Return whether the driver alone explains how the copies ended.
+
+    Args:
+        code: Exit status of the process, as ``subprocess`` gives it.
+        failure: Its fault, as from ``_failure``; empty if it has none.
+    """
+    if code < 0:
+        return -code in {*_CRASHES, signal.SIGALRM}
+    # Another error, such as a MemoryError, is one of the machine.
+    return not failure or failure.startswith("RuntimeError: ")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process that has not ended."""
+    assert process.stdout is not None
+    process.stdout.close()
+    process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_END_LIMIT_S)
+
 
 BEGINS = "The copies begin."
 """Line that the process prints before the first copy."""

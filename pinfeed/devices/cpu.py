@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pinfeed.devices.base import RowCopy
+from pinfeed.devices.device import RowCopy
+from pinfeed.errors import ArgumentError, DeviceError
 from pinfeed.memory.buffer_pool import BufferPool
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.pages import Bytes, huge
@@ -198,3 +199,30 @@ def _array_of(values: torch.Tensor | Array) -> Array:
     if isinstance(values, np.ndarray):
         return values
     return memory_of(values.detach().resolve_conj().resolve_neg())
+
+
+class PlannedGpu(HostDevice):
+    """Device for plans only, with its own memory, so that plans use the staged route.
+
+    ``Feeder(..., device=PlannedGpu()).plan`` is the plan of a feeder on a machine with a GPU,
+    created on a machine without one. The batches of the feeder would stay on the host. The plan
+    stages rows of page-locked tables, because the faster route can only be measured on the GPU.
+    """
+
+    name = "cuda"
+    unified = False
+
+    def choose_route(self, stores: Sequence[Store], n_rows: int, wanted: str | None) -> str:
+        if wanted == "direct":
+            raise DeviceError(
+                "route='direct': this machine has no GPU that could read the rows; leave route out"
+            )
+        return ""
+
+    def reaches(self, source: HostArray | Store) -> bool:
+        return False
+
+    def free_bytes(self) -> int:
+        raise ArgumentError(
+            "free GPU memory is unknown without a GPU; give gpu_memory_limit (--gpu-limit)"
+        )

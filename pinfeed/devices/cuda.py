@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import itertools
 import operator
@@ -14,15 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pinfeed.devices.base import OVERLAP_CHUNK_BYTES, RowCopy
-from pinfeed.devices.cuda_clock import CudaClock, take_mark
 from pinfeed.devices.cuda_direct_access import DirectAccess
-from pinfeed.devices.cuda_memory import staging_memory
-from pinfeed.devices.cuda_streams import CudaStream, queued_in
+from pinfeed.devices.cuda_streams import CudaClock, CudaStream, queued_in, take_mark
+from pinfeed.devices.device import OVERLAP_CHUNK_BYTES, RowCopy
 from pinfeed.devices.row_copies import RowCopyKernel, row_copy_kernel
 from pinfeed.errors import DeviceError
 from pinfeed.memory.buffer_pool import BufferPool
-from pinfeed.memory.page_locked import unlock_freed
+from pinfeed.memory.mapping import Bytes
+from pinfeed.memory.page_locked import REGISTER, page_locked, unlock_freed
 from pinfeed.stores.base import Array, HostArray, Store
 from pinfeed.tensors.numpy_torch import NUMPY, TORCH, to_torch
 from pinfeed.threads.pool import ThreadPool
@@ -268,3 +268,51 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
         if nbytes % width == 0:
             return rows.view(dtype)
     return rows
+
+
+def staging_memory(device: torch.device, nbytes: int) -> Bytes:
+    """Return page-locked host memory, shape (nbytes,), for copies from and to one GPU.
+
+    Raises:
+        DeviceError: If the system or the driver refuses to lock the memory.
+    """
+    # The unlock function must not keep the CudaDevice alive, because its pool keeps the memory.
+    lock = functools.partial(_call_runtime, device, "cudaHostRegister")
+    try:
+        return page_locked(
+            nbytes,
+            lambda address, size: lock(address, size, REGISTER),
+            functools.partial(unlock_on, device),
+        )
+    except DeviceError as error:
+        raise DeviceError(f"{error}; use a smaller batch or depth, or raise `ulimit -l`") from error
+
+
+def unlock_on(device: torch.device, address: int) -> None:
+    """Unlock page-locked memory.
+
+    Raises:
+        RuntimeError: If the driver refuses. The next call of the runtime does not report it again.
+    """
+    _call_runtime(device, "cudaHostUnregister", address)
+
+
+def _call_runtime(device: torch.device, name: str, *args: int) -> None:
+    # Without the guard, a thread that has not used this GPU would create a context on another one.
+    with torch.cuda.device(device):
+        runtime = torch.cuda.cudart()
+        code = getattr(runtime, name)(*args)
+    if code != runtime.cudaError.success:
+        _forget_error()
+        raise RuntimeError(f"{name} failed with CUDA error {int(code)}")
+
+
+def _forget_error() -> None:
+    """Clear the code of a failed call.
+
+    The runtime keeps the code, and the next kernel launch of any library would report it. torch
+    cannot clear it.
+    """
+    # Some builds have the runtime under another name.
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}").cudaGetLastError()

@@ -17,13 +17,11 @@ import numpy as np
 import torch
 
 from pinfeed.devices.batch_copy import LONG_ROW_BYTES, addresses, batch_copy
-from pinfeed.devices.batch_copy_safety import is_safe
+from pinfeed.devices.batch_copy_trial import is_safe
 from pinfeed.devices.cuda_streams import CudaStream, queued_in
 from pinfeed.devices.kernels import DeviceIndices, Grid, Move, RowKernels
-from pinfeed.devices.matrix_products import MatrixProducts
-from pinfeed.devices.route import STAGED, Rates, Route, decide
-from pinfeed.devices.route_benchmark import grids_of, measure
-from pinfeed.devices.route_cache import cached_rates
+from pinfeed.devices.route import STAGED, Rates, Route, cached_rates, decide
+from pinfeed.devices.route_benchmark import MatrixProducts, grids_of, measure
 from pinfeed.errors import DeviceError, described
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Array, HostArray, Store, row_nbytes, run_of

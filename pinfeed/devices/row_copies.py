@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pinfeed.devices.base import RowCopy
+from pinfeed.devices.device import RowCopy
 from pinfeed.devices.kernels import External, word_width
 from pinfeed.errors import described
 

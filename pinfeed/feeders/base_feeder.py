@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from pinfeed.devices import resolve
-from pinfeed.devices.base import Device
+from pinfeed.devices.device import Device
 from pinfeed.errors import ArgumentError, CopyError
 from pinfeed.memory.host import trim_heap
 from pinfeed.pipeline.active_run import Again

@@ -10,7 +10,7 @@ from typing import Any, Generic
 
 import numpy as np
 
-from pinfeed.devices.base import Device
+from pinfeed.devices.device import Device
 from pinfeed.errors import WriteBackError
 from pinfeed.feeders.base_feeder import T_co
 from pinfeed.pipeline.lent_batch import LentBatch, WritableBatch

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pinfeed.devices.base import Device
+from pinfeed.devices.device import Device
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base_feeder import BaseFeeder, LoopOptions, T_co
 from pinfeed.memory.limits import MemoryLimits

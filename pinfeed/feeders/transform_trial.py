@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pinfeed.devices.base import Device
+from pinfeed.devices.device import Device
 from pinfeed.errors import add_note
 from pinfeed.feeders.base_feeder import LoopOptions
 from pinfeed.pipeline.host_transfer import rows_on_host

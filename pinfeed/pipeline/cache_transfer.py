@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
-from pinfeed.devices.base import Device, Stream, Tensor
+from pinfeed.devices.device import Device, Stream, Tensor
 from pinfeed.pipeline.forwarding import Positions
 from pinfeed.pipeline.row_cache.cache import RowCache
 from pinfeed.pipeline.row_cache.decisions import CachedRows

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from pinfeed.devices.base import Tensor
+from pinfeed.devices.device import Tensor
 from pinfeed.pipeline.compared_draws import ComparedDraws
 from pinfeed.pipeline.crew_loop import CrewLoop
 from pinfeed.pipeline.depth_choice import DepthChoice

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.base import Device, Tensor
+from pinfeed.devices.device import Device, Tensor
 from pinfeed.errors import ArgumentError, ClosedError
 from pinfeed.pipeline.active_run import ActiveRun, Again, is_suspended
 from pinfeed.pipeline.composition import make_loop

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 
-from pinfeed.devices.base import Device
+from pinfeed.devices.device import Device
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.threads.call import Call, Pending, Workers
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.base import Tensor
+from pinfeed.devices.device import Tensor
 from pinfeed.memory.page_locked import unlock_freed
 from pinfeed.pipeline.mover import RunAll, run_in_turn
 from pinfeed.pipeline.part_memory import grown, known_nbytes, layout

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pinfeed.devices.base import RowCopy, Tensor
+from pinfeed.devices.device import RowCopy, Tensor
 from pinfeed.errors import WriteBackError
 from pinfeed.pipeline.cache_transfer import CacheTransfer
 from pinfeed.pipeline.forwarding import WriteLog, forwards

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
-from pinfeed.devices.base import Tensor
+from pinfeed.devices.device import Tensor
 from pinfeed.errors import WriteBackError
 from pinfeed.pipeline.mover import Writer
 from pinfeed.pipeline.sources.source import HostBatch, RowGroup

@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pinfeed.devices.base import Tensor
+from pinfeed.devices.device import Tensor
 from pinfeed.errors import ClosedError
 from pinfeed.memory import page_locked
 from pinfeed.pipeline.draws import BatchDraws

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pinfeed.devices.base import Device
+from pinfeed.devices.device import Device
 from pinfeed.errors import ClosedError
 from pinfeed.native.crew import Crew
 from pinfeed.native.memory_rows import MemoryRows

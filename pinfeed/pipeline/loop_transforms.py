@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pinfeed.devices.base import Tensor
+from pinfeed.devices.device import Tensor
 from pinfeed.memory.depth import n_batches
 from pinfeed.memory.plan import Allocation, Place, Plan
 from pinfeed.pipeline.host_transfer import HostTransfer

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.base import Tensor
+from pinfeed.devices.device import Tensor
 from pinfeed.pipeline.forwarding import WriteLog
 from pinfeed.pipeline.pending_write import HeldValues, PendingWrite
 from pinfeed.pipeline.slot import Slot

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from pinfeed.devices.base import Device
+from pinfeed.devices.device import Device
 from pinfeed.pipeline.loop import FillParts
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.base import Buffer, Device, aligned
+from pinfeed.devices.device import Buffer, Device, aligned
 from pinfeed.memory.depth import n_batches
 from pinfeed.memory.pages import block_nbytes
 from pinfeed.memory.plan import Allocation

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
-from pinfeed.devices.base import Event, Stream, Tensor
+from pinfeed.devices.device import Event, Stream, Tensor
 from pinfeed.errors import WriteBackError
 from pinfeed.pipeline.forwarding import Write, WriteLog
 from pinfeed.pipeline.sources.source import RowGroup

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pinfeed.devices.base import Device
+from pinfeed.devices.device import Device
 from pinfeed.errors import BudgetError, DeviceError, NotEnoughCPUMemory
 from pinfeed.memory.depth import n_batches
 from pinfeed.memory.host import free_host_memory

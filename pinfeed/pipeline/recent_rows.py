@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pinfeed.devices.base import OVERLAP_CHUNK_BYTES, aligned
+from pinfeed.devices.device import OVERLAP_CHUNK_BYTES, aligned
 from pinfeed.memory.depth import n_held
 from pinfeed.memory.pages import block_nbytes
 from pinfeed.memory.plan import Allocation

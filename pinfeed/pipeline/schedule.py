@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from pinfeed.devices.base import Device
+from pinfeed.devices.device import Device
 from pinfeed.memory.depth import DEFAULT_DEPTH
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.stores.ragged import RaggedStore

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from pinfeed.devices.base import Event, Stream, Tensor
+from pinfeed.devices.device import Event, Stream, Tensor
 from pinfeed.pipeline.part_memory import Place, Staging
 from pinfeed.pipeline.sources.source import HostBatch
 from pinfeed.stores.base import HostArray

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.base import Buffer, Device, Tensor, aligned
+from pinfeed.devices.base import Tensor
+from pinfeed.devices.device import Buffer, Device, aligned
 from pinfeed.memory.pages import block_nbytes
 from pinfeed.memory.plan import Allocation
 from pinfeed.pipeline.mover import RunAll, run_in_turn

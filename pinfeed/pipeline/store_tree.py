@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.base import Tensor
+from pinfeed.devices.device import Tensor
 from pinfeed.errors import StoreError, VerificationError
 from pinfeed.native.library import library
 from pinfeed.pipeline.source_structure import (

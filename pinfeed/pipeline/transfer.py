@@ -126,7 +126,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.base import Device, Event, RowCopy, Stream, Tensor
+from pinfeed.devices.device import Device, Event, RowCopy, Stream, Tensor
 from pinfeed.errors import WriteBackError
 from pinfeed.memory.page_locked import unlock_freed
 from pinfeed.pipeline.cache_transfer import CacheTransfer

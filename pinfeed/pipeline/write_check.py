@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pinfeed.devices.base import Device, Tensor
+from pinfeed.devices.device import Device, Tensor
 from pinfeed.errors import WriteBackError
 from pinfeed.stores import ArrayStore, Store
 from pinfeed.stores.array import SHARED

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from pinfeed.devices.base import Event
+from pinfeed.devices.device import Event
 from pinfeed.errors import ArgumentError, MissingDependency
 from pinfeed.profiling import plot
 from pinfeed.profiling.chrome_trace import cache_events, trace

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pinfeed.devices.base import Device, RowCopy, Stream, Tensor
+from pinfeed.devices.device import Device, RowCopy, Stream, Tensor
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.base import HostArray, StoreRows, part_nbytes
 from pinfeed.tensors.dtypes import DTYPES

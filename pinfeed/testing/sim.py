@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.base import RowCopy
+from pinfeed.devices.device import RowCopy
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import HostArray, Store, run_of
 from pinfeed.testing.sim_streams import (

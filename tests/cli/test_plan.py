@@ -14,7 +14,7 @@ from support.command import X, no_gpu, run, values
 from pinfeed import Config, Feeder, GiB, MiB, MmapStore, rows
 from pinfeed.cli.plan import plan_values
 from pinfeed.cli.report import json_of
-from pinfeed.devices.planned_gpu import PlannedGpu
+from pinfeed.devices.cpu import PlannedGpu
 from pinfeed.errors import DeviceError
 from pinfeed.testing import SimDevice
 

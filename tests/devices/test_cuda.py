@@ -27,12 +27,10 @@ from pinfeed import (
     wrap_loader,
 )
 from pinfeed.devices import batch_copy
-from pinfeed.devices.cuda import CudaDevice
-from pinfeed.devices.cuda_memory import unlock_on
+from pinfeed.devices.cuda import CudaDevice, unlock_on
 from pinfeed.devices.kernels import Grid
-from pinfeed.devices.matrix_products import MatrixProducts
 from pinfeed.devices.route import Route
-from pinfeed.devices.route_benchmark import measure
+from pinfeed.devices.route_benchmark import MatrixProducts, measure
 from pinfeed.errors import DeviceError
 from pinfeed.memory.host import resident_bytes
 from pinfeed.memory.page_locked import unlock_freed

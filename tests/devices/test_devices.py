@@ -11,10 +11,9 @@ import torch
 
 from pinfeed import Feeder, errors
 from pinfeed.devices import cuda, resolve
-from pinfeed.devices.base import RowCopy
 from pinfeed.devices.cpu import HostDevice
-from pinfeed.devices.cuda_clock import CudaClock
-from pinfeed.devices.cuda_streams import queued_in
+from pinfeed.devices.cuda_streams import CudaClock, queued_in
+from pinfeed.devices.device import RowCopy
 from pinfeed.tensors.dtypes import DTYPES
 from pinfeed.tensors.numpy_torch import to_numpy, to_torch
 from pinfeed.testing import SimDevice, favour, lazy

@@ -10,11 +10,10 @@ from support.copy_driver import STREAM, CopyDriver
 
 from pinfeed import PinnedStore
 from pinfeed.devices import cuda_direct_access
-from pinfeed.devices.batch_copy_safety import is_safe, trial_key
+from pinfeed.devices.batch_copy_trial import is_safe, trial_key
 from pinfeed.devices.cuda_direct_access import DirectAccess
 from pinfeed.devices.kernels import Grid
-from pinfeed.devices.route import Route
-from pinfeed.devices.route_cache import Trial, cached_trial
+from pinfeed.devices.route import Route, cached_trial
 from pinfeed.stores.base import StoreRows
 from pinfeed.tensors.numpy_torch import to_torch
 
@@ -126,7 +125,7 @@ def test_batches_are_timed_for_long_rows_if_the_driver_passed_its_trial(
 ) -> None:
     is_safe.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {failure}")
-    cached_trial(trial_key(f"GPU {failure}"), lambda: Trial(failure))
+    cached_trial(trial_key(f"GPU {failure}"), lambda: failure)
     device = HostCopies(BATCHES)
     assert device.has_batch_copy([table(2, 4), table(2, LONG)]) == (not failure)
     assert not device.has_batch_copy([table(2, 4), table(2, LONG - 1)])

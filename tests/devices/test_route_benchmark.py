@@ -9,17 +9,20 @@ import numpy as np
 import pytest
 from support.remembered_trials import take_over
 
-from pinfeed.devices import route_benchmark, route_cache
+from pinfeed.devices import route as route_module
+from pinfeed.devices import route_benchmark
 from pinfeed.devices.kernels import THIN, Grid
-from pinfeed.devices.route import STAGED, Rates, Timing, decide
-from pinfeed.devices.route_benchmark import grids_of, measure
-from pinfeed.devices.route_cache import (
-    Trial,
+from pinfeed.devices.route import (
+    STAGED,
+    Rates,
+    Timing,
     _cache_folder,
     _entry,
     cached_rates,
     cached_trial,
+    decide,
 )
+from pinfeed.devices.route_benchmark import grids_of, measure
 from pinfeed.stores.array import ArrayStore
 from pinfeed.testing.sim import SimDevice
 
@@ -167,37 +170,37 @@ def test_rates_are_measured_again_if_their_file_is_damaged(text: str, tmp_path: 
 def test_a_driver_is_tried_again_if_the_file_is_damaged(
     entry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(route_cache, "_cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(route_module, "_cache_folder", lambda: tmp_path)
     cached_rates("a GPU", lambda: RATES)
     text = (tmp_path / "routes.json").read_text()
     (tmp_path / "routes.json").write_text(f'{text[:-1]}, "a driver": {entry}}}')
     for _ in range(2):
-        assert cached_trial("a driver", lambda: Trial("it hangs")) == Trial("it hangs")
-        assert cached_trial("a driver", lambda: Trial("")) == Trial("it hangs")
+        assert cached_trial("a driver", lambda: "it hangs") == "it hangs"
+        assert cached_trial("a driver", lambda: "") == "it hangs"
     assert cached_rates("a GPU", lambda: SLOW) == (SLOW if entry == "{" else RATES)
 
 
 def test_a_trial_that_does_not_begin_is_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(route_cache, "_cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(route_module, "_cache_folder", lambda: tmp_path)
 
-    def fails() -> Trial:
+    def fails() -> str:
         raise RuntimeError("the GPU has no memory")
 
     with pytest.raises(RuntimeError, match="no memory"):
         cached_trial("a driver", fails)
-    assert cached_trial("a driver", lambda: Trial("")) == Trial("")
+    assert cached_trial("a driver", lambda: "") == ""
 
 
 def test_tests_take_trials_over_and_no_rates(tmp_path: Path) -> None:
     user, apart = tmp_path / "user", tmp_path / "apart"
     take_over(user, apart)
     assert not apart.exists()
-    cached_trial("batched copies, a GPU", lambda: Trial("it hangs"), user)
+    cached_trial("batched copies, a GPU", lambda: "it hangs", user)
     cached_rates("a GPU", lambda: RATES, user)
     take_over(user, apart)
-    assert cached_trial("batched copies, a GPU", lambda: Trial(""), apart) == Trial("it hangs")
+    assert cached_trial("batched copies, a GPU", lambda: "", apart) == "it hangs"
     assert cached_rates("a GPU", lambda: SLOW, apart) == SLOW
 
 

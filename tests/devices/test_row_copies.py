@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from support.cuda_compiler import ARCHITECTURES, compiled_for_cpu, compiled_for_gpu
 
 from pinfeed.devices import cuda, row_copies
-from pinfeed.devices.base import RowCopy
 from pinfeed.devices.cuda import CudaDevice
 from pinfeed.devices.cuda_direct_access import DirectAccess
+from pinfeed.devices.device import RowCopy
 from pinfeed.devices.row_copies import (
     MAX_COPIES,
     N_THREADS,

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pinfeed.devices import route_cache
+from pinfeed.devices import route
 
 
 def take_over(source: Path, target: Path) -> None:
@@ -10,8 +10,8 @@ def take_over(source: Path, target: Path) -> None:
 
     A driver that has crashed or hung in its trial is not tried again.
     """
-    known = route_cache._read(route_cache.routes_file(source))
+    known = route._read(route.routes_file(source))
     trials = {key: entry for key, entry in known.items() if key.startswith("batched copies, ")}
     if trials:
-        path = route_cache.routes_file(target)
-        route_cache._write(path, {"format": known["format"], **trials})
+        path = route.routes_file(target)
+        route._write(path, {"format": known["format"], **trials})

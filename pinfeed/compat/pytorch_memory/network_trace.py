@@ -14,8 +14,8 @@ from pinfeed.errors import ArgumentError, EstimateError, described
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training.memory_model.estimate import StepEstimator
 from pinfeed.training.memory_model.models import call_model
-from pinfeed.training.memory_model.step_run import StepRun
 from pinfeed.training.memory_model.tensor_specs import SampleSpec, samples_of
+from pinfeed.training.memory_model.training_step import StepRun
 
 Integers = Literal["as they are", "as floats", "as int64"]
 """The conversion of integer samples, which may be ids, pixels, or ids stored in few bits."""
@@ -99,7 +99,7 @@ def trace_forward(model: Any, samples: SampleSpec, n: int) -> ForwardTrace:
         EstimateError: If the network does not accept such a batch.
     """
     trace = ForwardTrace()
-    StepEstimator(model, samples, None, optimizer=_optimizer, device="cpu").at(n, trace)
+    StepEstimator(model, samples, None, optimizer=_optimizer).at(n, trace)
     return trace
 
 

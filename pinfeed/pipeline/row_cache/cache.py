@@ -18,7 +18,7 @@ import itertools
 import threading
 from collections.abc import Sequence
 
-from pinfeed.devices.base import Device, RowCopy, Stream, Tensor, aligned
+from pinfeed.devices.device import Device, RowCopy, Stream, Tensor, aligned
 from pinfeed.errors import BudgetError, ClosedError, described
 from pinfeed.memory.units import human
 from pinfeed.pipeline.row_cache.decisions import CacheDecisions, CachedRows, Span

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.base import Stream, Tensor
+from pinfeed.devices.device import Stream, Tensor
 from pinfeed.pipeline.forwarding import Positions
 from pinfeed.pipeline.row_cache.policy import CacheMoves, CachePolicy
 from pinfeed.rows.orders import Rows

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from pinfeed.devices.base import Device, RowCopy, Tensor
+from pinfeed.devices.base import Tensor
+from pinfeed.devices.device import Device, RowCopy
 from pinfeed.errors import ArgumentError, RowIndexError, StoreError, described
 from pinfeed.pipeline.sources.host_leaves import host_batch_of
 from pinfeed.pipeline.sources.source import ArrayPart, HostBatch, RowGroup

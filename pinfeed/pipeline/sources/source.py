@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 import numpy.typing as npt
 
-from pinfeed.devices.base import Tensor
+from pinfeed.devices.device import Tensor
 from pinfeed.pipeline.forwarding import SharedRows
 from pinfeed.pipeline.row_cache.decisions import CachedRows
 from pinfeed.readahead.strategy import HostRows

@@ -42,8 +42,8 @@ from pinfeed.training.large_batch.strategy_selector import (
     StrategyChoice,
     StrategySelector,
 )
-from pinfeed.training.memory_model.estimate import check_autocast
 from pinfeed.training.memory_model.tensor_specs import to_device
+from pinfeed.training.memory_model.training_step import check_autocast
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
 
 _HINTS = {

@@ -23,7 +23,7 @@ from pinfeed.training.large_batch.verifier import MOST_COMPARED
 from pinfeed.training.memory_model.budget import largest_that_fits
 from pinfeed.training.memory_model.estimate import StepEstimator
 from pinfeed.training.memory_model.models import bytes_on_device
-from pinfeed.training.memory_model.step_run import Step, StepRun, plain_step
+from pinfeed.training.memory_model.training_step import Step, StepRun, plain_step
 
 _N_AHEAD = 2
 """Chunks on the device in addition to the current one."""

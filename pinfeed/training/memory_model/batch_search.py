@@ -17,10 +17,10 @@ from pinfeed.pipeline.part_memory import PartSize
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.training.memory_model.budget import CACHES, Budget, largest_that_fits, refusal
 from pinfeed.training.memory_model.estimate import MOST_SAMPLES, StepEstimator
-from pinfeed.training.memory_model.probe import measure_steps
+from pinfeed.training.memory_model.real_steps import measure_steps
 
 _INEXACT_MARGIN = 0.06
-"""Share of the step reserved for workspace that the model of oneDNN's layouts misses."""
+"""Share of the step reserved for temporary memory that the estimate misses."""
 _HEAP_MARGIN = 0.08
 """Share of the step reserved for freed memory that malloc keeps, with ``enforce(malloc=True)``."""
 _MAX_PROBES = 8

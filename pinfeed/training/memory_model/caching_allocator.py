@@ -25,26 +25,6 @@ Event = tuple[int, int]
 """Allocation (number of a tensor, bytes) or free (number of a tensor, minus bytes)."""
 
 
-class OutOfMemory(Exception):
-    """The limit of the simulated allocator is exceeded."""
-
-
-@dataclass(frozen=True)
-class Replay:
-    """Memory that a program took.
-
-    Attributes:
-        allocated: Peak of the bytes of tensors, each rounded up to 512.
-        reserved: Peak of the bytes of segments.
-        n_retries: Number of times that the allocator freed unused segments because of the limit.
-            Each time, the host waits for the device.
-    """
-
-    allocated: int
-    reserved: int
-    n_retries: int
-
-
 @dataclass(eq=False, slots=True)
 class _Block:
     """A part of a segment."""
@@ -58,10 +38,6 @@ class _Block:
     after: _Block | None = None
 
     @property
-    def is_whole_segment(self) -> bool:
-        return self.before is None and self.after is None
-
-    @property
     def key(self) -> tuple[int, int, int]:
         """Key for best fit: the smallest block that is large enough, and the oldest of these."""
         return self.size, self.segment, self.offset
@@ -70,28 +46,21 @@ class _Block:
 class CachingAllocator:
     """Simulated allocator, which is empty at first.
 
-    Args:
-        limit: Limit of the bytes of all segments; None for no limit.
+    Attributes:
+        allocated: Bytes of the blocks of living tensors.
+        reserved: Bytes of all segments, none of which is given back.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
-        self.limit = limit
+    def __init__(self) -> None:
         self.allocated = 0
         self.reserved = 0
-        self.most_allocated = 0
-        self.most_reserved = 0
-        self.n_retries = 0
         self._n_segments = 0
         self._live: dict[int, _Block] = {}
         self._free: dict[bool, list[_Block]] = {True: [], False: []}
         """Free blocks of small and of other segments, sorted by their key."""
 
     def malloc(self, number: int, nbytes: int) -> None:
-        """Allocate memory for a tensor.
-
-        Raises:
-            OutOfMemory: If the limit is exceeded.
-        """
+        """Allocate memory for a tensor."""
         size = rounded(nbytes)
         block = self._best_fit(size) or self._segment(size)
         rest = block.size - size
@@ -100,7 +69,6 @@ class CachingAllocator:
         block.is_free = False
         self._live[number] = block
         self.allocated += block.size
-        self.most_allocated = max(self.most_allocated, self.allocated)
 
     def free(self, number: int) -> None:
         """Free the memory of a tensor; its segment stays reserved."""
@@ -113,19 +81,6 @@ class CachingAllocator:
                 block = _joined(other, block) if is_before else _joined(block, other)
         self._put(block)
 
-    def replay(self, events: Iterable[Event]) -> Replay:
-        """Replay the allocations and frees of a whole program.
-
-        Raises:
-            OutOfMemory: If the limit is exceeded.
-        """
-        for number, nbytes in events:
-            if nbytes > 0:
-                self.malloc(number, nbytes)
-            else:
-                self.free(number)
-        return Replay(self.most_allocated, self.most_reserved, self.n_retries)
-
     def _best_fit(self, size: int) -> _Block | None:
         free = self._free[size <= _SMALL]
         i = bisect.bisect_left(free, (size, -1, -1), key=_key)
@@ -133,22 +88,9 @@ class CachingAllocator:
 
     def _segment(self, size: int) -> _Block:
         wanted = _segment_nbytes(size)
-        if self.limit is not None and self.reserved + wanted > self.limit:
-            self.n_retries += 1
-            self._free_unused_segments()
-            if self.reserved + wanted > self.limit:
-                raise OutOfMemory(
-                    f"{wanted} bytes do not fit: {self.reserved} of {self.limit} are reserved"
-                )
         self.reserved += wanted
-        self.most_reserved = max(self.most_reserved, self.reserved)
         self._n_segments += 1
         return _Block(wanted, self._n_segments, 0, size <= _SMALL)
-
-    def _free_unused_segments(self) -> None:
-        for free in self._free.values():
-            self.reserved -= sum(block.size for block in free if block.is_whole_segment)
-            free[:] = [block for block in free if not block.is_whole_segment]
 
     def _split(self, block: _Block, size: int) -> None:
         rest = _Block(
@@ -172,6 +114,17 @@ class CachingAllocator:
     def _remove(self, block: _Block) -> None:
         free = self._free[block.is_small]
         del free[bisect.bisect_left(free, block.key, key=_key)]
+
+
+def reserved_bytes(events: Iterable[Event]) -> int:
+    """Return the bytes that torch's allocator reserves for a program's allocations and frees."""
+    allocator = CachingAllocator()
+    for number, nbytes in events:
+        if nbytes > 0:
+            allocator.malloc(number, nbytes)
+        else:
+            allocator.free(number)
+    return allocator.reserved
 
 
 def rounded(nbytes: int) -> int:

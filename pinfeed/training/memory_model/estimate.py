@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from pinfeed.errors import ArgumentError, EstimateError, described
-from pinfeed.tensors.pytree import flatten
-from pinfeed.training.memory_model.caching_allocator import CachingAllocator
-from pinfeed.training.memory_model.confidence import confidence_in
-from pinfeed.training.memory_model.cublas_workspaces import workspace_bytes
-from pinfeed.training.memory_model.models import copies_without_data, require_initialized
-from pinfeed.training.memory_model.optimizer_copy import (
-    optimizer_for,
+from pinfeed.memory.host import free_host_bytes
+from pinfeed.training.memory_model.caching_allocator import reserved_bytes
+from pinfeed.training.memory_model.cuda_step import as_on_cuda, use_cuda_defaults, workspace_bytes
+from pinfeed.training.memory_model.models import (
+    copies_without_data,
     state_tensors,
-    use_cuda_defaults,
 )
-from pinfeed.training.memory_model.recurrent import as_on_cpu
+from pinfeed.training.memory_model.real_steps import peak_of_gradients
 from pinfeed.training.memory_model.report import Confidence, Estimate, Kind, Layer, layers_of
-from pinfeed.training.memory_model.step_run import Step, StepRun, plain_step
-from pinfeed.training.memory_model.storage_tracker import StorageTracker, as_on_cuda, peak_of
+from pinfeed.training.memory_model.storage_tracker import StorageTracker, peak_of
 from pinfeed.training.memory_model.tensor_specs import SampleSpec, samples_of
+from pinfeed.training.memory_model.training_step import Step, StepRun, TrainingStep, plain_step
 from pinfeed.validation.arguments import whole_number
 
 KINDS = (
@@ -57,6 +55,11 @@ MOST_SAMPLES = 1 << 40
 """Largest batch size to predict; sizes in bytes of larger batches overflow in torch."""
 _ROUND = {"cuda": 512, "cpu": 64}
 """Bytes to which an allocation is rounded up."""
+_MOST_MEASURED_BYTES = 64 << 20
+"""Bytes of activations of a real step that is measured; larger batches are not run."""
+_Doubt = tuple[Confidence, str]
+"""Confidence in an estimate, and the reason for it."""
+_RANKS: tuple[Confidence, ...] = ("exact", "close", "low")
 
 
 def estimate(
@@ -75,7 +78,9 @@ def estimate(
     """Predict the peak memory of a training step.
 
     The step runs on tensors without data. It takes some seconds, and needs neither a GPU nor the
-    memory of a real step.
+    memory of a real step. On the CPU, operations such as convolutions take temporary memory that
+    depends on the machine. For a model with such operations, ``device="cpu"`` also measures a real
+    step of a copy of the model, with few samples.
 
     Examples:
         >>> model = torch.nn.Linear(10, 1)
@@ -112,20 +117,10 @@ def estimate(
     ).at(batch_size)
 
 
-class StepEstimator:
-    """Predicts steps of one model, at any batch size.
+class StepEstimator(TrainingStep):
+    """Training step whose memory is predicted, at any batch size.
 
-    Args:
-        model: A module, which stays unchanged; or a class or function that makes one.
-        inputs: Shapes and dtypes of a sample for the model: a tensor, positional arguments (a
-            tuple) or keyword arguments (a dict).
-        targets: Shapes and dtypes of a sample's target for the loss; None without targets.
-        loss: Function of outputs and targets; None for the sum of the outputs.
-        optimizer: A torch optimizer of the model's parameters; or its class, or a function of
-            parameters. None for AdamW.
-        device: ``"cuda"`` predicts the memory that torch's allocator reserves on a GPU; ``"cpu"``
-            predicts the memory of the step on this machine.
-        autocast: Dtype of autocast; None for no autocast.
+    It takes the arguments of ``TrainingStep``, and ``device`` as in ``estimate``.
 
     Raises:
         ArgumentError: If ``model``, ``device`` or ``autocast`` is invalid.
@@ -137,54 +132,21 @@ class StepEstimator:
         inputs: SampleSpec,
         targets: SampleSpec | None,
         *,
-        loss: Callable[[Any, Any], torch.Tensor] | None = None,
-        optimizer: Any = None,
         device: Kind = "cuda",
-        autocast: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
-        if not callable(model):
-            raise ArgumentError(
-                f"model={model!r}: expected a torch module, or a class or function that makes one"
-            )
-        if isinstance(model, nn.Module):
-            require_initialized(model)
         if device not in ("cuda", "cpu"):
             raise ArgumentError(f"device={device!r}: expected 'cuda' or 'cpu'")
-        check_autocast(autocast)
-        self.model = model
-        self.inputs = inputs
-        self.targets = targets
-        self.loss = loss or _sum_of_outputs
-        self._optimizer = optimizer
+        super().__init__(model, inputs, targets, **options)
         self.device = device
-        self._dtype = autocast
         self._notes: list[str] = []
         self._estimates: dict[tuple[int, Step], Estimate] = {}
-        if loss is None:
+        # For a number of samples, see _measure.
+        self._measured: dict[int, int | str] = {}
+        if options.get("loss") is None:
             self._notes.append("loss=None: the estimate uses the sum of the outputs as the loss")
-        if optimizer is None:
+        if options.get("optimizer") is None:
             self._notes.append("optimizer=None: the estimate uses AdamW")
-
-    def autocast(self, device_type: str = "cpu") -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which forward passes and losses run."""
-        if self._dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(device_type, self._dtype)
-
-    def optimizer_of(self, model: nn.Module, stand_ins: Mapping[int, torch.Tensor]) -> Any:
-        """Return an optimizer for a copy of the model, with the user's class and options.
-
-        Args:
-            model: The copy.
-            stand_ins: Tensors of the copy, by the id of the original tensor.
-        """
-        if self._optimizer is None and not any(p.requires_grad for p in model.parameters()):
-            raise EstimateError(
-                "the model has no parameter that requires a gradient, so a training step cannot be "
-                "estimated; unfreeze parameters, or leave out the model and give "
-                "preferred_batch_size"
-            )
-        return optimizer_for(model, self._optimizer, stand_ins)
 
     def at(self, batch_size: int, step: Step = plain_step) -> Estimate:
         """Return the estimate for a batch of ``batch_size`` samples.
@@ -199,10 +161,81 @@ class StepEstimator:
         return self._estimates[batch_size, step]
 
     def _estimate(self, batch_size: int, step: Step) -> Estimate:
+        tracker, layers, doubts = self._count(batch_size, step)
+        temporary = 0
+        if self.device == "cpu" and tracker.has_temporary:
+            temporary, *doubt = self._temporary_bytes(tracker.n_samples)
+            doubts += doubt
+        peak = peak_of(tracker, _ROUND[self.device], temporary)
+        breakdown = dict.fromkeys(KINDS, 0)
+        for kind, nbytes in peak.kinds.items():
+            breakdown[_PHASE_KINDS.get(kind, kind)] += nbytes
+        reserved = peak.nbytes
+        if self.device == "cuda":
+            breakdown["workspace"] = workspace_bytes(tracker.multiplying)
+            reserved = reserved_bytes(tracker.events) + breakdown["workspace"]
+            breakdown["reserve"] = reserved - sum(breakdown.values())
+        phases = {name: nbytes for name, nbytes in peak.phases.items() if name in _PHASE_KINDS}
+        worst = max((_RANKS.index(rank) for rank, _ in doubts), default=0)
+        return Estimate(
+            batch_size,
+            peak.nbytes,
+            reserved,
+            breakdown,
+            phases,
+            layers,
+            _RANKS[worst],
+            (*self._notes, *(note for _, note in doubts)),
+        )
+
+    def _temporary_bytes(self, n_samples: int) -> tuple[int, _Doubt]:
+        """Return the temporary memory of a forward and a backward pass on the CPU.
+
+        It is measured in a real step with at most ``n_samples`` samples and about
+        ``_MOST_MEASURED_BYTES`` of activations, and grows with the number of samples.
+        """
+        # Few sizes are measured, because a search for the largest batch estimates many.
+        size = 1 << (min(n_samples, self._most_measured).bit_length() - 1)
+        if size not in self._measured:
+            self._measured[size] = self._measure(size)
+        found = self._measured[size]
+        taken = "the temporary memory of operations on the CPU"
+        if isinstance(found, str):
+            note = f"{taken} was not measured ({found}); the step may take much more; run probe()"
+            return 0, ("low", note)
+        note = f"{taken} was measured in a step of {size} samples"
+        return found * n_samples // size, ("exact" if size == n_samples else "close", note)
+
+    @functools.cached_property
+    def _most_measured(self) -> int:
+        """Samples of the largest batch whose real step is measured, at least two."""
+        few, more = (self._gradients_peak(n) for n in (2, 4))
+        return max(2, 2 * _MOST_MEASURED_BYTES // max(1, more - few))
+
+    def _gradients_peak(self, batch_size: int) -> int:
+        """Return the counted peak of the forward and the backward pass."""
+        phases = peak_of(self._count(batch_size, plain_step)[0], _ROUND["cpu"]).phases
+        return max(phases["forward"], phases["backward"])
+
+    def _measure(self, size: int) -> int | str:
+        """Return the bytes of a real step that were not counted, or why there is no such step."""
+        counted = self._gradients_peak(size)
+        if 2 * counted > free_host_bytes():
+            return "little memory is free"
+        try:
+            return max(0, peak_of_gradients(self, size) - counted)
+        except Exception as error:
+            # The estimate needs no step that runs, and another profiler may be running.
+            return described(error).splitlines()[0]
+
+    def _count(
+        self, batch_size: int, step: Step
+    ) -> tuple[StorageTracker, tuple[Layer, ...], list[_Doubt]]:
+        """Run steps on tensors without data; return what was counted, the layers and doubts."""
         tracker = StorageTracker(is_cpu=self.device == "cpu")
         try:
             with _silent_fake_tensors():
-                layers, confidence, notes = self._run(tracker, batch_size, step)
+                layers, doubts = self._run(tracker, batch_size, step)
         except (ArgumentError, EstimateError):
             raise
         except Exception as error:
@@ -214,31 +247,11 @@ class StepEstimator:
                 ) from error
             phase = tracker.marks[-1][1] if tracker.marks else "beginning"
             raise EstimateError(self._refusal(error, batch_size, phase)) from error
-        peak = peak_of(tracker, _ROUND[self.device])
-        breakdown = dict.fromkeys(KINDS, 0)
-        for kind, nbytes in peak.kinds.items():
-            breakdown[_PHASE_KINDS.get(kind, kind)] += nbytes
-        reserved = peak.nbytes
-        if self.device == "cuda":
-            breakdown["workspace"] = workspace_bytes(tracker.multiplying)
-            reserved = CachingAllocator().replay(tracker.events).reserved + breakdown["workspace"]
-            breakdown["reserve"] = reserved - sum(breakdown.values())
-        phases = {name: nbytes for name, nbytes in peak.phases.items() if name in _PHASE_KINDS}
-        return Estimate(
-            batch_size,
-            peak.nbytes,
-            reserved,
-            breakdown,
-            phases,
-            layers,
-            confidence,
-            (*self._notes, *notes),
-        )
+        return tracker, layers, doubts
 
     def _run(
         self, tracker: StorageTracker, batch_size: int, step: Step
-    ) -> tuple[tuple[Layer, ...], Confidence, list[str]]:
-        """Run steps on tensors without data; return layers, confidence and its reasons."""
+    ) -> tuple[tuple[Layer, ...], list[_Doubt]]:
         # This import is here, because it takes a second.
         from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -247,7 +260,7 @@ class StepEstimator:
         # A model that copies its layers would also copy the mode of their tensors. Tensors of
         # another mode would be counted again at each use.
         mode.__deepcopy__ = lambda _: mode
-        as_on_device = as_on_cuda if is_cuda else as_on_cpu
+        as_on_device = as_on_cuda if is_cuda else contextlib.nullcontext
         with _PATCHING_LOCK, mode, tracker, as_on_device(), warnings.catch_warnings():
             # Such a copy reads addresses, and torch warns about that although it continues.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
@@ -258,7 +271,7 @@ class StepEstimator:
             optimizer = self.optimizer_of(model, fakes)
             if is_cuda:
                 use_cuda_defaults(optimizer)
-            run = StepRun(model, loss, (self.inputs, self.targets), self.autocast, tracker)
+            run = StepRun(self, model, loss, tracker)
             for _ in range(_N_STEPS):
                 kept = step(run, batch_size)
                 tracker.enter("optimizer")
@@ -266,9 +279,30 @@ class StepEstimator:
                 tracker.label(state_tensors(optimizer), "optimizer state")
                 optimizer.zero_grad()
                 del kept
-            layers = layers_of(model)
-            confidence, notes = confidence_in(model, tracker, self.device, self._dtype)
-        return layers, confidence, notes
+            halves = {p.dtype for p in model.parameters()} | {self.autocast_dtype}
+            tracker.has_temporary |= not halves.isdisjoint({torch.float16, torch.bfloat16})
+            return layers_of(model), self._doubts(model, tracker)
+
+    def _doubts(self, model: nn.Module, tracker: StorageTracker) -> list[_Doubt]:
+        """Return reasons why the step may take other memory than was counted."""
+        found: list[_Doubt] = []
+        is_cuda = self.device == "cuda"
+        convolutions = _names_of(model, nn.modules.conv._ConvNd)
+        if is_cuda and convolutions:
+            note = "the temporary memory of convolutions is unknown; the step may take a few"
+            found.append(("close", f"{convolutions}: {note} percent more"))
+        if self.autocast_dtype is not None:
+            note = "the dtype of each operation follows the CPU's list of autocast operations"
+            found.append(("close", f"autocast: {note}"))
+        recurrent = _names_of(model, nn.RNNBase)
+        if is_cuda and recurrent:
+            note = "CUDA kernels keep an unknown amount of memory; run probe()"
+            found.append(("low", f"{recurrent}: {note}"))
+        if tracker.foreign:
+            names = ", ".join(sorted(tracker.foreign))
+            note = "the temporary memory of these operations is unknown; run probe()"
+            found.append(("low", f"{names}: {note}"))
+        return found
 
     def _refusal(self, error: Exception, batch_size: int, phase: str) -> str:
         first_line = described(error).splitlines()[0]
@@ -304,19 +338,8 @@ def _silent_fake_tensors() -> Iterator[None]:
         log.disabled = was_disabled
 
 
-def check_autocast(dtype: Any) -> None:
-    """Check that autocast accepts a dtype.
-
-    Raises:
-        ArgumentError: If ``dtype`` is neither a floating-point dtype of torch nor None.
-    """
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ArgumentError(
-            f"autocast={dtype!r}: expected a floating-point dtype of torch, such as "
-            "torch.bfloat16, or None"
-        )
-
-
-def _sum_of_outputs(outputs: Any, targets: Any) -> torch.Tensor:
-    tensors = [leaf for _, leaf in flatten(outputs)[0] if isinstance(leaf, torch.Tensor)]
-    return torch.stack([tensor.float().sum() for tensor in tensors]).sum()
+def _names_of(model: nn.Module, kind: type) -> str:
+    """Return the names of the classes of a model's modules that are of this kind."""
+    return ", ".join(
+        sorted({type(one).__name__ for one in model.modules() if isinstance(one, kind)})
+    )

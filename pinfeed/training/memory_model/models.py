@@ -1,8 +1,9 @@
-"""Functions on models: call them, list their tensors, and copy them without data."""
+"""Functions on models: call them, list their tensors, copy them, and make their optimizers."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from pinfeed.errors import ArgumentError
+from pinfeed.tensors.pytree import flatten
 
 
 def call_model(model: Callable[..., Any], inputs: Any) -> Any:
@@ -83,3 +85,38 @@ def _fake_of(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, tensor.requires_grad)
     return fake
+
+
+def optimizer_for(model: nn.Module, given: Any, stand_ins: Mapping[int, torch.Tensor]) -> Any:
+    """Return an optimizer for a copy of a model.
+
+    Args:
+        model: The copy.
+        given: An optimizer of the original, or a function that makes an optimizer from parameters;
+            None for AdamW.
+        stand_ins: Tensors of the copy by the id of the original tensor.
+
+    Raises:
+        ArgumentError: If the optimizer has parameters that are not in ``stand_ins``.
+    """
+    if not isinstance(given, torch.optim.Optimizer):
+        make = given or torch.optim.AdamW
+        return make([p for p in model.parameters() if p.requires_grad])
+    if any(id(p) not in stand_ins for group in given.param_groups for p in group["params"]):
+        raise ArgumentError(
+            "optimizer= has parameters that belong neither to the model nor to the loss; give an "
+            "optimizer of model.parameters(), or its class"
+        )
+    groups = [
+        group | {"params": [stand_ins[id(p)] for p in group["params"]]}
+        for group in given.param_groups
+    ]
+    accepted = inspect.signature(type(given)).parameters
+    options = {name: value for name, value in given.defaults.items() if name in accepted}
+    return type(given)(groups, **options)
+
+
+def state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of an optimizer's state."""
+    for state in optimizer.state.values():
+        yield from (leaf for _, leaf in flatten(state)[0] if isinstance(leaf, torch.Tensor))

@@ -5,23 +5,20 @@ With fake tensors, the tracked program itself takes no memory.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pinfeed.training.memory_model import workspace
 from pinfeed.training.memory_model.caching_allocator import Event
-from pinfeed.training.memory_model.cublas_workspaces import is_product
+from pinfeed.training.memory_model.cuda_step import is_product
 
 _KNOWN = frozenset({"aten", "prim", "prims", "profiler", "higher_order"})
-"""Namespaces of operations that allocate their results and, on the CPU, a known workspace."""
+"""Namespaces of operations that allocate with torch's allocator."""
 
 _LIBRARIES = (
     "_cdist",
@@ -40,9 +37,31 @@ _LIBRARIES = (
 _PLAIN = ("linalg_vector_norm", "linalg_cross")
 """Operations that match these prefixes but take no workspace."""
 
+_TEMPORARY = (
+    "_safe_softmax",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "binary_cross_entropy",
+    "convolution",
+    "huber_loss",
+    "logsumexp",
+    "mkldnn_rnn_layer",
+    "mse_loss",
+    "native_batch_norm_backward",
+    "native_group_norm_backward",
+    "smooth_l1_loss",
+    "upsample_",
+)
+"""Prefixes of operations that take temporary memory on the CPU besides their results.
+
+The kernel decides how much: it depends on the shapes, the number of threads and the CPU.
+"""
+
 
 class StorageTracker(TorchDispatchMode):
     """Context that records every storage that an operation returns, until the storage dies.
+
+    Args:
+        is_cpu: Whether the program is to run on the CPU, and not on a GPU.
 
     Attributes:
         events: Allocations and frees, in order.
@@ -50,7 +69,8 @@ class StorageTracker(TorchDispatchMode):
         kinds: Kind of memory of each number in ``events``.
         foreign: Operations that are not torch's own, or that have an unknown workspace.
         multiplying: Phases with matrix products, for which a GPU needs a workspace.
-        is_cpu: Whether to record the workspace that operations take on the CPU.
+        has_temporary: Whether an operation takes temporary memory on the CPU.
+        n_samples: Samples of the largest forward pass.
     """
 
     def __init__(self, *, is_cpu: bool = False) -> None:
@@ -62,6 +82,8 @@ class StorageTracker(TorchDispatchMode):
         self.kinds: dict[int, str] = {}
         self.foreign: set[str] = set()
         self.multiplying: set[str] = set()
+        self.has_temporary = False
+        self.n_samples = 0
         self._living: dict[int, tuple[int, int]] = {}
         """Number and bytes of each living storage, by its address."""
         self._n = 0
@@ -74,16 +96,10 @@ class StorageTracker(TorchDispatchMode):
             self.foreign.add(str(func))
         if is_product(name.split(".")[0]):
             self.multiplying.add(self._phase)
-        if self.is_cpu:
-            out = workspace.results_of(func, args, out)
-        leaves = (leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
-        found = [leaf for leaf in leaves if leaf.layout is torch.strided]
-        n_seen = 0
-        for nbytes, n in workspace.stages_of(func, args, out) if self.is_cpu else ():
-            self._record_all(found[n_seen:n])
-            n_seen = n
-            self._record_temporary(nbytes)
-        self._record_all(found[n_seen:])
+        self.has_temporary |= name.startswith(_TEMPORARY)
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+                self._record(leaf.untyped_storage())
         return out
 
     def enter(self, phase: str) -> None:
@@ -100,17 +116,6 @@ class StorageTracker(TorchDispatchMode):
             if known is not None:
                 self.kinds[known[0]] = kind
 
-    def _record_all(self, tensors: Sequence[torch.Tensor]) -> None:
-        for tensor in tensors:
-            self._record(tensor.untyped_storage())
-
-    def _record_temporary(self, nbytes: int) -> None:
-        """Record memory that is allocated and freed at once."""
-        if nbytes:
-            self._n += 1
-            self.kinds[self._n] = "temporary"
-            self.events += [(self._n, nbytes), (self._n, -nbytes)]
-
     def _record(self, storage: Any) -> None:
         key = storage._cdata
         nbytes = storage.nbytes()
@@ -119,7 +124,7 @@ class StorageTracker(TorchDispatchMode):
             return
         if known is not None:
             # The storage was resized.
-            self._record_free(known)
+            self.events.append((known[0], -known[1]))
         elif nbytes:
             weakref.finalize(storage, self._forget, key).atexit = False
         if nbytes:
@@ -130,13 +135,9 @@ class StorageTracker(TorchDispatchMode):
         else:
             self._living.pop(key, None)
 
-    def _record_free(self, known: tuple[int, int]) -> None:
-        number, nbytes = known
-        self.events.append((number, -nbytes))
-
     def _forget(self, key: int) -> None:
         if (known := self._living.pop(key, None)) is not None:
-            self._record_free(known)
+            self.events.append((known[0], -known[1]))
 
 
 @dataclass(frozen=True)
@@ -157,8 +158,14 @@ class Peak:
         return sum(self.kinds.values())
 
 
-def peak_of(tracker: StorageTracker, round_to: int) -> Peak:
-    """Return the peak of a tracked program, with each storage rounded up to ``round_to`` bytes."""
+def peak_of(tracker: StorageTracker, round_to: int, temporary: int = 0) -> Peak:
+    """Return the peak of a tracked program.
+
+    Args:
+        tracker: Tracker of the program.
+        round_to: Bytes to which the size of each storage is rounded up.
+        temporary: Bytes of further memory in the forward and the backward pass.
+    """
     now: dict[str, int] = {}
     phases: dict[str, int] = {}
     # If several marks have the same position, the last mark counts.
@@ -173,60 +180,9 @@ def peak_of(tracker: StorageTracker, round_to: int) -> Peak:
         kind = tracker.kinds[number]
         now[kind] = now.get(kind, 0) + size
         total += size
-        phases[phase] = max(phases.get(phase, 0), total)
-        if total > most:
-            most = total
-            at_peak = dict(now)
+        further = temporary if phase in ("forward", "backward") else 0
+        phases[phase] = max(phases.get(phase, 0), total + further)
+        if total + further > most:
+            most = total + further
+            at_peak = now | {"temporary": now.get("temporary", 0) + further}
     return Peak(at_peak, phases)
-
-
-@contextlib.contextmanager
-def as_on_cuda() -> Iterator[None]:
-    """Make CPU operations save the same tensors for the backward pass as CUDA operations.
-
-    Dropout saves a mask of bytes on CUDA, and a mask of floats on the CPU. Attention with dropout
-    saves nothing on CUDA, and the whole matrix on the CPU. This context replaces the functions,
-    because a TorchFunctionMode is not active in the backward pass, where a checkpoint runs the
-    forward pass again.
-    """
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    low_level = torch.dropout
-    dropout = functional.dropout
-    attention = functional.scaled_dot_product_attention
-
-    def native(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        if isinstance(x, FakeTensor) and training and 0 < p < 1 and not inplace:
-            # Other threads compute with real tensors, which are not affected.
-            return torch.native_dropout(x, p, True)[0]
-        return dropout(x, p, training, inplace)
-
-    # The parameters are those of torch's function.
-    def attend(
-        query: Any,
-        key: Any,
-        value: Any,
-        attn_mask: Any = None,
-        dropout_p: float = 0.0,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        return attention(
-            query,
-            key,
-            value,
-            attn_mask,
-            0.0 if isinstance(query, FakeTensor) else dropout_p,
-            *args,
-            **kwargs,
-        )
-
-    torch.dropout = native  # type: ignore[assignment]
-    functional.dropout = native  # type: ignore[assignment]
-    functional.scaled_dot_product_attention = attend
-    try:
-        yield
-    finally:
-        torch.dropout = low_level
-        functional.dropout = dropout
-        functional.scaled_dot_product_attention = attention

@@ -15,23 +15,19 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pinfeed.devices import resolve
-from pinfeed.devices.base import Device
+from pinfeed.devices.device import Device
 from pinfeed.errors import ClosedError
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.units import KiB, MiB, parse_size
 from pinfeed.tensors.numpy_torch import version_of
-from pinfeed.training.offload.offload_transfer import OffloadTransfer
+from pinfeed.training.offload.offload_transfer import OffloadTransfer, SavedHandle, SavedPiece
 from pinfeed.training.offload.pinned_pool import PinnedPool
-from pinfeed.training.offload.saved_handles import (
-    KeptTensor,
-    SavedHandle,
-    SavedPiece,
-    check_version,
-)
 from pinfeed.training.offload.saved_tensors import (
+    KeptTensor,
     SavedVersion,
     StorageRange,
     Storages,
+    check_version,
     geometry_of,
     tensors_in,
 )
@@ -266,12 +262,14 @@ class Offload:
     def _save(self, tensor: torch.Tensor, owner: Any, cut: StorageRange) -> SavedPiece:
         """Make a piece of a range of the tensor's storage, and start its copy to the host."""
         storages = self._storages
-        memory = storages.bytes_in(tensor, cut)
-        piece = SavedPiece(self._n_pieces, memory, self.device.current_stream())
-        piece.range = cut
-        piece.handles = []
-        piece.version = SavedVersion(owner, storages.base(tensor), version_of(tensor))
-        piece.probe = storages.version_probe(tensor)
+        piece = SavedPiece(
+            self._n_pieces,
+            cut,
+            storages.bytes_in(tensor, cut),
+            self.device.current_stream(),
+            SavedVersion(owner, storages.base(tensor), version_of(tensor)),
+            storages.version_probe(tensor),
+        )
         self._n_pieces += 1
         if self._transfer.send(piece):
             self._n_storages += 1

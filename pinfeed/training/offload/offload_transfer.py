@@ -51,20 +51,25 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pinfeed.devices.base import Device, Event, Stream
+from pinfeed.devices.device import Device, Event, Stream
 from pinfeed.training.offload.pinned_pool import PinnedBlock, PinnedPool
+from pinfeed.training.offload.saved_tensors import Geometry, SavedVersion, StorageRange
 
 _BYTES = np.dtype(np.uint8)
 _MOST_POSITIONS = 1024
 """Most positions that one search for a piece examines; many may belong to dead pieces."""
 
 
-class StoragePiece:
-    """Bytes of a storage that autograd saved.
+class SavedPiece:
+    """Bytes of a storage that autograd saved, and the identity of their values.
 
     Attributes:
         position: Position in the order of saving.
         nbytes: Size in bytes.
+        range: Range of the storage.
+        version: Storage and version of the values.
+        probe: Tensor without memory that shares the version counter of the saved tensor.
+        handles: Handles of the saved tensors on the piece.
         memory: The bytes on the device, in their first place or in a later copy; None while they
             are only on the host.
         stream: Stream in whose order ``memory`` may be used and freed.
@@ -73,15 +78,54 @@ class StoragePiece:
             streams must wait for it.
     """
 
-    __slots__ = ("__weakref__", "back", "block", "memory", "nbytes", "position", "stream")
+    __slots__ = (
+        *("__weakref__", "back", "block", "handles", "memory", "nbytes", "position"),
+        *("probe", "range", "stream", "version"),
+    )
 
-    def __init__(self, position: int, memory: torch.Tensor, stream: Stream) -> None:
+    def __init__(
+        self,
+        position: int,
+        cut: StorageRange,
+        memory: torch.Tensor,
+        stream: Stream,
+        version: SavedVersion,
+        probe: torch.Tensor,
+    ) -> None:
         self.position = position
         self.nbytes = memory.numel()
+        self.range = cut
+        self.version = version
+        self.probe = probe
+        self.handles: list[weakref.ref[SavedHandle]] = []
         self.memory: torch.Tensor | None = memory
         self.stream = stream
         self.block: PinnedBlock | None = None
         self.back: Event | None = None
+
+    @property
+    def is_served(self) -> bool:
+        """Whether every tensor on the piece was unpacked since the piece was restored."""
+        handles = (ref() for ref in self.handles)
+        return all(handle is None or handle.back is self.back for handle in handles)
+
+
+class SavedHandle:
+    """Handle of a saved tensor on a piece; the piece lives as long as any of its handles.
+
+    Attributes:
+        piece: The piece.
+        geometry: Layout of the tensor on the piece.
+        back: The piece's ``back`` when the tensor was last unpacked.
+    """
+
+    __slots__ = ("__weakref__", "back", "geometry", "piece")
+
+    def __init__(self, piece: SavedPiece, geometry: Geometry) -> None:
+        self.piece = piece
+        self.geometry = geometry
+        self.back: Event | None = None
+        piece.handles.append(weakref.ref(self))
 
 
 @dataclass(frozen=True)
@@ -147,7 +191,7 @@ class OffloadTransfer:
         self._read = device.stream("read")
         self._writes = _PendingCopies()
         self._fetches = _PendingCopies()
-        self._pieces: weakref.WeakValueDictionary[int, StoragePiece] = weakref.WeakValueDictionary()
+        self._pieces: weakref.WeakValueDictionary[int, SavedPiece] = weakref.WeakValueDictionary()
         # Positions of pieces that died. It is a deque, because the operations of a deque are atomic
         # and a finalizer may interrupt any other code.
         self._dead: deque[int] = deque()
@@ -160,7 +204,7 @@ class OffloadTransfer:
         self.restored_bytes = 0
         self.n_missed = 0
 
-    def send(self, piece: StoragePiece) -> bool:
+    def send(self, piece: SavedPiece) -> bool:
         """Start the copy to the host; return False if the pool has no room."""
         self.tidy()
         block = self._pool.take(piece.nbytes)
@@ -184,7 +228,7 @@ class OffloadTransfer:
             self._release(next(iter(self._writes.by_position)))
         return True
 
-    def use(self, piece: StoragePiece, compute: Stream) -> torch.Tensor:
+    def use(self, piece: SavedPiece, compute: Stream) -> torch.Tensor:
         """Return the bytes of a piece on the device, for work in ``compute``."""
         self.tidy()
         if piece.memory is None:
@@ -205,7 +249,7 @@ class OffloadTransfer:
         assert piece.memory is not None
         return piece.memory
 
-    def fetch_ahead(self, used: StoragePiece, compute: Stream) -> None:
+    def fetch_ahead(self, used: SavedPiece, compute: Stream) -> None:
         """Start to copy pieces saved before ``used`` to the device, while the window has room.
 
         A single piece may be larger than the window.
@@ -228,7 +272,7 @@ class OffloadTransfer:
                     return
             self._last_examined = position
 
-    def forget(self, piece: StoragePiece) -> None:
+    def forget(self, piece: SavedPiece) -> None:
         """Free the device memory of a restored piece; a later use fetches it again."""
         if piece.back is not None:
             piece.memory = None
@@ -254,7 +298,7 @@ class OffloadTransfer:
         self._fetches = _PendingCopies()
         self._pool.close()
 
-    def _start_fetch(self, piece: StoragePiece, compute: Stream) -> _PendingCopy:
+    def _start_fetch(self, piece: SavedPiece, compute: Stream) -> _PendingCopy:
         block = piece.block
         assert block is not None
         assert block.busy is not None
@@ -270,10 +314,10 @@ class OffloadTransfer:
         self.restored_bytes += piece.nbytes
         return _PendingCopy(memory, back, compute)
 
-    def _is_only_on_host(self, piece: StoragePiece) -> bool:
+    def _is_only_on_host(self, piece: SavedPiece) -> bool:
         return piece.memory is None and piece.position not in self._fetches.by_position
 
-    def _make_room(self, piece: StoragePiece, used: int) -> bool:
+    def _make_room(self, piece: SavedPiece, used: int) -> bool:
         """Return whether the piece may be fetched now, after dropping fetches with later uses.
 
         A fetch that is not between ``piece`` and ``used`` is used later: the backward pass has

@@ -9,7 +9,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.base import Device, Event
+from pinfeed.devices.device import Device, Event
 from pinfeed.errors import DeviceError
 from pinfeed.memory.page_locked import unlock_freed
 from pinfeed.memory.pages import block_nbytes

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from pinfeed.tensors.numpy_torch import version_of
+
 _ALIGNMENT = 512
 """Largest alignment of torch's allocators.
 
@@ -162,6 +164,23 @@ def tensors_in(models: Iterable[nn.Module | torch.Tensor]) -> Iterable[torch.Ten
             yield model
 
 
+class KeptTensor:
+    """A saved tensor that stays on the device.
+
+    Attributes:
+        tensor: The tensor.
+        version: Its version when it was saved.
+    """
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # An output refers to its graph node, and the node to this handle. Keeping the output itself
+        # would be a cycle that is never freed.
+        self.tensor = tensor if tensor.is_leaf else tensor.detach()
+        self.version = version_of(tensor)
+
+
 class SavedVersion:
     """Identity of the values of a saved tensor: its storage, its base and its version.
 
@@ -179,6 +198,20 @@ class SavedVersion:
     def matches(self, owner: Any, base: torch.Tensor, number: int) -> bool:
         """Return whether a tensor with this storage and base, at this version, has the values."""
         return self._owner() is owner and self._base() is base and self.number == number
+
+
+def check_version(tensor: torch.Tensor, expected: int) -> None:
+    """Check that a saved tensor has not changed, with the error that torch raises without hooks.
+
+    Raises:
+        RuntimeError: If the tensor was changed in place since it was saved.
+    """
+    if version_of(tensor) != expected:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: a saved {tensor.dtype} tensor is at version {version_of(tensor)}; "
+            f"expected version {expected} instead"
+        )
 
 
 def _extent(tensor: torch.Tensor) -> StorageRange:

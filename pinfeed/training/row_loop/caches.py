@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pinfeed.devices.base import Device
+from pinfeed.devices.device import Device
 from pinfeed.errors import ArgumentError, BudgetError
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.limits import MemoryLimits

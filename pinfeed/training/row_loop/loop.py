@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pinfeed.devices.base import Device
+from pinfeed.devices.device import Device
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base_feeder import LoopOptions, T_co
 from pinfeed.feeders.loader_feeder import LoaderFeeder

@@ -25,7 +25,7 @@ from collections.abc import Generator, Iterator, Sequence
 from types import GeneratorType
 from typing import Any, cast
 
-from pinfeed.devices.base import Device, Stream
+from pinfeed.devices.device import Device, Stream
 from pinfeed.errors import ClosedError
 from pinfeed.pipeline.abandoned import is_abandoned
 from pinfeed.pipeline.epochs import EpochRunner

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import pinfeed
 from pinfeed import errors
+from pinfeed.training.memory_model.cuda_step import as_on_cuda
 from pinfeed.training.memory_model.estimate import StepEstimator
-from pinfeed.training.memory_model.storage_tracker import as_on_cuda
 from pinfeed.training.memory_model.tensor_specs import samples_of
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from pinfeed.devices import batch_copy_safety, route_cache
-from pinfeed.devices.batch_copy_safety import _is_of_driver, driver_name, is_safe
+from pinfeed.devices import batch_copy_trial, route
+from pinfeed.devices.batch_copy_trial import _is_of_driver, driver_name, is_safe
 
 DRIVER = r"""
 #include <signal.h>
@@ -59,8 +59,8 @@ def use_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Uses
         pytest.skip("no C compiler")
     version = tmp_path / "version"
     version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Tue Jan 1\n")
-    monkeypatch.setattr(batch_copy_safety, "_VERSION_FILE", version)
-    monkeypatch.setattr(route_cache, "_cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(batch_copy_trial, "_VERSION_FILE", version)
+    monkeypatch.setattr(route, "_cache_folder", lambda: tmp_path)
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     source, library = tmp_path / "cuda.c", tmp_path / "libcuda.so.1"
     source.write_text(DRIVER)
@@ -119,7 +119,7 @@ def test_a_driver_with_a_fault_is_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if HANGS in str(fault):
-        monkeypatch.setattr(batch_copy_safety, "_COPIES_LIMIT_S", 0.2)
+        monkeypatch.setattr(batch_copy_trial, "_COPIES_LIMIT_S", 0.2)
     library = use_driver(**fault)
     for _ in range(3):
         assert not is_safe(1, "a GPU")
@@ -172,7 +172,7 @@ def test_a_trial_is_not_remembered_unless_it_ends_by_the_driver(
     caplog.set_level(logging.INFO)
     library = use_driver(**fault)
     if HANGS in str(fault):
-        monkeypatch.setattr(batch_copy_safety, "_LIMIT_S", 0.2)
+        monkeypatch.setattr(batch_copy_trial, "_LIMIT_S", 0.2)
     monkeypatch.setattr(sys, "executable", program)
     for _ in range(2):
         assert not is_safe(1, "a GPU")
@@ -207,7 +207,7 @@ def test_an_application_with_python_in_it_is_started_once(
     use_driver()
     application, starts = tmp_path / "application", tmp_path / "starts"
     code = (
-        "import sys; from pinfeed.devices.batch_copy_safety import _run_trial; "
+        "import sys; from pinfeed.devices.batch_copy_trial import _run_trial; "
         f"sys.executable = '{application}'; _run_trial(1)"
     )
     application.write_text(f'#!/bin/sh\necho >> {starts}\nexec {sys.executable} -c "{code}"\n')
@@ -231,6 +231,6 @@ def test_files_of_the_current_folder_are_not_modules_of_the_trial(
 def test_a_machine_without_a_driver_has_no_version(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(batch_copy_safety, "_VERSION_FILE", tmp_path / "version")
+    monkeypatch.setattr(batch_copy_trial, "_VERSION_FILE", tmp_path / "version")
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
     assert driver_name() == "NVIDIA driver of unknown version (CUDA 0.0)"

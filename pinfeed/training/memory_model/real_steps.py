@@ -1,32 +1,34 @@
-"""Measurement of a training step: the peak memory of a few real steps of a copy of the model."""
+"""Measurement of real training steps of a copy of the model: their peak memory."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import gc
+import itertools
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import profiler_legacy
 
 from pinfeed.errors import EstimateError
 from pinfeed.memory.host import resident_bytes, trim_heap
 from pinfeed.tensors import rng_state
-from pinfeed.training.memory_model.cublas_workspaces import clear_workspaces
-from pinfeed.training.memory_model.estimate import StepEstimator
+from pinfeed.training.memory_model.cuda_step import clear_workspaces
 from pinfeed.training.memory_model.models import call_model, tensors_of
 from pinfeed.training.memory_model.out_of_memory import is_out_of_memory
-from pinfeed.training.memory_model.tensor_specs import SampleSpec, to_device
+from pinfeed.training.memory_model.tensor_specs import to_device
+from pinfeed.training.memory_model.training_step import TrainingStep
 
 _N_STEPS = 3
 """Number of steps to run; in the first, libraries try algorithms and the optimizer gets state."""
 
 
 def measure_steps(
-    estimator: StepEstimator,
+    step: TrainingStep,
     batch_size: int,
     device: torch.device,
     make_batch: Callable[[int], Any] | None,
@@ -36,7 +38,7 @@ def measure_steps(
     The random generators do not change.
 
     Args:
-        estimator: The model, the loss and the optimizer.
+        step: The model, the loss and the optimizer.
         batch_size: Samples of a batch.
         device: Device of the steps.
         make_batch: Makes inputs and targets, given a number of samples; None for random numbers.
@@ -45,46 +47,93 @@ def measure_steps(
         The growth of the memory that torch's allocator reserves on a GPU, or of the process on
         the CPU. None if memory ran out.
     """
-    state = rng_state.capture()
     found = None
-    try:
-        found = _run_steps(estimator, batch_size, device, make_batch)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-    finally:
-        rng_state.restore(state)
+    with _unchanged_generators():
+        try:
+            with _peak_growth(device) as growth:
+                # Each step has two parts.
+                parts = _parts_of_steps(step, batch_size, device, make_batch)
+                for _ in itertools.islice(parts, 2 * _N_STEPS):
+                    pass
+                found = growth()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
     # This is after the except block, because within the block the traceback keeps the
     # tensors of the failed frames alive.
+    parts = None
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return found
 
 
-def _run_steps(
-    estimator: StepEstimator,
+def peak_of_gradients(step: TrainingStep, batch_size: int) -> int:
+    """Return the peak of the bytes that torch's CPU allocator holds for gradients of a batch.
+
+    The forward and the backward pass of the second step are measured, after the optimizer has made
+    its state. The peak includes the state and the model, a copy. Equal steps have equal peaks,
+    because the allocator reports the calling thread's requests only, whatever memory is free.
+    The random generators do not change.
+    """
+    with _unchanged_generators():
+        parts = _parts_of_steps(step, batch_size, torch.device("cpu"), None)
+        gc.collect()
+        with _requests() as before:
+            next(parts)
+            next(parts)
+        with _requests() as requests:
+            next(parts)
+        parts.close()
+    return sum(before) + max(itertools.accumulate(requests))
+
+
+@contextlib.contextmanager
+def _unchanged_generators() -> Iterator[None]:
+    state = rng_state.capture()
+    try:
+        yield
+    finally:
+        rng_state.restore(state)
+
+
+@contextlib.contextmanager
+def _requests() -> Iterator[list[int]]:
+    """Yield a list that gets the allocator's requests in this context: bytes, negative if freed."""
+    found: list[int] = []
+    # Another profiler of torch would print messages. They all refuse to run at the same time.
+    torch.autograd._enable_profiler_legacy(profiler_legacy.profile(profile_memory=True).config())
+    try:
+        yield found
+    finally:
+        records = itertools.chain(*torch.autograd._disable_profiler_legacy())
+        found += [one.cpu_memory_usage() for one in records if one.kind() == "memory_alloc"]
+
+
+def _parts_of_steps(
+    step: TrainingStep,
     batch_size: int,
     device: torch.device,
     make_batch: Callable[[int], Any] | None,
-) -> int:
-    with _peak_growth(device) as growth:
-        model, loss_of, stand_ins = _copies(estimator.model, estimator.loss, device)
-        optimizer = estimator.optimizer_of(model, stand_ins)
-        for _ in range(_N_STEPS):
-            if make_batch is not None:
-                inputs, targets = make_batch(batch_size)
-            else:
-                inputs, targets = _random_batch(estimator, batch_size)
-            inputs = to_device(inputs, device)
-            targets = to_device(targets, device)
-            with estimator.autocast(device.type):
-                outputs = call_model(model, inputs)
-                loss = loss_of(outputs, targets)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return growth()
+) -> Iterator[None]:
+    """Run steps of a copy of the model; yield after each backward pass and each optimizer step."""
+    model, loss_of, stand_ins = _copies(step.model, step.loss, device)
+    optimizer = step.optimizer_of(model, stand_ins)
+    while True:
+        if make_batch is not None:
+            inputs, targets = make_batch(batch_size)
+        else:
+            inputs, targets = step.batch(batch_size, _random_tensor)
+        inputs = to_device(inputs, device)
+        targets = to_device(targets, device)
+        with step.autocast(device.type):
+            outputs = call_model(model, inputs)
+            loss = loss_of(outputs, targets)
+        loss.backward()
+        yield
+        optimizer.step()
+        optimizer.zero_grad()
+        yield
 
 
 @contextlib.contextmanager
@@ -141,15 +190,7 @@ def _activations(*modules: Any) -> Iterator[torch.Tensor]:
         yield from (tensor for tensor in tensors_of(module) if not tensor.is_leaf)
 
 
-def _random_batch(estimator: StepEstimator, n: int) -> tuple[Any, Any]:
-    """Return random inputs and targets; integers are zeros, because they may be row indices."""
-
-    def batch(samples: SampleSpec | None) -> Any:
-        return None if samples is None else samples.batch(n, _random_tensor)
-
-    return batch(estimator.inputs), batch(estimator.targets)
-
-
 def _random_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return random numbers; integers are zeros, because they may be row indices."""
     make = torch.rand if dtype.is_floating_point else torch.zeros
     return make(shape, dtype=dtype)

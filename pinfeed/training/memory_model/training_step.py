@@ -1,0 +1,177 @@
+"""TrainingStep: model, loss, optimizer and samples of a step; StepRun: the step without data."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from pinfeed.errors import ArgumentError, EstimateError
+from pinfeed.tensors.pytree import flatten
+from pinfeed.training.memory_model.models import call_model, optimizer_for, require_initialized
+from pinfeed.training.memory_model.storage_tracker import StorageTracker
+from pinfeed.training.memory_model.tensor_specs import SampleSpec
+
+
+class TrainingStep:
+    """What a training step computes, with batches of any size.
+
+    Args:
+        model: A module, which stays unchanged; or a class or function that makes one.
+        inputs: Shapes and dtypes of a sample for the model: a tensor, positional arguments (a
+            tuple) or keyword arguments (a dict).
+        targets: Shapes and dtypes of a sample's target for the loss; None without targets.
+        loss: Function of outputs and targets; None for the sum of the outputs.
+        optimizer: A torch optimizer of the model's parameters; or its class, or a function of
+            parameters. None for AdamW.
+        autocast: Dtype of autocast; None for no autocast.
+
+    Raises:
+        ArgumentError: If ``model`` or ``autocast`` is invalid.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        inputs: SampleSpec,
+        targets: SampleSpec | None,
+        *,
+        loss: Callable[[Any, Any], torch.Tensor] | None = None,
+        optimizer: Any = None,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        if not callable(model):
+            raise ArgumentError(
+                f"model={model!r}: expected a torch module, or a class or function that makes one"
+            )
+        if isinstance(model, nn.Module):
+            require_initialized(model)
+        check_autocast(autocast)
+        self.model = model
+        self.inputs = inputs
+        self.targets = targets
+        self.loss = loss or _sum_of_outputs
+        self._optimizer = optimizer
+        self.autocast_dtype = autocast
+
+    def autocast(self, device_type: str = "cpu") -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which forward passes and losses run."""
+        if self.autocast_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(device_type, self.autocast_dtype)
+
+    def batch(
+        self, n: int, make: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+    ) -> tuple[Any, Any]:
+        """Return inputs and targets of ``n`` samples; ``make`` returns a tensor for a shape."""
+        targets = None if self.targets is None else self.targets.batch(n, make)
+        return self.inputs.batch(n, make), targets
+
+    def optimizer_of(self, model: nn.Module, stand_ins: Mapping[int, torch.Tensor]) -> Any:
+        """Return an optimizer for a copy of the model, with the user's class and options.
+
+        Args:
+            model: The copy.
+            stand_ins: Tensors of the copy, by the id of the original tensor.
+        """
+        if self._optimizer is None and not any(p.requires_grad for p in model.parameters()):
+            raise EstimateError(
+                "the model has no parameter that requires a gradient, so a training step cannot be "
+                "estimated; unfreeze parameters, or leave out the model and give "
+                "preferred_batch_size"
+            )
+        return optimizer_for(model, self._optimizer, stand_ins)
+
+
+class StepRun:
+    """Parts of a training step on tensors without data, which a Step composes.
+
+    Args:
+        training: The training step.
+        model: A copy of its model, on fake tensors.
+        loss: Its loss, or a copy.
+        tracker: Tracker of the memory of the step.
+
+    Attributes:
+        model: The model.
+        tracker: The tracker.
+        held: Outputs and loss of the previous step, while they are alive.
+    """
+
+    def __init__(
+        self, training: TrainingStep, model: nn.Module, loss: Any, tracker: StorageTracker
+    ) -> None:
+        self._training = training
+        self.model = model
+        self._loss = loss
+        self.tracker = tracker
+        self.held: tuple[Any, ...] = ()
+        self._n = 0
+
+    def batch(self, n: int) -> tuple[Any, Any]:
+        """Return inputs and targets of ``n`` samples."""
+        self.tracker.enter("batch")
+        self._n = n
+        return self._training.batch(n, lambda shape, dtype: torch.empty(shape, dtype=dtype))
+
+    def outputs(self, inputs: Any) -> Any:
+        """Run the forward pass of the last batch."""
+        self.tracker.enter("forward")
+        self.tracker.n_samples = max(self.tracker.n_samples, self._n)
+        with self._training.autocast():
+            return call_model(self.model, inputs)
+
+    def loss(self, outputs: Any, targets: Any) -> torch.Tensor:
+        """Compute the loss."""
+        self.tracker.enter("forward")
+        with self._training.autocast():
+            found: torch.Tensor = self._loss(outputs, targets)
+            return found
+
+    def backward(self, loss: Any) -> None:
+        """Run the backward pass, and label the gradients."""
+        self.tracker.enter("backward")
+        loss.backward()
+        self.tracker.label((p.grad for p in self.model.parameters()), "gradients")
+
+
+class Step(Protocol):
+    """Function that computes the gradients of a batch.
+
+    Its result lives until the next step, as the variables of a training loop do.
+    """
+
+    def __call__(self, run: StepRun, batch_size: int) -> Any: ...
+
+
+def plain_step(run: StepRun, batch_size: int) -> Any:
+    """Run forward pass, loss and backward pass of the whole batch."""
+    inputs, targets = run.batch(batch_size)
+    outputs = run.outputs(inputs)
+    run.held = run.held[1:]
+    loss = run.loss(outputs, targets)
+    # The variables of a loop keep their values until the next step assigns them again.
+    run.held = (outputs, loss) if run.tracker.is_cpu else ()
+    run.backward(loss)
+    return inputs, targets, outputs, loss
+
+
+def check_autocast(dtype: Any) -> None:
+    """Check that autocast accepts a dtype.
+
+    Raises:
+        ArgumentError: If ``dtype`` is neither a floating-point dtype of torch nor None.
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ArgumentError(
+            f"autocast={dtype!r}: expected a floating-point dtype of torch, such as "
+            "torch.bfloat16, or None"
+        )
+
+
+def _sum_of_outputs(outputs: Any, targets: Any) -> torch.Tensor:
+    tensors = [leaf for _, leaf in flatten(outputs)[0] if isinstance(leaf, torch.Tensor)]
+    return torch.stack([tensor.float().sum() for tensor in tensors]).sum()
