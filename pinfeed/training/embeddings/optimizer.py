@@ -138,7 +138,14 @@ class RowOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_gradients_are_current()
+        stale = [state.table.name for state in self.tables.values() if state.has_stale_gradients]
+        if stale:
+            raise ArgumentError(
+                f"step() found gradients of an earlier batch of {', '.join(stale)}; call "
+                "backward() and step(), or zero_grad(), before the loop requests the next batch "
+                "(to accumulate gradients, give train_rows larger batches and split them in the "
+                "training step)"
+            )
         self._collect_gradients()
         for state in self.tables.values():
             gradient = state.weight.grad
@@ -306,7 +313,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     @property
     def _attributes(self) -> frozenset[str]:
-        """Names of plain values of the inner optimizer itself that its steps change."""
+        """Names of scalar attributes of the optimizer that ``step()`` changes."""
         layouts = [state.layout for state in self.tables.values()]
         return frozenset().union(*(layout.attributes for layout in layouts))
 
@@ -320,16 +327,6 @@ class RowOptimizer(torch.optim.Optimizer):
             if any(parameter is state.lent for parameter in group["params"]):
                 return group
         raise LookupError(state.table.name)
-
-    def _check_gradients_are_current(self) -> None:
-        stale = [state.table.name for state in self.tables.values() if state.has_stale_gradients]
-        if stale:
-            raise ArgumentError(
-                f"step() found gradients of an earlier batch of {', '.join(stale)}; call "
-                "backward() and step(), or zero_grad(), before the loop requests the next batch "
-                "(to accumulate gradients, give train_rows larger batches and split them in the "
-                "training step)"
-            )
 
     def _collect_gradients(self) -> None:
         """Move the gradients of the lent rows to the rows that are updated.

@@ -38,7 +38,7 @@ class TrialState:
     """First value of each key."""
     created_in_init: frozenset[str]
     attributes: frozenset[str]
-    """Names of plain values of the optimizer itself that its steps changed."""
+    """Names of scalar attributes of the optimizer that ``step()`` changed."""
 
 
 @dataclass(frozen=True)

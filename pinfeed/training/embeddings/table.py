@@ -516,7 +516,7 @@ class HostEmbedding(nn.Module):
                 if self.max_norm is not None and not (lent is not None and self._is_trained):
                     # torch renormalizes the rows of a lookup in place.
                     weight = weight.clone()
-                return positions, weight, rows.position_of(self.padding_idx)
+                return positions, weight, position_in(rows.rows, self.padding_idx)
         if not every and self.trainable and self._is_trained:
             self._refuse_in_evaluation("a lookup in training mode with gradients")
             raise ClosedError(
@@ -555,5 +555,5 @@ class HostEmbedding(nn.Module):
         return (
             torch.from_numpy(positions.reshape(ids.shape)).to(weight.device),
             weight,
-            None if self.padding_idx is None else position_in(rows, self.padding_idx),
+            position_in(rows, self.padding_idx),
         )
