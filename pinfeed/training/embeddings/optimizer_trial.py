@@ -165,7 +165,7 @@ class _RecordingState(dict[str, Any]):
 
     # The methods of dict do not call __setitem__.
     setdefault = MutableMapping.setdefault
-    update = MutableMapping.update  # type: ignore[assignment]
+    update = MutableMapping.update
 
 
 def sparse_rows(gradient: torch.Tensor) -> torch.Tensor:
