@@ -280,8 +280,10 @@ class RowOptimizer(torch.optim.Optimizer):
             rows: Their row-wise state, in the order of the layout.
             lent: The rows that the training step has, if they differ. The default is ``weight``.
         """
-        self._switch(table, weight, weight if lent is None else lent, rows)
-        group = self._group_of(self.tables[table])
+        lent = weight if lent is None else lent
+        self._switch(table, weight, lent, rows)
+        groups = self.param_groups
+        group = next(group for group in groups if any(one is lent for one in group["params"]))
         on_device = group.get("capturable") or group.get("fused")
         own = self.inner.state.get(weight, {})
         for key, value in own.items():
@@ -321,12 +323,6 @@ class RowOptimizer(torch.optim.Optimizer):
         """Return the inner optimizer's state for the rows of a table."""
         found: dict[str, Any] = self.inner.state.get(state.weight, {})
         return found
-
-    def _group_of(self, state: TableState) -> dict[str, Any]:
-        for group in self.param_groups:
-            if any(parameter is state.lent for parameter in group["params"]):
-                return group
-        raise LookupError(state.table.name)
 
     def _collect_gradients(self) -> None:
         """Move the gradients of the lent rows to the rows that are updated.
@@ -382,7 +378,6 @@ class RowOptimizer(torch.optim.Optimizer):
         outdated = [parameter for parameter in self.inner.state if id(parameter) not in current]
         for parameter in outdated:
             del self.inner.state[parameter]
-        state.watch_gradients()
 
 
 def _layouts(

@@ -348,7 +348,7 @@ class HostEmbedding(nn.Module):
             ClosedError: If such a loop runs.
         """
         for used in loops_over(self, [self._store], writes=True):
-            used.make_way()
+            used.require_compatible()
 
     def require_not_lent(self) -> None:
         """Check that no loop lends rows of this table; tables that share its rows do not count.
@@ -357,7 +357,7 @@ class HostEmbedding(nn.Module):
             ClosedError: If a loop does.
         """
         for used in loops_over(self, []):
-            used.make_way()
+            used.require_compatible()
 
     def require_resumed(self) -> None:
         """Check that the rows belong to this run.
@@ -475,14 +475,14 @@ class HostEmbedding(nn.Module):
         Raises:
             ClosedError: If it is inside.
         """
-        if self.is_in_evaluation:
+        if self._is_in_evaluation:
             raise ClosedError(
                 f"{what} of {self.name} was requested inside evaluating(), where rows can be read "
                 "and not trained; leave evaluating() first"
             )
 
     @property
-    def is_in_evaluation(self) -> bool:
+    def _is_in_evaluation(self) -> bool:
         """Whether the training step of the table's loop is inside ``evaluating()``."""
         session = None if self._training is None else self._training.session
         return session is not None and session.is_evaluating

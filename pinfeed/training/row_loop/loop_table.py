@@ -126,7 +126,7 @@ class LoopTable:
             if other.session is besides:
                 continue
             try:
-                other.make_way(reads=self.reads)
+                other.require_compatible(reads=self.reads)
             except ClosedError as error:
                 if other.table is table:
                     raise
@@ -140,7 +140,7 @@ class LoopTable:
                 "without read_rows, on all ranks at once, or loop over read_rows after the epoch"
             )
 
-    def make_way(self, *, reads: bool = False) -> None:
+    def require_compatible(self, *, reads: bool = False) -> None:
         """Check that the loop of this table permits another use of the rows.
 
         It permits every use after it has ended. A loop that cannot continue is ended. Inside

@@ -109,7 +109,7 @@ class TableSession:
     @property
     def is_inside_evaluation(self) -> bool:
         """Whether the tables are read inside ``evaluating()`` of another loop."""
-        return any(used.reads and used.table.is_in_evaluation for used in self._tables)
+        return any(used.reads and used.table._is_in_evaluation for used in self._tables)
 
     @property
     def is_in_other_thread(self) -> bool:
