@@ -90,7 +90,7 @@ The loop may change its current stream, once or often. Memory then returns to th
 allocated for, and a reader may still allocate for that stream, in a slot that was reserved before
 the change. So memory is shared with each other stream that works with it: a batch in ``lend``,
 values in ``hold``, because the program may have computed them before it changed its stream, and
-values that are forwarded. ``RowLending`` shares the rows that a table looks up.
+values that are forwarded. ``TableSession`` shares the rows that a table looks up.
 
 Batches that were gathered together are lent one by one, so the program may change its stream
 between two of them. ``lend_next`` then repeats (4) in the new stream.

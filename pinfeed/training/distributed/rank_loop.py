@@ -6,15 +6,17 @@ import contextlib
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from pinfeed.errors import ClosedError
+from pinfeed.errors import ArgumentError, ClosedError
 from pinfeed.pipeline.row_cache.cache import RowCache
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.training.distributed.lockstep import RankStep
-from pinfeed.training.distributed.process_groups import RankGroup
-from pinfeed.training.distributed.row_exchange import Counts, ExchangedTable, RowExchange
+from pinfeed.training.distributed.row_exchange import ChangingRows, Counts, RowExchange
 from pinfeed.training.distributed.sharded_rows import RankLink
+
+if TYPE_CHECKING:
+    from pinfeed.training.row_loop.loop_table import LoopTable
 
 
 class Exchanged(NamedTuple):
@@ -39,31 +41,45 @@ class RankLoop:
     reader threads call.
 
     Args:
-        group: The ranks.
         tables: The tables of the loop.
         schedule: Prefetch schedule of the loop.
         verify: Whether the loop is verified.
+
+    Raises:
+        ArgumentError: If some of the tables are not sharded, or they are sharded over different
+            process groups.
     """
 
     def __init__(
-        self,
-        group: RankGroup,
-        tables: Sequence[ExchangedTable],
-        schedule: PrefetchSchedule,
-        *,
-        verify: bool,
+        self, tables: Sequence[LoopTable], schedule: PrefetchSchedule, *, verify: bool
     ) -> None:
+        sharded = [used.sharded for used in tables if used.sharded is not None]
+        group = sharded[0].rank_group
+        if len(sharded) < len(tables) or any(table.rank_group is not group for table in sharded):
+            kinds = [
+                f"{used.name} ({'sharded' if used.sharded else 'not sharded'})" for used in tables
+            ]
+            raise ArgumentError(
+                f"tables: {', '.join(kinds)}; expected either all tables sharded over the same "
+                "process_group, or no sharded table"
+            )
         self.rank = group.rank
         self.size = group.size
         self._group = group
         self._tables = tables
+        self._sharded = sharded
+        self._max_unseen_writes = schedule.max_unseen_writes
         # Without reader threads, the consumer thread also exchanges rows. Both kinds of steps then
         # use the same lockstep, to detect a rank that takes another step.
         self._lockstep = group.reader_lockstep if schedule.depth else group.loop_lockstep
         # Bytes that were sent before this loop was made.
         self._sent_before = group.loop_lockstep.sent + group.reader_lockstep.sent
-        descriptions = [table.description for table in tables]
-        self._description = "; ".join([*descriptions, f"depth={schedule.depth}, verify={verify}"])
+        texts = []
+        for used, table in zip(tables, sharded, strict=True):
+            kinds = [f"{store.dtype} {tuple(store.row_shape)}" for store in used.stores]
+            texts.append(f"{used.name}: {used.n_rows} rows, {', '.join(kinds)}, mean={table.mean}")
+        # This text must be the same on all ranks.
+        self._description = "; ".join([*texts, f"depth={schedule.depth}, verify={verify}"])
 
     @property
     def exchanged(self) -> Exchanged:
@@ -134,7 +150,18 @@ class RankLoop:
 
     def exchange(self, caches: Sequence[RowCache | None]) -> RowExchange:
         """Return the exchange of an epoch, with the caches of its tables."""
-        return RowExchange(self._lockstep, self._tables, caches)
+        # Without an optimizer, the loop does not change the rows.
+        changing = [
+            ChangingRows(
+                used.stores[0],
+                cache,
+                self._max_unseen_writes,
+                is_trained=used.optimizer is not None,
+            )
+            for used, cache in zip(self._tables, caches, strict=True)
+        ]
+        partitions = [table.owners for table in self._sharded]
+        return RowExchange(self._lockstep, partitions, changing)
 
     def end_batches(self, number: int) -> None:
         """Agree that the loaders of all ranks have ended before batch ``number``.
@@ -155,4 +182,4 @@ class RankLoop:
             counts: Numbers of rows by rank.
         """
         lockstep = self._group.loop_lockstep
-        return RankLink(lockstep, (number, table), counts, self._tables[table].mean)
+        return RankLink(lockstep, (number, table), counts, self._sharded[table].mean)

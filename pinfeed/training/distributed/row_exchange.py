@@ -67,23 +67,6 @@ class RowPartition:
         return np.argsort(owner, kind="stable"), np.bincount(owner, minlength=self.size).tolist()
 
 
-@dataclass(frozen=True)
-class ExchangedTable:
-    """A sharded table whose rows are exchanged."""
-
-    partition: RowPartition
-    weights: Store
-    """Store of this rank's rows."""
-    n_recent: int
-    """Number of preceding batches whose changes may be missing in the store during a gather."""
-    is_trained: bool
-    """Whether the loop changes the rows."""
-    mean: bool
-    """Whether gradients are averaged over ranks, instead of summed."""
-    description: str
-    """Text that must be the same on all ranks."""
-
-
 class Counts(NamedTuple):
     """Numbers of rows by rank."""
 
@@ -136,21 +119,19 @@ class RowExchange:
 
     Args:
         lockstep: The ranks' lockstep. Nothing else uses it at the same time.
-        tables: The tables.
-        caches: Cache of this rank's rows for each table, or None for a table without a cache.
+        partitions: Assignment of rows to ranks, for each table.
+        changing: This rank's rows that may change, for each table.
     """
 
     def __init__(
         self,
         lockstep: Lockstep,
-        tables: Sequence[ExchangedTable],
-        caches: Sequence[RowCache | None],
+        partitions: Sequence[RowPartition],
+        changing: Sequence[ChangingRows],
     ) -> None:
         self._lockstep = lockstep
-        self._tables = tables
-        self._changing = [
-            _ChangingRows(table, cache) for table, cache in zip(tables, caches, strict=True)
-        ]
+        self._partitions = partitions
+        self._changing = changing
 
     def exchange(self, number: int, wanted: Sequence[Rows]) -> list[ExchangePlan]:
         """Exchange the rows of a batch.
@@ -167,15 +148,17 @@ class RowExchange:
         """
         lockstep = self._lockstep
         by_owner = [
-            table.partition.by_owner(ids) for table, ids in zip(self._tables, wanted, strict=True)
+            partition.by_owner(ids) for partition, ids in zip(self._partitions, wanted, strict=True)
         ]
         n_wanted = [n_by_rank for _, n_by_rank in by_owner]
         numbers, _ = lockstep.agree(RankStep.BATCH, number, numbers=np.array(n_wanted).T)
         with lockstep.no_report():
             n_given = numbers.T.tolist()
             ids = [
-                _column(table.partition.local(of_table)[order])
-                for table, of_table, (order, _) in zip(self._tables, wanted, by_owner, strict=True)
+                _column(partition.local(rows)[order])
+                for partition, rows, (order, _) in zip(
+                    self._partitions, wanted, by_owner, strict=True
+                )
             ]
             asked = lockstep.exchange_rows("ids", ids, n_wanted, n_given)
             with self.report_bad_batch(number):
@@ -189,11 +172,11 @@ class RowExchange:
             flags = [_column(offer.is_deferred) for offer in offers]
             deferred = lockstep.exchange_rows("control bytes", flags, n_given, n_wanted)
             values = [to_torch(offer.values) for offer in offers]
-            rows = lockstep.exchange_rows("rows", values, n_sent, numbers.T.tolist())
+            received = lockstep.exchange_rows("rows", values, n_sent, numbers.T.tolist())
         return [
             offer.plan(*of_rank, _flat(flags_in), memory_of(rows_in))
             for offer, of_rank, flags_in, rows_in in zip(
-                offers, by_owner, deferred, rows, strict=True
+                offers, by_owner, deferred, received, strict=True
             )
         ]
 
@@ -207,19 +190,24 @@ class RowExchange:
             raise
 
 
-class _ChangingRows:
+class ChangingRows:
     """Own rows of a table whose newest values may be missing in its store.
 
     Args:
-        table: The table.
+        weights: Store of this rank's rows.
         cache: Cache of the rows, or None for a table without a cache.
+        n_recent: Number of preceding batches whose changes may be missing in the store during a
+            gather.
+        is_trained: Whether the loop changes the rows.
     """
 
-    def __init__(self, table: ExchangedTable, cache: RowCache | None) -> None:
-        self.weights = table.weights
+    def __init__(
+        self, weights: Store, cache: RowCache | None, n_recent: int, *, is_trained: bool
+    ) -> None:
+        self.weights = weights
         # Rows of the preceding batches, and the rows that left the cache after each batch.
-        self._recent: deque[Rows] = deque(maxlen=table.n_recent)
-        self._is_trained = table.is_trained
+        self._recent: deque[Rows] = deque(maxlen=n_recent * is_trained)
+        self._is_trained = is_trained
         self._cache = cache
 
     def find(self, rows: Rows) -> Array:
@@ -249,7 +237,7 @@ class _Offer:
         n_given: Number of rows that each rank requests.
     """
 
-    def __init__(self, changing: _ChangingRows, asked: Rows, n_given: list[int]) -> None:
+    def __init__(self, changing: ChangingRows, asked: Rows, n_given: list[int]) -> None:
         weights = changing.weights
         self.n_given = n_given
         own, given = distinct_rows(asked)

@@ -77,7 +77,14 @@ class BatchRows:
             return positions
         if self.ids.device.type == "cpu" or not len(self.rows):
             if not bool(is_found.all()):
-                raise _not_announced(name, int(ids.to(self.ids.device, torch.int64)[~is_found][0]))
+                row = int(ids.to(self.ids.device, torch.int64)[~is_found][0])
+                raise RowIndexError(
+                    f"{name}: id {row} was not announced for this batch; expected the function of "
+                    "this table in train_rows to return every id that the step looks up (a tuple "
+                    "of tensors for several inputs); to evaluate other rows, use "
+                    "`with batches.evaluating():`, or eval mode and torch.no_grad() if the table "
+                    "is not sharded"
+                )
         else:
             torch._assert_async(
                 is_found.all(), f"{name}: an id was not announced to train_rows for this batch"
@@ -139,21 +146,15 @@ class BatchRows:
         Here, both are the same parameter, so this does nothing.
         """
 
-    def position_of(self, row: int | None) -> int | None:
-        """Return the position of a row index, or None if it is None or not among the rows."""
-        return None if row is None else position_in(self.rows, row)
 
+def position_in(rows: Rows, row: int | None) -> int | None:
+    """Return the position of a row index in ascending row indices; None if it is not there.
 
-def position_in(rows: Rows, row: int) -> int | None:
-    """Return the position of a row index in ascending row indices, or None if it is missing."""
+    Args:
+        rows: Row indices, ascending.
+        row: The row index, or None.
+    """
+    if row is None:
+        return None
     position = int(np.searchsorted(rows, row))
     return position if position < len(rows) and rows[position] == row else None
-
-
-def _not_announced(name: str, row: int) -> RowIndexError:
-    return RowIndexError(
-        f"{name}: id {row} was not announced for this batch; expected the function of this table "
-        "in train_rows to return every id that the step looks up (a tuple of tensors for several "
-        "inputs); to evaluate other rows, use `with batches.evaluating():`, or eval mode and "
-        "torch.no_grad() if the table is not sharded"
-    )

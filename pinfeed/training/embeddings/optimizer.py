@@ -138,7 +138,14 @@ class RowOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_gradients_are_current()
+        stale = [state.table.name for state in self.tables.values() if state.has_stale_gradients]
+        if stale:
+            raise ArgumentError(
+                f"step() found gradients of an earlier batch of {', '.join(stale)}; call "
+                "backward() and step(), or zero_grad(), before the loop requests the next batch "
+                "(to accumulate gradients, give train_rows larger batches and split them in the "
+                "training step)"
+            )
         self._collect_gradients()
         for state in self.tables.values():
             gradient = state.weight.grad
@@ -273,8 +280,10 @@ class RowOptimizer(torch.optim.Optimizer):
             rows: Their row-wise state, in the order of the layout.
             lent: The rows that the training step has, if they differ. The default is ``weight``.
         """
-        self._switch(table, weight, weight if lent is None else lent, rows)
-        group = self._group_of(self.tables[table])
+        lent = weight if lent is None else lent
+        self._switch(table, weight, lent, rows)
+        groups = self.param_groups
+        group = next(group for group in groups if any(one is lent for one in group["params"]))
         on_device = group.get("capturable") or group.get("fused")
         own = self.inner.state.get(weight, {})
         for key, value in own.items():
@@ -306,7 +315,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     @property
     def _attributes(self) -> frozenset[str]:
-        """Names of plain values of the inner optimizer itself that its steps change."""
+        """Names of scalar attributes of the optimizer that ``step()`` changes."""
         layouts = [state.layout for state in self.tables.values()]
         return frozenset().union(*(layout.attributes for layout in layouts))
 
@@ -314,22 +323,6 @@ class RowOptimizer(torch.optim.Optimizer):
         """Return the inner optimizer's state for the rows of a table."""
         found: dict[str, Any] = self.inner.state.get(state.weight, {})
         return found
-
-    def _group_of(self, state: TableState) -> dict[str, Any]:
-        for group in self.param_groups:
-            if any(parameter is state.lent for parameter in group["params"]):
-                return group
-        raise LookupError(state.table.name)
-
-    def _check_gradients_are_current(self) -> None:
-        stale = [state.table.name for state in self.tables.values() if state.has_stale_gradients]
-        if stale:
-            raise ArgumentError(
-                f"step() found gradients of an earlier batch of {', '.join(stale)}; call "
-                "backward() and step(), or zero_grad(), before the loop requests the next batch "
-                "(to accumulate gradients, give train_rows larger batches and split them in the "
-                "training step)"
-            )
 
     def _collect_gradients(self) -> None:
         """Move the gradients of the lent rows to the rows that are updated.
@@ -385,7 +378,6 @@ class RowOptimizer(torch.optim.Optimizer):
         outdated = [parameter for parameter in self.inner.state if id(parameter) not in current]
         for parameter in outdated:
             del self.inner.state[parameter]
-        state.watch_gradients()
 
 
 def _layouts(

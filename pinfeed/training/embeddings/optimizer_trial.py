@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -38,7 +38,7 @@ class TrialState:
     """First value of each key."""
     created_in_init: frozenset[str]
     attributes: frozenset[str]
-    """Names of plain values of the optimizer itself that its steps changed."""
+    """Names of scalar attributes of the optimizer that ``step()`` changed."""
 
 
 @dataclass(frozen=True)
@@ -163,14 +163,9 @@ class _RecordingState(dict[str, Any]):
             self.initial.setdefault(key, first)
         super().__setitem__(key, value)
 
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        if key not in self:
-            self[key] = default
-        return self[key]
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
+    # The methods of dict do not call __setitem__.
+    setdefault = MutableMapping.setdefault
+    update = MutableMapping.update
 
 
 def sparse_rows(gradient: torch.Tensor) -> torch.Tensor:
@@ -212,9 +207,8 @@ Trained = tuple[torch.Tensor, dict[str, Any]]
 """Weights and state after a run."""
 
 _N_ROWS = 3
-_N_STEPS = 8
 # Each step rounds a few times. All optimizers of torch stay below 1.
-_ROUNDINGS = 2 * _N_STEPS
+_ROUNDINGS = 2 * _STEPS
 
 
 def require_one_rule(trial: OptimizerTrial, dim: int, dtype: torch.dtype) -> None:
@@ -259,7 +253,7 @@ def _difference(trial: OptimizerTrial, dim: int, dtype: torch.dtype) -> str:
     """
     numbers = np.random.default_rng(0)
     values = torch.from_numpy(numbers.uniform(1, 2, (_N_ROWS, dim))).to(dtype)
-    drawn = numbers.standard_normal((_N_STEPS, _N_ROWS, dim))
+    drawn = numbers.standard_normal((_STEPS, _N_ROWS, dim))
     gradients = [torch.from_numpy(gradient).to(dtype) for gradient in drawn]
     dense = trial.train(values, gradients, sparse=False)
     found = _differences(values, dense, trial.train(values, gradients, sparse=True))

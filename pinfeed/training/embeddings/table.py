@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Any
 
@@ -335,9 +336,9 @@ class HostEmbedding(nn.Module):
         """
         sessions = [used.session for used in loops_over(self, [self._store], reads=True)]
         for session in dict.fromkeys(sessions):
-            if session.is_running:
+            if session is not None and session.is_running:
                 session.flush_writes()
-            else:
+            elif session is not None:
                 session.release_if_over()
 
     def require_idle(self) -> None:
@@ -347,7 +348,7 @@ class HostEmbedding(nn.Module):
             ClosedError: If such a loop runs.
         """
         for used in loops_over(self, [self._store], writes=True):
-            used.make_way()
+            used.require_compatible()
 
     def require_not_lent(self) -> None:
         """Check that no loop lends rows of this table; tables that share its rows do not count.
@@ -356,7 +357,7 @@ class HostEmbedding(nn.Module):
             ClosedError: If a loop does.
         """
         for used in loops_over(self, []):
-            used.make_way()
+            used.require_compatible()
 
     def require_resumed(self) -> None:
         """Check that the rows belong to this run.
@@ -474,11 +475,17 @@ class HostEmbedding(nn.Module):
         Raises:
             ClosedError: If it is inside.
         """
-        if self._training is not None and self._training.session.is_evaluating:
+        if self._is_in_evaluation:
             raise ClosedError(
                 f"{what} of {self.name} was requested inside evaluating(), where rows can be read "
                 "and not trained; leave evaluating() first"
             )
+
+    @property
+    def _is_in_evaluation(self) -> bool:
+        """Whether the training step of the table's loop is inside ``evaluating()``."""
+        session = None if self._training is None else self._training.session
+        return session is not None and session.is_evaluating
 
     @property
     def _gives_sparse(self) -> bool:
@@ -498,8 +505,9 @@ class HostEmbedding(nn.Module):
         """
         if not self._readers:
             return []
+        here = threading.get_ident()
         readers = reversed(list(self._readers))
-        found = [used.rows for used in readers if used.session.is_in_this_thread]
+        found = [used.rows for used in readers if used.thread == here]
         return [rows for rows in found if rows is not None]
 
     def _look_up(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
@@ -516,7 +524,7 @@ class HostEmbedding(nn.Module):
                 if self.max_norm is not None and not (lent is not None and self._is_trained):
                     # torch renormalizes the rows of a lookup in place.
                     weight = weight.clone()
-                return positions, weight, rows.position_of(self.padding_idx)
+                return positions, weight, position_in(rows.rows, self.padding_idx)
         if not every and self.trainable and self._is_trained:
             self._refuse_in_evaluation("a lookup in training mode with gradients")
             raise ClosedError(
@@ -549,11 +557,12 @@ class HostEmbedding(nn.Module):
         else:
             check_rows(rows, self.num_embeddings, self.name)
             assert self._training is not None
+            assert self._training.session is not None
             # The training step may still change the rows of its batch.
             self._training.session.flush_writes(of_step=False)
             weight = self._batch_rows.newest(rows, to_torch(self._gathered(rows)))
         return (
             torch.from_numpy(positions.reshape(ids.shape)).to(weight.device),
             weight,
-            None if self.padding_idx is None else position_in(rows, self.padding_idx),
+            position_in(rows, self.padding_idx),
         )

@@ -91,13 +91,10 @@ class TableState:
         self.is_stepped = False
         self.has_pending_gradients = False
         self.has_unused_gradients = False
-
-    def watch_gradients(self) -> None:
-        """Note when backward() adds gradients to the lent rows."""
-        if self.lent.requires_grad:
+        if lent.requires_grad:
             # A weak reference, because the garbage collector cannot see the references of a hook.
             hook = functools.partial(_note_gradient, weakref.ref(self))
-            self.lent.register_post_accumulate_grad_hook(hook)
+            lent.register_post_accumulate_grad_hook(hook)
 
     def changed_rows(self, state: Mapping[str, Any], optimizer: str) -> list[torch.Tensor | None]:
         """Return row-wise state after a step, with None for state that does not exist yet.

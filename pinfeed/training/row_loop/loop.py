@@ -16,8 +16,6 @@ from pinfeed.memory.plan import Plan, check_route
 from pinfeed.pipeline.active_run import is_suspended
 from pinfeed.pipeline.schedule import PrefetchSchedule, n_id_readers
 from pinfeed.training.distributed.rank_loop import Exchanged, RankLoop
-from pinfeed.training.distributed.row_exchange import ExchangedTable
-from pinfeed.training.distributed.sharded_table import ShardedEmbedding
 from pinfeed.training.row_loop.caches import cache_allocations, cache_notes, row_caches
 from pinfeed.training.row_loop.loader_replay import LoaderReplay, require_row_loop_state
 from pinfeed.training.row_loop.loop_table import LoopTable
@@ -82,13 +80,23 @@ class RowLoop(LoaderFeeder[T_co]):
         self._config = config
         self._tables = tables
         self._stores = [store for used in tables for store in used.stores]
-        schedule = _schedule(depth, tables, verify=verify)
+        is_sharded = any(used.sharded is not None for used in tables)
+        # Ranks need the same depth, and a verified loop is slow at any depth.
+        measures_depth = depth is None and not verify and not is_sharded
+        depth = DEFAULT_DEPTH if depth is None else depth
+        schedule = PrefetchSchedule(
+            depth,
+            n_readers=n_id_readers(depth),
+            writes=not any(used.reads for used in tables),
+            has_caches=any(used.table.device_cache is not None for used in tables),
+            measures_depth=measures_depth,
+        )
         self._schedule = schedule
         if look_ahead is None:
             # The synchronous loop requests each batch from the loader only when a step needs it.
             look_ahead = _LOOK_AHEAD if schedule.depth else 0
         look_ahead = whole_number(look_ahead, "look_ahead", least=0)
-        self._ranks = _rank_loop(tables, schedule, verify=verify)
+        self._ranks = RankLoop(tables, schedule, verify=verify) if is_sharded else None
         self._row_source = TableRowSource(loader, tables, look_ahead, self._ranks)
         # For each batch: rows of every store, ids of every table, and leaves of the loader's batch.
         n_spare = (len(self._stores) + len(tables) + 4) * (2 * schedule.depth + 2)
@@ -290,62 +298,3 @@ class RowLoop(LoaderFeeder[T_co]):
         inside = self._session.is_inside_evaluation
         self._row_source.caches = [None] * len(self._tables) if inside else self._caches
         self._replay.begin(self._loop.start)
-
-
-def _schedule(depth: int | None, tables: Sequence[LoopTable], *, verify: bool) -> PrefetchSchedule:
-    """Return the schedule of a loop, which measures its depth if none was given.
-
-    Ranks of sharded tables need the same depth, and a verified loop is slow at any depth. Neither
-    measures its depth.
-    """
-    is_sharded = any(isinstance(used.table, ShardedEmbedding) for used in tables)
-    measures_depth = depth is None and not verify and not is_sharded
-    depth = DEFAULT_DEPTH if depth is None else depth
-    return PrefetchSchedule(
-        depth,
-        n_readers=n_id_readers(depth),
-        writes=not any(used.reads for used in tables),
-        has_caches=any(used.table.device_cache is not None for used in tables),
-        measures_depth=measures_depth,
-    )
-
-
-def _rank_loop(
-    tables: Sequence[LoopTable], schedule: PrefetchSchedule, *, verify: bool
-) -> RankLoop | None:
-    """Return the ranks that loop together; None if no table is sharded.
-
-    Raises:
-        ArgumentError: If some of the tables are sharded and some are not, or they are sharded over
-            different process groups.
-    """
-    sharded = [used.table for used in tables if isinstance(used.table, ShardedEmbedding)]
-    if not sharded:
-        return None
-    rank_group = sharded[0].rank_group
-    if len(sharded) < len(tables) or any(table.rank_group is not rank_group for table in sharded):
-        kinds = [
-            f"{used.name} ({'' if isinstance(used.table, ShardedEmbedding) else 'not '}sharded)"
-            for used in tables
-        ]
-        raise ArgumentError(
-            f"tables: {', '.join(kinds)}; expected either all tables sharded over the same "
-            "process_group, or no sharded table"
-        )
-    exchanged = []
-    for used, table in zip(tables, sharded, strict=True):
-        is_trained = used.optimizer is not None
-        kinds = [f"{store.dtype} {tuple(store.row_shape)}" for store in used.stores]
-        exchanged.append(
-            ExchangedTable(
-                partition=table.owners,
-                weights=used.stores[0],
-                n_recent=schedule.max_unseen_writes * is_trained,
-                is_trained=is_trained,
-                mean=table.mean,
-                description=(
-                    f"{used.name}: {used.n_rows} rows, {', '.join(kinds)}, mean={table.mean}"
-                ),
-            )
-        )
-    return RankLoop(rank_group, exchanged, schedule, verify=verify)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from types import NoneType
 from typing import TYPE_CHECKING, Any
@@ -48,10 +49,11 @@ class LoopTable:
         stores: Store of the weights, then the stores of the row-wise state.
         trainable: Whether the rows have gradients in the running loop.
         rows: Rows of the current batch; None between two batches.
-        session: The loop.
+        thread: Thread that got these rows.
+        sharded: The table, if it is sharded over ranks; otherwise None.
+        session: The loop while the table is reserved for it; otherwise None. A longer reference
+            would be a cycle, whose memory only the garbage collector frees.
     """
-
-    session: TableSession
 
     def __init__(
         self,
@@ -66,17 +68,17 @@ class LoopTable:
         self.n_rows = table.num_embeddings
         self.ids_of = ids_function(ids, table.name)
         self.optimizer = optimizer
+        self.sharded = table if isinstance(table, ShardedEmbedding) else None
         self.reads = reads
         self.trainable = table.trainable and not reads
         self.names = ["weight"]
         self.stores: list[Store] = [table.store]
         self.rows: BatchRows | None = None
+        self.session: TableSession | None = None
+        self.thread = 0
         # The ranks of a sharded table exchange dense gradients. step() makes them sparse.
-        self._sparse = (
-            optimizer is not None
-            and optimizer.gradients == "sparse"
-            and not isinstance(table, ShardedEmbedding)
-        )
+        has_sparse = optimizer is not None and optimizer.gradients == "sparse"
+        self._sparse = has_sparse and self.sharded is None
         self._has_warned = False
         if optimizer is not None:
             state = optimizer.tables[table]
@@ -124,21 +126,21 @@ class LoopTable:
             if other.session is besides:
                 continue
             try:
-                other.make_way(reads=self.reads)
+                other.require_compatible(reads=self.reads)
             except ClosedError as error:
                 if other.table is table:
                     raise
                 raise ClosedError(
                     f"{self.name} and {other.name} have rows in common, and {error}"
                 ) from None
-        if self.reads and isinstance(table, ShardedEmbedding) and table._training is not None:
+        if self.reads and self.sharded is not None and table._training is not None:
             raise ClosedError(
                 f"read_rows of {self.name}, which is sharded, inside evaluating(): the ranks "
                 "exchange rows for one loop at a time; inside evaluating(), look the rows up "
                 "without read_rows, on all ranks at once, or loop over read_rows after the epoch"
             )
 
-    def make_way(self, *, reads: bool = False) -> None:
+    def require_compatible(self, *, reads: bool = False) -> None:
         """Check that the loop of this table permits another use of the rows.
 
         It permits every use after it has ended. A loop that cannot continue is ended. Inside
@@ -151,9 +153,9 @@ class LoopTable:
             ClosedError: If it does not.
         """
         session = self.session
-        if not (reads and session.is_evaluating):
+        if session is not None and not (reads and session.is_evaluating):
             session.release_if_over()
-        if not self._is_reserved:
+        if session is None or self.session is None:
             return
         if reads:
             session.require_evaluating(self.name)
@@ -164,42 +166,43 @@ class LoopTable:
             f"close() of the loop that {kind} returned"
         )
 
-    @property
-    def _is_reserved(self) -> bool:
-        return self.table._training is self or self in self.table._readers
-
-    def reserve(self) -> None:
-        """Reserve the table for the loop, which is about to begin.
+    def reserve(self, session: TableSession) -> None:
+        """Reserve the table for a loop, which is about to begin.
 
         Raises:
             ClosedError: If another loop excludes this use of the rows.
         """
+        table = self.table
+        if not self.reads:
+            table.require_not_lent()
+        self.session = session
         if self.reads:
-            self.table._readers[self] = None
+            table._readers[self] = None
         else:
-            self.table.require_not_lent()
-            self.table._training = self
+            table._training = self
         # Each loop registers before it checks, so one sees the other.
         register(self)
         try:
-            self.require_free(besides=self.session)
+            self.require_free(besides=session)
         except BaseException:
             self.release()
             raise
 
     def release(self) -> None:
         """End the reservation of ``reserve``. A second call does nothing."""
-        if not self._is_reserved:
+        if self.session is None:
             return
         self.unbind()
         unregister(self)
         self.table._readers.pop(self, None)
-        if not self.reads:
+        if self.table._training is self:
             self.table._training = None
+        self.session = None
 
     def bind(self, rows: BatchRows, state: list[torch.Tensor]) -> None:
         """Lend the rows of a batch to the table, and their state to its optimizer."""
         rows.sparse = self._sparse
+        self.thread = threading.get_ident()
         self.rows = rows
         if not self.reads:
             self.table._batch_rows = rows

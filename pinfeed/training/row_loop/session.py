@@ -1,18 +1,17 @@
 """TableSession: one loop over tables, from their reservation to their release.
 
-All tables of a loop are in the same state:
+All tables of a loop are in the same state. Events change it:
 
-| state | in this state | next state, and the event that leads there |
-|---|---|---|
-| `IDLE` | no loop runs; lookups read the stores | `RESERVED`: the loop begins |
-| `RESERVED` | the loop is between two batches | `LENT`: `bind` lends the rows of a batch |
-| `LENT` | in a training step; lookups use the rows of its batch on the device | `EVALUATING`: \
-the step enters `evaluating()`; `RESERVED`: the step ends |
-| `EVALUATING` | lookups read the stores, which have all changes; the batch keeps its rows | \
-`LENT`: the step leaves `evaluating()` |
+    state        event                             next state
+    IDLE         the loop begins                   RESERVED
+    RESERVED     the loop lends a batch            LENT
+    LENT         the training step ends            RESERVED
+    LENT         the step enters evaluating()      EVALUATING
+    EVALUATING   the step leaves evaluating()      LENT
+    any          the loop ends                     IDLE
 
-From every state, the end of the loop leads to `IDLE`: its last batch, ``break``, an error, an
-interrupt, or ``close``. A loop over ``read_rows`` is never `EVALUATING`.
+The loop ends after its last batch, or by ``break``, an error, an interrupt or ``close``. A loop
+over ``read_rows`` is never EVALUATING.
 """
 
 from __future__ import annotations
@@ -45,12 +44,16 @@ _ENDED = (
 
 
 class State(enum.Enum):
-    """The state of the tables of a loop, as described at the top of the file."""
+    """The state of the tables of a loop."""
 
     IDLE = enum.auto()
+    """No loop runs. Lookups read the stores."""
     RESERVED = enum.auto()
+    """The loop is between two batches."""
     LENT = enum.auto()
+    """The program is in a training step. Lookups use the rows of its batch on the device."""
     EVALUATING = enum.auto()
+    """Lookups read the stores, which have all changes. The batch keeps its rows."""
 
 
 class TableSession:
@@ -92,8 +95,6 @@ class TableSession:
         self._reference: SynchronousRows | None = None
         # Iterator of the last loop. The reference is weak, so a loop ends when the caller drops it.
         self._iterator: weakref.ref[GeneratorType[Any, None, None]] | None = None
-        for used in tables:
-            used.session = self
 
     @property
     def is_running(self) -> bool:
@@ -108,18 +109,12 @@ class TableSession:
     @property
     def is_inside_evaluation(self) -> bool:
         """Whether the tables are read inside ``evaluating()`` of another loop."""
-        trained = [used.table._training for used in self._tables if used.reads]
-        return any(used is not None and used.session.is_evaluating for used in trained)
+        return any(used.reads and used.table._is_in_evaluation for used in self._tables)
 
     @property
     def is_in_other_thread(self) -> bool:
         """Whether the loop is running in another thread than the caller's."""
         return self._thread not in (None, threading.get_ident())
-
-    @property
-    def is_in_this_thread(self) -> bool:
-        """Whether the loop is running in the caller's thread."""
-        return self._thread == threading.get_ident()
 
     @property
     def iterator(self) -> GeneratorType[Any, None, None] | None:
@@ -273,7 +268,7 @@ class TableSession:
         if self._verify:
             self._reference = SynchronousRows(self._tables)
         for used in self._tables:
-            used.reserve()
+            used.reserve(self)
         self._state = State.RESERVED
 
     def _bind(self, lent: LentBatch) -> Any:
@@ -295,7 +290,6 @@ class TableSession:
                 rows.require_gradients()
             # The first tensor is the weights; the others are the optimizer's state.
             used.bind(rows, stored[1:])
-        self._thread = threading.get_ident()
         self._batch = lent
         self._state = State.LENT
         return batch.data
@@ -378,7 +372,7 @@ class TableSession:
             used.table._batch_rows = used.rows
         for used in self._tables:
             for other in loops_over(used.table, used.stores, writes=used.writes):
-                if other.reads:
+                if other.reads and other.session is not None:
                     other.session.leave(_ENDED)
 
     def leave(self, reason: str) -> None:

@@ -22,7 +22,7 @@ from pinfeed.errors import (
     ArgumentError,
     StoreError,
 )
-from pinfeed.training.distributed import initialization
+from pinfeed.training.distributed import sharded_table
 from pinfeed.training.distributed.row_exchange import RowPartition
 
 
@@ -47,7 +47,7 @@ def test_every_row_has_one_owner(n_rows: int, size: int, data: Any) -> None:
 def test_chunks_are_drawn_as_the_whole_tensor_is(
     init: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(initialization, "CHUNK_BYTES", 400)
+    monkeypatch.setattr(sharded_table, "CHUNK_BYTES", 400)
     fill = getattr(nn.init, f"{init}_")
     for shape in ((1, 1), (37, 1), (100, 3), (64, 5)):
         torch.manual_seed(0)
@@ -55,7 +55,7 @@ def test_chunks_are_drawn_as_the_whole_tensor_is(
         fill(whole)
         state = torch.get_rng_state()
         torch.manual_seed(0)
-        pieces = list(initialization.draw_chunks(fill, shape, dtype))
+        pieces = list(sharded_table.draw_chunks(fill, shape, dtype))
         assert torch.equal(torch.cat([piece for _, piece in pieces]), whole)
         assert [start for start, _ in pieces] == np.cumsum(
             [0, *(len(piece) for _, piece in pieces)]
