@@ -122,7 +122,7 @@ class GradientAccumulator:
         n = n_samples(chunk.inputs)
         losses = []
         for start, stop in ((0, n // 2), (n // 2, n)):
-            samples = slice_samples(chunk[:2], start, stop)
-            half = Chunk(*samples, self._spec.count_terms(*samples))
+            x, y = slice_samples(chunk[:2], start, stop)
+            half = Chunk(x, y, self._spec.count_terms(x, y))
             losses.append(self._backward(half, total, missing))
         return torch.stack(losses).sum()

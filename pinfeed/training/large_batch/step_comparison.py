@@ -36,6 +36,7 @@ from pinfeed.training.large_batch.batches import (
     Chunks,
     check_output_rows,
     concatenate,
+    is_differentiable,
     n_samples,
     select_samples,
     slice_samples,
@@ -365,10 +366,9 @@ class _RandomLoss:
         # Outputs may need no gradient, but the backward pass of a loss must be possible.
         total = torch.zeros((), dtype=torch.float64, requires_grad=True)
         for i, (_, leaf) in enumerate(leaves):
-            if _is_tensor(leaf) and leaf.is_complex():
-                leaf = torch.view_as_real(leaf)
-            if _is_tensor(leaf) and leaf.is_floating_point():
-                products = leaf * _random_rows(i, leaf, int(rows[0]))
+            if is_differentiable(leaf):
+                values = torch.view_as_real(leaf) if leaf.is_complex() else leaf
+                products = values * _random_rows(i, values, int(rows[0]))
                 total = total.to(leaf.device) + products.double().sum()
         return total
 
@@ -380,13 +380,11 @@ class _StoredOutputs(nn.Module):
         super().__init__()
         leaves, self._rebuild = flatten(outputs)
         self._leaves = [
-            nn.Parameter(leaf)
-            if _is_tensor(leaf) and (leaf.is_floating_point() or leaf.is_complex())
-            else leaf
-            for _, leaf in leaves
+            nn.Parameter(leaf) if is_differentiable(leaf) else leaf for _, leaf in leaves
         ]
-        variables = (leaf for leaf in self._leaves if isinstance(leaf, nn.Parameter))
-        self.outputs = nn.ParameterList(variables)
+        for i, leaf in enumerate(self._leaves):
+            if isinstance(leaf, nn.Parameter):
+                self.register_parameter(f"output{i}", leaf)
 
     def forward(self, rows: torch.Tensor) -> Any:
         return select_samples(self._rebuild(iter(self._leaves)), rows)
