@@ -112,8 +112,6 @@ class GradientAccumulator:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error) or n_samples(chunk.inputs) == 1:
                 raise
-        # This is after the except block, because within the block the traceback keeps the
-        # tensors of the failed frames alive.
         release_cached_memory()
         rng_state.restore(state)
         self.n_halved += 1

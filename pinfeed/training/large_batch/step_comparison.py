@@ -369,7 +369,7 @@ class _RandomLoss:
             if is_differentiable(leaf):
                 values = torch.view_as_real(leaf) if leaf.is_complex() else leaf
                 products = values * _random_rows(i, values, int(rows[0]))
-                total = total.to(leaf.device) + products.double().sum()
+                total = total.to(leaf.device) + products.sum(dtype=torch.float64)
         return total
 
 
@@ -395,11 +395,11 @@ def _random_rows(i: int, leaf: torch.Tensor, start: int) -> torch.Tensor:
     if not leaf.ndim:
         return torch.ones_like(leaf)
     # The numbers are numpy's, because those of torch may be fixed.
-    rows = [
-        np.random.default_rng((i, row)).random(leaf.shape[1:]) - 0.5
-        for row in range(start, start + len(leaf))
-    ]
-    return torch.from_numpy(np.array(rows).reshape(leaf.shape)).to(leaf)
+    numbers = np.empty(leaf.shape, np.float32)
+    for row in range(len(leaf)):
+        generator = np.random.default_rng((i, start + row))
+        generator.random(dtype=np.float32, out=numbers[row : row + 1])
+    return torch.from_numpy(numbers).sub_(0.5).to(leaf)
 
 
 @contextlib.contextmanager
