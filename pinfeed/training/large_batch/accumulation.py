@@ -112,8 +112,6 @@ class GradientAccumulator:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error) or n_samples(chunk.inputs) == 1:
                 raise
-        # This is after the except block, because within the block the traceback keeps the
-        # tensors of the failed frames alive.
         release_cached_memory()
         rng_state.restore(state)
         self.n_halved += 1
@@ -122,7 +120,7 @@ class GradientAccumulator:
         n = n_samples(chunk.inputs)
         losses = []
         for start, stop in ((0, n // 2), (n // 2, n)):
-            samples = slice_samples(chunk[:2], start, stop)
-            half = Chunk(*samples, self._spec.count_terms(*samples))
+            x, y = slice_samples(chunk[:2], start, stop)
+            half = Chunk(x, y, self._spec.count_terms(x, y))
             losses.append(self._backward(half, total, missing))
         return torch.stack(losses).sum()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -33,6 +33,11 @@ Chunks = Generator[Chunk, None, None]
 def _has_rows(leaf: Any) -> bool:
     """Return whether a leaf is a tensor with a first dimension."""
     return isinstance(leaf, torch.Tensor) and leaf.ndim > 0
+
+
+def is_differentiable(leaf: Any) -> TypeGuard[torch.Tensor]:
+    """Return whether a leaf is a tensor that may have a gradient."""
+    return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
 def n_samples(batch: Any) -> int:

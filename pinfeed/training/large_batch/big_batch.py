@@ -339,8 +339,8 @@ class BigBatch:
             self._selector.check_part_of_source(*batch)
             for start in range(0, n_samples(batch), size):
                 # Tensors are already on the device, but numpy arrays are not.
-                chunk = to_device(slice_samples(batch, start, start + size), self._device)
-                yield Chunk(*chunk, self._spec.count_terms(*chunk))
+                x, y = to_device(slice_samples(batch, start, start + size), self._device)
+                yield Chunk(x, y, self._spec.count_terms(x, y))
 
     def _require_open(self) -> None:
         if self._is_closed:

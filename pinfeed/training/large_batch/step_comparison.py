@@ -36,6 +36,7 @@ from pinfeed.training.large_batch.batches import (
     Chunks,
     check_output_rows,
     concatenate,
+    is_differentiable,
     n_samples,
     select_samples,
     slice_samples,
@@ -365,11 +366,10 @@ class _RandomLoss:
         # Outputs may need no gradient, but the backward pass of a loss must be possible.
         total = torch.zeros((), dtype=torch.float64, requires_grad=True)
         for i, (_, leaf) in enumerate(leaves):
-            if _is_tensor(leaf) and leaf.is_complex():
-                leaf = torch.view_as_real(leaf)
-            if _is_tensor(leaf) and leaf.is_floating_point():
-                products = leaf * _random_rows(i, leaf, int(rows[0]))
-                total = total.to(leaf.device) + products.double().sum()
+            if is_differentiable(leaf):
+                values = torch.view_as_real(leaf) if leaf.is_complex() else leaf
+                products = values * _random_rows(i, values, int(rows[0]))
+                total = total.to(leaf.device) + products.sum(dtype=torch.float64)
         return total
 
 
@@ -380,13 +380,11 @@ class _StoredOutputs(nn.Module):
         super().__init__()
         leaves, self._rebuild = flatten(outputs)
         self._leaves = [
-            nn.Parameter(leaf)
-            if _is_tensor(leaf) and (leaf.is_floating_point() or leaf.is_complex())
-            else leaf
-            for _, leaf in leaves
+            nn.Parameter(leaf) if is_differentiable(leaf) else leaf for _, leaf in leaves
         ]
-        variables = (leaf for leaf in self._leaves if isinstance(leaf, nn.Parameter))
-        self.outputs = nn.ParameterList(variables)
+        for i, leaf in enumerate(self._leaves):
+            if isinstance(leaf, nn.Parameter):
+                self.register_parameter(f"output{i}", leaf)
 
     def forward(self, rows: torch.Tensor) -> Any:
         return select_samples(self._rebuild(iter(self._leaves)), rows)
@@ -397,11 +395,11 @@ def _random_rows(i: int, leaf: torch.Tensor, start: int) -> torch.Tensor:
     if not leaf.ndim:
         return torch.ones_like(leaf)
     # The numbers are numpy's, because those of torch may be fixed.
-    rows = [
-        np.random.default_rng((i, row)).random(leaf.shape[1:]) - 0.5
-        for row in range(start, start + len(leaf))
-    ]
-    return torch.from_numpy(np.array(rows).reshape(leaf.shape)).to(leaf)
+    numbers = np.empty(leaf.shape, np.float32)
+    for row in range(len(leaf)):
+        generator = np.random.default_rng((i, start + row))
+        generator.random(dtype=np.float32, out=numbers[row : row + 1])
+    return torch.from_numpy(numbers).sub_(0.5).to(leaf)
 
 
 @contextlib.contextmanager

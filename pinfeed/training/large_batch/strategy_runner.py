@@ -79,8 +79,6 @@ class StrategyRunner:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error) or not self._can_be_cut(chosen):
                 raise
-        # This is after the except block, because within the block the traceback keeps the
-        # tensors of the failed frames alive.
         release_cached_memory()
         rng_state.restore(state)
         self.n_halved += 1

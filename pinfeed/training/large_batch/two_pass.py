@@ -11,7 +11,13 @@ import torch
 from pinfeed.errors import ArgumentError
 from pinfeed.tensors import rng_state
 from pinfeed.tensors.pytree import flatten
-from pinfeed.training.large_batch.batches import Chunks, check_output_rows, concatenate, n_samples
+from pinfeed.training.large_batch.batches import (
+    Chunks,
+    check_output_rows,
+    concatenate,
+    is_differentiable,
+    n_samples,
+)
 from pinfeed.training.large_batch.recompute import buffers_of, replayed_buffers
 from pinfeed.training.large_batch.step_spec import StepSpec
 from pinfeed.training.memory_model.models import call_model
@@ -35,7 +41,9 @@ def backward_two_pass(spec: StepSpec, chunks: Callable[[], Chunks], targets: Any
     buffers = buffers_of(spec.modules)
     outputs, states = _outputs_without_graph(spec, chunks)
     leaves, rebuild = flatten(outputs)
-    held = [leaf.detach().requires_grad_() if _has_gradient(leaf) else leaf for _, leaf in leaves]
+    held = [
+        leaf.detach().requires_grad_() if is_differentiable(leaf) else leaf for _, leaf in leaves
+    ]
     with spec.context():
         loss = spec.loss(rebuild(iter(held)), targets)
     spec.scale(loss).backward()
@@ -73,12 +81,8 @@ def _backward_from(outputs: Any, whole: list[Any], start: int, stop: int) -> Non
     tensors = []
     gradients = []
     for (_, leaf), old in zip(flatten(outputs)[0], whole, strict=True):
-        if _has_gradient(leaf) and leaf.requires_grad and old.grad is not None:
+        if is_differentiable(leaf) and leaf.requires_grad and old.grad is not None:
             tensors.append(leaf)
             gradients.append(old.grad[start:stop])
     if tensors:
         torch.autograd.backward(tensors, gradients)
-
-
-def _has_gradient(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())

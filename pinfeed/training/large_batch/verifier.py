@@ -114,8 +114,6 @@ class Verifier:
                     f"strategy={strategy!r} cannot be compared with the plain step; free memory, "
                     "or give verify=False"
                 ) from error
-        # This is after the except block, because within the block the traceback keeps the
-        # tensors of the failed frames alive.
         release_cached_memory()
         return self._problem_on(n - 1, strategy, spec, inputs, targets)
 

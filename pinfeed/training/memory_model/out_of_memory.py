@@ -26,7 +26,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release_cached_memory() -> None:
-    """Free dead objects, and return the allocator's unused memory to the device."""
+    """Free dead objects, and return the allocator's unused memory to the device.
+
+    Call it after the ``except`` block of the error, because within the block the traceback keeps
+    the tensors of the failed frames alive.
+    """
     if torch.cuda.is_available():
         gc.collect()
         torch.cuda.empty_cache()
