@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from pinfeed.errors import ArgumentError, FileMissing, ReadError, StoreError
+from pinfeed.errors import ArgumentError, ReadError, StoreError
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.arrow_arrays import (
     RAGGED_ADVICE,
@@ -24,8 +24,7 @@ from pinfeed.stores.arrow_arrays import (
 from pinfeed.stores.base import Array
 from pinfeed.stores.chunked import ChunkedStore, ChunkLayout
 from pinfeed.stores.libraries import imported, library_errors
-from pinfeed.stores.paths import Path, local_paths
-from pinfeed.stores.row_layout import require_regular
+from pinfeed.stores.paths import Path, file_size, local_paths
 from pinfeed.validation.arguments import explain_arguments
 from pinfeed.validation.requirements import install_line
 
@@ -187,13 +186,7 @@ def _files(path: Path | Sequence[Path]) -> list[_ParquetFile]:
     )
     files: list[_ParquetFile] = []
     for name in map(os.path.abspath, local_paths(path)):
-        if not os.path.exists(name):
-            raise FileMissing(f"{name}: no such file (looked in {os.getcwd()})")
-        require_regular(name)
-        if os.path.isdir(name):
-            raise StoreError(
-                f"{name} is a directory; expected a file, or a pattern such as {name}/*.parquet"
-            )
+        file_size(name, "*.parquet")
         version = _version(name)
         with _pyarrow_errors(name):
             metadata = parquet.read_metadata(name)
