@@ -23,7 +23,8 @@ from pinfeed.devices.row_copies import RowCopyKernel, row_copy_kernel
 from pinfeed.errors import DeviceError
 from pinfeed.memory.buffer_pool import BufferPool
 from pinfeed.memory.page_locked import unlock_freed
-from pinfeed.stores.base import Array, HostArray, Store
+from pinfeed.stores.host_rows import HostArray
+from pinfeed.stores.store import Array, Store
 from pinfeed.tensors.numpy_torch import NUMPY, TORCH, to_torch
 from pinfeed.threads.pool import ThreadPool
 

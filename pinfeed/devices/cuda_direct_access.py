@@ -26,8 +26,9 @@ from pinfeed.devices.route_benchmark import grids_of, measure
 from pinfeed.devices.route_cache import cached_rates
 from pinfeed.errors import DeviceError, described
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.base import Array, HostArray, Store, row_nbytes, run_of
+from pinfeed.stores.host_rows import HostArray
 from pinfeed.stores.pinned import PinnedStore
+from pinfeed.stores.store import Array, Store, row_nbytes, run_of
 from pinfeed.tensors.numpy_torch import TORCH
 
 _Table = tuple[Any, torch.Tensor]

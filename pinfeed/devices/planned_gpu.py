@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from pinfeed.devices.cpu import HostDevice
 from pinfeed.errors import ArgumentError, DeviceError
-from pinfeed.stores.base import HostArray, Store
+from pinfeed.stores.host_rows import HostArray
+from pinfeed.stores.store import Store
 
 
 class PlannedGpu(HostDevice):

@@ -16,7 +16,7 @@ from pinfeed.pipeline.schedule import PrefetchSchedule, measured_schedule, n_id_
 from pinfeed.pipeline.sources.fetch import FetchSpec, RowFetch
 from pinfeed.pipeline.sources.ids import ids_function
 from pinfeed.pipeline.store_tree import StoreTree
-from pinfeed.stores.base import Store
+from pinfeed.stores.store import Store
 
 
 class FetchStores:

@@ -21,7 +21,7 @@ from pinfeed.readahead.ragged import RaggedReads
 from pinfeed.readahead.strategy import DirectReads
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import sequential
-from pinfeed.stores.base import row_nbytes
+from pinfeed.stores.store import row_nbytes
 
 _TRIAL_BYTES = 1 << 20
 """Bytes of the rows of the smaller trial batch. Allocators round up the memory of small batches."""

@@ -16,8 +16,7 @@ from pinfeed.pipeline.mover import RunAll, run_in_turn
 from pinfeed.pipeline.part_memory import SHARED, PartMemory, Place, known_nbytes, shared_nbytes
 from pinfeed.pipeline.slot import DeviceSlot
 from pinfeed.pipeline.sources.base import HostBatch
-from pinfeed.stores.base import HostArray, part_nbytes
-from pinfeed.stores.divided_gather import gather_pieces
+from pinfeed.stores.host_rows import HostArray, gather_pieces, part_nbytes
 
 _BYTES = np.dtype(np.uint8)
 

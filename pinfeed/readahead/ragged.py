@@ -11,9 +11,8 @@ from pinfeed.memory.plan import Allocation
 from pinfeed.readahead.strategy import ReadStrategy
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.windows import Windows
-from pinfeed.stores.base import Gatherable
+from pinfeed.stores.host_rows import Gatherable, run_gather
 from pinfeed.stores.ragged import RaggedParts, RaggedStore
-from pinfeed.stores.runs import run_gather
 
 OpenRaggedBatch = Callable[[int, int], Callable[[Rows], RaggedParts]]
 """Takes the position of a batch and its number of rows, as ``OpenBatch``; returns its parts."""

@@ -39,13 +39,13 @@ from pinfeed.rows.orders import Order, PerRank, Sequential
 from pinfeed.rows.ragged_batches import ElementBatches
 from pinfeed.rows.windows import Windows, windows
 from pinfeed.stores.array import ArrayStore
-from pinfeed.stores.base import Store
 from pinfeed.stores.chunked import ChunkedStore
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.ragged import RaggedStore
 from pinfeed.stores.remote import RemoteStore
 from pinfeed.stores.sharded_file import ShardedStore
+from pinfeed.stores.store import Store
 
 SEEK_BYTES = 64 << 10
 """Bytes that a disk reads in sequence in the time of one random read.

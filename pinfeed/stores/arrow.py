@@ -18,9 +18,9 @@ from pinfeed.stores.arrow_arrays import (
     ragged_error,
     rows_of_chunk,
 )
-from pinfeed.stores.base import Array, checked_gather, in_words, run_of
+from pinfeed.stores.host_rows import gather_rows
 from pinfeed.stores.libraries import imported
-from pinfeed.stores.runs import gather_rows
+from pinfeed.stores.store import Array, checked_gather, in_words, run_of
 from pinfeed.validation.safe_repr import safe_repr
 
 # Most gathers that run at the same time.

@@ -12,8 +12,8 @@ from pinfeed.errors import StoreError
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import copy_runs
-from pinfeed.stores.base import Array
 from pinfeed.stores.libraries import imported
+from pinfeed.stores.store import Array
 
 # Lengths of lists that are compared at a time.
 _N_LENGTHS = 1 << 20

@@ -13,10 +13,10 @@ from pinfeed.errors import CopyError, PinfeedError, ReadError, StoreError, descr
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import copy_runs
-from pinfeed.stores.base import Array
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.kept_chunks import KeptChunks
 from pinfeed.stores.local_file import LocalFileStore
+from pinfeed.stores.store import Array
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.safe_repr import safe_repr
 

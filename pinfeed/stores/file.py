@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import StoreError
-from pinfeed.stores.base import Array, shape_to_make
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.npy import create, holds, read_header
 from pinfeed.stores.paths import Path, local_path, local_paths
 from pinfeed.stores.raw_layouts import Windows, raw_layout, series_layout
 from pinfeed.stores.row_layout import RowLayout
+from pinfeed.stores.store import Array, shape_to_make
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.validation.arguments import (
     check_file_to_make,

@@ -13,7 +13,7 @@ import numpy as np
 from pinfeed.errors import ClosedError, WriteBackError
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
-from pinfeed.stores.base import Array, checked_gather
+from pinfeed.stores.store import Array, checked_gather
 
 if TYPE_CHECKING:
     from typing_extensions import Self

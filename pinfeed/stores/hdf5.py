@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from pinfeed.errors import ArgumentError, ClosedError, FileMissing, StoreError, described
-from pinfeed.stores.base import Array
 from pinfeed.stores.chunked import MAX_DECODES, ChunkedStore, ChunkLayout, even_bounds
 from pinfeed.stores.file import MmapStore
 from pinfeed.stores.hdf5_chunks import RawChunks
 from pinfeed.stores.libraries import imported, library_errors
 from pinfeed.stores.paths import Path, local_path
+from pinfeed.stores.store import Array
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.arguments import explain_arguments
 from pinfeed.validation.requirements import install_line

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 from pinfeed.errors import ReadError
-from pinfeed.stores.base import Array
+from pinfeed.stores.store import Array
 from pinfeed.threads.call import Call
 
 

@@ -17,12 +17,12 @@ from pinfeed.memory.file_mappings import file_key
 from pinfeed.memory.host import FreeHostMemory, free_host_memory
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
-from pinfeed.stores.base import Array, checked_scatter
 from pinfeed.stores.file_reader import SPAN_BYTES, FileReader, inode_of
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.mapped_store import MappedStore, is_safe_to_map
 from pinfeed.stores.row_layout import RowLayout
 from pinfeed.stores.sharded_file import ShardedStore, as_bytes
+from pinfeed.stores.store import Array, checked_scatter
 from pinfeed.validation.arguments import check_flag
 
 # Most files that are open at the same time.

@@ -12,10 +12,10 @@ import numpy as np
 
 from pinfeed.errors import StoreError
 from pinfeed.memory.file_mappings import file_key, mapping_at
-from pinfeed.stores.base import Array
 from pinfeed.stores.file import MmapStore
 from pinfeed.stores.npy import read_header
 from pinfeed.stores.row_layout import RowLayout
+from pinfeed.stores.store import Array
 
 logger = logging.getLogger("pinfeed")
 

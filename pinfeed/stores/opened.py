@@ -8,12 +8,12 @@ from typing import Any
 
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.arrow import ArrowStore
-from pinfeed.stores.base import Store
 from pinfeed.stores.file import MmapStore
 from pinfeed.stores.hdf5 import HDF5Store
 from pinfeed.stores.numpy_memmap import store_of_map
 from pinfeed.stores.paths import has_protocol
 from pinfeed.stores.remote import RemoteStore
+from pinfeed.stores.store import Store
 from pinfeed.stores.zarr import ZarrStore
 
 

@@ -21,10 +21,10 @@ from pinfeed.stores.arrow_arrays import (
     ragged_error,
     rows_of_chunk,
 )
-from pinfeed.stores.base import Array
 from pinfeed.stores.chunked import ChunkedStore, ChunkLayout
 from pinfeed.stores.libraries import imported, library_errors
 from pinfeed.stores.paths import Path, file_size, local_paths
+from pinfeed.stores.store import Array
 from pinfeed.validation.arguments import explain_arguments
 from pinfeed.validation.requirements import install_line
 

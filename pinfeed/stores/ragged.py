@@ -16,9 +16,9 @@ from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.arrow import ArrowStore
 from pinfeed.stores.arrow_arrays import items_and_offsets
-from pinfeed.stores.base import Array, Store, is_store, row_nbytes
+from pinfeed.stores.host_rows import RunGather, RunRows, run_gather
 from pinfeed.stores.opened import open_store
-from pinfeed.stores.runs import RunGather, RunRows, run_gather
+from pinfeed.stores.store import Array, Store, is_store, row_nbytes
 from pinfeed.validation.arguments import explain_arguments
 from pinfeed.validation.safe_repr import safe_repr
 

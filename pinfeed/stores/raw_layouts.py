@@ -10,10 +10,10 @@ from typing import Any
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, StoreError
-from pinfeed.stores.base import whole_numbers
 from pinfeed.stores.npy import MAGIC, read_header, strange
 from pinfeed.stores.paths import file_size
 from pinfeed.stores.row_layout import RowLayout
+from pinfeed.stores.store import whole_numbers
 from pinfeed.tensors.dtypes import dtype_of, numpy_dtype_of
 from pinfeed.validation.arguments import whole_number
 from pinfeed.validation.suggestions import of_file

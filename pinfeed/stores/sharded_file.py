@@ -14,9 +14,9 @@ import numpy.typing as npt
 from pinfeed.errors import StoreError
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
-from pinfeed.stores.base import Array
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.row_layout import RowLayout, covered_nbytes
+from pinfeed.stores.store import Array
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.safe_repr import safe_repr
 

@@ -13,9 +13,9 @@ import numpy as np
 from pinfeed.errors import MissingDependency, StoreError
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.arrow import ArrowStore
-from pinfeed.stores.base import Array, Store
 from pinfeed.stores.parquet import ParquetStore
 from pinfeed.stores.paths import has_protocol
+from pinfeed.stores.store import Array, Store
 from pinfeed.tensors.dtypes import DTYPES
 from pinfeed.validation.requirements import install_line
 
@@ -25,11 +25,10 @@ _EXPECTED = "expected numbers or booleans"
 # Advice for types of columns that a tensor cannot have, by the name of the type without parameters.
 _PANDAS_ADVICE = {
     "category": "give its numbers: df[name].cat.codes",
-    "str": "number the texts: pandas.factorize(df[name])[0]",
-    "string": "number the texts: pandas.factorize(df[name])[0]",
-    "datetime64": 'convert it: df[name].astype("int64")',
-    "timedelta64": 'convert it: df[name].astype("int64")',
-    "period": 'convert it: df[name].astype("int64")',
+    **dict.fromkeys(("str", "string"), "number the texts: pandas.factorize(df[name])[0]"),
+    **dict.fromkeys(
+        ("datetime64", "timedelta64", "period"), 'convert it: df[name].astype("int64")'
+    ),
     "interval": "give its ends as two columns",
     "Sparse": "make it dense: df[name].sparse.to_dense()",
     "object": (
@@ -38,13 +37,9 @@ _PANDAS_ADVICE = {
     ),
 }
 _POLARS_ADVICE = {
-    "Categorical": "give its numbers: df[name].to_physical()",
-    "Enum": "give its numbers: df[name].to_physical()",
+    **dict.fromkeys(("Categorical", "Enum"), "give its numbers: df[name].to_physical()"),
     "String": "number the texts: df[name].cast(polars.Categorical).to_physical()",
-    "Date": "convert it: df[name].to_physical()",
-    "Datetime": "convert it: df[name].to_physical()",
-    "Duration": "convert it: df[name].to_physical()",
-    "Time": "convert it: df[name].to_physical()",
+    **dict.fromkeys(("Date", "Datetime", "Duration", "Time"), "convert it: df[name].to_physical()"),
     "Decimal": "convert it: df[name].cast(polars.Float64)",
     "Struct": "give its fields as columns: df.unnest(name)",
     "Object": "convert it to numbers",

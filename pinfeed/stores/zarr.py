@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from pinfeed.errors import ArgumentError, FileMissing, StoreError
-from pinfeed.stores.base import Array
 from pinfeed.stores.chunked import ChunkedStore, ChunkLayout, even_bounds
 from pinfeed.stores.libraries import imported, library_errors
 from pinfeed.stores.paths import has_protocol
+from pinfeed.stores.store import Array
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.requirements import install_line
 

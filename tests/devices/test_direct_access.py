@@ -15,7 +15,7 @@ from pinfeed.devices.cuda_direct_access import DirectAccess
 from pinfeed.devices.kernels import Grid
 from pinfeed.devices.route import Route
 from pinfeed.devices.route_cache import Trial, cached_trial
-from pinfeed.stores.base import StoreRows
+from pinfeed.stores.host_rows import StoreRows
 from pinfeed.tensors.numpy_torch import to_torch
 
 LONG = 32 << 10

@@ -19,7 +19,7 @@ import numpy as np
 
 from pinfeed.cli.measure.page_cache import PIECE_BYTES, Path, opened
 from pinfeed.memory.mapping import POPULATE_READ, advise_huge_pages
-from pinfeed.stores.base import run_of
+from pinfeed.stores.store import run_of
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,7 @@ from pinfeed.pipeline.sources.fetch import RowFetch
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.pipeline.sources.transforms import BatchTransform
 from pinfeed.rows.epoch_hooks import EpochHooks
-from pinfeed.stores.base import CheckStop, never
+from pinfeed.stores.host_rows import CheckStop, never
 from pinfeed.tensors.pytree import Rebuild, flatten
 from pinfeed.validation.suggestions import is_array_like
 

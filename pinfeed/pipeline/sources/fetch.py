@@ -18,7 +18,8 @@ from pinfeed.readahead.strategy import HostRows, ReadStrategy, main_hint
 from pinfeed.rows.distinct import first_occurrences
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.base import Array, CheckStop, HostArray, Store, never, row_nbytes
+from pinfeed.stores.host_rows import CheckStop, HostArray, never
+from pinfeed.stores.store import Array, Store, row_nbytes
 from pinfeed.tensors.pytree import Rebuild
 
 # Rows are copied to their positions in pieces of this size, which stay in the processor's cache.

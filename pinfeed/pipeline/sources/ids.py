@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pinfeed.errors import ArgumentError, RowIndexError, StoreError, described
-from pinfeed.stores.base import Array
+from pinfeed.stores.store import Array
 
 IdsOf = Callable[[Any], Any]
 """Returns the ids of the rows that a batch on the host needs."""

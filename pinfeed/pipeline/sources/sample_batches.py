@@ -12,7 +12,7 @@ import numpy.typing as npt
 from pinfeed.pipeline.sources.base import HostBatch
 from pinfeed.pipeline.sources.dataloader import HostLeaf
 from pinfeed.pipeline.sources.samples import StackedSamples
-from pinfeed.stores.base import CheckStop, HostArray, never
+from pinfeed.stores.host_rows import CheckStop, HostArray, never
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.tensors.pytree import Rebuild, flatten
 

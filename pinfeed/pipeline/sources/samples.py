@@ -16,7 +16,7 @@ from pinfeed.errors import ArgumentError, StoreError, add_note
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.pipeline.sources.ordered_map import OrderedMap
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.base import CheckStop, never
+from pinfeed.stores.host_rows import CheckStop, never
 from pinfeed.tensors.dtypes import check_dtype
 
 Array = npt.NDArray[Any]

@@ -15,8 +15,9 @@ from pinfeed.readahead.strategy import AnyBatch, HostRows, ReadStrategy, main_hi
 from pinfeed.rows.batches import RowBatches, RowIndices
 from pinfeed.rows.epoch_hooks import EpochHooks
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.base import HostArray, Store, row_nbytes
+from pinfeed.stores.host_rows import HostArray
 from pinfeed.stores.ragged import RaggedParts
+from pinfeed.stores.store import Store, row_nbytes
 from pinfeed.tensors.pytree import Rebuild
 
 # The constructor of a NamedTuple is a Python function; this makes one without it.

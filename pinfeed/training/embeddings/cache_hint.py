@@ -8,7 +8,7 @@ from typing import NamedTuple
 from pinfeed.memory.units import human
 from pinfeed.pipeline.sources.base import RowGroup
 from pinfeed.stores import ArrayStore, Store
-from pinfeed.stores.base import row_nbytes
+from pinfeed.stores.store import row_nbytes
 from pinfeed.training.embeddings.reuse_sketch import CacheSize, ReuseSketch
 
 # The hint names the tables for which a cache saves most.

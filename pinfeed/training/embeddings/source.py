@@ -25,7 +25,7 @@ from pinfeed.pipeline.sources.dataloader import (
 from pinfeed.pipeline.sources.ids import IdsOf
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
-from pinfeed.stores.base import HostArray, StoreRows
+from pinfeed.stores.host_rows import HostArray, StoreRows
 from pinfeed.training.embeddings.batch_rows import BatchRows
 from pinfeed.training.embeddings.cache_hint import CacheHint, gains_from_cache
 from pinfeed.training.embeddings.lookup import (

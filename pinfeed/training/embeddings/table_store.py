@@ -13,9 +13,9 @@ import torch
 
 from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.stores import ArrayStore, MmapStore, PinnedStore, Store
-from pinfeed.stores.base import shape_to_make
 from pinfeed.stores.file import open_created
 from pinfeed.stores.pinned import Pin, check_pin
+from pinfeed.stores.store import shape_to_make
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.tensors.numpy_torch import TORCH, to_torch
 from pinfeed.training.atomic_write import atomic_write
