@@ -17,7 +17,7 @@ from pinfeed.pipeline.loop_transforms import LoopTransforms, TransformNbytes
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.store_rows import RowSource
 from pinfeed.pipeline.store_tree import StoreTree
-from pinfeed.readahead.ragged import RaggedReads
+from pinfeed.readahead.read_plan import RaggedReads
 from pinfeed.readahead.strategy import DirectReads
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import sequential

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 from pinfeed.memory.plan import Allocation
 from pinfeed.memory.units import human
 from pinfeed.readahead.chunk_reads import ChunkReads
-from pinfeed.readahead.ragged import RaggedReads
-from pinfeed.readahead.read_plan import ReadNote, ReadPlan, notes_of
+from pinfeed.readahead.read_plan import RaggedReads, ReadNote, ReadPlan, notes_of
 from pinfeed.readahead.resident_file import (
     InMemoryCopy,
     MappedFile,

@@ -17,11 +17,12 @@ from pinfeed.memory.mapping import block_nbytes
 from pinfeed.memory.plan import Allocation
 from pinfeed.readahead.strategy import DISK_SPEED, OpenBatch, ReadStrategy, whole_file_hint
 from pinfeed.rows.orders import Rows
+from pinfeed.rows.runs import Runs
 from pinfeed.rows.windows import Windows
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.chunked import ChunkedStore
 from pinfeed.stores.file_store import FileStore
-from pinfeed.stores.host_rows import CheckStop, StoreRows, never
+from pinfeed.stores.host_rows import CheckStop, StoreRows, never, run_gather
 from pinfeed.stores.sharded_file import ShardedStore
 from pinfeed.stores.store import Array
 from pinfeed.threads.call import Pending
@@ -202,9 +203,10 @@ class _Window:
         found = memory[: n_rows * store.row_nbytes].view(store.dtype)
         array = found.reshape(n_rows, *store.row_shape)
         self._rows = ArrayStore(array)
+        gather = run_gather(store)
+        wanted = Runs(starts, stops - starts, self._shifts + starts)
         self._reads: Sequence[Pending[None]] = [
-            threads.submit(store.gather, rows, array[begin : begin + len(rows)])
-            for begin, rows in _joined(store, starts, stops)
+            threads.submit(gather, part, array) for part in _joined(store, wanted)
         ]
 
     def gather(self, rows: Rows, out: Array) -> None:
@@ -215,25 +217,19 @@ class _Window:
         self._rows.gather_unchecked(rows + self._shifts[run], out)
 
 
-def _joined(store: FileStore, starts: Rows, stops: Rows) -> Iterator[tuple[int, Rows]]:
-    """Yield the rows of each read of a window, with the position of the first in the window.
+def _joined(store: FileStore, runs: Runs) -> Iterator[Runs]:
+    """Yield the runs of each read of a window.
 
     Each run is read separately. Runs that share a chunk of the file are read together, so that the
     chunk is decoded once.
     """
-    runs = [np.arange(start, stop) for start, stop in zip(starts, stops, strict=True)]
-    joins = np.zeros(len(runs), np.bool_)
+    begins = np.arange(len(runs.starts))
     if isinstance(store, ChunkedStore):
-        first = np.searchsorted(store.bounds, starts, side="right")
-        last = np.searchsorted(store.bounds, stops - 1, side="right")
-        joins[1:] = first[1:] == last[:-1]
-    begin = 0
-    for first_run, end_run in itertools.pairwise([*np.flatnonzero(~joins).tolist(), len(runs)]):
-        rows = runs[first_run]
-        if end_run > first_run + 1:
-            rows = np.concatenate(runs[first_run:end_run])
-        yield begin, rows
-        begin += len(rows)
+        first = np.searchsorted(store.bounds, runs.starts, side="right")
+        last = np.searchsorted(store.bounds, runs.starts + runs.lengths - 1, side="right")
+        begins = begins[np.append(True, first[1:] != last[:-1])]
+    for begin, end in itertools.pairwise([*begins.tolist(), len(runs.starts)]):
+        yield Runs(*(numbers[begin:end] for numbers in runs))
 
 
 class _WindowRows:

@@ -115,7 +115,7 @@ class FileStore:
             order = np.argsort(positions)
             rows = rows[order]
             positions = positions[order]
-        self.gather_runs(Runs(rows, np.ones_like(rows), positions), out)
+        self.gather_runs(Runs.of_rows(rows, positions), out)
 
     def gather_runs(self, runs: Runs, out: Array) -> None:
         """Copy runs of rows to their positions in ``out``. The caller has checked all arguments.

@@ -192,7 +192,7 @@ class FileMap:
             # With mode="raise", numpy would gather into a temporary buffer first.
             self._rows.take(rows, axis=0, out=out, mode="clip")
         elif self._layout.row_nbytes >= _LONG_ROW_BYTES:
-            copy_runs(self._rows, Runs(rows, np.ones_like(rows), np.arange(len(rows))), out)
+            copy_runs(self._rows, Runs.of_rows(rows), out)
         else:
             step = max(1, _PIECE_BYTES // self._layout.row_nbytes)
             for i in range(0, len(rows), step):

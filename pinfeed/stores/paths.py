@@ -107,3 +107,9 @@ def file_size(path: str, pattern: str = "*") -> int:
             f"{path} is a directory; expected a file, or a pattern such as {path}/{pattern}"
         )
     return os.path.getsize(path)
+
+
+def file_version(path: str) -> tuple[int, ...]:
+    """Return the device, inode, size and time of change of a file."""
+    status = os.stat(path)
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)

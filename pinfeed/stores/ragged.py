@@ -14,8 +14,7 @@ from pinfeed.rows.lengths import RowLengths
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import ArrayStore
-from pinfeed.stores.arrow import ArrowStore
-from pinfeed.stores.arrow_arrays import items_and_offsets
+from pinfeed.stores.arrow import ArrowStore, items_and_offsets
 from pinfeed.stores.host_rows import RunGather, RunRows, run_gather
 from pinfeed.stores.opened import open_store
 from pinfeed.stores.store import Array, Store, is_store, row_nbytes
@@ -27,8 +26,6 @@ Layout = Literal["offsets", "padded", "jagged"]
 logger = logging.getLogger("pinfeed")
 
 _LAYOUTS = ("offsets", "padded", "jagged")
-# Offsets that are read at once.
-_PIECE_ROWS = 1 << 20
 _INDEX_NBYTES = 8
 
 _HINTS = {
@@ -284,7 +281,11 @@ def _read_offsets(offsets: Any) -> Rows:
     name = os.fspath(offsets) if isinstance(offsets, (str, os.PathLike)) else "offsets"
     store = open_store(np.asarray(offsets) if isinstance(offsets, list) else offsets, "offsets")
     try:
-        found = store.array if isinstance(store, ArrayStore) else _all_rows(store)
+        if isinstance(store, ArrayStore):
+            found = store.array
+        else:
+            found = np.empty((store.n_rows, *store.row_shape), store.dtype)
+            run_gather(store)(Runs.one(0, store.n_rows), found)
     finally:
         store.close()
     if found.ndim != 1 or found.dtype.kind not in "iu" or len(found) < 2:
@@ -297,15 +298,6 @@ def _read_offsets(offsets: Any) -> Rows:
     own: Rows = found.astype(np.int64)
     own.flags.writeable = False
     return own
-
-
-def _all_rows(store: Store) -> Array:
-    """Read all rows of a store in pieces, because row indices are needed for each."""
-    found = np.empty((store.n_rows, *store.row_shape), store.dtype)
-    for i in range(0, len(found), _PIECE_ROWS):
-        piece = found[i : i + _PIECE_ROWS]
-        store.gather(np.arange(i, i + len(piece)), piece)
-    return found
 
 
 def _check_offsets(offsets: Rows, n_items: int) -> None:

@@ -175,8 +175,7 @@ class Plain(ArrayStore):
 
 # -- offsets and options ---------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", [np.int32, np.uint64, np.int64])
-def test_offsets_from_a_file(dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pinfeed.stores.ragged._PIECE_ROWS", 4)
+def test_offsets_from_a_file(dtype: Any, tmp_path: Path) -> None:
     plain = Ragged(11, 5)
     path = saved(tmp_path / "offsets.npy", plain.offsets.astype(dtype))
     store = RaggedStore(plain.values, path)

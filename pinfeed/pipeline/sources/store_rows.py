@@ -10,7 +10,7 @@ from typing import Any
 
 from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.pipeline.sources.base import ArrayPart, BatchThunk, HostBatch, RowGroup, drawn_early
-from pinfeed.readahead.ragged import RaggedReads
+from pinfeed.readahead.read_plan import RaggedReads
 from pinfeed.readahead.strategy import AnyBatch, HostRows, ReadStrategy, main_hint
 from pinfeed.rows.batches import RowBatches, RowIndices
 from pinfeed.rows.epoch_hooks import EpochHooks
