@@ -39,7 +39,7 @@ from benchmarks.gpu.system import system
 from benchmarks.gpu.tables import Contest, _watched
 from benchmarks.rowcells import RowCell
 from benchmarks.rowsteps import prefetched
-from pinfeed.stores.base import StoreRows
+from pinfeed.stores.host_rows import StoreRows
 
 MODULE = """
 import os

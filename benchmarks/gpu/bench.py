@@ -19,7 +19,7 @@ from pinfeed.devices.batch_copy import LONG_ROW_BYTES
 from pinfeed.devices.kernels import THICK, Grid
 from pinfeed.devices.route import Route
 from pinfeed.memory.host import free_host_bytes
-from pinfeed.stores.base import StoreRows, part_nbytes
+from pinfeed.stores.host_rows import StoreRows, part_nbytes
 
 WORD = 8
 _SPARE_HOST_BYTES = 8 << 30

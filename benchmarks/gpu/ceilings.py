@@ -15,7 +15,7 @@ from benchmarks.gpu.conditions import gpu_state, host_state, memory_state
 from benchmarks.gpu.recorder import Fields, Skipped
 from pinfeed import PinnedStore
 from pinfeed.devices.kernels import External
-from pinfeed.stores.base import StoreRows
+from pinfeed.stores.host_rows import StoreRows
 
 BLOCKS = (1, 2, 4, 8, 16, 32, 64)
 DIRECTIONS = ("to the device", "to the host", "both")

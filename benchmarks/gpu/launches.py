@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from benchmarks.gpu.bench import Bench, as_rows
-from pinfeed.stores.base import StoreRows, part_nbytes
+from pinfeed.stores.host_rows import StoreRows, part_nbytes
 
 _ROW_BYTES = 512
 

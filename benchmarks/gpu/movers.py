@@ -18,7 +18,7 @@ from benchmarks.gpu.recorder import Cell, Fields, Run, Skipped
 from benchmarks.gpu.rows import check
 from benchmarks.gpu.steps import Products, best_s
 from pinfeed import PinnedStore
-from pinfeed.stores.base import StoreRows
+from pinfeed.stores.host_rows import StoreRows
 from pinfeed.threads.pool import ThreadPool
 
 _ROW_BYTES = (65_536, 32_768, 1 << 20)

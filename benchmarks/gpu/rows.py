@@ -26,7 +26,7 @@ from benchmarks.gpu.conditions import gpu_state
 from benchmarks.gpu.recorder import Cell, Fields, Run
 from benchmarks.memory import free
 from pinfeed import PinnedStore
-from pinfeed.stores.base import StoreRows, part_nbytes
+from pinfeed.stores.host_rows import StoreRows, part_nbytes
 
 # Both smaller tables are parts of one memory. The largest one takes the longest to make.
 _TABLE_GB = (8, 1, 32)

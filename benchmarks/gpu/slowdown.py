@@ -15,7 +15,7 @@ from benchmarks.gpu.ceilings import BLOCKS
 from benchmarks.gpu.recorder import Cell, Fields, Run
 from benchmarks.gpu.steps import Products, best_s
 from pinfeed.devices.kernels import THICK, THIN
-from pinfeed.stores.base import StoreRows
+from pinfeed.stores.host_rows import StoreRows
 
 _ROW_BYTES = 512
 _N_ROWS = 65_536

@@ -21,7 +21,7 @@ import torch
 
 from pinfeed.cli.conditions import PIECE_BYTES, AnyPath, drop, touch_memory
 from pinfeed.memory.pages import POPULATE_READ, advise_huge_pages
-from pinfeed.stores.base import run_of
+from pinfeed.stores.store import run_of
 
 _MEMORY_BYTES = 512 << 20
 _REPEATS = 3

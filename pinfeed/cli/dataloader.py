@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, StackDataset
 
 from pinfeed.rows.batches import RowBatches
-from pinfeed.stores.base import run_of
+from pinfeed.stores.store import run_of
 
 
 class Rows(Dataset[torch.Tensor]):

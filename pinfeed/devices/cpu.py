@@ -21,7 +21,8 @@ from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.pages import Bytes, huge
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.array import put_rows
-from pinfeed.stores.base import Array, HostArray, Store
+from pinfeed.stores.host_rows import HostArray
+from pinfeed.stores.store import Array, Store
 from pinfeed.tensors.numpy_torch import NUMPY, memory_of, to_torch
 from pinfeed.threads.pool import ThreadPool
 

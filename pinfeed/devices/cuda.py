@@ -21,9 +21,10 @@ from pinfeed.devices.device import OVERLAP_CHUNK_BYTES, RowCopy
 from pinfeed.devices.row_copies import RowCopyKernel, row_copy_kernel
 from pinfeed.errors import DeviceError
 from pinfeed.memory.buffer_pool import BufferPool
-from pinfeed.memory.mapping import Bytes
 from pinfeed.memory.page_locked import REGISTER, page_locked, unlock_freed
-from pinfeed.stores.base import Array, HostArray, Store
+from pinfeed.memory.pages import Bytes
+from pinfeed.stores.host_rows import HostArray
+from pinfeed.stores.store import Array, Store
 from pinfeed.tensors.numpy_torch import NUMPY, TORCH, to_torch
 from pinfeed.threads.pool import ThreadPool
 

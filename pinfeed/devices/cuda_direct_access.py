@@ -24,8 +24,9 @@ from pinfeed.devices.route import STAGED, Rates, Route, cached_rates, decide
 from pinfeed.devices.route_benchmark import MatrixProducts, grids_of, measure
 from pinfeed.errors import DeviceError, described
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.base import Array, HostArray, Store, row_nbytes, run_of
+from pinfeed.stores.host_rows import HostArray
 from pinfeed.stores.pinned import PinnedStore
+from pinfeed.stores.store import Array, Store, row_nbytes, run_of
 from pinfeed.tensors.numpy_torch import TORCH
 
 _Table = tuple[Any, torch.Tensor]

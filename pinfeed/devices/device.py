@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.base import Array, HostArray, Store
+from pinfeed.stores.host_rows import HostArray
+from pinfeed.stores.store import Array, Store
 from pinfeed.threads.call import Workers
 
 Tensor = Any

@@ -21,9 +21,15 @@ from pinfeed.devices.route import STAGED, Rates, Route, Timing, fastest_direct
 from pinfeed.native.library import library
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.array import ArrayStore
-from pinfeed.stores.base import Gatherable, StoreRows, part_nbytes, row_nbytes
-from pinfeed.stores.divided_gather import DIVIDED_NBYTES, N_GATHERING_THREADS
+from pinfeed.stores.host_rows import (
+    DIVIDED_NBYTES,
+    N_GATHERING_THREADS,
+    Gatherable,
+    StoreRows,
+    part_nbytes,
+)
 from pinfeed.stores.pinned import PinnedStore
+from pinfeed.stores.store import row_nbytes
 from pinfeed.threads.pool import ThreadPool
 
 # Numbers of thick blocks, and of thin blocks for each multiprocessor, that are timed.

@@ -17,7 +17,7 @@ from pinfeed.pipeline.lent_batch import LentBatch, WritableBatch
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.array import ArrayStore
-from pinfeed.stores.base import Store
+from pinfeed.stores.store import Store
 from pinfeed.validation.safe_repr import safe_repr
 
 logger = logging.getLogger("pinfeed")

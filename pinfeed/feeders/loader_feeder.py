@@ -19,7 +19,7 @@ from pinfeed.pipeline.schedule import PrefetchSchedule, measured_schedule, n_id_
 from pinfeed.pipeline.sources.loader_source import LoaderSource, StatefulSource
 from pinfeed.pipeline.sources.row_fetch import FetchSpec, RowFetch, ids_function
 from pinfeed.pipeline.store_tree import StoreTree
-from pinfeed.stores.base import Store
+from pinfeed.stores.store import Store
 from pinfeed.validation.safe_repr import safe_repr
 
 STATE_METHODS = ("state_dict", "load_state_dict")

@@ -17,11 +17,11 @@ from pinfeed.pipeline.loop_transforms import LoopTransforms, TransformNbytes
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.row_source import RowSource
 from pinfeed.pipeline.store_tree import StoreTree
-from pinfeed.readahead.ragged import RaggedReads
+from pinfeed.readahead.read_plan import RaggedReads
 from pinfeed.readahead.strategy import DirectReads
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import sequential
-from pinfeed.stores.base import row_nbytes
+from pinfeed.stores.store import row_nbytes
 
 _TRIAL_BYTES = 1 << 20
 """Bytes of the rows of the smaller trial batch. Allocators round up the memory of small batches."""

@@ -12,7 +12,7 @@ from pinfeed.memory.limits import MemoryLimits
 from pinfeed.pipeline.active_run import Again
 from pinfeed.rows.orders import Order
 from pinfeed.rows.ranks import Ranks
-from pinfeed.stores.base import Store
+from pinfeed.stores.store import Store
 
 Tensor = torch.Tensor
 TensorSource = npt.NDArray[Any] | torch.Tensor | Store

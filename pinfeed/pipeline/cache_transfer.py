@@ -25,7 +25,7 @@ from pinfeed.pipeline.sources.source import RowGroup
 from pinfeed.profiling.counters import Counters
 from pinfeed.profiling.timeline import CacheCounts
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.base import row_nbytes
+from pinfeed.stores.store import row_nbytes
 
 # Bytes of each write when the rows of a cache are written back. Several threads share a write.
 _FLUSH_BYTES = 16 << 20

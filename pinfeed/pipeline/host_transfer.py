@@ -22,7 +22,7 @@ from pinfeed.pipeline.part_memory import grown, known_nbytes, layout
 from pinfeed.pipeline.slot import Cancelled, Slot
 from pinfeed.pipeline.sources.source import HostBatch
 from pinfeed.profiling.counters import Counters
-from pinfeed.stores.base import Array
+from pinfeed.stores.store import Array
 
 if TYPE_CHECKING:
     from pinfeed.devices.cpu import HostDevice

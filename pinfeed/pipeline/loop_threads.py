@@ -15,7 +15,7 @@ from pinfeed.pipeline.helper_threads import HelperThreads
 from pinfeed.pipeline.mover import run_in_turn
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.guarded import guarded
-from pinfeed.stores.divided_gather import N_GATHERING_THREADS
+from pinfeed.stores.host_rows import N_GATHERING_THREADS
 from pinfeed.threads.call import Pending, Workers
 from pinfeed.threads.exit import exit_hook
 

@@ -15,8 +15,8 @@ from pinfeed.pipeline.forwarding import Write, WriteLog
 from pinfeed.pipeline.sources.source import RowGroup
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.array import ArrayStore
-from pinfeed.stores.base import Store
 from pinfeed.stores.pinned import PinnedStore
+from pinfeed.stores.store import Store
 
 # Bytes of the pieces in which rows in memory are scattered, so that threads can share the work.
 _PIECE_NBYTES = 4 << 20

@@ -29,9 +29,9 @@ from pinfeed.readahead.strategy import FreeMemory
 from pinfeed.rows.orders import Order, is_distinct
 from pinfeed.rows.ragged_batches import ElementBatches
 from pinfeed.rows.sampler_batches import largest_batch
-from pinfeed.stores.base import Store, row_nbytes
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.ragged import RaggedStore
+from pinfeed.stores.store import Store, row_nbytes
 
 
 @dataclass(frozen=True)

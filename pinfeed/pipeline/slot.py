@@ -9,7 +9,7 @@ from typing import Any
 from pinfeed.devices.device import Event, Stream, Tensor
 from pinfeed.pipeline.part_memory import Place, Staging
 from pinfeed.pipeline.sources.source import HostBatch
-from pinfeed.stores.base import HostArray
+from pinfeed.stores.host_rows import HostArray
 
 
 class Cancelled(Exception):

@@ -9,16 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.base import Tensor
-from pinfeed.devices.device import Buffer, Device, aligned
+from pinfeed.devices.device import Buffer, Device, Tensor, aligned
 from pinfeed.memory.pages import block_nbytes
 from pinfeed.memory.plan import Allocation
 from pinfeed.pipeline.mover import RunAll, run_in_turn
 from pinfeed.pipeline.part_memory import SHARED, PartMemory, Place, known_nbytes, shared_nbytes
 from pinfeed.pipeline.slot import DeviceSlot
 from pinfeed.pipeline.sources.source import HostBatch
-from pinfeed.stores.base import HostArray, part_nbytes
-from pinfeed.stores.divided_gather import gather_pieces
+from pinfeed.stores.host_rows import HostArray, gather_pieces, part_nbytes
 
 _BYTES = np.dtype(np.uint8)
 

@@ -11,9 +11,8 @@ import numpy as np
 
 from pinfeed.errors import StoreError
 from pinfeed.stores import Store
-from pinfeed.stores.base import is_store
-from pinfeed.stores.opened import is_zarr_group
-from pinfeed.stores.tables import stores_of_columns
+from pinfeed.stores.opened import is_zarr_group, stores_of_columns
+from pinfeed.stores.store import is_store
 from pinfeed.tensors.pytree import Rebuild, flatten
 from pinfeed.validation.suggestions import is_array_like
 

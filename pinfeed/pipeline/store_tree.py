@@ -23,11 +23,12 @@ from pinfeed.pipeline.source_structure import (
 from pinfeed.pipeline.write_check import WriteCheck
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
-from pinfeed.stores.base import is_store, memory_rows_of, row_nbytes
+from pinfeed.stores.host_rows import memory_rows_of
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.opened import open_store
 from pinfeed.stores.ragged import RaggedStore
 from pinfeed.stores.sharded_file import ShardedStore
+from pinfeed.stores.store import is_store, row_nbytes
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.tensors.pytree import Rebuild, flatten
 

@@ -139,7 +139,7 @@ from pinfeed.pipeline.slot import Cancelled, DeviceSlot
 from pinfeed.pipeline.slot_gather import Gathered, SlotGather
 from pinfeed.pipeline.sources.source import HostBatch, RowGroup
 from pinfeed.profiling.counters import Counters
-from pinfeed.stores.base import Store
+from pinfeed.stores.store import Store
 from pinfeed.threads.call import Call, Pending
 
 

@@ -11,19 +11,18 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ClosedError
-from pinfeed.memory.plan import Allocation
-from pinfeed.readahead.strategy import AnyBatch, OpenBatch
+from pinfeed.readahead.strategy import AnyBatch, OpenBatch, ReadStrategy
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.windows import Windows
-from pinfeed.stores.base import CheckStop, never
 from pinfeed.stores.chunked import ChunkedStore
+from pinfeed.stores.host_rows import CheckStop, never
 from pinfeed.threads.pool import ThreadPool
 
 # Rows are gathered in steps, because a loop that ends waits for the current step.
 _STEP_BYTES = 16 << 20
 
 
-class ChunkReads:
+class ChunkReads(ReadStrategy):
     """Strategy that gathers the rows of a batch from the store itself, sorted by chunk.
 
     Args:
@@ -32,8 +31,6 @@ class ChunkReads:
         in_sequence: Whether consecutive batches have consecutive rows. If so, the next chunk is
             decoded while the last rows of a chunk are gathered.
     """
-
-    items: tuple[Allocation, ...] = ()
 
     def __init__(self, store: ChunkedStore, hint: str, *, in_sequence: bool = False) -> None:
         self._store = store
@@ -70,12 +67,6 @@ class ChunkReads:
                 yield self._opener(decode_ahead)
             finally:
                 thread.shutdown(cancel_futures=True)
-
-    def memory_rows(self) -> None:
-        """Return None, because the rows are read from the file."""
-
-    def close(self) -> None:
-        """Do nothing: the strategy has no memory of its own."""
 
     def _opener(self, decode_ahead: Callable[[Rows], None]) -> OpenBatch:
         return AnyBatch(functools.partial(_ChunkRows, self._store, decode_ahead=decode_ahead))

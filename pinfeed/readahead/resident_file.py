@@ -16,19 +16,19 @@ import numpy as np
 from pinfeed.memory.pages import block_nbytes, huge
 from pinfeed.memory.plan import Allocation
 from pinfeed.native.memory_rows import MemoryRows
-from pinfeed.readahead.strategy import DISK_SPEED, IN_MEMORY_HINT, AnyBatch, OpenBatch
+from pinfeed.readahead.strategy import DISK_SPEED, IN_MEMORY_HINT, AnyBatch, OpenBatch, ReadStrategy
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.rows.windows import Windows
 from pinfeed.stores.array import ArrayStore
-from pinfeed.stores.base import Array, StoreRows, memory_rows_of
 from pinfeed.stores.chunked import ChunkedStore, even_bounds
 from pinfeed.stores.file_store import FileStore
+from pinfeed.stores.host_rows import RunGather, StoreRows, memory_rows_of, run_gather
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.mapped_store import MappedStore
 from pinfeed.stores.remote import RemoteStore
-from pinfeed.stores.runs import RunGather, run_gather
 from pinfeed.stores.sharded_file import ShardedStore
+from pinfeed.stores.store import Array
 from pinfeed.threads.pool import ThreadPool
 
 logger = logging.getLogger("pinfeed")
@@ -47,7 +47,7 @@ _PRIOR_S = 0.05
 _RECENT_S = 5.0
 
 
-class ResidentFile:
+class ResidentFile(ReadStrategy):
     """Strategy that loads the rows of a file chunk by chunk, and gathers those that are loaded.
 
     In the first epoch, a thread loads the rows in sequence. Until the load is nearly complete, rows
@@ -61,7 +61,6 @@ class ResidentFile:
         waits: Whether readers always wait for the rows that they need; these rows are loaded first.
     """
 
-    items: tuple[Allocation, ...] = ()
     _readers_load = True
     """Whether several threads load faster than one."""
 
@@ -145,7 +144,7 @@ class ResidentFile:
         return memory_rows_of(self._rows) if self._is_loaded.all() else None
 
     @property
-    def hint(self) -> str:
+    def hint(self) -> str:  # type: ignore[override]  # an attribute of the base
         if self._complete and time.monotonic() - self._loaded_s > _RECENT_S:
             return IN_MEMORY_HINT
         speed = DISK_SPEED

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 from pinfeed.memory.plan import Allocation
 from pinfeed.memory.units import human
 from pinfeed.readahead.chunk_reads import ChunkReads
-from pinfeed.readahead.ragged import RaggedReads
-from pinfeed.readahead.read_plan import ReadNote, ReadPlan, notes_of
+from pinfeed.readahead.read_plan import RaggedReads, ReadNote, ReadPlan, notes_of
 from pinfeed.readahead.resident_file import (
     InMemoryCopy,
     MappedFile,
@@ -39,13 +38,13 @@ from pinfeed.rows.orders import Order, PerRank, Sequential
 from pinfeed.rows.ragged_batches import ElementBatches
 from pinfeed.rows.windows import Windows, windows
 from pinfeed.stores.array import ArrayStore
-from pinfeed.stores.base import Store
 from pinfeed.stores.chunked import ChunkedStore
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.ragged import RaggedStore
 from pinfeed.stores.remote import RemoteStore
 from pinfeed.stores.sharded_file import ShardedStore
+from pinfeed.stores.store import Store
 
 SEEK_BYTES = 64 << 10
 """Bytes that a disk reads in sequence in the time of one random read.

@@ -14,14 +14,14 @@ from pinfeed.memory.units import human
 from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.windows import Windows
-from pinfeed.stores.base import (
+from pinfeed.stores.file_store import FileStore
+from pinfeed.stores.host_rows import (
     Gatherable,
     HostArray,
     StoreRows,
     memory_rows_of,
     unchecked_gather,
 )
-from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.local_file import LocalFileStore
 
 
@@ -73,16 +73,16 @@ class FreeMemory(NamedTuple):
         return FreeMemory(memory, page_cache, origin)
 
 
-class ReadStrategy(Protocol):
+class ReadStrategy:
     """Method of reading the rows of one store.
 
     It belongs to one feeder. Threads that it starts live as long as an epoch.
     """
 
-    @property
-    def items(self) -> tuple[Allocation, ...]:
-        """Most memory that the strategy uses."""
-        ...
+    items: tuple[Allocation, ...] = ()
+    """Most memory that the strategy uses."""
+    hint: str
+    """Advice, in whole sentences, for a loop that waits for these rows."""
 
     def open_epoch(
         self, windows: Windows | None, start: int, stop: int
@@ -94,23 +94,15 @@ class ReadStrategy(Protocol):
             start: First position.
             stop: Position after the last one.
         """
-        ...
+        raise NotImplementedError
 
     def memory_rows(self) -> MemoryRows | None:
         """Return where the rows are, if all are in memory and can be copied natively."""
-        ...
-
-    @property
-    def hint(self) -> str:
-        """Advice, in whole sentences, for a loop that waits for these rows."""
-        ...
+        return None
 
     def close(self) -> None:
         """Free the memory of the strategy."""
 
-
-Choice = tuple[ReadStrategy, str]
-"""A strategy, and the reason for it as the plan shows it."""
 
 IN_MEMORY_HINT = (
     "The rows are in memory. A smaller dtype leaves less to copy (uint8 or float16, converted on "
@@ -163,15 +155,13 @@ def whole_file_hint(store: FileStore) -> str:
     )
 
 
-class DirectReads:
+class DirectReads(ReadStrategy):
     """Strategy that gathers rows from the store itself.
 
     Args:
         store: The rows.
         hint: Advice for a loop that waits for them.
     """
-
-    items: tuple[Allocation, ...] = ()
 
     def __init__(self, store: Gatherable, hint: str = IN_MEMORY_HINT) -> None:
         self._store = store
@@ -185,6 +175,3 @@ class DirectReads:
 
     def memory_rows(self) -> MemoryRows | None:
         return memory_rows_of(self._store)
-
-    def close(self) -> None:
-        """Do nothing: the strategy has no memory of its own."""

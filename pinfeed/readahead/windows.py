@@ -15,14 +15,16 @@ import numpy as np
 from pinfeed.memory.buffer_pool import BufferPool
 from pinfeed.memory.pages import block_nbytes
 from pinfeed.memory.plan import Allocation
-from pinfeed.readahead.strategy import DISK_SPEED, OpenBatch, whole_file_hint
+from pinfeed.readahead.strategy import DISK_SPEED, OpenBatch, ReadStrategy, whole_file_hint
 from pinfeed.rows.orders import Rows
+from pinfeed.rows.runs import Runs
 from pinfeed.rows.windows import Windows
 from pinfeed.stores.array import ArrayStore
-from pinfeed.stores.base import Array, CheckStop, StoreRows, never
 from pinfeed.stores.chunked import ChunkedStore
 from pinfeed.stores.file_store import FileStore
+from pinfeed.stores.host_rows import CheckStop, StoreRows, never, run_gather
 from pinfeed.stores.sharded_file import ShardedStore
+from pinfeed.stores.store import Array
 from pinfeed.threads.call import Pending
 from pinfeed.threads.pool import ThreadPool
 
@@ -92,7 +94,7 @@ class WindowCursor(Generic[T]):
             self._begun.append((self._end, self._begin(self._windows.runs(number))))
 
 
-class WindowReadahead:
+class WindowReadahead(ReadStrategy):
     """Strategy that gathers rows from windows in memory.
 
     One window is read ahead; unfinished batches are gathered from the other windows.
@@ -112,6 +114,10 @@ class WindowReadahead:
         self._window_nbytes = window_rows * store.row_nbytes
         self.items = (window_allocation(window_rows, store.row_nbytes, n_batch_rows),)
         self._pool = BufferPool(self.items[0].count)
+        self.hint = (
+            f"Windows of {store.label} are read ahead in long contiguous reads, {DISK_SPEED} "
+            f"{whole_file_hint(store)}"
+        )
 
     @contextlib.contextmanager
     def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
@@ -135,16 +141,6 @@ class WindowReadahead:
                 # batches may still wait for reads, so these are not cancelled.
                 threads.shutdown(wait=False, cancel_futures=True)
                 raise
-
-    @property
-    def hint(self) -> str:
-        return (
-            f"Windows of {self._store.label} are read ahead in long contiguous reads, "
-            f"{DISK_SPEED} {whole_file_hint(self._store)}"
-        )
-
-    def memory_rows(self) -> None:
-        """Return None, because the rows are read from the file."""
 
     def close(self) -> None:
         """Free the windows."""
@@ -207,9 +203,10 @@ class _Window:
         found = memory[: n_rows * store.row_nbytes].view(store.dtype)
         array = found.reshape(n_rows, *store.row_shape)
         self._rows = ArrayStore(array)
+        gather = run_gather(store)
+        wanted = Runs(starts, stops - starts, self._shifts + starts)
         self._reads: Sequence[Pending[None]] = [
-            threads.submit(store.gather, rows, array[begin : begin + len(rows)])
-            for begin, rows in _joined(store, starts, stops)
+            threads.submit(gather, part, array) for part in _joined(store, wanted)
         ]
 
     def gather(self, rows: Rows, out: Array) -> None:
@@ -220,25 +217,19 @@ class _Window:
         self._rows.gather_unchecked(rows + self._shifts[run], out)
 
 
-def _joined(store: FileStore, starts: Rows, stops: Rows) -> Iterator[tuple[int, Rows]]:
-    """Yield the rows of each read of a window, with the position of the first in the window.
+def _joined(store: FileStore, runs: Runs) -> Iterator[Runs]:
+    """Yield the runs of each read of a window.
 
     Each run is read separately. Runs that share a chunk of the file are read together, so that the
     chunk is decoded once.
     """
-    runs = [np.arange(start, stop) for start, stop in zip(starts, stops, strict=True)]
-    joins = np.zeros(len(runs), np.bool_)
+    begins = np.arange(len(runs.starts))
     if isinstance(store, ChunkedStore):
-        first = np.searchsorted(store.bounds, starts, side="right")
-        last = np.searchsorted(store.bounds, stops - 1, side="right")
-        joins[1:] = first[1:] == last[:-1]
-    begin = 0
-    for first_run, end_run in itertools.pairwise([*np.flatnonzero(~joins).tolist(), len(runs)]):
-        rows = runs[first_run]
-        if end_run > first_run + 1:
-            rows = np.concatenate(runs[first_run:end_run])
-        yield begin, rows
-        begin += len(rows)
+        first = np.searchsorted(store.bounds, runs.starts, side="right")
+        last = np.searchsorted(store.bounds, runs.starts + runs.lengths - 1, side="right")
+        begins = begins[np.append(True, first[1:] != last[:-1])]
+    for begin, end in itertools.pairwise([*begins.tolist(), len(runs.starts)]):
+        yield Runs(*(numbers[begin:end] for numbers in runs))
 
 
 class _WindowRows:
@@ -274,7 +265,7 @@ class _WindowRows:
             begin = end
 
 
-class PageCacheReadahead:
+class PageCacheReadahead(ReadStrategy):
     """Strategy that gathers rows from a file and lets the kernel fill the page cache ahead.
 
     In a block-shuffled epoch, the kernel fills the page cache window by window. In any other order,
@@ -286,11 +277,13 @@ class PageCacheReadahead:
         advice: Advice on a better order, for a loop that waits for the rows.
     """
 
-    items: tuple[Allocation, ...] = ()
-
     def __init__(self, store: ShardedStore, advice: str = "") -> None:
         self._store = store
-        self._advice = advice
+        how = (
+            f"Rows of {store.label} are read from the OS page cache if it holds them, and from the "
+            "disk otherwise."
+        )
+        self.hint = " ".join(filter(None, (how, advice, whole_file_hint(store))))
         self._n_advised = 0
         self._stopping = False
         self._chunk_rows = store.rows_in(_ADVISED_BYTES)
@@ -316,20 +309,6 @@ class PageCacheReadahead:
                 yield open_batch
             finally:
                 self._stopping = True
-
-    @property
-    def hint(self) -> str:
-        how = (
-            f"Rows of {self._store.label} are read from the OS page cache if it holds them, and "
-            "from the disk otherwise."
-        )
-        return " ".join(filter(None, (how, self._advice, whole_file_hint(self._store))))
-
-    def memory_rows(self) -> None:
-        """Return None, because the rows are read from the file."""
-
-    def close(self) -> None:
-        """Do nothing: the page cache belongs to the kernel."""
 
     def _advise_all(self) -> None:
         while self._n_advised < self._store.n_rows and not self._stopping:

@@ -23,6 +23,17 @@ class Runs(NamedTuple):
     places: Rows
     """Position of the first row of each run in the array."""
 
+    @classmethod
+    def one(cls, start: int, length: int, place: int = 0) -> Runs:
+        """Return a single run."""
+        return cls(*(np.array([number]) for number in (start, length, place)))
+
+    @classmethod
+    def of_rows(cls, rows: Rows, positions: Rows | None = None) -> Runs:
+        """Return a run for each row; rows without positions are put one after the other."""
+        places = np.arange(len(rows)) if positions is None else positions
+        return cls(rows, np.ones_like(rows), places)
+
     @property
     def n_rows(self) -> int:
         """Number of rows of all runs."""

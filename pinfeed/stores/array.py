@@ -11,7 +11,7 @@ from pinfeed.errors import StoreError, WriteBackError
 from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
-from pinfeed.stores.base import (
+from pinfeed.stores.store import (
     SMALL_GATHER_BYTES,
     Array,
     checked_gather,

@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pinfeed.errors import StoreError, WriteBackError
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
-from pinfeed.stores.array import COPIED_BYTES
-from pinfeed.stores.arrow_arrays import (
-    BYTES_PER_BIT,
-    N_BITS,
-    copy_chunk_runs,
-    ragged_error,
-    rows_of_chunk,
-)
-from pinfeed.stores.base import Array, checked_gather, in_words, run_of
+from pinfeed.stores.array import COPIED_BYTES, copy_runs
+from pinfeed.stores.host_rows import gather_rows
 from pinfeed.stores.libraries import imported
-from pinfeed.stores.runs import gather_rows
+from pinfeed.stores.store import Array, checked_gather, in_words, run_of
 from pinfeed.validation.safe_repr import safe_repr
 
+# Lengths of lists that are compared at a time.
+_N_LENGTHS = 1 << 20
+# Bits that are unpacked at a time; each needs 18 bytes while it is unpacked.
+N_BITS = 1 << 16
+BYTES_PER_BIT = 18
+
+# Advice for types of columns that a tensor cannot have, by the name of pyarrow's test for the type.
+_REFUSED = {
+    "is_temporal": 'cast it to "int64" (dataset.cast_column, or column.cast)',
+    "is_dictionary": "decode it to plain numbers (column.dictionary_decode())",
+    "is_struct": "flatten it into columns of its fields (dataset.flatten(), or table.flatten())",
+    "is_decimal": 'cast it to "float64" (dataset.cast_column, or column.cast)',
+}
+RAGGED_ADVICE = (
+    "give pinfeed.RaggedStore(values, offsets) or RaggedStore.from_arrow(column), pad them to one "
+    "length, or batch them with a collate_fn: "
+    "pinfeed.wrap_loader(DataLoader(dataset, collate_fn=...))"
+)
+"""Advice for lists of different lengths."""
+_LEAVE_OUT = (
+    "or leave the column out (dataset.select_columns, table.select, or {name: "
+    "pinfeed.ParquetStore(path, name), ...} of a Parquet file)"
+)
 # Most gathers that run at the same time.
 _MAX_GATHERS = 8
 
@@ -121,7 +139,7 @@ class ArrowStore:
             # first.
             chunks[0].take(rows, 0, out, "clip")
         else:
-            self._copy(Runs(rows, np.ones_like(rows), np.arange(len(rows))), out)
+            self._copy(Runs.of_rows(rows), out)
 
     def gather_runs(self, runs: Runs, out: Array) -> None:
         """Copy runs of rows to their places in ``out``. The caller has checked all arguments."""
@@ -147,3 +165,174 @@ class ArrowStore:
     def _copy(self, runs: Runs, out: Array) -> None:
         for number, part in runs.merged().by_part(self._ends):
             copy_chunk_runs(self._chunks[number], part, out)
+
+
+class PackedBooleans:
+    """Booleans that Arrow has packed as bits.
+
+    Args:
+        packed: The bytes; the first bit is the lowest one.
+        first: Number of the bit with which row 0 begins.
+        shape: Shape (n_rows, *row_shape).
+    """
+
+    dtype: np.dtype[Any] = np.dtype(bool)
+
+    def __init__(self, packed: npt.NDArray[np.uint8], first: int, shape: tuple[int, ...]) -> None:
+        self._packed = packed
+        self._first = first
+        self.shape = shape
+
+    def copy_runs(self, runs: Runs, out: Array) -> None:
+        """Copy runs of rows to their places in ``out``."""
+        rows = runs.rows()
+        places = runs.positions()
+        row_shape = self.shape[1:]
+        n_bits = math.prod(row_shape)
+        step = max(1, N_BITS // max(1, n_bits))
+        for i in range(0, len(rows), step):
+            bits = self._first + rows[i : i + step, None] * n_bits + np.arange(n_bits)
+            values = self._packed[bits >> 3] >> (bits & 7) & 1
+            out[places[i : i + step]] = values.reshape(-1, *row_shape)
+
+
+def rows_of_chunk(array: Any, name: str) -> Array | PackedBooleans:
+    """Return the rows of a chunk, shape (n_rows, *row_shape), on Arrow's memory."""
+    import pyarrow
+
+    shape: tuple[int, ...] = (len(array),)
+    tail: tuple[int, ...] = ()
+    while True:
+        kind = array.type
+        if array.null_count:
+            raise nulls_error(name)
+        # Only for types with a shape does the storage certainly contain the numbers of the rows.
+        if isinstance(kind, pyarrow.BaseExtensionType) and hasattr(kind, "shape"):
+            if isinstance(kind, pyarrow.FixedShapeTensorType):
+                tail = _tensor_shape(kind, name)
+            array = array.storage
+        elif pyarrow.types.is_fixed_size_list(kind):
+            shape = (*shape, kind.list_size)
+            array = array.values.slice(array.offset * kind.list_size, math.prod(shape))
+        elif pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+            offsets = values_of(array.offsets)
+            shape = (*shape, _length(offsets, name))
+            array = array.values.slice(int(offsets[0]), math.prod(shape))
+        else:
+            return _numbers(array, shape[:-1] + tail if tail else shape, name)
+
+
+def copy_chunk_runs(chunk: Array | PackedBooleans, runs: Runs, out: Array) -> None:
+    """Copy runs of rows of a chunk to their places in ``out``."""
+    if isinstance(chunk, PackedBooleans):
+        chunk.copy_runs(runs, out)
+    else:
+        copy_runs(chunk, runs, out)
+
+
+def values_of(array: Any) -> Array:
+    """Return the values of an Arrow array of numbers without nulls, on its memory, read-only."""
+    # ``to_numpy`` would import pandas, which takes 27 MiB that no limit counts.
+    values = np.from_dlpack(array)
+    values.flags.writeable = False
+    return values
+
+
+def items_and_offsets(column: Any) -> tuple[Any, Rows]:
+    """Return the items of all lists as a column, and the offset of each list.
+
+    Args:
+        column: A pyarrow.ListArray, a LargeListArray, or a ChunkedArray of these.
+
+    Returns:
+        A pyarrow.ChunkedArray on the memory of ``column``, and offsets of shape (n_rows + 1,),
+        int64.
+
+    Raises:
+        MissingDependency: If pyarrow is not installed.
+        StoreError: If ``column`` is not a column of lists, has nulls, or has no rows.
+    """
+    pyarrow = imported("pyarrow", "from_arrow: pyarrow is needed; pip install pyarrow")
+    is_column = isinstance(column, (pyarrow.ChunkedArray, pyarrow.Array))
+    kind = column.type if is_column else type(column).__name__
+    if not is_column or not (pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)):
+        raise StoreError(
+            f"from_arrow: got {kind}; expected a column of lists, a pyarrow.ListArray or a "
+            'ChunkedArray of them, such as table["tokens"] or dataset.data.column("tokens")'
+        )
+    if column.null_count:
+        raise StoreError(
+            f"from_arrow: {column.null_count} of {len(column)} lists are null; expected none; fill "
+            "them with empty lists (pyarrow.compute.fill_null), or leave them out (drop_null)"
+        )
+    if not len(column):
+        raise StoreError("from_arrow: the column has no rows; expected at least one")
+    chunks = column.chunks if isinstance(column, pyarrow.ChunkedArray) else [column]
+    offsets = np.zeros(len(column) + 1, np.int64)
+    items = []
+    begin = 0
+    for chunk in chunks:
+        found = values_of(chunk.offsets)
+        first = int(found[0])
+        items.append(chunk.values.slice(first, int(found[-1]) - first))
+        end = begin + len(chunk)
+        offsets[begin + 1 : end + 1] = found[1:]
+        offsets[begin + 1 : end + 1] += offsets[begin] - first
+        begin = end
+    return pyarrow.chunked_array(items), offsets
+
+
+def _tensor_shape(kind: Any, name: str) -> tuple[int, ...]:
+    axes = kind.permutation
+    if axes is not None and axes != sorted(axes):
+        raise StoreError(
+            f"{name}: tensors have permuted axes ({axes}), which scatters the items of a row; "
+            "write them with axes in order"
+        )
+    return tuple(kind.shape)
+
+
+def _length(offsets: npt.NDArray[Any], name: str) -> int:
+    """Return the length of all lists, given their begins and the end of the last one."""
+    length = int(offsets[1] - offsets[0]) if len(offsets) > 1 else 0
+    for i in range(0, len(offsets) - 1, _N_LENGTHS):
+        lengths = np.diff(offsets[i : i + _N_LENGTHS + 1])
+        if (lengths != length).any():
+            raise ragged_error(name, (length,), (int(lengths[lengths != length][0]),))
+    return length
+
+
+def nulls_error(name: str) -> StoreError:
+    """Return the error about a column with nulls."""
+    return StoreError(
+        f"{name} has nulls, but tensors have no nulls; fill them (pyarrow.compute.fill_null, "
+        "dataset.map, fillna or fill_null of a frame), drop their rows (dropna, drop_nulls), "
+        f"{_LEAVE_OUT}"
+    )
+
+
+def ragged_error(name: str, one: tuple[int, ...], other: tuple[int, ...]) -> StoreError:
+    """Return the error about rows of different shapes."""
+    return StoreError(
+        f"{name}: lists of different lengths (rows of shape {one} and {other}); {RAGGED_ADVICE}"
+    )
+
+
+def _numbers(array: Any, shape: tuple[int, ...], name: str) -> Array | PackedBooleans:
+    import pyarrow
+
+    kind = array.type
+    if pyarrow.types.is_boolean(kind):
+        return PackedBooleans(
+            np.frombuffer(array.buffers()[1] or b"", np.uint8), array.offset, shape
+        )
+    if pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind):
+        return values_of(array).reshape(shape)
+    advice = next(
+        (advice for test, advice in _REFUSED.items() if getattr(pyarrow.types, test)(kind)),
+        "convert it to numbers",
+    )
+    raise StoreError(
+        f"{name}: a column of {kind}; expected numbers or booleans, or lists of them; {advice}, "
+        f"{_LEAVE_OUT}"
+    )

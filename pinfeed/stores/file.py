@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import StoreError
-from pinfeed.stores.base import Array, shape_to_make
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.npy import create, holds, read_header
 from pinfeed.stores.paths import Path, local_path, local_paths
-from pinfeed.stores.raw_file import raw_layout
-from pinfeed.stores.sliding_windows import SlidingWindows, series_layout
+from pinfeed.stores.raw_layouts import Windows, raw_layout, series_layout
+from pinfeed.stores.row_layout import RowLayout
+from pinfeed.stores.store import Array, shape_to_make
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.validation.arguments import (
     check_file_to_make,
@@ -111,6 +111,19 @@ class MmapStore(LocalFileStore):
         super().__init__(layouts, mode, keep_cache, memory_map)
 
     @classmethod
+    def _of_layouts(
+        cls,
+        layouts: Sequence[RowLayout],
+        mode: str,
+        keep_cache: bool | None,
+        memory_map: bool,
+    ) -> MmapStore:
+        """Open files with known layouts."""
+        store = cls.__new__(cls)
+        LocalFileStore.__init__(store, layouts, mode, keep_cache, memory_map)
+        return store
+
+    @classmethod
     def raw(
         cls,
         path: Path | Sequence[Path],
@@ -140,10 +153,8 @@ class MmapStore(LocalFileStore):
             StoreError: If a file is truncated or has no rows, if n_rows is -1 and the file does not
                 end with a whole row, or if the shape, the offset or the dtype is invalid.
         """
-        store = cls.__new__(cls)
         layouts = [raw_layout(p, shape, dtype, offset) for p in local_paths(path)]
-        LocalFileStore.__init__(store, layouts, mode, keep_cache, memory_map)
-        return store
+        return cls._of_layouts(layouts, mode, keep_cache, memory_map)
 
     @classmethod
     @explain_arguments(_WINDOW_HINTS)
@@ -195,11 +206,9 @@ class MmapStore(LocalFileStore):
             future = MmapStore.windows("series.npy", length=24, start=96, span=120)
             feeder = Feeder((past, future), batch_size=64, shuffle=True)
         """
-        windows = SlidingWindows.of_arguments(length, step, start, span)
-        store = cls.__new__(cls)
+        windows = Windows(length, step, start, span)
         layouts = windows.layouts([series_layout(p, dtype, offset) for p in local_paths(path)])
-        LocalFileStore.__init__(store, layouts, "r", keep_cache, memory_map)
-        return store
+        return cls._of_layouts(layouts, "r", keep_cache, memory_map)
 
     @classmethod
     def safetensors(
@@ -228,10 +237,8 @@ class MmapStore(LocalFileStore):
         """
         from pinfeed.stores.safetensors import tensor_layout
 
-        store = cls.__new__(cls)
         layouts = [tensor_layout(p, name) for p in local_paths(path)]
-        LocalFileStore.__init__(store, layouts, mode, keep_cache, memory_map)
-        return store
+        return cls._of_layouts(layouts, mode, keep_cache, memory_map)
 
     @classmethod
     def create(

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import FileMissing, ReadError
+from pinfeed.memory.proc_maps import FileKey
 from pinfeed.native.library import Kind, request_each
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
@@ -34,11 +35,6 @@ _SPAN_ROWS = 16
 _ROWS_PER_THREAD = 4
 
 
-def inode_of(status: os.stat_result) -> tuple[int, int]:
-    """Return the identity of a file, which a new file of the same name does not share."""
-    return status.st_dev, status.st_ino
-
-
 class FileReader:
     """One open file, which is closed when the last reference to this object is deleted.
 
@@ -59,7 +55,7 @@ class FileReader:
         self,
         layout: RowLayout,
         *,
-        inode: tuple[int, int],
+        inode: FileKey | None,
         writable: bool,
         keep_cache: bool,
     ) -> None:
@@ -71,7 +67,8 @@ class FileReader:
                 f"{layout.path} no longer exists; it was removed since its header was read"
             ) from None
         weakref.finalize(self, os.close, self._fd)
-        if inode_of(os.fstat(self._fd)) != inode:
+        found = os.fstat(self._fd)
+        if (found.st_dev, found.st_ino) != inode:
             raise ReadError(
                 f"{layout.path} was replaced by another file since its header was read; open it "
                 "again"
@@ -100,8 +97,7 @@ class FileReader:
         if gap:
             if gap <= mmap.PAGESIZE:
                 runs = self._read_long_runs(runs, out)
-            rows = runs.rows()
-            runs = Runs(rows, np.ones_like(rows), runs.positions())
+            runs = Runs.of_rows(runs.rows(), runs.positions())
         if len(runs.lengths) == 1:
             self._read_one(runs, 0, out)
         else:
@@ -180,7 +176,6 @@ class FileReader:
         """Read runs in any order, first the runs that are in the page cache."""
         if not self._layout.row_nbytes or not len(runs.lengths):
             return
-        self._cache.expect_random_reads()
         missing = self._read_some(runs, out, Kind.READ_CACHED)
         if not len(missing):
             return

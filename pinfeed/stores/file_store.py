@@ -13,7 +13,7 @@ import numpy as np
 from pinfeed.errors import ClosedError, WriteBackError
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
-from pinfeed.stores.base import Array, checked_gather
+from pinfeed.stores.store import Array, checked_gather
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -115,7 +115,7 @@ class FileStore:
             order = np.argsort(positions)
             rows = rows[order]
             positions = positions[order]
-        self.gather_runs(Runs(rows, np.ones_like(rows), positions), out)
+        self.gather_runs(Runs.of_rows(rows, positions), out)
 
     def gather_runs(self, runs: Runs, out: Array) -> None:
         """Copy runs of rows to their positions in ``out``. The caller has checked all arguments.

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from pinfeed.errors import ArgumentError, ClosedError, FileMissing, StoreError, described
-from pinfeed.stores.base import Array
-from pinfeed.stores.chunked import MAX_DECODES, ChunkedStore, ChunkLayout, even_bounds
+from pinfeed.stores.chunked import MAX_DECODES, ChunkedStore, ChunkLayout
 from pinfeed.stores.file import MmapStore
 from pinfeed.stores.hdf5_chunks import RawChunks
 from pinfeed.stores.libraries import imported, library_errors
 from pinfeed.stores.paths import Path, local_path
+from pinfeed.stores.store import Array
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.arguments import explain_arguments
 from pinfeed.validation.requirements import install_line
@@ -252,17 +252,13 @@ def _layout(dataset: Any) -> ChunkLayout:
     """
     path = os.fsdecode(dataset.file.filename)
     label = f"{os.path.basename(path)}:{dataset.name}"
-    if not dataset.shape:
-        raise StoreError(
-            f"{label} has shape {dataset.shape}, which has no rows; expected (n_rows, ...)"
-        )
     _check_type(dataset.dtype, label)
-    n_rows, *row_shape = dataset.shape
-    chunk_rows = _PIECE_BYTES // max(1, dataset.dtype.itemsize * math.prod(row_shape))
     if dataset.chunks is not None:
         chunk_rows = dataset.chunks[0]
-    bounds = even_bounds(n_rows, chunk_rows)
-    return ChunkLayout(label, dataset.dtype, tuple(row_shape), bounds, (path,))
+    else:
+        row_nbytes = dataset.dtype.itemsize * math.prod((dataset.shape or ())[1:])
+        chunk_rows = _PIECE_BYTES // max(1, row_nbytes)
+    return ChunkLayout.even(label, dataset.dtype, dataset.shape, chunk_rows, (path,))
 
 
 def _check_type(dtype: np.dtype[Any], label: str) -> None:

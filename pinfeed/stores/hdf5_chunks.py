@@ -69,17 +69,10 @@ class RawChunks:
             # so on.
             values = np.ascontiguousarray(values.reshape(self._dtype.itemsize, -1).T).reshape(-1)
         block = values.view(self._dtype).reshape(self._chunks)
+        axes = zip((0, *offset[1:]), self._chunks, strict=True)
+        target = out[tuple(slice(begin, begin + size) for begin, size in axes)]
         # A chunk at the end of an axis extends beyond it.
-        ends = [len(out), *self._shape[1:]]
-        begins = (0, *offset[1:])
-        sizes = [
-            min(chunk, end - begin)
-            for chunk, end, begin in zip(self._chunks, ends, begins, strict=True)
-        ]
-        target = tuple(
-            slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True)
-        )
-        out[target] = block[tuple(map(slice, sizes))]
+        target[...] = block[tuple(map(slice, target.shape))]
         return True
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pinfeed.errors import MissingDependency, PinfeedError, StoreError, described
@@ -24,6 +24,18 @@ def imported(name: str, problem: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise MissingDependency(problem) from error
+
+
+def check_names(names: Sequence[Any], place: str, advice: str) -> None:
+    """Check that a table has columns with different names.
+
+    Raises:
+        StoreError: If several columns have the same name.
+    """
+    if len(set(names)) < len(names):
+        raise StoreError(
+            f"{place}: several columns have the same name: {', '.join(map(str, names))}; {advice}"
+        )
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -17,12 +16,13 @@ from pinfeed.memory.host import FreeHostMemory, free_host_memory
 from pinfeed.memory.proc_maps import file_key
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
-from pinfeed.stores.base import Array, checked_scatter
-from pinfeed.stores.file_reader import SPAN_BYTES, FileReader, inode_of
+from pinfeed.stores.file_reader import SPAN_BYTES, FileReader
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.mapped_store import MappedStore, is_safe_to_map
+from pinfeed.stores.paths import file_version
 from pinfeed.stores.row_layout import RowLayout
 from pinfeed.stores.sharded_file import ShardedStore, as_bytes
+from pinfeed.stores.store import Array, checked_scatter
 from pinfeed.validation.arguments import check_flag
 
 # Most files that are open at the same time.
@@ -83,7 +83,7 @@ class LocalFileStore(ShardedStore):
         self._lock = threading.Lock()
         # Number of writes of each shard that has not been flushed since.
         self._n_writes: dict[int, int] = {}
-        self._inodes = [inode_of(os.stat(path)) for path in self.paths]
+        self._inodes = [file_key(path) for path in self.paths]
 
     def _renew_after_fork(self) -> None:
         self._lock = threading.Lock()
@@ -145,11 +145,10 @@ class LocalFileStore(ShardedStore):
     def version(self) -> object:
         """A value that changes when a file is written or replaced."""
         try:
-            stats = [os.stat(path) for path in self.paths]
+            return [file_version(path) for path in self.paths]
         except FileNotFoundError:
             # A file that is open can still be read.
             return None
-        return [(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]
 
     def map_rows(self) -> MappedStore:
         """Return a store that gathers the rows from memory maps of the files.
@@ -184,9 +183,7 @@ class LocalFileStore(ShardedStore):
         for i in range(0, len(rows), step):
             chunk = values[i : i + step]
             source = as_bytes(np.ascontiguousarray(chunk.byteswap() if self._swapped else chunk))
-            part = rows[i : i + step]
-            runs = Runs(part, np.ones_like(part), np.arange(len(part)))
-            for number, written in self._by_shard(runs):
+            for number, written in self._by_shard(Runs.of_rows(rows[i : i + step])):
                 is_whole = len(written.places) == len(source)
                 self._write(number, written.starts, source if is_whole else source[written.places])
 

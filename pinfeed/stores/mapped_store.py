@@ -20,10 +20,11 @@ from pinfeed.native.memory_rows import MemoryPart, MemoryRows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import copy_runs
-from pinfeed.stores.base import SMALL_GATHER_BYTES, Array, Gather, checked_gather, run_of
+from pinfeed.stores.host_rows import Gather
 from pinfeed.stores.page_cache import can_tell
 from pinfeed.stores.row_layout import RowLayout
 from pinfeed.stores.sharded_file import ShardedStore, as_bytes
+from pinfeed.stores.store import SMALL_GATHER_BYTES, Array, checked_gather, run_of
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -191,7 +192,7 @@ class FileMap:
             # With mode="raise", numpy would gather into a temporary buffer first.
             self._rows.take(rows, axis=0, out=out, mode="clip")
         elif self._layout.row_nbytes >= _LONG_ROW_BYTES:
-            copy_runs(self._rows, Runs(rows, np.ones_like(rows), np.arange(len(rows))), out)
+            copy_runs(self._rows, Runs.of_rows(rows), out)
         else:
             step = max(1, _PIECE_BYTES // self._layout.row_nbytes)
             for i in range(0, len(rows), step):

@@ -18,8 +18,8 @@ from typing import IO, Any
 import numpy as np
 
 from pinfeed.errors import FileMissing, StoreError, described
-from pinfeed.stores.paths import pattern_hint
-from pinfeed.stores.row_layout import RowLayout, require_regular
+from pinfeed.stores.paths import pattern_hint, require_regular
+from pinfeed.stores.row_layout import RowLayout
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.suggestions import of_file
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from pinfeed.errors import StoreError
-from pinfeed.stores.base import Array
+from pinfeed.memory.proc_maps import file_key, mapping_at
 from pinfeed.stores.file import MmapStore
-from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.npy import read_header
 from pinfeed.stores.row_layout import RowLayout
+from pinfeed.stores.store import Array
 
 logger = logging.getLogger("pinfeed")
 
@@ -68,7 +68,7 @@ def _store_of_windows(array: Array) -> MmapStore | None:
     row_nbytes = array.itemsize * math.prod(array.shape[1:])
     if not 0 < array.strides[0] < row_nbytes or not array[0].flags.c_contiguous:
         return None
-    whole = map_below(array)
+    whole = _map_below(array)
     if whole is None or whole.filename is None or whole.mode not in ("r", "r+"):
         return None
     begin = array.ctypes.data - whole.ctypes.data
@@ -83,12 +83,11 @@ def _store_of_windows(array: Array) -> MmapStore | None:
     )
     if begin < 0 or layout.end > whole.offset + whole.nbytes or not _is_file_of(whole):
         return None
-    store = MmapStore.__new__(MmapStore)
-    LocalFileStore.__init__(store, [layout.check(os.path.getsize(layout.path))], "r", None, True)
-    return store
+    layout = layout.check(os.path.getsize(layout.path))
+    return MmapStore._of_layouts([layout], "r", keep_cache=None, memory_map=True)
 
 
-def map_below(array: Array) -> np.memmap[Any, Any] | None:
+def _map_below(array: Array) -> np.memmap[Any, Any] | None:
     """Return the memory map that an array is a view of, or None."""
     owner: Any = array
     while owner is not None:
@@ -102,30 +101,14 @@ def map_below(array: Array) -> np.memmap[Any, Any] | None:
 def _is_file_of(array: np.memmap[Any, Any]) -> bool:
     """Return whether the file with the name of a map is the mapped file."""
     path = os.fspath(array.filename or "")
-    try:
-        inode = _mapped_inode(array.ctypes.data)
-    except OSError as error:
+    mapping = mapping_at(array.ctypes.data)
+    if mapping is None:
         logger.warning(
-            "%s: pinfeed cannot find out which file is mapped (%s), so it reads the map as an "
-            "array, whose pages stay resident; give the path instead of the map",
+            "%s: pinfeed cannot find out which file is mapped, because /proc cannot be read, so it "
+            "reads the map as an array, whose pages stay resident; give the path instead of the "
+            "map",
             path,
-            error,
         )
         return False
     # The file may have been removed or replaced since it was mapped.
-    return os.path.exists(path) and os.stat(path).st_ino == inode
-
-
-def _mapped_inode(address: int) -> int:
-    """Return the inode of the file that is mapped at an address, according to proc(5).
-
-    Raises:
-        OSError: If ``/proc`` cannot be read.
-    """
-    with open("/proc/self/maps") as file:
-        for line in file:
-            span, _, _, _, inode, *_ = line.split()
-            start, stop = (int(bound, 16) for bound in span.split("-"))
-            if start <= address < stop:
-                return int(inode)
-    return 0
+    return mapping.file == file_key(path)

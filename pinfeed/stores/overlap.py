@@ -10,9 +10,9 @@ import numpy as np
 from pinfeed.memory.proc_maps import FileKey, FileMapping, file_key, mapping_at
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.arrow import ArrowStore
-from pinfeed.stores.base import Array, Store
 from pinfeed.stores.chunked import ChunkedStore
 from pinfeed.stores.file import MmapStore
+from pinfeed.stores.store import Array, Store
 
 # numpy solves an equation to find whether strided arrays overlap. If this takes too long, the
 # arrays count as overlapping.

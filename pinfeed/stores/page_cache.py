@@ -42,22 +42,11 @@ class PageCache:
         self._size = size
         self._keep = keep
         self._n_unswept_bytes = 0
-        self._random = False
         self._uncached = [] if keep else _uncached_ranges(fd, size)
         if not keep:
-            # Otherwise, the kernel mistakes adjacent cached pages for a sequential read, and reads
-            # ahead.
+            # Otherwise, the kernel mistakes rows that are already cached for a sequential read, and
+            # reads far ahead.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-
-    def expect_random_reads(self) -> None:
-        """Advise the kernel that rows are read in random order.
-
-        Otherwise, the kernel would mistake rows that are already cached for a sequential read, and
-        read far ahead.
-        """
-        if not self._keep and not self._random:
-            self._random = True
-            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     def add_read(self, begin: int, nbytes: int) -> None:
         """Count bytes that were read from ``begin`` on, and sweep if enough were read.

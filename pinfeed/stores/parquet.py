@@ -12,20 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from pinfeed.errors import ArgumentError, FileMissing, ReadError, StoreError
+from pinfeed.errors import ArgumentError, ReadError, StoreError
 from pinfeed.rows.runs import Runs
-from pinfeed.stores.arrow_arrays import (
+from pinfeed.stores.arrow import (
     RAGGED_ADVICE,
     copy_chunk_runs,
     nulls_error,
     ragged_error,
     rows_of_chunk,
 )
-from pinfeed.stores.base import Array
 from pinfeed.stores.chunked import ChunkedStore, ChunkLayout
-from pinfeed.stores.libraries import imported, library_errors
-from pinfeed.stores.paths import Path, local_paths
-from pinfeed.stores.row_layout import require_regular
+from pinfeed.stores.libraries import check_names, imported, library_errors
+from pinfeed.stores.paths import Path, file_size, file_version, local_paths
+from pinfeed.stores.store import Array
 from pinfeed.validation.arguments import explain_arguments
 from pinfeed.validation.requirements import install_line
 
@@ -97,11 +96,7 @@ class ParquetStore(ChunkedStore):
         files = _files(path)
         with _pyarrow_errors(files[0].path):
             names: list[str] = files[0].metadata.schema.to_arrow_schema().names
-        if len(set(names)) < len(names):
-            raise StoreError(
-                f"{files[0].path}: several columns have the same name: {', '.join(names)}; write "
-                "the file with different names"
-            )
+        check_names(names, files[0].path, "write the file with different names")
         stores = {}
         for name in names:
             store = cls.__new__(cls)
@@ -137,7 +132,7 @@ class ParquetStore(ChunkedStore):
                 rows = rows_of_chunk(part, self.label)
                 if rows.shape[1:] != self.row_shape:
                     raise ragged_error(self.label, self.row_shape, rows.shape[1:])
-                whole = Runs(*(np.array([n]) for n in (0, rows.shape[0], begin)))
+                whole = Runs.one(0, rows.shape[0], begin)
                 copy_chunk_runs(rows, whole, out)
                 begin += rows.shape[0]
         # Otherwise, each decoding thread would keep memory that no limit counts.
@@ -160,7 +155,7 @@ class _ParquetFile:
         """Decode one column of a row group, ``n_rows`` rows at a time, as ``pyarrow.Array``."""
         from pyarrow.parquet import ParquetFile
 
-        if _version(self.path) != self.version:
+        if file_version(self.path) != self.version:
             raise ReadError(f"{self.path} has changed since it was opened; open it again")
         with ParquetFile(self.path, metadata=self.metadata) as file:
             for batch in file.iter_batches(
@@ -168,11 +163,6 @@ class _ParquetFile:
             ):
                 # The name may also be the beginning of the names of other columns.
                 yield batch[column]
-
-
-def _version(path: str) -> tuple[int, ...]:
-    status = os.stat(path)
-    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def _files(path: Path | Sequence[Path]) -> list[_ParquetFile]:
@@ -187,14 +177,8 @@ def _files(path: Path | Sequence[Path]) -> list[_ParquetFile]:
     )
     files: list[_ParquetFile] = []
     for name in map(os.path.abspath, local_paths(path)):
-        if not os.path.exists(name):
-            raise FileMissing(f"{name}: no such file (looked in {os.getcwd()})")
-        require_regular(name)
-        if os.path.isdir(name):
-            raise StoreError(
-                f"{name} is a directory; expected a file, or a pattern such as {name}/*.parquet"
-            )
-        version = _version(name)
+        file_size(name, "*.parquet")
+        version = file_version(name)
         with _pyarrow_errors(name):
             metadata = parquet.read_metadata(name)
         files.append(_ParquetFile(name, metadata, version))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import glob
 import os
 import re
+import stat
 from collections.abc import Sequence
 
-from pinfeed.errors import ArgumentError, FileMissing
+from pinfeed.errors import ArgumentError, FileMissing, StoreError
 
 Path = str | os.PathLike[str]
 
@@ -73,3 +74,42 @@ def pattern_hint(path: str) -> str:
     if glob.has_magic(path):
         return "; patterns in a list are not expanded; give one pattern alone, or all files by name"
     return ""
+
+
+def require_regular(path: str) -> None:
+    """Check that a path is not a pipe, socket or device, because reading one may wait forever.
+
+    Raises:
+        StoreError: If it is one of these.
+    """
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise StoreError(f"{path} is a pipe, a socket or a device; expected a file")
+
+
+def file_size(path: str, pattern: str = "*") -> int:
+    """Return the size of a file, in bytes.
+
+    Args:
+        path: The file.
+        pattern: Pattern of the names of such files, for an error.
+
+    Raises:
+        FileMissing: If there is no such file.
+        StoreError: If the path is a directory, a pipe, a socket or a device.
+    """
+    try:
+        require_regular(path)
+    except FileNotFoundError:
+        raise FileMissing(f"{path}: no such file (looked in {os.getcwd()})") from None
+    if os.path.isdir(path):
+        raise StoreError(
+            f"{path} is a directory; expected a file, or a pattern such as {path}/{pattern}"
+        )
+    return os.path.getsize(path)
+
+
+def file_version(path: str) -> tuple[int, ...]:
+    """Return the device, inode, size and time of change of a file."""
+    status = os.stat(path)
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)

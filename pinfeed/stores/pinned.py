@@ -19,8 +19,8 @@ from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import ArrayStore
-from pinfeed.stores.base import Array, Store, in_words, shape_to_make
 from pinfeed.stores.file import MmapStore
+from pinfeed.stores.store import Array, Store, in_words, shape_to_make
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.validation.arguments import explain_arguments, real_number, whole_number
 from pinfeed.validation.requirements import install_line

@@ -14,11 +14,10 @@ from pinfeed.rows.lengths import RowLengths
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import ArrayStore
-from pinfeed.stores.arrow import ArrowStore
-from pinfeed.stores.arrow_arrays import items_and_offsets
-from pinfeed.stores.base import Array, Store, is_store, row_nbytes
+from pinfeed.stores.arrow import ArrowStore, items_and_offsets
+from pinfeed.stores.host_rows import RunGather, RunRows, run_gather
 from pinfeed.stores.opened import open_store
-from pinfeed.stores.runs import RunGather, RunRows, run_gather
+from pinfeed.stores.store import Array, Store, is_store, row_nbytes
 from pinfeed.validation.arguments import explain_arguments
 from pinfeed.validation.safe_repr import safe_repr
 
@@ -27,8 +26,6 @@ Layout = Literal["offsets", "padded", "jagged"]
 logger = logging.getLogger("pinfeed")
 
 _LAYOUTS = ("offsets", "padded", "jagged")
-# Offsets that are read at once.
-_PIECE_ROWS = 1 << 20
 _INDEX_NBYTES = 8
 
 _HINTS = {
@@ -91,6 +88,8 @@ class RaggedStore:
         (1, 7) [7]
     """
 
+    writable = False
+
     @explain_arguments(_HINTS)
     def __init__(
         self,
@@ -105,11 +104,21 @@ class RaggedStore:
         if isinstance(values, RaggedStore):
             raise StoreError("values is a RaggedStore; expected the items of its rows")
         self.layout: Layout = layout
-        self._offsets = _read_offsets(offsets)
-        self._is_owner, self.items = _open_items(values)
+        self.offsets = _read_offsets(offsets)
+        """Position of each row in the items, then the end of the last row, shape (n_rows + 1,)."""
+        self.n_rows = len(self.offsets) - 1
+        """Number of rows."""
+        self.items = _open_items(values)
+        self._is_owner = self.items is not values
+        self.n_items = self.items.n_rows
+        """Number of items of ``values``, including items that are in no row."""
+        self.item_shape = self.items.row_shape
+        """Shape of one item; ``()`` if an item is a single number."""
+        self.dtype = self.items.dtype
+        """Dtype of the items."""
         try:
-            _check_offsets(self._offsets, self.items.n_rows)
-            self.padding = _padding(padding, self.items.dtype)
+            _check_offsets(self.offsets, self.n_items)
+            self.padding = _padding(padding, self.dtype)
             if layout == "jagged":
                 # Imported here, because torch need not be loaded for numpy arrays.
                 from pinfeed.tensors.numpy_torch import load_jagged
@@ -156,39 +165,9 @@ class RaggedStore:
         self.close()
 
     @property
-    def n_rows(self) -> int:
-        """Number of rows."""
-        return len(self._offsets) - 1
-
-    @property
-    def n_items(self) -> int:
-        """Number of items of ``values``, including items that are in no row."""
-        return self.items.n_rows
-
-    @property
-    def item_shape(self) -> tuple[int, ...]:
-        """Shape of one item; ``()`` if an item is a single number."""
-        return self.items.row_shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Dtype of the items."""
-        return self.items.dtype
-
-    @property
-    def writable(self) -> bool:
-        """Whether rows can be written; always False."""
-        return False
-
-    @property
-    def offsets(self) -> Rows:
-        """Position of each row in the items, then the end of the last row, shape (n_rows + 1,)."""
-        return self._offsets
-
-    @property
     def lengths(self) -> Rows:
         """Number of items of each row, shape (n_rows,), int64; a new array."""
-        return np.diff(self._offsets)
+        return np.diff(self.offsets)
 
     @property
     def mean_row_nbytes(self) -> float:
@@ -198,7 +177,7 @@ class RaggedStore:
     @property
     def resident_bytes(self) -> int:
         """Host memory of the offsets and of the items' store, in bytes."""
-        return self._offsets.nbytes + self.row_lengths.nbytes + self.items.resident_bytes
+        return self.offsets.nbytes + self.row_lengths.nbytes + self.items.resident_bytes
 
     @functools.cached_property
     def row_lengths(self) -> RowLengths:
@@ -241,8 +220,8 @@ class RaggedStore:
             gather: Function that gathers runs of the items.
             layout: Form of the batch; None uses the layout of the store.
         """
-        starts = self._offsets[rows]
-        lengths = self._offsets[rows + 1] - starts
+        starts = self.offsets[rows]
+        lengths = self.offsets[rows + 1] - starts
         if (layout or self.layout) == "padded":
             longest = int(lengths.max()) if len(lengths) else 0
             runs = Runs(starts, lengths, np.arange(len(rows)) * longest)
@@ -280,17 +259,17 @@ class RaggedStore:
             self.items.close()
 
 
-def _open_items(values: Any) -> tuple[bool, Store]:
-    """Return whether this module opened the store of the items, and the store."""
+def _open_items(values: Any) -> Store:
+    """Return the store of the items."""
     if is_store(values):
-        return False, values
+        return cast(Store, values)
     if isinstance(values, (list, tuple)):
         raise StoreError(
             f"values is a {type(values).__name__}; expected one array with the items of all rows; "
             "give np.concatenate(rows), and the offsets "
             "np.concatenate(([0], np.cumsum([len(row) for row in rows])))"
         )
-    return True, open_store(values, "values")
+    return open_store(values, "values")
 
 
 def _read_offsets(offsets: Any) -> Rows:
@@ -302,7 +281,11 @@ def _read_offsets(offsets: Any) -> Rows:
     name = os.fspath(offsets) if isinstance(offsets, (str, os.PathLike)) else "offsets"
     store = open_store(np.asarray(offsets) if isinstance(offsets, list) else offsets, "offsets")
     try:
-        found = store.array if isinstance(store, ArrayStore) else _all_rows(store)
+        if isinstance(store, ArrayStore):
+            found = store.array
+        else:
+            found = np.empty((store.n_rows, *store.row_shape), store.dtype)
+            run_gather(store)(Runs.one(0, store.n_rows), found)
     finally:
         store.close()
     if found.ndim != 1 or found.dtype.kind not in "iu" or len(found) < 2:
@@ -315,15 +298,6 @@ def _read_offsets(offsets: Any) -> Rows:
     own: Rows = found.astype(np.int64)
     own.flags.writeable = False
     return own
-
-
-def _all_rows(store: Store) -> Array:
-    """Read all rows of a store in pieces, because row indices are needed for each."""
-    found = np.empty((store.n_rows, *store.row_shape), store.dtype)
-    for i in range(0, len(found), _PIECE_ROWS):
-        piece = found[i : i + _PIECE_ROWS]
-        store.gather(np.arange(i, i + len(piece)), piece)
-    return found
 
 
 def _check_offsets(offsets: Rows, n_items: int) -> None:

@@ -22,7 +22,6 @@ from pinfeed.errors import (
     described,
 )
 from pinfeed.rows.runs import Runs
-from pinfeed.stores.base import Array
 from pinfeed.stores.byte_ranges import (
     RANGE_BYTES,
     WINDOW_BYTES,
@@ -39,6 +38,7 @@ from pinfeed.stores.paths import has_protocol, pattern_hint
 from pinfeed.stores.retries import answers_of, require_connected, result_or_error
 from pinfeed.stores.row_layout import RowLayout
 from pinfeed.stores.sharded_file import ShardedStore, as_bytes
+from pinfeed.stores.store import Array
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.threads.pool import ThreadPool
 from pinfeed.validation.arguments import whole_number

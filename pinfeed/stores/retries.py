@@ -147,9 +147,6 @@ def _has_name(error: BaseException, parts: tuple[str, ...]) -> bool:
 def status_of(error: Any) -> int:
     """Return the HTTP status of an error; 0 if it has none."""
     response = getattr(error, "response", None)
-    for owner, name in ((error, "status"), (error, "status_code"), (error, "code")):
-        status = getattr(owner, name, None)
-        if isinstance(status, int):
-            return status
-    status = getattr(response, "status_code", 0)
-    return status if isinstance(status, int) else 0
+    names = ((error, "status"), (error, "status_code"), (error, "code"), (response, "status_code"))
+    found = (getattr(owner, name, None) for owner, name in names)
+    return next((status for status in found if isinstance(status, int)), 0)

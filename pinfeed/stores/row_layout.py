@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
-import stat
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -90,14 +88,3 @@ def covered_nbytes(layouts: Iterable[RowLayout]) -> int:
         total += max(0, layout.end - max(layout.offset, reached))
         reached = max(reached, layout.end)
     return total
-
-
-def require_regular(path: str) -> None:
-    """Check that a path is not a pipe, socket or device, because reading one may wait forever.
-
-    Raises:
-        StoreError: If it is one of these.
-    """
-    mode = os.stat(path).st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise StoreError(f"{path} is a pipe, a socket or a device; expected a file")

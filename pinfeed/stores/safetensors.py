@@ -12,7 +12,8 @@ import numpy as np
 
 from pinfeed.errors import FileMissing, StoreError, described
 from pinfeed.stores.libraries import imported
-from pinfeed.stores.row_layout import RowLayout, require_regular
+from pinfeed.stores.paths import require_regular
+from pinfeed.stores.row_layout import RowLayout
 from pinfeed.tensors.dtypes import BFLOAT16
 from pinfeed.validation.requirements import install_line
 

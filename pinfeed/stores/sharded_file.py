@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,9 +13,9 @@ import numpy.typing as npt
 from pinfeed.errors import StoreError
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
-from pinfeed.stores.base import Array
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.row_layout import RowLayout, covered_nbytes
+from pinfeed.stores.store import Array
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.safe_repr import safe_repr
 
@@ -85,13 +84,10 @@ class ShardedStore(FileStore):
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield the shard, the first row within it and the number of rows of each part."""
-        number = bisect.bisect_right(self._ends, start)
-        while start < stop:
-            end = min(stop, int(self._ends[number]))
-            if start < end:
-                yield number, start - int(self._starts[number]), end - start
-            start = end
-            number += 1
+        for number, part in self._by_shard(Runs.one(start, stop - start)):
+            n_rows = part.lengths.item(0)
+            if n_rows:
+                yield number, part.starts.item(0), n_rows
 
 
 def as_bytes(array: Array) -> npt.NDArray[np.uint8]:

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from pinfeed.errors import ArgumentError, FileMissing, StoreError
-from pinfeed.stores.base import Array
-from pinfeed.stores.chunked import ChunkedStore, ChunkLayout, even_bounds
+from pinfeed.stores.chunked import ChunkedStore, ChunkLayout
 from pinfeed.stores.libraries import imported, library_errors
 from pinfeed.stores.paths import has_protocol
+from pinfeed.stores.store import Array
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.requirements import install_line
 
@@ -116,9 +116,8 @@ def _open(path: str, name: str | None) -> Any:
     place = path if name is None else f"{path}, {name!r}"
     with _zarr_errors(place):
         found = zarr.open(path, mode="r", path=name)
+        names = sorted(found.array_keys()) if isinstance(found, zarr.Group) else []
     if isinstance(found, zarr.Group):
-        with _zarr_errors(place):
-            names = sorted(found.array_keys())
         shown = ", ".join(map(repr, names[:_N_SHOWN])) or "none"
         raise StoreError(
             f"{path} is a Zarr group; expected one of its arrays: {shown}; give "
@@ -142,13 +141,7 @@ def _layout(array: Any, path: str | None) -> ChunkLayout:
     label = array.path or os.path.basename(path or "") or "a Zarr array"
     if path is not None and array.path:
         label = f"{os.path.basename(path)}/{array.path}"
-    if not array.shape:
-        raise StoreError(
-            f"{label} has shape {array.shape}, which has no rows; expected (n_rows, ...)"
-        )
     dtype = np.dtype(array.dtype)
     check_dtype(dtype, label)
-    n_rows, *row_shape = array.shape
-    bounds = even_bounds(n_rows, (array.shards or array.chunks)[0])
-    paths = () if path is None else (path,)
-    return ChunkLayout(label, dtype, tuple(row_shape), bounds, paths)
+    chunk_rows = (array.shards or array.chunks or (1,))[0]
+    return ChunkLayout.even(label, dtype, array.shape, chunk_rows, () if path is None else (path,))

@@ -12,7 +12,7 @@ import pytest
 
 from pinfeed.devices.device import Device, RowCopy, Stream, Tensor
 from pinfeed.stores.array import ArrayStore
-from pinfeed.stores.base import HostArray, StoreRows, part_nbytes
+from pinfeed.stores.host_rows import HostArray, StoreRows, part_nbytes
 from pinfeed.tensors.dtypes import DTYPES
 from pinfeed.testing.sample_rows import Array, sample
 

@@ -26,7 +26,8 @@ import numpy.typing as npt
 
 from pinfeed.devices.device import RowCopy
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.base import HostArray, Store, run_of
+from pinfeed.stores.host_rows import HostArray
+from pinfeed.stores.store import Store, run_of
 from pinfeed.testing.sim_streams import (
     Array,
     DeviceArray,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pinfeed.errors import ArgumentError, RowIndexError, WriteBackError
-from pinfeed.stores.base import Store
+from pinfeed.stores.store import Store
 from pinfeed.tensors.dtypes import DTYPES
 from pinfeed.testing.sample_rows import Array, sample
 

@@ -34,7 +34,7 @@ from pinfeed.devices.route_benchmark import MatrixProducts, measure
 from pinfeed.errors import DeviceError
 from pinfeed.memory.host import resident_bytes
 from pinfeed.memory.page_locked import unlock_freed
-from pinfeed.stores.base import StoreRows, part_nbytes
+from pinfeed.stores.host_rows import StoreRows, part_nbytes
 from pinfeed.testing.suites import DeviceTests, StoreTests
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ from pinfeed.devices.batch_copy_trial import is_safe, trial_key
 from pinfeed.devices.cuda_direct_access import DirectAccess
 from pinfeed.devices.kernels import Grid
 from pinfeed.devices.route import Route, cached_trial
-from pinfeed.stores.base import StoreRows
+from pinfeed.stores.host_rows import StoreRows
 from pinfeed.tensors.numpy_torch import to_torch
 
 LONG = 32 << 10

@@ -20,9 +20,8 @@ from pinfeed.pipeline.helper_threads import HelperThreads
 from pinfeed.pipeline.loop_threads import LoopThreads
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Cancelled
-from pinfeed.stores import divided_gather
-from pinfeed.stores.base import StoreRows, never
-from pinfeed.stores.divided_gather import gather_pieces
+from pinfeed.stores import host_rows
+from pinfeed.stores.host_rows import StoreRows, gather_pieces, never
 from pinfeed.testing import SimDevice, favour
 
 HELPERS = "pinfeed-read-helper"
@@ -35,8 +34,8 @@ needs_native = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not(
 def batches_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let several threads gather the batches of these tests, on any machine."""
     monkeypatch.setattr(loop_threads, "N_GATHERING_THREADS", 5)
-    monkeypatch.setattr(divided_gather, "DIVIDED_NBYTES", 1)
-    monkeypatch.setattr(divided_gather, "_PIECE_NBYTES", 100)
+    monkeypatch.setattr(host_rows, "DIVIDED_NBYTES", 1)
+    monkeypatch.setattr(host_rows, "_PIECE_NBYTES", 100)
 
 
 def table() -> np.ndarray:

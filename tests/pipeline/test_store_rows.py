@@ -14,7 +14,7 @@ from pinfeed.readahead.strategy import OpenBatch
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Rows, Sequential
 from pinfeed.rows.windows import Windows
-from pinfeed.stores.base import StoreRows, unchecked_gather
+from pinfeed.stores.host_rows import StoreRows, unchecked_gather
 from pinfeed.tensors.pytree import flatten
 
 

@@ -31,7 +31,7 @@ from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Order
 from pinfeed.rows.windows import windows as windows_of
 from pinfeed.stores import page_cache as disk_page_cache
-from pinfeed.stores.base import StoreRows
+from pinfeed.stores.host_rows import StoreRows
 
 N, WIDTH = 5000, 64
 # Rows of a block of 64 KiB, which is worth a seek.

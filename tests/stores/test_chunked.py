@@ -26,8 +26,7 @@ from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Order
 from pinfeed.rows.windows import windows as windows_of
 from pinfeed.stores import chunked
-from pinfeed.stores.chunked import ChunkedStore, ChunkLayout, even_bounds
-from pinfeed.stores.kept_chunks import KeptChunks
+from pinfeed.stores.chunked import ChunkedStore, ChunkLayout, KeptChunks, even_bounds
 from pinfeed.testing.suites import ReadOnlyStoreTests
 
 UNEVEN = [0, 3, 4, 9, 25, 26, 40, 50]

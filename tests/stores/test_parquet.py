@@ -14,7 +14,7 @@ import pytest
 
 from pinfeed import Feeder, ParquetStore, errors
 from pinfeed.stores import parquet
-from pinfeed.stores.arrow_arrays import rows_of_chunk, values_of
+from pinfeed.stores.arrow import rows_of_chunk, values_of
 from pinfeed.tensors.dtypes import DTYPES
 from pinfeed.testing.suites import ReadOnlyStoreTests
 

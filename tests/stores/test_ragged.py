@@ -30,7 +30,7 @@ from pinfeed import (
     StoreError,
 )
 from pinfeed.rows.runs import Runs
-from pinfeed.stores import array, runs
+from pinfeed.stores import array, host_rows
 
 LAYOUTS = ["offsets", "padded"]
 
@@ -153,10 +153,10 @@ def test_runs_of_any_kind(given_runs: list[tuple[int, int, int]]) -> None:
             patch.setattr(array, "_SHORT_RUN", short)
             patch.setattr(array, "_SHORT_RUN_WITH_GAPS", short)
             patch.setattr(array, "_PIECE_ROWS", piece)
-            patch.setattr(runs, "_STEP_ROWS", piece)
+            patch.setattr(host_rows, "_STEP_ROWS", piece)
             for store in (ArrayStore(source), Plain(source)):
                 got = np.full(n, -1, np.int16)
-                runs.run_gather(store)(wanted, got)
+                host_rows.run_gather(store)(wanted, got)
                 np.testing.assert_array_equal(got, want)
     parts = list(wanted.by_part(np.array([10, 10, 50, 100])))
     rows = [row for number, part in parts for row in part.rows() + [0, 10, 10, 50][number]]
@@ -175,8 +175,7 @@ class Plain(ArrayStore):
 
 # -- offsets and options ---------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", [np.int32, np.uint64, np.int64])
-def test_offsets_from_a_file(dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pinfeed.stores.ragged._PIECE_ROWS", 4)
+def test_offsets_from_a_file(dtype: Any, tmp_path: Path) -> None:
     plain = Ragged(11, 5)
     path = saved(tmp_path / "offsets.npy", plain.offsets.astype(dtype))
     store = RaggedStore(plain.values, path)

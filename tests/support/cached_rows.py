@@ -16,7 +16,7 @@ from pinfeed.pipeline.row_cache.cache import RowCache
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.source import ArrayPart, HostBatch, RowGroup
 from pinfeed.rows.batches import EpochHooks
-from pinfeed.stores.base import StoreRows
+from pinfeed.stores.host_rows import StoreRows
 from pinfeed.testing import SimDevice
 
 N, D = 12, 2

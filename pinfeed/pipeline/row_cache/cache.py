@@ -23,7 +23,7 @@ from pinfeed.errors import BudgetError, ClosedError, described
 from pinfeed.memory.units import human
 from pinfeed.pipeline.row_cache.decisions import CacheDecisions, CachedRows, Span
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.base import Store, row_nbytes
+from pinfeed.stores.store import Store, row_nbytes
 
 Values = Sequence[Tensor | None]
 """A tensor for each store; None for an unchanged store."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from pinfeed.pipeline.sources.sample_reader import StackedSamples
 from pinfeed.pipeline.sources.source import ArrayPart, HostBatch
-from pinfeed.stores.base import CheckStop, HostArray, never
+from pinfeed.stores.host_rows import CheckStop, HostArray, never
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.tensors.pytree import Rebuild, flatten
 

@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from pinfeed.devices.base import Tensor
-from pinfeed.devices.device import Device, RowCopy
+from pinfeed.devices.device import Device, RowCopy, Tensor
 from pinfeed.errors import ArgumentError, RowIndexError, StoreError, described
 from pinfeed.pipeline.sources.host_leaves import host_batch_of
 from pinfeed.pipeline.sources.source import ArrayPart, HostBatch, RowGroup
 from pinfeed.readahead.strategy import HostRows, ReadStrategy, main_hint
 from pinfeed.rows.indices import check_rows, first_occurrences
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.base import Array, CheckStop, Store, never, row_nbytes
+from pinfeed.stores.host_rows import CheckStop, never
+from pinfeed.stores.store import Array, Store, row_nbytes
 from pinfeed.tensors.pytree import Rebuild
 
 # Rows are copied to their positions in pieces of this size, which stay in the processor's cache.

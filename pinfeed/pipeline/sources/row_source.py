@@ -17,12 +17,13 @@ from pinfeed.pipeline.sources.source import (
     Source,
     drawn_early,
 )
-from pinfeed.readahead.ragged import RaggedReads
+from pinfeed.readahead.read_plan import RaggedReads
 from pinfeed.readahead.strategy import AnyBatch, HostRows, ReadStrategy, main_hint
 from pinfeed.rows.batches import EpochHooks, RowBatches, RowIndices
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.base import HostArray, Store, row_nbytes
+from pinfeed.stores.host_rows import HostArray
 from pinfeed.stores.ragged import RaggedParts
+from pinfeed.stores.store import Store, row_nbytes
 from pinfeed.tensors.pytree import Rebuild
 
 # The constructor of a NamedTuple is a Python function; this makes one without it.

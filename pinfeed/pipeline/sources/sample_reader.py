@@ -15,7 +15,7 @@ import numpy.typing as npt
 from pinfeed.errors import ArgumentError, StoreError, add_note
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.base import CheckStop, never
+from pinfeed.stores.host_rows import CheckStop, never
 from pinfeed.tensors.dtypes import check_dtype
 
 Array = npt.NDArray[Any]

@@ -17,7 +17,8 @@ from pinfeed.pipeline.row_cache.decisions import CachedRows
 from pinfeed.readahead.strategy import HostRows
 from pinfeed.rows.batches import EpochHooks
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.base import CheckStop, HostArray, Store, never
+from pinfeed.stores.host_rows import CheckStop, HostArray, never
+from pinfeed.stores.store import Store
 from pinfeed.tensors.pytree import Rebuild
 
 

@@ -17,9 +17,9 @@ from torch import nn
 from pinfeed.errors import ArgumentError, RowIndexError, StoreError, described
 from pinfeed.memory.units import parse_size
 from pinfeed.stores import ArrayStore, MmapStore, PinnedStore, Store
-from pinfeed.stores.base import shape_to_make
 from pinfeed.stores.file import open_created
 from pinfeed.stores.pinned import Pin, check_pin
+from pinfeed.stores.store import shape_to_make
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.tensors.numpy_torch import TORCH, to_torch
 from pinfeed.validation.arguments import whole_number

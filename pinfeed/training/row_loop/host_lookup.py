@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from pinfeed.devices.base import Tensor
+from pinfeed.devices.device import Tensor
 from pinfeed.pipeline.sources.host_leaves import HostLeaf
 from pinfeed.pipeline.sources.row_fetch import ids_array
 from pinfeed.pipeline.sources.source import HostBatch

@@ -14,7 +14,7 @@ from pinfeed.errors import ArgumentError, ClosedError, WriteBackError
 from pinfeed.pipeline.sources.row_fetch import ids_function
 from pinfeed.pipeline.write_check import aliases
 from pinfeed.stores import Store
-from pinfeed.stores.base import row_nbytes
+from pinfeed.stores.store import row_nbytes
 from pinfeed.training.distributed.sharded_table import ShardedEmbedding
 from pinfeed.training.embeddings.batch_rows import BatchRows
 from pinfeed.training.embeddings.combined_optimizer import row_optimizers

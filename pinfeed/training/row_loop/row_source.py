@@ -9,13 +9,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from pinfeed.devices.base import Tensor
+from pinfeed.devices.device import Tensor
 from pinfeed.pipeline.row_cache.cache import RowCache
 from pinfeed.pipeline.row_cache.decisions import CachedRows
 from pinfeed.pipeline.sources.host_leaves import HostLeaf, host_batch_of
 from pinfeed.pipeline.sources.loader_source import END, LoaderSource
 from pinfeed.pipeline.sources.source import BatchThunk, HostBatch, RowGroup
-from pinfeed.stores.base import StoreRows
+from pinfeed.stores.host_rows import StoreRows
 from pinfeed.tensors.numpy_torch import to_torch
 from pinfeed.training.distributed.rank_loop import RankLoop
 from pinfeed.training.distributed.row_exchange import ExchangePlan, RowPositions

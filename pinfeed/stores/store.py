@@ -1,4 +1,4 @@
-"""Store: rows on the host. StoreRows: rows that a batch needs. Checks of arguments."""
+"""Store: rows on the host. Checks of the arguments of its methods."""
 
 from __future__ import annotations
 
@@ -6,23 +6,16 @@ import math
 import mmap
 import operator
 import sys
-from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, StoreError, WriteBackError
-from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
 
 Array = npt.NDArray[Any]
-
-# Rows are gathered in steps, because a loop that ends waits for the current step. A step takes a
-# few milliseconds from memory, and less than a second from a disk with 20,000 seeks per second.
-_STEP_BYTES = 16 << 20
-_STEP_ROWS = 1 << 13
 
 SMALL_GATHER_BYTES = 64 << 10
 """Up to this size, copying row by row is faster than checking whether the rows are a slice."""
@@ -38,7 +31,7 @@ class Store(Protocol):
     gathered while it is being written, the result may be the old row, the new row or a mixture;
     pinfeed corrects it. pinfeed calls both with int64 row indices in range. Both must refuse
     invalid arguments before they change anything; ``checked_gather`` and ``checked_scatter`` of
-    ``pinfeed.stores.base`` check the arguments for any store.
+    ``pinfeed.stores.store`` check the arguments for any store.
 
     Examples:
         >>> store = pinfeed.ArrayStore(np.arange(12.0).reshape(4, 3))
@@ -115,110 +108,6 @@ def is_store(value: Any) -> bool:
     """
     is_like_store = hasattr(value, "row_shape") and not isinstance(value, type)
     return is_like_store and isinstance(value, Store)
-
-
-CheckStop = Callable[[], object]
-"""Raises an error if the loop has ended, so that nothing else need be read."""
-
-
-def never() -> None:
-    """Do nothing: the default ``CheckStop``, for reads that nothing stops."""
-
-
-class HostArray(Protocol):
-    """One array of a batch that is still on the host."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the array."""
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Native dtype of the array."""
-
-    def read(self, out: Array, check_stop: CheckStop = ...) -> None:
-        """Fill ``out``, of this shape and dtype, and call ``check_stop`` between long steps."""
-
-
-class Gatherable(Protocol):
-    """Rows that can be gathered: the part of a Store that readers need."""
-
-    @property
-    def row_shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> np.dtype[Any]: ...
-    def gather(self, rows: Rows, out: Array) -> None: ...
-
-
-Gather = Callable[[Rows, Array], None]
-"""Copies rows into an array, like ``Store.gather``."""
-
-
-def fast_way(store: Gatherable, name: str) -> Any:
-    """Return a member of a store that reads its rows faster than ``gather``.
-
-    Such a member belongs to the methods that gather of the same class. If a subclass or an object
-    replaces one of these, it may return other rows, so the result is None.
-    """
-    replaceable = {"gather", "gather_at", "gather_unchecked"}
-    if replaceable.isdisjoint(getattr(store, "__dict__", ())):
-        for kind in type(store).__mro__:
-            if name in vars(kind):
-                return getattr(store, name)
-            if not replaceable.isdisjoint(vars(kind)):
-                break
-    return None
-
-
-def unchecked_gather(store: Gatherable) -> Gather:
-    """Return the method that gathers the rows of a store, without checks if it has one."""
-    found: Gather = fast_way(store, "gather_unchecked") or store.gather
-    return found
-
-
-def memory_rows_of(store: Gatherable) -> MemoryRows | None:
-    """Return where the rows of a store are, if compiled functions may copy them."""
-    found: MemoryRows | None = fast_way(store, "memory_rows")
-    return found
-
-
-class StoreRows:
-    """Rows of one store that a batch needs: a ``HostArray`` that gathers them.
-
-    Args:
-        store: The store, or other rows that can be gathered.
-        rows: Row indices, shape (n,); they may repeat.
-        gather: Function that gathers rows of the store; None uses its method ``gather``.
-    """
-
-    __slots__ = ("_gather", "dtype", "rows", "shape", "store")
-
-    def __init__(self, store: Gatherable, rows: Rows, gather: Gather | None = None) -> None:
-        self.store = store
-        self.rows = rows
-        self.shape = (len(rows), *store.row_shape)
-        self.dtype = store.dtype
-        self._gather = gather or store.gather
-
-    def cut(self, begin: int, end: int) -> StoreRows:
-        """Return rows [begin, end) of these."""
-        return StoreRows(self.store, self.rows[begin:end], self._gather)
-
-    def read(self, out: Array, check_stop: CheckStop = never) -> None:
-        """Gather the rows into ``out``, step by step."""
-        n = len(out)
-        if 0 < n <= _STEP_ROWS and out.nbytes <= _STEP_BYTES:
-            self._gather(self.rows, out)
-            return
-        step = max(1, min(_STEP_ROWS, _STEP_BYTES * n // max(1, out.nbytes)))
-        for i in range(0, n, step):
-            check_stop()
-            self._gather(self.rows[i : i + step], out[i : i + step])
-
-
-def part_nbytes(part: HostArray) -> int:
-    """Return the bytes of one array of a batch."""
-    return math.prod(part.shape) * part.dtype.itemsize
 
 
 def whole_numbers(shape: Any, name: str) -> tuple[int, ...]:

@@ -1,49 +1,80 @@
-"""SlidingWindows: rows that are windows of consecutive items of a flat file."""
+"""Layouts of the rows of files without a header, and of windows over the items of a file."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.stores.npy import MAGIC, read_header, strange
-from pinfeed.stores.raw_file import size_of
+from pinfeed.stores.paths import file_size
 from pinfeed.stores.row_layout import RowLayout
+from pinfeed.stores.store import whole_numbers
 from pinfeed.tensors.dtypes import dtype_of, numpy_dtype_of
 from pinfeed.validation.arguments import whole_number
 from pinfeed.validation.suggestions import of_file
 
 
-@dataclass(frozen=True)
-class SlidingWindows:
-    """Windows of equal length that begin at equal distances in a series of items."""
+def raw_layout(path: str, shape: Sequence[int], dtype: npt.DTypeLike, offset: int) -> RowLayout:
+    """Return the layout of the rows that begin after ``offset`` bytes of a file.
 
-    length: int
-    step: int
-    start: int
-    """Items before the first window."""
-    span: int
-    """Items that the file must have from ``i * step`` on for window i to exist."""
+    Args:
+        path: The file.
+        shape: Shape (n_rows, *row_shape); an n_rows of -1 stands for all rows of the file.
+        dtype: Dtype of the items, as numpy or torch spells it.
+        offset: Bytes before the first row.
 
-    @classmethod
-    def of_arguments(cls, length: Any, step: Any, start: Any, span: Any) -> SlidingWindows:
-        """Return the windows that the arguments of a user describe.
+    Raises:
+        FileMissing: If there is no such file.
+        StoreError: If the shape or the offset is invalid, the file is truncated, n_rows is -1 and
+            the file does not end with a whole row, or torch does not have the dtype.
+    """
+    items = numpy_dtype_of(dtype, path)
+    size = file_size(path)
+    n_rows, *row_shape = whole_numbers(shape, path)
+    if type(offset) is bool or not hasattr(offset, "__index__"):
+        raise StoreError(f"{path}: offset={offset!r}; expected a whole number of bytes")
+    if n_rows < -1 or min(row_shape, default=0) < 0 or offset < 0:
+        raise StoreError(
+            f"{path}: shape={shape}, offset={offset}; expected (n_rows, ...), or (-1, ...) for "
+            "all rows of the file"
+        )
+    row_nbytes = items.itemsize * math.prod(row_shape)
+    if not row_nbytes:
+        raise StoreError(
+            f"{path}: shape={shape} of {items} has rows of 0 bytes; expected at least 1 on each "
+            "axis"
+        )
+    if n_rows == -1:
+        n_rows, rest = divmod(max(0, size - offset), row_nbytes)
+        if rest:
+            raise StoreError(
+                f"{path}: {size} bytes minus offset={offset} are {n_rows} rows of {row_nbytes} "
+                f"bytes and {rest} more bytes; expected whole rows; give the shape, dtype and "
+                "offset that the file was written with, or the number of rows"
+            )
+    return RowLayout(path, items, n_rows, tuple(row_shape), int(offset)).check(size)
 
-        Raises:
-            ArgumentError: If an argument is not a whole number, ``length`` or ``step`` is below 1,
-                ``start`` is negative, or ``span`` ends before the window.
-        """
-        length = whole_number(length, "length")
-        step = whole_number(step, "step")
-        start = whole_number(start, "start", least=0)
-        if span is None:
-            return cls(length, step, start, start + length)
+
+class Windows:
+    """Windows of consecutive items of a flat file, as ``MmapStore.windows`` describes them.
+
+    Raises:
+        ArgumentError: If an argument is not a whole number, ``length`` or ``step`` is below 1,
+            ``start`` is negative, or ``span`` ends before the window.
+    """
+
+    def __init__(self, length: Any, step: Any, start: Any, span: Any) -> None:
+        self.length = whole_number(length, "length")
+        self.step = whole_number(step, "step")
+        self.start = whole_number(start, "start", least=0)
+        least = self.start + self.length
         note = f", because start={start} and length={length} need this many items"
-        return cls(length, step, start, whole_number(span, "span", least=start + length, note=note))
+        self.span = least if span is None else whole_number(span, "span", least=least, note=note)
 
     def layouts(self, series: Sequence[RowLayout]) -> list[RowLayout]:
         """Return the layouts of the windows of files, given layouts in which a row is one item.
@@ -96,7 +127,7 @@ def series_layout(path: str, dtype: npt.DTypeLike | None, offset: int) -> RowLay
             file, or cannot be read.
     """
     offset = whole_number(offset, "offset", least=0)
-    size = size_of(path)
+    size = file_size(path)
     with open(path, "rb") as file:
         start = file.read(12)
     if not start.startswith(MAGIC):

@@ -1,0 +1,248 @@
+"""Rows of stores that batches need, and the ways to gather them into host memory."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+
+from pinfeed.native.memory_rows import MemoryRows
+from pinfeed.rows.orders import Rows
+from pinfeed.rows.runs import Runs
+from pinfeed.stores.array import put_rows
+from pinfeed.stores.store import Array
+
+# Rows are gathered in steps, because a loop that ends waits for the current step. A step takes a
+# few milliseconds from memory, and less than a second from a disk with 20,000 seeks per second.
+_STEP_BYTES = 16 << 20
+_STEP_ROWS = 1 << 13
+
+# Two cores are left to the program: one for the loop, and one for the second writer or a loader.
+# Memory is as fast as some cores can copy.
+N_GATHERING_THREADS = min(len(os.sched_getaffinity(0)) - 2, 16)
+"""Number of threads that gather rows in memory for a GPU; at most 0 on a small machine."""
+
+DIVIDED_NBYTES = 4 << 20
+"""Bytes of a part from which on several threads gather it."""
+
+# Waking a thread takes up to 50 us, in which it would copy about a tenth of a piece.
+_PIECE_NBYTES = 2 << 20
+# The device reads the rows next, so they are written past the caches. A gather of shorter rows
+# waits for memory anyway, and these writes make it slower.
+_BYPASS_ROW_NBYTES = 4 << 10
+
+CheckStop = Callable[[], object]
+"""Raises an error if the loop has ended, so that nothing else need be read."""
+
+
+def never() -> None:
+    """Do nothing: the default ``CheckStop``, for reads that nothing stops."""
+
+
+class HostArray(Protocol):
+    """One array of a batch that is still on the host."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Native dtype of the array."""
+
+    def read(self, out: Array, check_stop: CheckStop = ...) -> None:
+        """Fill ``out``, of this shape and dtype, and call ``check_stop`` between long steps."""
+
+
+class Gatherable(Protocol):
+    """Rows that can be gathered: the part of a Store that readers need."""
+
+    @property
+    def row_shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+    def gather(self, rows: Rows, out: Array) -> None: ...
+
+
+Gather = Callable[[Rows, Array], None]
+"""Copies rows into an array, like ``Store.gather``."""
+
+
+def fast_way(store: Gatherable, name: str) -> Any:
+    """Return a member of a store that reads its rows faster than ``gather``.
+
+    Such a member belongs to the methods that gather of the same class. If a subclass or an object
+    replaces one of these, it may return other rows, so the result is None.
+    """
+    replaceable = {"gather", "gather_at", "gather_unchecked"}
+    if replaceable.isdisjoint(getattr(store, "__dict__", ())):
+        for kind in type(store).__mro__:
+            if name in vars(kind):
+                return getattr(store, name)
+            if not replaceable.isdisjoint(vars(kind)):
+                break
+    return None
+
+
+def unchecked_gather(store: Gatherable) -> Gather:
+    """Return the method that gathers the rows of a store, without checks if it has one."""
+    found: Gather = fast_way(store, "gather_unchecked") or store.gather
+    return found
+
+
+def memory_rows_of(store: Gatherable) -> MemoryRows | None:
+    """Return where the rows of a store are, if compiled functions may copy them."""
+    found: MemoryRows | None = fast_way(store, "memory_rows")
+    return found
+
+
+class StoreRows:
+    """Rows of one store that a batch needs: a ``HostArray`` that gathers them.
+
+    Args:
+        store: The store, or other rows that can be gathered.
+        rows: Row indices, shape (n,); they may repeat.
+        gather: Function that gathers rows of the store; None uses its method ``gather``.
+    """
+
+    __slots__ = ("_gather", "dtype", "rows", "shape", "store")
+
+    def __init__(self, store: Gatherable, rows: Rows, gather: Gather | None = None) -> None:
+        self.store = store
+        self.rows = rows
+        self.shape = (len(rows), *store.row_shape)
+        self.dtype = store.dtype
+        self._gather = gather or store.gather
+
+    def cut(self, begin: int, end: int) -> StoreRows:
+        """Return rows [begin, end) of these."""
+        return StoreRows(self.store, self.rows[begin:end], self._gather)
+
+    def read(self, out: Array, check_stop: CheckStop = never) -> None:
+        """Gather the rows into ``out``, step by step."""
+        n = len(out)
+        if 0 < n <= _STEP_ROWS and out.nbytes <= _STEP_BYTES:
+            self._gather(self.rows, out)
+            return
+        step = max(1, min(_STEP_ROWS, _STEP_BYTES * n // max(1, out.nbytes)))
+        for i in range(0, n, step):
+            check_stop()
+            self._gather(self.rows[i : i + step], out[i : i + step])
+
+
+def part_nbytes(part: HostArray) -> int:
+    """Return the bytes of one array of a batch."""
+    return math.prod(part.shape) * part.dtype.itemsize
+
+
+RunGather = Callable[[Runs, Array], None]
+"""Copies runs of rows into an array of shape (m, *row_shape); the caller checks the arguments."""
+
+
+class RunRows:
+    """Runs of rows that a batch needs: a ``HostArray`` that gathers them.
+
+    Args:
+        gather: Function that gathers runs of the store.
+        runs: Runs in range, with their positions on the first axes of ``shape``.
+        shape: Shape of the array; its last axes are ``row_shape``.
+        dtype: Dtype of the store.
+        n_axes: Number of axes of ``shape`` before ``row_shape``.
+        padding: Value of the elements that no run fills; None if the runs fill all elements.
+    """
+
+    __slots__ = ("_gather", "_n_axes", "_padding", "_runs", "dtype", "shape")
+
+    def __init__(
+        self,
+        gather: RunGather,
+        runs: Runs,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        *,
+        n_axes: int = 1,
+        padding: Any = None,
+    ) -> None:
+        self._gather = gather
+        self._runs = runs
+        self._n_axes = n_axes
+        self._padding = padding
+        self.shape = shape
+        self.dtype = dtype
+
+    def read(self, out: Array, check_stop: CheckStop = never) -> None:
+        """Gather the runs into ``out``, step by step."""
+        if self._padding is not None:
+            out.fill(self._padding)
+        row_shape = self.shape[self._n_axes :]
+        rows = out.reshape(math.prod(self.shape[: self._n_axes]), *row_shape)
+        nbytes = math.prod(row_shape) * self.dtype.itemsize
+        for piece in self._runs.pieces(max(1, _STEP_BYTES // max(1, nbytes))):
+            check_stop()
+            self._gather(piece, rows)
+
+
+def run_gather(store: Gatherable) -> RunGather:
+    """Return a function that gathers runs of rows of a store, if need be row by row."""
+    found: RunGather = fast_way(store, "gather_runs") or functools.partial(gather_rows, store)
+    return found
+
+
+def gather_rows(store: Gatherable, runs: Runs, out: Array) -> None:
+    """Gather the rows of runs by their row indices."""
+    gather = unchecked_gather(store)
+    rows = runs.rows()
+    target = runs.target
+    positions = None if target is not None else runs.positions()
+    step = max(1, min(_STEP_ROWS, _STEP_BYTES * len(out) // max(1, out.nbytes)))
+    for i in range(0, len(rows), step):
+        part = rows[i : i + step]
+        if target is not None:
+            begin = target.start + i
+            gather(part, out[begin : begin + len(part)])
+            continue
+        assert positions is not None
+        values = np.empty((len(part), *store.row_shape), store.dtype)
+        gather(part, values)
+        put_rows(out, positions[i : i + step], values)
+
+
+def gather_pieces(
+    part: HostArray, out: Array, check_stop: CheckStop
+) -> list[Callable[[], object]] | None:
+    """Return calls that together gather a part; they may run at the same time.
+
+    Args:
+        part: Part of a batch.
+        out: Staging memory for the part, of its shape and dtype.
+        check_stop: Raises an error if the loop has ended; each call begins with it.
+
+    Returns:
+        The calls, or None if the part is short, or if its rows are not in memory from which the
+        compiled functions copy.
+    """
+    if part_nbytes(part) < DIVIDED_NBYTES or type(part) is not StoreRows:
+        return None
+    memory_rows = memory_rows_of(part.store)
+    if memory_rows is None:
+        return None
+    return list(_pieces(memory_rows, part.rows, out, check_stop))
+
+
+def _pieces(
+    memory_rows: MemoryRows, rows: Rows, out: Array, check_stop: CheckStop
+) -> Iterator[Callable[[], object]]:
+    bypass = memory_rows.row_nbytes >= _BYPASS_ROW_NBYTES
+    step = max(1, _PIECE_NBYTES // memory_rows.row_nbytes)
+
+    def gather(begin: int) -> None:
+        check_stop()
+        piece = slice(begin, begin + step)
+        memory_rows.gather(rows[piece], out[piece], bypass=bypass)
+
+    for begin in range(0, len(rows), step):
+        yield functools.partial(gather, begin)
