@@ -96,11 +96,9 @@ class RowSelection:
         assert batch_size is not None
         batches = OrderBatches(self.order, n_rows, batch_size, self.drop_last)
         warn_if_empty(batches)
-        return (
-            batches
-            if self.rank_batches is None
-            else dataclasses.replace(self.rank_batches, n_rows=n_rows)
-        )
+        if self.rank_batches is None:
+            return batches
+        return dataclasses.replace(self.rank_batches, n_rows=n_rows)
 
     def with_notes(self, plan: Plan, n_rows: int, *, unified: bool) -> Plan:
         """Return a plan with notes on the rank, and on settings of ``config`` without effect.

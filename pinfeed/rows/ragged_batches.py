@@ -78,6 +78,7 @@ class ElementBatches:
     A feeder sets its epoch, as it does for a sampler.
 
     Attributes:
+        batch_size: Most rows that a batch can have.
         epoch: Epoch whose batches the next iteration yields.
         lengths: Number of elements of each row, shape (n_rows,), int64, read-only.
         max_elements: Most elements of a batch.
@@ -119,7 +120,7 @@ class ElementBatches:
             self.max_elements, padded=self.padded, repeats=not is_distinct(self.order)
         )
         most = self.order.length(len(self.lengths))
-        self._batch_size = max(1, min(most, fitting, self._given_size or most))
+        self.batch_size = max(1, min(most, fitting, self._given_size or most))
 
     @safe_repr
     def __repr__(self) -> str:
@@ -132,11 +133,6 @@ class ElementBatches:
 
     def __iter__(self) -> Iterator[Rows]:
         return self._batches(self.epoch)
-
-    @property
-    def batch_size(self) -> int:
-        """Most rows that a batch can have."""
-        return self._batch_size
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch whose batches the next iteration yields."""
