@@ -17,6 +17,12 @@ class RowLengths:
 
     Args:
         lengths: Length of each row, shape (n_rows,), integers of 0 or more, at least one row.
+
+    Attributes:
+        longest: Length of the longest row.
+        n_rows: Number of rows.
+        mean: Mean length of a row.
+        nbytes: Bytes of the table.
     """
 
     def __init__(self, lengths: npt.NDArray[Any]) -> None:
@@ -29,24 +35,12 @@ class RowLengths:
             kinds, counts = np.unique(lengths, return_counts=True)
         self._kinds = kinds.astype(np.int64)
         self._counts = counts
+        self.n_rows = int(counts.sum())
+        self.mean = float(counts @ self._kinds) / self.n_rows
+        self.nbytes = 4 * self._kinds.nbytes
         # Rows and elements of the longest rows together, by how many lengths these have.
         self._most_rows = np.cumsum(counts[::-1])
         self._most_elements = np.cumsum((counts * self._kinds)[::-1])
-
-    @property
-    def n_rows(self) -> int:
-        """Number of rows."""
-        return int(self._counts.sum())
-
-    @property
-    def mean(self) -> float:
-        """Mean length of a row."""
-        return float(self._counts @ self._kinds) / self.n_rows
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the table."""
-        return 4 * self._kinds.nbytes
 
     def most_elements(self, n_rows: int) -> int:
         """Return the elements of the ``n_rows`` longest rows together."""
@@ -69,9 +63,8 @@ class RowLengths:
             n_longer = self.n_rows - np.cumsum(self._counts)
             kind = int((n_longer * 64 * n_rows <= self.n_rows).argmax())
             return n_rows * self._kinds.item(kind)
-        mean = self.mean
-        variance = float(self._counts @ (self._kinds - mean) ** 2) / self.n_rows
-        return math.ceil(n_rows * mean + 6 * math.sqrt(n_rows * variance))
+        variance = float(self._counts @ (self._kinds - self.mean) ** 2) / self.n_rows
+        return math.ceil(n_rows * self.mean + 6 * math.sqrt(n_rows * variance))
 
     def most_rows(self, max_elements: int, *, padded: bool, repeats: bool) -> int:
         """Return the most rows that a batch of at most ``max_elements`` elements may have.
