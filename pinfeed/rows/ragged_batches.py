@@ -1,4 +1,4 @@
-"""ElementBatches: batches of ragged rows with a bound on their elements; RowLengths: such bounds."""
+"""ElementBatches: batches of ragged rows with a bound on elements; RowLengths: such bounds."""
 
 from __future__ import annotations
 
