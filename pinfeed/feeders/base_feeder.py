@@ -256,21 +256,18 @@ class LoopOptions:
             rank: Rank of this process, if several processes share the epoch.
             is_limited: Whether the loop has a ``cpu_memory_limit``.
         """
-        if not self.has_transforms:
-            return NO_TRANSFORMS
         seed = 0 if self.seed is None else check_seed(self.seed)
-
-        def transform(name: str, function: Any, which: int, device: str) -> BatchTransform | None:
-            if function is None:
-                return None
-            # Otherwise, malloc keeps several times the memory of the plan after a few calls.
-            after_call = trim_heap if is_limited and device == "cpu" else None
-            return BatchTransform(name, function, Seed(seed, which, rank), device, after_call)
-
-        return LoopTransforms(
-            transform("host_transform", self.host_transform, 0, "cpu"),
-            transform("device_transform", self.device_transform, 1, device),
-        )
+        # Otherwise, malloc keeps several times the memory of the plan after a few calls.
+        trim = trim_heap if is_limited else None
+        host = on_device = None
+        if (function := self.host_transform) is not None:
+            host = BatchTransform("host_transform", function, Seed(seed, 0, rank), "cpu", trim)
+        if (function := self.device_transform) is not None:
+            trim = trim if device == "cpu" else None
+            on_device = BatchTransform(
+                "device_transform", function, Seed(seed, 1, rank), device, trim
+            )
+        return LoopTransforms(host, on_device)
 
     def runner(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,7 +14,7 @@ from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.planner import plan_reads_by_id
-from pinfeed.pipeline.schedule import PrefetchSchedule, measured_schedule, n_id_readers
+from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.loader_source import LoaderSource, StatefulSource
 from pinfeed.pipeline.sources.row_fetch import FetchSpec, RowFetch, ids_function
 from pinfeed.pipeline.store_tree import StoreTree
@@ -69,7 +68,7 @@ class LoaderFeeder(BaseFeeder[T_co]):
         self._open_device(device, n_spare)
         if fetch is not None:
             source.fetch = fetch.on(self._device)
-        is_limited = fetch is not None and fetch.is_limited
+        is_limited = fetch is not None and fetch.limit is not None
         self._transforms = options.transforms(self.device, is_limited=is_limited)
         source.host_transform = self._transforms.host
         schedule = schedule.on(self._device)
@@ -266,6 +265,10 @@ class FetchStores:
             of the batch or a function of the batch.
         config: Memory limits for the rows of files; None is the free memory.
 
+    Attributes:
+        stores: The stores of all entries.
+        limit: Limit of the host memory in bytes; None without a limit.
+
     Raises:
         ArgumentError: If ``fetch`` is no such mapping, ``config`` is no ``pinfeed.Config``, or a
             source has ragged rows.
@@ -285,7 +288,7 @@ class FetchStores:
                 raise ArgumentError(f"fetch[{key!r}] is a {type(pair).__name__}; {expected}")
         if config is not None and not isinstance(config, MemoryLimits):
             raise ArgumentError(f"config={config!r}: expected a pinfeed.Config")
-        self._limit = None if config is None else config.cpu_memory_limit
+        self.limit = None if config is None else config.cpu_memory_limit
         self._route = ""
         with contextlib.ExitStack() as stack:
             trees = {}
@@ -309,16 +312,6 @@ class FetchStores:
                 stack.callback(strategy.close)
             self._opened = stack.pop_all()
 
-    @property
-    def is_limited(self) -> bool:
-        """Whether the host memory has a limit."""
-        return self._limit is not None
-
-    def schedule(self, depth: int | None) -> PrefetchSchedule:
-        """Return the schedule of a loop, which may measure its depth if ``depth`` is None."""
-        schedule = measured_schedule() if depth is None else PrefetchSchedule(depth)
-        return dataclasses.replace(schedule, n_readers=n_id_readers(schedule.depth))
-
     def on(self, device: Device) -> RowFetch:
         """Return the RowFetch that adds the rows to batches on a device.
 
@@ -334,7 +327,7 @@ class FetchStores:
             depth,
             "direct" if all(map(device.reaches, self.stores)) else "staged",
             self._read_plan.items,
-            self._limit,
+            self.limit,
             notes=(*[self._route] * bool(self._route), *self._read_plan.notes),
         )
 

@@ -236,13 +236,14 @@ def _identity_batches(
             f"one_read_count={one_read_count}, but a batch contains all samples of its inputs; "
             f"give batch_size={sizes}"
         )
-    if selection.shard is None:
+    if selection.rank_batches is None:
         batches = OrderBatches(selection.all_rows, n_identities, size, selection.drop_last)
         warn_if_empty(batches, "inputs")
         return batches
-    shard = dataclasses.replace(selection.shard, size=selection.shard.size // one_read_count)
-    warn_if_empty(shard.batches(n_identities), "inputs")
-    return RankBatches(shard, n_identities)
+    size = selection.rank_batches.size // one_read_count
+    of_rank = dataclasses.replace(selection.rank_batches, size=size, n_rows=n_identities)
+    warn_if_empty(of_rank.batches(), "inputs")
+    return of_rank
 
 
 def _reader(

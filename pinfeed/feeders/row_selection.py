@@ -15,7 +15,7 @@ from pinfeed.memory.plan import Plan
 from pinfeed.rows.batches import OrderBatches, RowBatches
 from pinfeed.rows.orders import BlockShuffled, Order, PerRank, sequential, shuffled
 from pinfeed.rows.ragged_batches import ElementBatches
-from pinfeed.rows.rank_batches import RankBatches, RankShard, shard_of_rank
+from pinfeed.rows.rank_batches import RankBatches, batches_of_rank
 from pinfeed.rows.ranks import Ranks
 from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch
 from pinfeed.validation.arguments import check_flag, check_seed
@@ -34,7 +34,7 @@ class RowSelection:
         batch_size: Rows per batch of this process; None if ``config`` or ``order`` decides it.
         config: Memory limits of this process; None if there are none.
         drop_last: Whether to leave out a last batch that is not full.
-        shard: Share of this rank; None if the process has all rows.
+        rank_batches: Batches of this rank, without ``n_rows``; None if the process has all rows.
         rank: Number of this rank; None if the process has all rows.
 
     Raises:
@@ -70,17 +70,17 @@ class RowSelection:
         self.batch_size = batch_size
         self.config = None if config is None else config.for_feeder()
         self.rank: int | None = None
-        self.shard = shard_of_rank(ranks, rows, drop_last, size, size_name)
-        if self.shard is None:
+        self.rank_batches = batches_of_rank(ranks, rows, drop_last, size, size_name)
+        if self.rank_batches is None:
             return
-        self.order = self.shard.rows()
-        self.rank = self.shard.rank
+        self.order = self.rank_batches.rows()
+        self.rank = self.rank_batches.rank
         if self.config is None:
-            self.batch_size = self.shard.batch_size
+            self.batch_size = self.rank_batches.batch_size
         else:
             # The limits may already prefer smaller batches, because larger ones do not fit.
-            most = self.config.preferred_batch_size or self.shard.batch_size
-            size = min(self.shard.batch_size, most)
+            most = self.config.preferred_batch_size or self.rank_batches.batch_size
+            size = min(self.rank_batches.batch_size, most)
             self.config = dataclasses.replace(self.config, preferred_batch_size=size)
 
     def batches(self, n_rows: int, plan: Plan) -> RowBatches:
@@ -96,7 +96,9 @@ class RowSelection:
         assert batch_size is not None
         batches = OrderBatches(self.order, n_rows, batch_size, self.drop_last)
         warn_if_empty(batches)
-        return batches if self.shard is None else RankBatches(self.shard, n_rows)
+        if self.rank_batches is None:
+            return batches
+        return dataclasses.replace(self.rank_batches, n_rows=n_rows)
 
     def with_notes(self, plan: Plan, n_rows: int, *, unified: bool) -> Plan:
         """Return a plan with notes on the rank, and on settings of ``config`` without effect.
@@ -110,8 +112,8 @@ class RowSelection:
             BudgetError: If the batches of the plan are smaller than those of other ranks.
         """
         notes = list(plan.notes)
-        if self.shard is not None:
-            notes.insert(0, _rank_note(self.shard, plan, n_rows))
+        if self.rank_batches is not None:
+            notes.insert(0, _rank_note(self.rank_batches, plan, n_rows))
         if unified and (setting := self._gpu_setting()):
             notes.append(
                 f"{setting} of config has no effect on the feeder, because its batches are on the "
@@ -186,26 +188,26 @@ def _check_order(rows: Any, shuffle: bool, drop_last: bool) -> None:
         )
 
 
-def _rank_note(shard: RankShard, plan: Plan, n_rows: int) -> str:
+def _rank_note(share: RankBatches, plan: Plan, n_rows: int) -> str:
     """Describe the share of a rank, for its plan.
 
     Raises:
         BudgetError: If the batches of the plan are smaller than those of other ranks.
     """
-    mine = shard.rows().length(n_rows)
-    of_all = shard.order.length(n_rows)
-    if plan.batch_size < min(shard.batch_size, mine):
+    mine = share.rows().length(n_rows)
+    of_all = share.order.length(n_rows)
+    if plan.batch_size < min(share.batch_size, mine):
         raise BudgetError(
-            f"the limits of config hold batches of {plan.batch_size} rows on rank {shard.rank}, "
-            f"but all ranks need batches of {shard.batch_size} rows; raise the limits, or lower "
+            f"the limits of config hold batches of {plan.batch_size} rows on rank {share.rank}, "
+            f"but all ranks need batches of {share.batch_size} rows; raise the limits, or lower "
             "preferred_batch_size"
         )
     note = (
-        f"rank {shard.rank} of {shard.world_size}: {mine} of {of_all} rows ({shard.ranks.uneven})"
+        f"rank {share.rank} of {share.world_size}: {mine} of {of_all} rows ({share.ranks.uneven})"
     )
-    if shard.ranks.split_batches:
-        note += f", as parts of global batches of {shard.size} rows"
-        if isinstance(shard.order, BlockShuffled) and shard.world_size > 1:
+    if share.ranks.split_batches:
+        note += f", as parts of global batches of {share.size} rows"
+        if isinstance(share.order, BlockShuffled) and share.world_size > 1:
             note += (
                 "; every rank reads every block (without split_batches, each rank reads only its "
                 "own blocks)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -16,7 +17,7 @@ from pinfeed.feeders.loader_feeder import (
 )
 from pinfeed.memory.depth import check_optional_depth
 from pinfeed.memory.limits import MemoryLimits
-from pinfeed.pipeline.schedule import PrefetchSchedule, measured_schedule
+from pinfeed.pipeline.schedule import PrefetchSchedule, measured_schedule, n_id_readers
 from pinfeed.pipeline.sources.loader_source import LoaderSource, StatefulSource
 from pinfeed.validation.arguments import check_choice, explain_arguments
 
@@ -202,15 +203,15 @@ def wrap_loader(
     if all(callable(getattr(loader, name, None)) for name in STATE_METHODS):
         feeder, batches = StatefulLoaderFeeder, StatefulSource(loader)
     batches.keeps_errors = on_error == "next"
-    if fetch is None:
-        schedule = measured_schedule() if depth is None else PrefetchSchedule(depth)
-        return feeder(batches, device=device, schedule=schedule, options=options)
-    stores = FetchStores(fetch, config)
+    stores = None if fetch is None else FetchStores(fetch, config)
     try:
         if depth is None and config is not None:
             depth = config.depth
-        schedule = stores.schedule(depth)
+        schedule = measured_schedule() if depth is None else PrefetchSchedule(depth)
+        if stores is not None:
+            schedule = dataclasses.replace(schedule, n_readers=n_id_readers(schedule.depth))
         return feeder(batches, device=device, schedule=schedule, options=options, fetch=stores)
     except BaseException:
-        stores.close()
+        if stores is not None:
+            stores.close()
         raise

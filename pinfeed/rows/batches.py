@@ -99,14 +99,12 @@ class EpochHooks:
 class RowBatches(EpochHooks, ABC):
     """The batches of every epoch, as row indices."""
 
+    are_from_user = False
+    """Whether an iterable of the user, which may depend on the loop, gives the row indices."""
+
     @property
     def is_distinct(self) -> bool:
         """Whether the batches are known to have each row at most once per epoch."""
-        return False
-
-    @property
-    def are_from_user(self) -> bool:
-        """Whether an iterable of the user, which may depend on the loop, gives the row indices."""
         return False
 
     @property

@@ -8,6 +8,7 @@ a resumed epoch continues where it stopped. An order gets the number of rows whe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -231,26 +232,19 @@ class BlockShuffled:
         cut = self._cut(n_rows, epoch)
         window_rows = self.window_rows(n_rows)
 
+        # Consecutive batches need the same window.
+        @functools.lru_cache(maxsize=1)
         def window(number: int) -> At:
             size = min(window_rows, n_rows - number * window_rows)
             return permutation(size, f"{cut.salt}/{number}")
 
-        # The last window is kept, because consecutive batches need the same window.
-        last: tuple[int, At] = (-1, cut.block_at)
-
         def at(positions: Rows) -> Rows:
-            nonlocal last
             number = positions // window_rows
             offset = positions - number * window_rows
             one = len(number) and number[0] == number[-1] and bool((number == number[0]).all())
             for n in number[:1].tolist() if one else np.unique(number).tolist():
-                # Another thread may replace ``last`` at any time.
-                found = last
-                if n != found[0]:
-                    found = (n, window(n))
-                    last = found
                 of_window = slice(None) if one else number == n
-                offset[of_window] = found[1](offset[of_window])
+                offset[of_window] = window(n)(offset[of_window])
             return cut.rows(number * window_rows + offset)
 
         return at

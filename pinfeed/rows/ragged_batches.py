@@ -1,8 +1,9 @@
-"""ElementBatches: batches of ragged rows that are bounded by their number of elements."""
+"""ElementBatches: batches of ragged rows with a bound on elements; RowLengths: such bounds."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, described
 from pinfeed.rows.indices import check_rows
-from pinfeed.rows.lengths import RowLengths
 from pinfeed.rows.orders import Order, Rows, Sequential, is_distinct
 from pinfeed.rows.windows import Windows, windows
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
@@ -21,6 +21,8 @@ from pinfeed.validation.safe_repr import safe_repr
 
 # The order computes this many rows at once.
 _RUN_ROWS = 1 << 14
+# Up to this length, lengths are counted in a table, which is faster than sorting them.
+_MOST_COUNTED = 1 << 20
 
 
 @explain_arguments(
@@ -78,6 +80,7 @@ class ElementBatches:
     A feeder sets its epoch, as it does for a sampler.
 
     Attributes:
+        batch_size: Most rows that a batch can have.
         epoch: Epoch whose batches the next iteration yields.
         lengths: Number of elements of each row, shape (n_rows,), int64, read-only.
         max_elements: Most elements of a batch.
@@ -119,7 +122,7 @@ class ElementBatches:
             self.max_elements, padded=self.padded, repeats=not is_distinct(self.order)
         )
         most = self.order.length(len(self.lengths))
-        self._batch_size = max(1, min(most, fitting, self._given_size or most))
+        self.batch_size = max(1, min(most, fitting, self._given_size or most))
 
     @safe_repr
     def __repr__(self) -> str:
@@ -132,11 +135,6 @@ class ElementBatches:
 
     def __iter__(self) -> Iterator[Rows]:
         return self._batches(self.epoch)
-
-    @property
-    def batch_size(self) -> int:
-        """Most rows that a batch can have."""
-        return self._batch_size
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch whose batches the next iteration yields."""
@@ -277,6 +275,89 @@ class _Cut:
         n_rows = self.n_rows + 1
         n_elements = n_rows * max(1, self.longest) if self.padded else self.n_elements + 1
         return n_rows <= self.batch_size and n_elements <= self.max_elements
+
+
+class RowLengths:
+    """Numbers of rows of each length; bounds of a batch follow from them.
+
+    Args:
+        lengths: Length of each row, shape (n_rows,), integers of 0 or more, at least one row.
+
+    Attributes:
+        longest: Length of the longest row.
+        n_rows: Number of rows.
+        mean: Mean length of a row.
+        nbytes: Bytes of the table.
+    """
+
+    def __init__(self, lengths: npt.NDArray[Any]) -> None:
+        self.longest = int(lengths.max())
+        if self.longest < _MOST_COUNTED:
+            counts = np.bincount(lengths)
+            kinds = np.flatnonzero(counts)
+            counts = counts[kinds]
+        else:
+            kinds, counts = np.unique(lengths, return_counts=True)
+        self._kinds = kinds.astype(np.int64)
+        self._counts = counts
+        self.n_rows = int(counts.sum())
+        self.mean = float(counts @ self._kinds) / self.n_rows
+        self.nbytes = 4 * self._kinds.nbytes
+        # Rows and elements of the longest rows together, by how many lengths these have.
+        self._most_rows = np.cumsum(counts[::-1])
+        self._most_elements = np.cumsum((counts * self._kinds)[::-1])
+
+    def most_elements(self, n_rows: int) -> int:
+        """Return the elements of the ``n_rows`` longest rows together."""
+        n_whole = int(np.searchsorted(self._most_rows, n_rows, side="right"))
+        rows = self._most_rows.item(n_whole - 1) if n_whole else 0
+        elements = self._most_elements.item(n_whole - 1) if n_whole else 0
+        if n_whole == len(self._kinds):
+            return elements
+        return elements + (n_rows - rows) * self._kinds.item(-1 - n_whole)
+
+    def usual_elements(self, n_rows: int, *, padded: bool) -> int:
+        """Return a number of elements that few batches of ``n_rows`` random rows exceed.
+
+        Args:
+            n_rows: Number of rows of a batch.
+            padded: Whether each row counts as many elements as the longest one of the batch.
+        """
+        if padded:
+            # About one batch in 64 has a row that is longer.
+            n_longer = self.n_rows - np.cumsum(self._counts)
+            kind = int((n_longer * 64 * n_rows <= self.n_rows).argmax())
+            return n_rows * self._kinds.item(kind)
+        variance = float(self._counts @ (self._kinds - self.mean) ** 2) / self.n_rows
+        return math.ceil(n_rows * self.mean + 6 * math.sqrt(n_rows * variance))
+
+    def most_rows(self, max_elements: int, *, padded: bool, repeats: bool) -> int:
+        """Return the most rows that a batch of at most ``max_elements`` elements may have.
+
+        Args:
+            max_elements: Most elements of a batch, at least the length of each row.
+            padded: Whether each row counts as many elements as the longest one of the batch.
+            repeats: Whether a batch may contain a row several times.
+
+        Returns:
+            The number of rows, or at least the rows of an epoch if rows without elements may
+            repeat.
+        """
+        shortest = self._kinds.item(0)
+        if repeats:
+            return max_elements // shortest if shortest else self.n_rows + max_elements
+        if padded:
+            ends = np.cumsum(self._counts)
+            # The rows of each length and all shorter rows, until the batch is full.
+            fitting = np.where(self._kinds > 0, max_elements // np.maximum(self._kinds, 1), ends)
+            return int(np.minimum(ends, fitting).max())
+        elements = np.cumsum(self._counts * self._kinds)
+        n_whole = int(np.searchsorted(elements, max_elements, side="right"))
+        n_rows = int(self._counts[:n_whole].sum())
+        if n_whole < len(self._kinds):
+            before = elements.item(n_whole - 1) if n_whole else 0
+            n_rows += (max_elements - before) // self._kinds.item(n_whole)
+        return n_rows
 
 
 def _checked(lengths: Any) -> Rows:

@@ -8,7 +8,7 @@ import functools
 import logging
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import index
 from typing import Any, cast, get_args
 
@@ -26,9 +26,12 @@ _ALL_ROWS = (Sequential, Shuffled, BlockShuffled, Drawn)
 """Orders with which every process reads all rows."""
 
 
-@dataclass(frozen=True)
-class RankShard:
-    """One rank's part of every epoch of an order.
+@dataclass(eq=False)
+class RankBatches(RowBatches):
+    """The batches of one rank.
+
+    If other ranks have read a part of an epoch, the epoch consists of the remaining rows. All
+    ranks, and jobs with any number of ranks, can load the state of any rank.
 
     Args:
         order: Order of all rows.
@@ -37,6 +40,7 @@ class RankShard:
         world_size: Number of ranks.
         drop_last: Whether to leave out a last batch that is not full.
         size: Rows per batch, of each rank or, with ``ranks.split_batches``, of all ranks together.
+        n_rows: Number of rows in the stores; 0 before it is known.
     """
 
     order: Order
@@ -45,15 +49,29 @@ class RankShard:
     world_size: int
     drop_last: bool
     size: int
+    n_rows: int = 0
+    # An epoch, and its positions that other ranks have done.
+    _begun: tuple[int, Progress] = field(default=(0, ()), init=False)
 
-    def of(self, rank: int, world_size: int) -> RankShard:
-        """Return the part of another rank, possibly at another number of ranks."""
-        return dataclasses.replace(self, rank=rank, world_size=world_size)
+    kind = "a feeder with ranks="
+    state_keys = ("ranks",)
 
     @property
     def batch_size(self) -> int:
         """Rows per batch of this rank."""
         return self.size // self.world_size if self.ranks.split_batches else self.size
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """Plain values that determine the row order; rank and world size are not among them."""
+        return {
+            "order": repr(self.order),
+            "n_rows": self.n_rows,
+            "batch_size": self.size,
+            "drop_last": self.drop_last,
+            "ranks": self.ranks.uneven,
+            "split_batches": self.ranks.split_batches,
+        }
 
     def rows(self, done: Progress = ()) -> PerRank:
         """Return the order of this rank's rows.
@@ -65,60 +83,20 @@ class RankShard:
         chunk = None if in_one else self.batch_size
         return PerRank(self.order, self.rank, self.world_size, self.ranks.uneven, chunk, done)
 
-    def batches(self, n_rows: int, done: Progress = ()) -> OrderBatches:
-        """Return the batches of this rank.
-
-        Args:
-            n_rows: Number of rows in the stores.
-            done: Positions of the epoch that are already done.
-        """
-        return OrderBatches(self.rows(done), n_rows, self.batch_size, self.drop_last)
-
-
-class RankBatches(RowBatches):
-    """The batches of one rank.
-
-    If other ranks have read a part of an epoch, the epoch consists of the remaining rows. All
-    ranks, and jobs with any number of ranks, can load the state of any rank.
-
-    Args:
-        shard: This rank's part of every epoch.
-        n_rows: Number of rows in the stores.
-    """
-
-    kind = "a feeder with ranks="
-    state_keys = ("ranks",)
-
-    def __init__(self, shard: RankShard, n_rows: int) -> None:
-        self._shard = shard
-        self._n_rows = n_rows
-        # An epoch, and its positions that other ranks have done.
-        self._begun: tuple[int, Progress] = (0, ())
-        self.batch_size = shard.batch_size
-
-    @property
-    def fingerprint(self) -> dict[str, Any]:
-        """Plain values that determine the row order; rank and world size are not among them."""
-        shard = self._shard
-        return {
-            "order": repr(shard.order),
-            "n_rows": self._n_rows,
-            "batch_size": shard.size,
-            "drop_last": shard.drop_last,
-            "ranks": shard.ranks.uneven,
-            "split_batches": shard.ranks.split_batches,
-        }
+    def batches(self, done: Progress = ()) -> OrderBatches:
+        """Return the batches of an epoch of which the positions ``done`` are already done."""
+        return OrderBatches(self.rows(done), self.n_rows, self.batch_size, self.drop_last)
 
     def __len__(self) -> int:
-        return len(self._shard.batches(self._n_rows))
+        return len(self.batches())
 
     def epoch(
         self, number: int, start: int = 0, checksum: int = 0, batches_per_slot: int = 1
     ) -> Iterator[RowIndices]:
-        return self._batches(number).epoch(number, start, checksum, batches_per_slot)
+        return self.batches(self._done(number)).epoch(number, start, checksum, batches_per_slot)
 
     def windows(self, number: int, start: int) -> tuple[Windows | None, int, int]:
-        return self._batches(number).windows(number, start)
+        return self.batches(self._done(number)).windows(number, start)
 
     def begin(self, epoch: int, done: Progress) -> None:
         """Set the positions of an epoch that other ranks have done; no other epoch was begun."""
@@ -132,7 +110,7 @@ class RankBatches(RowBatches):
 
         The state after the end of an epoch contains no positions of other ranks.
         """
-        world_size = self._shard.world_size
+        world_size = self.world_size
         done = self._done(epoch)
         if done and batch == self._most(world_size, done):
             batch = self._most(world_size)
@@ -170,7 +148,7 @@ class RankBatches(RowBatches):
             )
         if batch == n:
             return len(self), (), batch > 0
-        if world_size == self._shard.world_size or self._shard.ranks.split_batches or batch == 0:
+        if world_size == self.world_size or self.ranks.split_batches or batch == 0:
             return batch, done, False
         return 0, (*done, (world_size, batch * self.batch_size)), False
 
@@ -187,7 +165,7 @@ class RankBatches(RowBatches):
         if (
             world_size < 1
             or any(a < 1 or n < 0 for a, n in done)
-            or (self._shard.ranks.split_batches and self._shard.size % world_size)
+            or (self.ranks.split_batches and self.size % world_size)
         ):
             raise ArgumentError(
                 f"not a state of a feeder with ranks=: {dict(theirs)!r}; expected the result of "
@@ -198,19 +176,16 @@ class RankBatches(RowBatches):
     def _most(self, world_size: int, done: Progress = ()) -> int:
         """Return the most batches that a rank has."""
         # No rank has more than the first one.
-        return len(self._shard.of(0, world_size).batches(self._n_rows, done))
-
-    def _batches(self, epoch: int) -> OrderBatches:
-        return self._shard.batches(self._n_rows, self._done(epoch))
+        return len(dataclasses.replace(self, rank=0, world_size=world_size).batches(done))
 
     def _done(self, epoch: int) -> Progress:
         return self._begun[1] if epoch == self._begun[0] else ()
 
 
-def shard_of_rank(
+def batches_of_rank(
     ranks: Ranks | str | None, order: Any, drop_last: bool, size: int | None, size_name: str
-) -> RankShard | None:
-    """Return this process's part of every epoch; None if it reads all rows.
+) -> RankBatches | None:
+    """Return the batches of this process, without ``n_rows``; None if it reads all rows.
 
     Args:
         ranks: The user's argument ``ranks``.
@@ -243,7 +218,7 @@ def shard_of_rank(
             f"{size_name}={size} cannot be split among {world_size} ranks; expected a multiple of "
             f"{world_size}: {f'{below} or ' if below else ''}{above}"
         )
-    return RankShard(order, shared, index(rank), index(world_size), drop_last, index(size))
+    return RankBatches(order, shared, index(rank), index(world_size), drop_last, index(size))
 
 
 def _check_ranks(ranks: Any, order: Any, drop_last: bool) -> Ranks:

@@ -62,7 +62,8 @@ class SamplerBatches(RowBatches):
         samplers: list[Any] = [rows, getattr(rows, "sampler", None)]
         self._samplers = [sampler for sampler in samplers if hasattr(sampler, "set_epoch")]
         # Samplers of torch, and indices in arrays, do not depend on the loop.
-        self._modules = [type(one).__module__ for one in samplers if one is not None]
+        modules = [type(one).__module__ for one in samplers if one is not None]
+        self.are_from_user = not all(name.startswith(_LIBRARIES) for name in modules)
         if isinstance(rows, (np.ndarray, Sequence)):
             self._rows = self._checked(rows)
         if isinstance(rows, ElementBatches) and len(rows.lengths) != n_rows:
@@ -70,10 +71,6 @@ class SamplerBatches(RowBatches):
                 f"rows={rows!r}: {len(rows.lengths):,} lengths for {n_rows:,} rows; expected a "
                 "length for each row of the source"
             )
-
-    @property
-    def are_from_user(self) -> bool:
-        return not all(name.startswith(_LIBRARIES) for name in self._modules)
 
     def _checked(self, rows: Any) -> Any:
         """Check an array or a list before any thread starts."""

@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple, cast
 import numpy as np
 
 from pinfeed.errors import ArgumentError, StoreError
-from pinfeed.rows.lengths import RowLengths
 from pinfeed.rows.orders import Rows
+from pinfeed.rows.ragged_batches import RowLengths
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.arrow import ArrowStore, items_and_offsets

@@ -36,6 +36,18 @@ _BY_TYPE = {
 }
 """Advice by the package and the name of a type; the first match counts."""
 
+_BY_KIND: dict[Any, str] = {
+    (Number, range): "for a list of numbers, give np.asarray(list)",
+    Iterator: "an iterator gives its rows only once; for rows, give np.stack(list(rows)); for "
+    "batches, give pinfeed.wrap_loader(list)",
+    (bytes, bytearray, memoryview): "expected a path as a str; for raw numbers, give "
+    "np.frombuffer(data, dtype)",
+    (list, tuple): "for a list of rows, give np.asarray(list); for a list of arrays, give "
+    "np.stack(list)",
+    (Set, deque): "if these are rows, give np.stack(list(rows))",
+}
+"""Advice by the class of an object that has no entry above."""
+
 _ZIP = (
     "a zip archive: for a .npz file, save each array alone, np.save(name, np.load(path)[name]); "
     "for a file of torch.save, np.save(name, tensor.numpy())"
@@ -97,23 +109,10 @@ def of_object(value: Any) -> str:
             "a sparse matrix has no dense rows; give matrix.toarray() if that fits in memory, or a "
             "Store with gather(rows, out) that copies matrix[rows].toarray()"
         )
-    if isinstance(value, (Number, range)):
-        return "for a list of numbers, give np.asarray(list)"
-    if isinstance(value, Iterator):
-        return (
-            "an iterator gives its rows only once; for rows, give np.stack(list(rows)); for "
-            "batches, give pinfeed.wrap_loader(list)"
-        )
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        return "expected a path as a str; for raw numbers, give np.frombuffer(data, dtype)"
+    if found := next((hint for kinds, hint in _BY_KIND.items() if isinstance(value, kinds)), None):
+        return found
     if is_array_like(value):
         return _COPY
-    if isinstance(value, (list, tuple)):
-        return (
-            "for a list of rows, give np.asarray(list); for a list of arrays, give np.stack(list)"
-        )
-    if isinstance(value, (Set, deque)):
-        return "if these are rows, give np.stack(list(rows))"
     is_sized = hasattr(value, "__getitem__") and hasattr(value, "__len__")
     if is_sized and not isinstance(value, Mapping):
         return f"for a Dataset of samples, {_LOADER}"

@@ -27,7 +27,7 @@ from pinfeed.readahead.select import choose
 from pinfeed.readahead.strategy import DirectReads, FreeMemory
 from pinfeed.rows import orders
 from pinfeed.rows.orders import Order
-from pinfeed.rows.rank_batches import RankBatches, RankShard
+from pinfeed.rows.rank_batches import RankBatches
 from pinfeed.rows.windows import windows
 
 Uneven = Literal["pad", "drop", "join"]
@@ -42,10 +42,11 @@ ORDER, UNEVEN = st.sampled_from(ORDERS), st.sampled_from(["pad", "drop", "join"]
 
 
 def shares(
-    order: Order, ranks: Ranks, world_size: int, size: int, *, drop_last: bool = False
-) -> list[RankShard]:
+    order: Order, ranks: Ranks, world_size: int, size: int, n: int, *, drop_last: bool = False
+) -> list[RankBatches]:
     return [
-        RankShard(order, ranks, rank, world_size, drop_last, size) for rank in range(world_size)
+        RankBatches(order, ranks, rank, world_size, drop_last, size, n)
+        for rank in range(world_size)
     ]
 
 
@@ -84,10 +85,10 @@ def test_ranks_share_an_epoch(
     epoch = data.draw(st.integers(0, 2))
     size *= world_size if split else 1
     all_shares = shares(
-        order, Ranks(uneven, split_batches=split), world_size, size, drop_last=drop_last
+        order, Ranks(uneven, split_batches=split), world_size, size, n, drop_last=drop_last
     )
-    batches = [batches_of(RankBatches(share, n), epoch) for share in all_shares]
-    assert [len(RankBatches(share, n)) for share in all_shares] == [len(batch) for batch in batches]
+    batches = [batches_of(share, epoch) for share in all_shares]
+    assert [len(share) for share in all_shares] == [len(batch) for batch in batches]
     lengths = [[len(batch) for batch in mine] for mine in batches]
     if uneven == "join":
         assert max(map(sum, lengths)) - min(map(sum, lengths)) <= 1
@@ -136,7 +137,7 @@ def test_an_epoch_continues_with_another_number_of_ranks(
     seen: Counter[int] = Counter()
     ended, last = False, 0
     for i, world_size in enumerate(worlds):
-        ours = [RankBatches(share, n) for share in shares(order, Ranks(uneven), world_size, size)]
+        ours = shares(order, Ranks(uneven), world_size, size, n)
         resumed = [batches.resumed(state["batch"], state["ranks"]) for batches in ours]
         assert len({done for _, done, _ in resumed}) == 1
         for batches, (_, done, _) in zip(ours, resumed, strict=True):
@@ -172,9 +173,9 @@ def test_split_batches_continue_with_the_next_batch(
     size, worlds = 12, (1, 2, 3, 4, 6, 12)
     before, after = data.draw(st.sampled_from(worlds)), data.draw(st.sampled_from(worlds))
     ranks = Ranks(uneven, split_batches=True)
-    old = [RankBatches(share, n) for share in shares(order, ranks, before, size)]
+    old = shares(order, ranks, before, size, n)
     start = data.draw(st.integers(0, len(old[0])))
-    new = [RankBatches(share, n) for share in shares(order, ranks, after, size)]
+    new = shares(order, ranks, after, size, n)
     todo = []
     for batches in new:
         here, done, _ = batches.resumed(start, old[-1].state(2, start)["ranks"])
@@ -203,9 +204,8 @@ def test_windows_are_those_of_the_rows(
         7, block_rows=data.draw(st.integers(1, 40)), window_blocks=data.draw(st.integers(1, 6))
     )
     split, rank = data.draw(st.booleans()), data.draw(st.integers(0, world_size - 1))
-    share = shares(
-        order, Ranks(uneven, split_batches=split), world_size, size * world_size if split else size
-    )[rank]
+    size *= world_size if split else 1
+    share = shares(order, Ranks(uneven, split_batches=split), world_size, size, n)[rank]
     done = data.draw(st.sampled_from([(), ((3, 2 * size),)])) if not split else ()
     mine = share.rows(done)
     found = windows(mine, n, 1)
@@ -396,7 +396,7 @@ def test_a_config_must_hold_the_batches_of_all_ranks() -> None:
 def test_a_share_of_a_sequence_is_read_in_sequence(path: Path) -> None:
     """The rows of other ranks are not read into the page cache."""
     store = MmapStore(str(path))
-    share = RankShard(rows.sequential(), Ranks(), 1, 3, False, 8)
+    share = RankBatches(rows.sequential(), Ranks(), 1, 3, False, 8)
     row_by_row = rows.per_rank(rows.sequential(), rank=1, world_size=3)
     found = [
         choose([store], order, 100, FreeMemory(MiB(100), MiB(100))).strategies[0]
