@@ -14,7 +14,7 @@ from pinfeed.devices.base import Device, RowCopy, Stream, Tensor
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.base import HostArray, StoreRows, part_nbytes
 from pinfeed.tensors.dtypes import DTYPES
-from pinfeed.testing.sample_rows import Array, sample
+from pinfeed.testing.store_tests import Array, sample
 
 # Shapes and dtypes of the rows of some stores that a cache holds together.
 _CACHED = (((3,), "f4"), ((), "f8"), ((5, 2), "u1"))
