@@ -141,14 +141,11 @@ def _is_cpu(device: Any) -> bool:
 
 def plan_values(made: Plan) -> dict[str, Any]:
     """Describe a plan for scripts."""
+    sums = ("n_slots", "host_bytes", "pinned_bytes", "page_cache_bytes", "device_bytes")
     return {
         **asdict(made),
         "items": [{**asdict(item), "total": item.total} for item in made.items],
-        "n_slots": made.n_slots,
-        "host_bytes": made.host_bytes,
-        "pinned_bytes": made.pinned_bytes,
-        "page_cache_bytes": made.page_cache_bytes,
-        "device_bytes": made.device_bytes,
+        **{name: getattr(made, name) for name in sums},
     }
 
 
