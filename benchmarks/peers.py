@@ -19,6 +19,7 @@ import torch
 
 import pinfeed
 from benchmarks.rowfile import Kind
+from pinfeed.cli.dataloader import Rows
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Order
 
@@ -217,19 +218,6 @@ def grain(task: Task) -> Epochs:
         yield library.MapDataset.source(Source(batches)).to_iter_dataset(options)
 
 
-class Samples:
-    """Single rows of a memory map, for LitData's writer."""
-
-    def __init__(self, path: Path) -> None:
-        self.array = np.load(path, mmap_mode="r").view(np.ndarray)
-
-    def __len__(self) -> int:
-        return len(self.array)
-
-    def __getitem__(self, row: int) -> torch.Tensor:
-        return torch.from_numpy(self.array[row].copy())
-
-
 def litdata(task: Task) -> Epochs:
     """Use LitData with its own format and, if shuffled, its own order.
 
@@ -255,8 +243,8 @@ def prepare_litdata(path: Path) -> None:
     """Write the first rows of a .npy file in LitData's format."""
     from litdata import optimize
 
-    rows = Samples(path)
-    n_rows = min(len(rows), _LITDATA_ROWS, _LITDATA_BYTES // rows.array[0].nbytes)
+    rows = Rows([str(path)])
+    n_rows = min(len(rows), _LITDATA_ROWS, _LITDATA_BYTES // rows[0].nbytes)
     folder = str(litdata_folder(path))
     optimize(
         rows.__getitem__,

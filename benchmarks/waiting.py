@@ -17,10 +17,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from tabulate import tabulate
 
 import pinfeed
 from benchmarks.environment import environment, save
+from benchmarks.onerun import timed
 from benchmarks.rowfile import KINDS, create
 from pinfeed.cli.conditions import ComputingStep, read_through, touch_memory
 
@@ -40,21 +41,13 @@ GOAL = 2.0
 def epoch(feeder: pinfeed.Feeder, step: ComputingStep) -> dict[str, Any]:
     """Run an epoch, and return what the loop measured and what the feeder counted."""
     before = feeder.stats
-    total = 0.0
-    waited_s = 0.0
-    begun = asked = time.perf_counter()
-    for batch in feeder:
-        waited_s += time.perf_counter() - asked
-        total += float(batch[:, 0].double().sum())
-        step()
-        asked = time.perf_counter()
-    ended = time.perf_counter()
+    (timing,), _ = timed(iter([feeder]), step, math.inf, lambda: None)
     counted = feeder.stats - before
     # Every value of a row is the index of the row.
-    assert total == counted.rows * (counted.rows - 1) / 2, "a row is missing or wrong"
+    assert timing.total == counted.rows * (counted.rows - 1) / 2, "a row is missing or wrong"
     return {
-        "seconds": ended - begun,
-        "clock": 100 * (waited_s + ended - asked) / (ended - begun),
+        "seconds": timing.seconds,
+        "clock": 100 * timing.waited_s / timing.seconds,
         "stats": 100 * counted.starved,
         "data": 100 * counted.wait_s / counted.seconds,
         "overhead": 100 * counted.overhead_s / counted.seconds,

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pinfeed.cli.report import Report, sections, table
+import numpy as np
+
+from pinfeed.cli.bandwidth import gather_rate, link_rates, memory_rate, sequential_rates
+from pinfeed.cli.conditions import touch_memory
+from pinfeed.cli.report import Report, saying, sections, table
 from pinfeed.cli.sources import (
     all_described,
     open_sources,
@@ -17,6 +23,7 @@ from pinfeed.cli.sources import (
 from pinfeed.cli.trial import Rate, Timing, Trial
 from pinfeed.errors import ArgumentError
 from pinfeed.memory.units import human
+from pinfeed.rows.batches import OrderBatches
 from pinfeed.stores import MmapStore
 from pinfeed.stores.paths import has_protocol
 from pinfeed.validation.wrapping import wrapped
@@ -35,6 +42,10 @@ _LEGEND = (
 
 # In a shorter epoch, the one to two milliseconds in which pinfeed begins and ends it count.
 _FEW_BATCHES = 64
+# Bytes that are copied, gathered and touched to measure the highest rates of the machine.
+_COPIED_BYTES = 256 << 20
+_GATHERED_BYTES = 1 << 30
+_READ_BYTES = 4 << 30
 
 
 def bench(
@@ -66,7 +77,7 @@ def bench(
         size = batch_size or usual_batch(row_nbytes_of(local))
         trial = Trial(local, order, size, device, seconds, step_ms / 1e3)
         trial.prepare(warm)
-        ceilings = trial.ceilings()
+        ceilings = _ceilings(trial)
         timings = list(trial.timings(workers))
     return _report(trial, order_name, ceilings, timings)
 
@@ -86,6 +97,28 @@ def _local(store: OpenedFile) -> MmapStore:
     if not store.row_nbytes:
         raise ArgumentError(f"{store.paths[0]}: its rows have 0 bytes; expected rows to read")
     return store
+
+
+def _ceilings(trial: Trial) -> dict[str, float]:
+    """Measure the rates, in GB/s without a loader, that bound every contestant."""
+    path = max(trial.paths, key=os.path.getsize)
+    with saying("measuring the highest rates of the machine"):
+        touch_memory(_COPIED_BYTES)
+        found = {"copy in memory": memory_rate()}
+        if trial.warm:
+            rows = np.load(path, mmap_mode="r")
+            batches = OrderBatches(trial.order, len(rows), min(trial.batch_size, len(rows)), False)
+            n_batches = max(1, _GATHERED_BYTES // (batches.batch_size * rows[0].nbytes))
+            indices = [draw.rows() for draw in itertools.islice(batches.epoch(0), n_batches)]
+            found["gather from the page cache"] = gather_rate(path, indices, trial.seconds)
+        else:
+            touched = min(_READ_BYTES, os.path.getsize(path))
+            rates = sequential_rates(path, touched=touched, seconds=trial.seconds)
+            found["disk, in sequence"] = max(rates.values())
+        if trial.device != "cpu":
+            link = link_rates(trial.device, _COPIED_BYTES)
+            found["link to the GPU"] = link["to_device_pinned"]
+    return found
 
 
 def _report(

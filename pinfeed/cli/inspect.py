@@ -19,8 +19,8 @@ from pinfeed.cli.report import Report, facts, saying, sections, table
 from pinfeed.cli.sources import expanded, names_dataset, shell_hint
 from pinfeed.errors import PinfeedError, described
 from pinfeed.memory.units import human
-from pinfeed.stores import MmapStore
-from pinfeed.stores.npy import Header, parse_header, read_header, strange
+def _read_safetensors(found: Found) -> None:
+    from pinfeed.stores.safetensors import list_tensors
 from pinfeed.stores.paths import has_protocol
 from pinfeed.validation.suggestions import of_file
 from pinfeed.validation.wrapping import wrapped
@@ -69,7 +69,7 @@ class Found:
 
 def inspect(files: Sequence[str]) -> Report:
     """Report on each file, and on all .npy files as shards of one source."""
-    found = [look(path) for path in expanded(files)]
+    found = [inspected(path) for path in expanded(files)]
     source, mismatch = _together([one for one in found if one.kind == "npy"])
     findings = [sentence for one in found for sentence in one.damage] + mismatch
     values = {"files": [one.values for one in found], "source": source}
@@ -77,7 +77,7 @@ def inspect(files: Sequence[str]) -> Report:
     return Report(values, text, tuple(findings))
 
 
-def look(path: str) -> Found:
+def inspected(path: str) -> Found:
     """Find out the kind of a file, and what is wrong with it."""
     found = Found(path)
     try:
@@ -91,9 +91,9 @@ def look(path: str) -> Found:
                 f"{path}: inspect does not read this format; run pinfeed plan {path}"
             )
         elif os.path.isdir(path):
-            _look_at_directory(found)
+            _read_directory(found)
         else:
-            _look_at_file(found)
+            _read_file(found)
     except FileNotFoundError:
         found.problem = "missing"
         found.damage.append(f"{path}: no such file (looked in {os.getcwd()})")
@@ -105,7 +105,7 @@ def look(path: str) -> Found:
     return found
 
 
-def _look_at_file(found: Found) -> None:
+def _read_file(found: Found) -> None:
     status = os.stat(found.path)
     found.nbytes = status.st_size
     if not stat.S_ISREG(status.st_mode):
@@ -115,15 +115,15 @@ def _look_at_file(found: Found) -> None:
     with open(found.path, "rb") as file:
         start = file.read(16)
     if found.path.endswith(".safetensors") and start:
-        _look_at_safetensors(found)
+        _read_safetensors(found)
     elif start.startswith(b"\x93NUMPY"):
-        _look_at_npy(found)
+        _read_npy(found)
     else:
         found.problem = "not supported" if start else "damaged"
         found.damage.append(strange(found.path, start) + shell_hint(found.path))
 
 
-def _look_at_npy(found: Found) -> None:
+def _read_npy(found: Found) -> None:
     found.kind = "npy"
     found.problem = "damaged"
     with open(found.path, "rb") as file:
@@ -151,20 +151,16 @@ def _look_at_npy(found: Found) -> None:
 def _header_values(header: Header) -> dict[str, Any]:
     """Describe the header of a .npy file for scripts; sizes of pickled objects are None."""
     dtype = header.dtype
-    row_nbytes = None
-    expected = None
-    if not dtype.hasobject:
-        expected = header.nbytes + math.prod(header.shape) * dtype.itemsize
-        if header.shape:
-            row_nbytes = dtype.itemsize * math.prod(header.shape[1:])
+    size = None if dtype.hasobject else dtype.itemsize
+    shape = header.shape
     return {
         "version": header.version,
-        "shape": list(header.shape),
+        "shape": list(shape),
         "dtype": _spelled(dtype),
-        "order": "Fortran" if header.fortran and len(header.shape) > 1 else "C",
+        "order": "Fortran" if header.fortran and len(shape) > 1 else "C",
         "header_bytes": header.nbytes,
-        "row_bytes": row_nbytes,
-        "expected_bytes": expected,
+        "row_bytes": None if size is None or not shape else size * math.prod(shape[1:]),
+        "expected_bytes": None if size is None else header.nbytes + size * math.prod(shape),
         "row_alignment": None,
     }
 
@@ -177,8 +173,13 @@ def _spelled(dtype: np.dtype[Any]) -> str:
     return f"{dtype.name}, {order}"
 
 
+<<<<<<< HEAD
 def _look_at_safetensors(found: Found) -> None:
     from pinfeed.stores.safetensors import list_tensors
+=======
+def _read_safetensors(found: Found) -> None:
+    from pinfeed.stores.formats.safetensors import list_tensors
+>>>>>>> wt-g
 
     found.kind = "safetensors"
     found.problem = "damaged"
@@ -191,7 +192,7 @@ def _look_at_safetensors(found: Found) -> None:
     }
 
 
-def _look_at_directory(found: Found) -> None:
+def _read_directory(found: Found) -> None:
     names = os.listdir(found.path)
     if not any(name.isdigit() and len(name) == 8 for name in names):
         hints = [
@@ -232,13 +233,9 @@ def _together(shards: Sequence[Found]) -> tuple[dict[str, Any] | None, list[str]
         if _rows_of(other) != _rows_of(first):
             mismatch = "; ".join(f"{one.path} has {_rows_of(one)}" for one in (first, other))
             return None, [f"the files are not shards of one source: {mismatch}"]
-    with MmapStore([shard.path for shard in shards]) as store:
-        values = {
-            "files": len(shards),
-            "rows": store.n_rows,
-            "bytes": store.n_rows * store.row_nbytes,
-        }
-    return values, []
+    n_rows = sum(shard.details["shape"][0] for shard in shards)
+    nbytes = n_rows * first.details["row_bytes"]
+    return {"files": len(shards), "rows": n_rows, "bytes": nbytes}, []
 
 
 def _rows_of(shard: Found) -> str:
@@ -247,13 +244,8 @@ def _rows_of(shard: Found) -> str:
 
 def _one(found: Found) -> str:
     """Describe one file, in full."""
-    if not found.details:
-        return ""
-    if found.kind == "safetensors":
-        return _safetensors_text(found)
-    if found.kind == "checkpoint":
-        return _checkpoint_text(found)
-    return _npy_text(found)
+    texts = {"npy": _npy_text, "safetensors": _safetensors_text, "checkpoint": _checkpoint_text}
+    return texts[found.kind](found) if found.details else ""
 
 
 def _safetensors_text(found: Found) -> str:
@@ -286,7 +278,10 @@ def _npy_text(found: Found) -> str:
     order = "Fortran: the items of a row are scattered over the file"
     if details["order"] == "C":
         order = "C: each row is contiguous"
-    size = f"{human(found.nbytes)}: {found.nbytes:,} bytes, "
+    size = "with pickled objects"
+    if (expected := details["expected_bytes"]) is not None:
+        is_complete = found.nbytes == expected
+        size = "as the header says" if is_complete else f"but the header says {expected:,}"
     row_nbytes = details["row_bytes"]
     pairs = [
         ("rows", rows),
@@ -295,22 +290,14 @@ def _npy_text(found: Found) -> str:
         ("a row", "" if row_nbytes is None else f"{row_nbytes:,} bytes"),
         ("alignment", f"rows begin at multiples of {alignment:,} bytes" if alignment else ""),
         ("header", f".npy version {details['version']}.0, {details['header_bytes']:,} bytes"),
-        ("size", size + _compared(found.nbytes, details["expected_bytes"])),
+        ("size", f"{human(found.nbytes)}: {found.nbytes:,} bytes, {size}"),
     ]
     return sections({found.path: facts(pairs)})
 
 
-def _compared(nbytes: int, expected: int | None) -> str:
-    if expected is None:
-        return "with pickled objects"
-    return "as the header says" if nbytes == expected else f"but the header says {expected:,}"
-
-
 def _many(found: Sequence[Found], source: dict[str, Any] | None) -> str:
     """Describe several files, in a line each."""
-    rows = [
-        (one.path, *_columns(one), _size(one), one.problem if one.damage else "") for one in found
-    ]
+    rows = [(one.path, *_columns(one)) for one in found]
     shown = table(rows, ("file", "rows", "row shape", "dtype", "size", "problem"), "lrllr")
     if source is None or source["files"] < 2:
         return shown
@@ -318,13 +305,12 @@ def _many(found: Sequence[Found], source: dict[str, Any] | None) -> str:
     return f"{shown}\n\nTogether: {size}, in {source['files']} shards"
 
 
-def _size(one: Found) -> str:
-    """Return the size for people; empty if it is unknown, as of a damaged checkpoint."""
-    return human(one.nbytes) if one.nbytes or os.path.isfile(one.path) else ""
-
-
-def _columns(one: Found) -> tuple[str, str, str]:
-    if one.kind != "npy" or not one.details:
-        return "", one.kind if one.kind != "unknown" else "", ""
-    shape = one.details["shape"]
-    return f"{shape[0]:,}" if shape else "", str(tuple(shape[1:])), one.details["dtype"]
+def _columns(one: Found) -> tuple[str, ...]:
+    """Return the cells of a file: rows, row shape, dtype, size and problem."""
+    rows = "", one.kind if one.kind != "unknown" else "", ""
+    if one.kind == "npy" and one.details:
+        shape = one.details["shape"]
+        rows = f"{shape[0]:,}" if shape else "", str(tuple(shape[1:])), one.details["dtype"]
+    # The size of a damaged checkpoint is unknown.
+    size = human(one.nbytes) if one.nbytes or os.path.isfile(one.path) else ""
+    return *rows, size, one.problem if one.damage else ""

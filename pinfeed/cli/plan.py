@@ -64,7 +64,12 @@ def plan(
         if cpu_limit is None and (gpu_limit is None or _is_cpu(target)):
             arguments = {"batch_size": batch_size or usual_batch(row_nbytes_of(stores))}
         else:
-            arguments = {"config": _limits(cpu_limit, gpu_limit, batch_size)}
+            limits = MemoryLimits(
+                cpu_memory_limit=cpu_limit,
+                gpu_memory_limit=gpu_limit,
+                preferred_batch_size=batch_size,
+            )
+            arguments = {"config": limits}
         try:
             with Feeder(source, rows=order, depth=depth, device=target, **arguments) as feeder:
                 made = feeder.plan
@@ -80,11 +85,11 @@ def plan(
         head: _text(made, order_name, name),
         "Remarks": "\n".join(wrapped(f"- {remark}", rest="  ") for remark in remarks),
     }
-    return Report(values, sections(parts), _findings(made, batch_size, n_rows))
-
-
-def _limits(cpu: int | None, gpu: int | None, batch_size: int | None) -> MemoryLimits:
-    return MemoryLimits(cpu_memory_limit=cpu, gpu_memory_limit=gpu, preferred_batch_size=batch_size)
+    findings: tuple[str, ...] = ()
+    if batch_size is not None and made.batch_size < min(batch_size, n_rows):
+        fit = f"{made.batch_size:,} rows fit"
+        findings = (f"batches of {batch_size:,} rows do not fit the limits; {fit}",)
+    return Report(values, sections(parts), findings)
 
 
 def _remarks(
@@ -108,12 +113,6 @@ def _remarks(
             "cuda to plan for a GPU."
         )
     return remarks
-
-
-def _findings(made: Plan, batch_size: int | None, n_rows: int) -> tuple[str, ...]:
-    if batch_size is None or made.batch_size >= min(batch_size, n_rows):
-        return ()
-    return (f"batches of {batch_size:,} rows do not fit the limits; {made.batch_size:,} rows fit",)
 
 
 def _device(name: str) -> tuple[Any, list[str]]:
@@ -142,14 +141,11 @@ def _is_cpu(device: Any) -> bool:
 
 def plan_values(made: Plan) -> dict[str, Any]:
     """Describe a plan for scripts."""
+    sums = ("n_slots", "host_bytes", "pinned_bytes", "page_cache_bytes", "device_bytes")
     return {
         **asdict(made),
         "items": [{**asdict(item), "total": item.total} for item in made.items],
-        "n_slots": made.n_slots,
-        "host_bytes": made.host_bytes,
-        "pinned_bytes": made.pinned_bytes,
-        "page_cache_bytes": made.page_cache_bytes,
-        "device_bytes": made.device_bytes,
+        **{name: getattr(made, name) for name in sums},
     }
 
 

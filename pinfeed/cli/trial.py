@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -16,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from pinfeed.cli.bandwidth import gather_rate, link_rates, memory_rate, sequential_rates
 from pinfeed.cli.conditions import (
     ComputingStep,
     cached_share,
@@ -44,17 +42,12 @@ _CHECKED = 4
 _LEAST_TIMED = 8
 # The first epoch may take this many times as long as later ones.
 _FIRST = 4
-_COPIED_BYTES = 256 << 20
 # Memory to touch before each contestant, in sizes of the files: for batches, and for a copy of the
 # files that a contestant may make; for cold files, for the page cache as well.
 _TOUCHED_WARM = 1.25
 _TOUCHED_COLD = 2.0
 _TOUCH_S = 10.0
 
-# Bytes of the batches that are gathered without a loader.
-_GATHERED_BYTES = 1 << 30
-# Memory that is touched before a read without a loader.
-_READ_BYTES = 4 << 30
 
 Epochs = Callable[[int], Iterable[Any]]
 """Returns the batches of an epoch by its number: a tensor each, or one tensor of each source."""
@@ -149,6 +142,7 @@ class Trial:
         self.seconds = seconds
         self.n_rows = stores[0].n_rows
         self.row_nbytes = row_nbytes_of(stores)
+        self.nbytes = self.n_rows * self.row_nbytes
         self.batch_size = min(batch_size, self.n_rows)
         with contextlib.closing(resolve(device, n_spare=0)) as found:
             self.device = found.name
@@ -162,11 +156,6 @@ class Trial:
         if step_s:
             with _one_thread():
                 self.step = ComputingStep.lasting(step_s, self.device)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all rows of all sources."""
-        return self.n_rows * self.row_nbytes
 
     @property
     def paths(self) -> list[str]:
@@ -210,35 +199,6 @@ class Trial:
         elif self.misplaced > 0.01:
             text += f"; up to {self.misplaced:.0%} {stray}"
         return text
-
-    def ceilings(self) -> dict[str, float]:
-        """Measure the rates, in GB/s without a loader, that bound every contestant."""
-        with saying("measuring the highest rates of the machine"):
-            touch_memory(_COPIED_BYTES)
-            found = {"copy in memory": memory_rate()}
-            if self.warm:
-                found["gather from the page cache"] = self._gather_rate()
-            else:
-                path = self._largest_file
-                touched = min(_READ_BYTES, os.path.getsize(path))
-                rates = sequential_rates(path, touched=touched, seconds=self.seconds)
-                found["disk, in sequence"] = max(rates.values())
-            if self.device != "cpu":
-                link = link_rates(self.device, _COPIED_BYTES)
-                found["link to the GPU"] = link["to_device_pinned"]
-        return found
-
-    @property
-    def _largest_file(self) -> str:
-        return max(self.paths, key=os.path.getsize)
-
-    def _gather_rate(self) -> float:
-        """Return GB/s of gathering batches of the largest file from the page cache."""
-        rows = np.load(self._largest_file, mmap_mode="r")
-        batches = OrderBatches(self.order, len(rows), min(self.batch_size, len(rows)), False)
-        n_batches = max(1, _GATHERED_BYTES // (batches.batch_size * rows[0].nbytes))
-        indices = [draw.rows() for draw in itertools.islice(batches.epoch(0), n_batches)]
-        return gather_rate(self._largest_file, indices, self.seconds)
 
     def timings(self, workers: Sequence[int]) -> Iterator[Timing]:
         """Time pinfeed, and a DataLoader for each number of workers and kind of item.

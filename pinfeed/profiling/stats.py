@@ -194,24 +194,14 @@ class Totals:
 
     def as_dict(self) -> dict[str, float]:
         """Return numbers for a logger, with the units in their names."""
-        found = {
-            "batches": self.batches,
-            "rows": self.rows,
-            "bytes": self.bytes,
-            "late_batches": self.late,
-            "wait_s": self.wait_s,
-            "overhead_s": self.overhead_s,
-            "write_wait_s": self.write_wait_s,
-            "starved_s": self.starved_s,
-            "first_batch_s": self.first_batch_s,
+        names = {"late": "late_batches", "seconds": "loop_s"}
+        found: dict[str, float] = {
+            names.get(name, name): getattr(self, name)
+            for name in COUNTED
+            if not name.startswith(("late_", "cache_"))
+        }
+        found |= {
             "compute_s": self.compute_s,
-            "read_s": self.read_s,
-            "source_s": self.source_s,
-            "host_transform_s": self.host_transform_s,
-            "device_transform_s": self.device_transform_s,
-            "copy_wait_s": self.copy_wait_s,
-            "write_s": self.write_s,
-            "loop_s": self.seconds,
             "rows_per_s": self.rows_per_s,
             "gb_per_s": self.gb_per_s,
             "starved_percent": 100 * self.starved,

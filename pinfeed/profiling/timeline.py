@@ -42,17 +42,6 @@ class CacheCounts(NamedTuple):
     """Bytes of the rows that were read."""
 
 
-class _Timed(NamedTuple):
-    """A span between two timed events of a device, which may not have completed yet."""
-
-    lane: Lane
-    batch: int
-    start: Event
-    end: Event
-    loop: int
-    n_batches: int
-
-
 class Timeline:
     """Spans of all work on batches in the loops of a feeder: reading, copying, waits, steps.
 
@@ -73,7 +62,8 @@ class Timeline:
         self._taken: deque[tuple[Lane, int, float, float, int, int, int, int]] = deque(
             maxlen=most_spans
         )
-        self._pending: deque[_Timed] = deque()
+        # The same for work of the device, with timed events that may not have completed yet.
+        self._pending: deque[tuple[Lane, int, Event, Event, int, int]] = deque()
         # Any thread may read the timeline, and each pending span must be taken once.
         self._settling = threading.Lock()
         self._loop = -1
@@ -192,7 +182,7 @@ class Timeline:
         self, lane: Lane, batch: int, start: Event, end: Event, n_batches: int = 1
     ) -> None:
         """Record work of the device between two timed events. Any thread may call this."""
-        self._pending.append(_Timed(lane, batch, start, end, self._loop, n_batches))
+        self._pending.append((lane, batch, start, end, self._loop, n_batches))
 
     def settle(self) -> None:
         """Read the times of the events that have completed, without waiting for others.
@@ -255,15 +245,14 @@ class Timeline:
                 "seconds"
             )
         found = self._totals(spans, start, end)
-        if name.endswith(".json"):
-            with open(name, "w") as file:
-                made = trace(spans, start, end, found.verdict, self.depths)
-                made["traceEvents"] += cache_events(
-                    [(at_s, counts) for at_s, counts in self.caches if start <= at_s <= end]
-                )
-                json.dump(made, file)
-        else:
+        if not name.endswith(".json"):
             plot.draw(spans, start, end, found, name)
+            return
+        made = trace(spans, start, end, found.verdict, self.depths)
+        caches = [(at_s, counts) for at_s, counts in self.caches if start <= at_s <= end]
+        made["traceEvents"] += cache_events(caches)
+        with open(name, "w") as file:
+            json.dump(made, file)
 
     def _totals(self, spans: Sequence[Span], start_s: float, end_s: float) -> Totals:
         depths = [depth for at_s, depth in self.depths if at_s <= end_s]

@@ -14,7 +14,7 @@ from pinfeed.devices.device import Device, RowCopy, Stream, Tensor
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.host_rows import HostArray, StoreRows, part_nbytes
 from pinfeed.tensors.dtypes import DTYPES
-from pinfeed.testing.sample_rows import Array, sample
+from pinfeed.testing.store_tests import Array, sample
 
 # Shapes and dtypes of the rows of some stores that a cache holds together.
 _CACHED = (((3,), "f4"), ((), "f8"), ((5, 2), "u1"))
@@ -56,15 +56,12 @@ class DeviceTests:
         device.copy(staged, tensor, stream)
         return tensor, staged
 
-    def download(
-        self, device: Device, tensor: Tensor, shape: tuple[int, ...], dtype: Any, stream: Stream
-    ) -> Array:
-        """Return the values of a tensor once ``stream`` has done its work."""
-        size = np.dtype(dtype).itemsize * int(np.prod(shape))
-        staged: Array = device.staging(size).view(dtype).reshape(shape)
+    def expect(self, device: Device, tensor: Tensor, values: Array, stream: Stream) -> None:
+        """Require that a tensor has these values once ``stream`` has done its work."""
+        staged = device.staging(values.nbytes).view(values.dtype).reshape(values.shape)
         device.copy(tensor, staged, stream)
         stream.record().sync()
-        return staged.copy()
+        np.testing.assert_array_equal(staged, values)
 
     @pytest.mark.parametrize("name", sorted(DTYPES))
     def test_round_trip(self, device: Device, name: str) -> None:
@@ -72,9 +69,7 @@ class DeviceTests:
         for shape in ((4,), (3, 2), (2, 3, 4, 5)):
             values = sample(shape[0], shape[1:], dtype)
             tensor, _staged = self.upload(device, values, stream)
-            np.testing.assert_array_equal(
-                self.download(device, tensor, shape, dtype, stream), values
-            )
+            self.expect(device, tensor, values, stream)
             assert device.describe(tensor) == (shape, dtype, True)
 
     @pytest.mark.parametrize("name", sorted(DTYPES))
@@ -88,7 +83,7 @@ class DeviceTests:
         device.copy_rows([RowCopy(a, b, src_pos, dst_pos)], stream)
         dst = dst.copy()
         dst[[1, 4]] = src[[5, 0]]
-        np.testing.assert_array_equal(self.download(device, b, (5, 3), dtype, stream), dst)
+        self.expect(device, b, dst, stream)
 
     @pytest.mark.parametrize("name", sorted(DTYPES))
     def test_copy_rows_with_positions_in_one_tensor(self, device: Device, name: str) -> None:
@@ -99,11 +94,11 @@ class DeviceTests:
         c, _z = self.upload(device, few, stream)
         positions, _p = self.upload(device, np.array([5, 0], np.int32), stream)
         device.copy_rows([RowCopy(a, b, taken=positions)], stream)
-        np.testing.assert_array_equal(self.download(device, b, (2, 3), dtype, stream), many[[5, 0]])
+        self.expect(device, b, many[[5, 0]], stream)
         device.copy_rows([RowCopy(c, a, into=positions)], stream)
         many = many.copy()
         many[[5, 0]] = few
-        np.testing.assert_array_equal(self.download(device, a, (6, 3), dtype, stream), many)
+        self.expect(device, a, many, stream)
 
     def test_copies_of_one_call(self, device: Device) -> None:
         """Rows of several stores go from and to several places, as they do in a cache."""
@@ -130,12 +125,10 @@ class DeviceTests:
                 RowCopy(cache, left, taken=at["leaving"][0]),
             ]
         device.copy_rows(copies, stream)
-        for i, (gathered, cache, _, left) in enumerate(zip(*arrays.values(), strict=True)):
+        for i, (gathered, cache, _, _) in enumerate(zip(*arrays.values(), strict=True)):
             wanted = np.concatenate([gathered[1:], cache[[4, 0]], gathered[:1]])
-            found = self.download(device, tensors["lent"][i][0], wanted.shape, wanted.dtype, stream)
-            np.testing.assert_array_equal(found, wanted)
-            found = self.download(device, tensors["left"][i][0], left.shape, left.dtype, stream)
-            np.testing.assert_array_equal(found, cache[[2]])
+            self.expect(device, tensors["lent"][i][0], wanted, stream)
+            self.expect(device, tensors["left"][i][0], cache[[2]], stream)
 
     def test_no_rows_are_copied(self, device: Device) -> None:
         stream = device.current_stream()
@@ -146,9 +139,8 @@ class DeviceTests:
         device.copy_rows([RowCopy(none, some, into=positions)], stream)
         device.copy_rows([], stream)
         device.copy_rows([RowCopy(some, some, positions, positions)], stream)
-        assert self.download(device, none, (0, 3), np.float64, stream).shape == (0, 3)
-        found = self.download(device, some, (2, 3), np.float64, stream)
-        np.testing.assert_array_equal(found, [[0, 1, 2], [3, 4, 5]])
+        self.expect(device, none, np.empty((0, 3)), stream)
+        self.expect(device, some, np.arange(6.0).reshape(2, 3), stream)
 
     def store(self, array: Array) -> ArrayStore:
         """Return a store whose rows the device may reach."""
@@ -178,10 +170,8 @@ class DeviceTests:
         ]
         for _ in device.read(list(zip(parts, into, strict=True)), stream):
             pass
-        for array, tensor, part in zip(arrays, into, parts if rows else [], strict=bool(rows)):
-            np.testing.assert_array_equal(
-                self.download(device, tensor, part.shape, part.dtype, stream), array[wanted]
-            )
+        for array, tensor in zip(arrays, into, strict=True):
+            self.expect(device, tensor, array[wanted], stream)
         back = np.array([5 - row for row in rows], np.int64)
         device.write(list(zip(stores, into, strict=True)), back, stream)
         stream.record().sync()
@@ -202,8 +192,7 @@ class DeviceTests:
         indices, _x = self.upload(device, wanted.astype(dtype), stream)
         for _ in device.read([(part, into)], stream, indices):
             pass
-        found = self.download(device, into, part.shape, part.dtype, stream)
-        np.testing.assert_array_equal(found, array[wanted])
+        self.expect(device, into, array[wanted], stream)
         back = 5 - wanted
         indices, _y = self.upload(device, back.astype(dtype), stream)
         device.write([(store, into)], back, stream, indices)
@@ -225,17 +214,14 @@ class DeviceTests:
             tensor = device.tensor(buffer, (3, 2), np.dtype(np.int16), offset)
             assert device.describe(tensor) == ((3, 2), np.dtype(np.int16), True)
             expected = values[offset : offset + 12].astype(np.uint8).view(np.int16).reshape(3, 2)
-            found = self.download(device, tensor, (3, 2), np.int16, stream)
-            np.testing.assert_array_equal(found, expected)
+            self.expect(device, tensor, expected, stream)
 
     def test_a_stream_waits_for_an_event_of_another(self, device: Device) -> None:
         one, other = device.stream("one"), device.stream("other")
         self.delay(device, one)
         tensor, _staged = self.upload(device, np.arange(8.0), one)
         other.wait(one.record())
-        np.testing.assert_array_equal(
-            self.download(device, tensor, (8,), np.float64, other), np.arange(8.0)
-        )
+        self.expect(device, tensor, np.arange(8.0), other)
 
     def test_an_event_stays_where_it_was_recorded(self, device: Device) -> None:
         stream = device.stream("one")
@@ -292,8 +278,7 @@ class DeviceTests:
         memory = device.empty(24, device.current_stream())
         np.ndarray((3,), np.float64, memory)[:] = [1, 2, 3]
         tensor = device.tensor(memory, (3,), np.dtype(np.float64))
-        found = self.download(device, tensor, (3,), np.float64, device.current_stream())
-        np.testing.assert_array_equal(found, [1, 2, 3])
+        self.expect(device, tensor, np.array([1.0, 2.0, 3.0]), device.current_stream())
 
     def test_values_on_the_host_may_be_arrays(self, device: Device) -> None:
         if not device.unified:
@@ -308,8 +293,7 @@ class DeviceTests:
         one, _b = self.upload(device, np.array([1], np.int32), stream)
         other, _c = self.upload(device, np.array([2], np.int32), stream)
         device.copy_rows([RowCopy(values, batch, one, other)], stream)
-        found = self.download(device, batch, (3,), np.float64, stream)
-        np.testing.assert_array_equal(found, [0, 0, 2])
+        self.expect(device, batch, np.array([0.0, 0.0, 2.0]), stream)
 
     def test_memory_lent_to_another_stream_is_not_given_away(self, device: Device) -> None:
         home, other = device.stream("home"), device.stream("other")
@@ -324,9 +308,7 @@ class DeviceTests:
         home.record().sync()
         other.record().sync()
         np.testing.assert_array_equal(out, np.full(512, 1.0))
-        np.testing.assert_array_equal(
-            self.download(device, again, (512,), np.float64, home), np.full(512, 2.0)
-        )
+        self.expect(device, again, np.full(512, 2.0), home)
 
     def test_a_worker_does_its_tasks_in_order_and_reports_errors(self, device: Device) -> None:
         worker = device.worker("pinfeed-test")

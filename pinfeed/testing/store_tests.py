@@ -9,17 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from pinfeed.errors import ArgumentError, RowIndexError, WriteBackError
 from pinfeed.stores.store import Store
 from pinfeed.tensors.dtypes import DTYPES
-from pinfeed.testing.sample_rows import Array, sample
+
+Array = npt.NDArray[Any]
 
 ROW_SHAPES = [(), (1,), (7,), (3, 5), (2, 3, 4), (2, 1, 3, 2)]
 
 BAD_ROWS: list[Any] = [[-1], [3, 50], [5000], [2**40], [1.0], [True], [[1]], 3, None, "x"]
 """Row indices that a store of 50 rows refuses."""
+
+
+def sample(n: int, row_shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Make ``n`` rows that differ from each other, whatever the dtype."""
+    numbers = np.arange(n * int(np.prod(row_shape))).reshape(n, *row_shape)
+    return (numbers % 2 == 0) if dtype.kind == "b" else (numbers % 251).astype(dtype)
 
 
 class ReadOnlyStoreTests:

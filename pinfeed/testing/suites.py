@@ -8,7 +8,12 @@ Subclass a suite in a test file, and override ``make``. The suites need pytest.
 """
 
 from pinfeed.testing.device_tests import DeviceTests
-from pinfeed.testing.sample_rows import sample
-from pinfeed.testing.store_tests import BAD_ROWS, ROW_SHAPES, ReadOnlyStoreTests, StoreTests
+from pinfeed.testing.store_tests import (
+    BAD_ROWS,
+    ROW_SHAPES,
+    ReadOnlyStoreTests,
+    StoreTests,
+    sample,
+)
 
 __all__ = ["BAD_ROWS", "ROW_SHAPES", "DeviceTests", "ReadOnlyStoreTests", "StoreTests", "sample"]

@@ -12,7 +12,7 @@ import torch
 from support.command import X, run, values
 
 import pinfeed
-from pinfeed.cli.inspect import look
+from pinfeed.cli.inspect import inspected
 
 
 def test_inspect_describes_an_npy_file() -> None:
@@ -46,8 +46,8 @@ def test_inspect_describes_an_npy_file() -> None:
 
 def test_inspect_of_the_other_byte_order() -> None:
     np.save("big.npy", X.astype(">f4"))
-    assert look("big.npy").details["dtype"] == "float32, big-endian"
-    assert not look("big.npy").damage
+    assert inspected("big.npy").details["dtype"] == "float32, big-endian"
+    assert not inspected("big.npy").damage
 
 
 def test_inspect_shards() -> None:
@@ -198,7 +198,7 @@ def test_only_broken_files_are_called_damaged(kind: str, problem: str) -> None:
 
 
 def test_inspect_of_a_folder_with_files_names_them(folder: Path) -> None:
-    (damage,) = look(str(folder)).damage
+    (damage,) = inspected(str(folder)).damage
     assert damage.endswith(f"give its files: {folder}/*.npy")
 
 

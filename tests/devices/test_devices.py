@@ -17,8 +17,7 @@ from pinfeed.devices.device import RowCopy
 from pinfeed.tensors.dtypes import DTYPES
 from pinfeed.tensors.numpy_torch import to_numpy, to_torch
 from pinfeed.testing import SimDevice, favour, lazy
-from pinfeed.testing.sample_rows import sample
-from pinfeed.testing.suites import DeviceTests
+from pinfeed.testing.suites import DeviceTests, sample
 
 
 class TestHostDevice(DeviceTests):
