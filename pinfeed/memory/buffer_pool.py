@@ -72,9 +72,11 @@ class BufferPool:
         It belongs to the caller until the last array on it dies.
         """
         # Most batches take a block of the same size as the block that was freed last.
+        found: _Loan | None
+        block: _Block | None
         try:
-            found: _Loan | None = self._free.pop()
-            block: _Block | None = found.block
+            found = self._free.pop()
+            block = found.block
         except _NO_BLOCK:
             found = block = None
         # A block has at least one page.
