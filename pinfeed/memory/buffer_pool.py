@@ -10,23 +10,23 @@ import contextlib
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pinfeed.memory.pages import PAGE, Bytes, Lease, anonymous
 
 
-class _Block:
-    """A block of memory, with the description from which numpy makes arrays on it."""
+class _Block(NamedTuple):
+    """A block of memory."""
 
-    __slots__ = ("interface", "memory", "nbytes")
+    memory: Bytes
+    nbytes: int
+    interface: dict[str, Any]
+    """The ``__array_interface__`` of the memory, from which numpy makes arrays.
 
-    def __init__(self, memory: Bytes) -> None:
-        self.memory = memory
-        self.nbytes = len(memory)
-        # numpy creates a new dict on each access, which takes longer than creating an array.
-        self.interface: dict[str, Any] = memory.__array_interface__
+    numpy creates a new dict on each access, which takes longer than creating an array.
+    """
 
 
 class _Loan(weakref.ref[Lease]):
@@ -35,6 +35,13 @@ class _Loan(weakref.ref[Lease]):
     __slots__ = ("block",)
 
     block: _Block
+
+
+_NO_BLOCK = (IndexError, AttributeError)
+"""Errors if there is no free block.
+
+Another thread has taken it, or an interrupt cut ``take`` off before it had given it to its loan.
+"""
 
 
 class BufferPool:
@@ -64,15 +71,17 @@ class BufferPool:
 
         It belongs to the caller until the last array on it dies.
         """
-        # Most batches take a block of the same size as the block that was freed last. A block has
-        # at least one page.
+        # Most batches take a block of the same size as the block that was freed last.
+        found: _Loan | None
+        block: _Block | None
         try:
             found = self._free.pop()
             block = found.block
-            if not 0 <= block.nbytes - (nbytes or 1) < PAGE:
-                block = self._other(found, nbytes)
-        except IndexError:
-            block = _Block(self._make(nbytes))
+        except _NO_BLOCK:
+            found = block = None
+        # A block has at least one page.
+        if block is None or not 0 <= block.nbytes - (nbytes or 1) < PAGE:
+            block = self._other(found, nbytes)
         lease = Lease()
         loan = _Loan(lease, self._give)
         loan.block = block
@@ -84,23 +93,24 @@ class BufferPool:
         """Unmap the free blocks; those in use are unmapped when their last array dies."""
         _keep_nothing(self._free)
 
-    def _other(self, unfit: _Loan, nbytes: int) -> _Block:
+    def _other(self, unfit: _Loan | None, nbytes: int) -> _Block:
         """Take a free block with the number of pages for ``nbytes``, or make one.
 
         Args:
-            unfit: Free block of another size.
+            unfit: Free block of another size, if there was one.
             nbytes: Bytes that are needed.
         """
         free = self._free
-        free.appendleft(unfit)
-        # If another thread takes the last block, there is none.
-        with contextlib.suppress(IndexError):
-            for _ in range(len(free) - 1):
-                found = free.pop()
-                if 0 <= found.block.nbytes - (nbytes or 1) < PAGE:
-                    return found.block
-                free.appendleft(found)
-        return _Block(self._make(nbytes))
+        if unfit is not None:
+            free.appendleft(unfit)
+            with contextlib.suppress(*_NO_BLOCK):
+                for _ in range(len(free) - 1):
+                    found = free.pop()
+                    if 0 <= found.block.nbytes - (nbytes or 1) < PAGE:
+                        return found.block
+                    free.appendleft(found)
+        memory = self._make(nbytes)
+        return _Block(memory, len(memory), memory.__array_interface__)
 
 
 def _keep_nothing(free: deque[_Loan]) -> None:

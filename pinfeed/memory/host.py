@@ -51,9 +51,9 @@ class FreeHostMemory(NamedTuple):
     """Bytes of files that the page cache can hold, including its current contents."""
 
 
-def free_host_memory(*, proc: str = PROC, root: str = ROOT) -> FreeHostMemory:
+def free_host_memory() -> FreeHostMemory:
     """Return the memory that the limits of this process leave."""
-    limits = host_limits(proc=proc, root=root)
+    limits = host_limits()
     return FreeHostMemory(
         max(0, min(limit.free for limit in limits)),
         max(0, min(limit.free + limit.active_file for limit in limits)),
@@ -65,7 +65,7 @@ def free_host_bytes() -> int:
     return free_host_memory().allocatable
 
 
-def host_limits(*, proc: str = PROC, root: str = ROOT) -> list[Limit]:
+def host_limits() -> list[Limit]:
     """List every limit, the machine's memory first; some limits are larger than that.
 
     The page cache counts as free: psutil does so for the machine, and ``inactive_file`` reports it
@@ -73,7 +73,7 @@ def host_limits(*, proc: str = PROC, root: str = ROOT) -> list[Limit]:
     process up to the root. Versions 1 and 2 are supported. Without ``/proc``, no control groups are
     found, and the page cache of the machine does not count as free.
     """
-    limits = [_machine(), *_group_limits(proc, root)]
+    limits = [_machine(), *_group_limits()]
     for name, which in (("RLIMIT_AS", resource.RLIMIT_AS), ("RLIMIT_DATA", resource.RLIMIT_DATA)):
         soft = resource.getrlimit(which)[0]
         if soft != resource.RLIM_INFINITY:
@@ -118,10 +118,10 @@ def lock_limit() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def core_quota(*, proc: str = PROC, root: str = ROOT) -> float | None:
+def core_quota() -> float | None:
     """Return the cores of CPU time that control groups grant; None without a limit."""
     found = []
-    for group, version in _groups("cpu", proc, root):
+    for group, version in _groups("cpu"):
         with contextlib.suppress(OSError, ValueError):
             # The group has no controller, or no limit.
             if version == 2:
@@ -134,8 +134,8 @@ def core_quota(*, proc: str = PROC, root: str = ROOT) -> float | None:
     return min(found, default=None)
 
 
-def _group_limits(proc: str, root: str) -> Iterator[Limit]:
-    for group, version in _groups("memory", proc, root):
+def _group_limits() -> Iterator[Limit]:
+    for group, version in _groups("memory"):
         limit_file, usage_file, inactive, active = _FILES[version]
         try:
             text = _read(f"{group}/{limit_file}").strip()
@@ -149,7 +149,7 @@ def _group_limits(proc: str, root: str) -> Iterator[Limit]:
         statistics = b""
         with contextlib.suppress(OSError):
             statistics = _read(f"{group}/memory.stat")
-        name = f"control group {group.removeprefix(root) or '/'}"
+        name = f"control group {group.removeprefix(ROOT) or '/'}"
         free += _bytes_of(inactive, statistics)
         yield Limit(name, total, free, _bytes_of(active, statistics))
 
@@ -160,19 +160,19 @@ def _bytes_of(key: bytes, statistics: bytes) -> int:
     return int(found[1]) if found else 0
 
 
-def _groups(controller: str, proc: str, root: str) -> Iterator[tuple[str, int]]:
+def _groups(controller: str) -> Iterator[tuple[str, int]]:
     """Yield directory and version of the process's groups, from its own up to the root."""
     try:
-        lines = os.fsdecode(_read(proc)).splitlines()
+        lines = os.fsdecode(_read(PROC)).splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            base = root
+            base = ROOT
             version = 2
         elif controller in controllers.split(","):
-            base = f"{root}/{controller}"
+            base = f"{ROOT}/{controller}"
             version = 1
         else:
             continue

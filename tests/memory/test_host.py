@@ -4,7 +4,10 @@ import re
 import resource
 import subprocess
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -14,6 +17,7 @@ from support.programs import Programs
 from support.unwrapped import unwrapped
 
 from pinfeed import Feeder, MiB
+from pinfeed.memory import host
 from pinfeed.memory.host import (
     core_quota,
     free_host_bytes,
@@ -49,12 +53,13 @@ def group(
 
 def free(tmp_path: Path, *lines: str) -> int:
     (tmp_path / "cgroup").write_text("".join(f"{line}\n" for line in lines))
-    return free_host_memory(**files(tmp_path)).allocatable
+    with files(tmp_path):
+        return free_host_memory().allocatable
 
 
-def files(tmp_path: Path) -> dict[str, str]:
-    """Return the arguments that replace the files of the kernel by those of a test."""
-    return {"proc": f"{tmp_path}/cgroup", "root": f"{tmp_path}/fs"}
+def files(tmp_path: Path) -> AbstractContextManager[Any]:
+    """Replace the files of the kernel by those of a test."""
+    return mock.patch.multiple(host, PROC=f"{tmp_path}/cgroup", ROOT=f"{tmp_path}/fs")
 
 
 def is_unbound(nbytes: int) -> bool:
@@ -75,7 +80,8 @@ def test_files_in_the_page_cache_count_as_free_for_the_page_cache(
     base = tmp_path / ("fs" if version is V2 else "fs/memory")
     group(base / "job", 10_000, 4000, 1000, version)
     (tmp_path / "cgroup").write_text(f"{line}\n")
-    found = free_host_memory(**files(tmp_path))
+    with files(tmp_path):
+        found = free_host_memory()
     assert found.page_cache == free(tmp_path, line) + 900 == 10_000 - 4000 + 1000 + 900
 
 
@@ -138,7 +144,8 @@ def test_limits_by_name(tmp_path: Path) -> None:
     group(tmp_path / "fs/memory/app/job", 10_000, 4000, 1000, V1)
     group(tmp_path / "fs/new", 20_000, 5000, 0)
     assert free(tmp_path, "4:memory:/app/job", "0::/new") == 7000
-    machine, *groups = host_limits(**files(tmp_path))
+    with files(tmp_path):
+        machine, *groups = host_limits()
     assert (machine.name, machine.total) == ("machine", psutil.virtual_memory().total)
     assert [tuple(limit) for limit in groups[:2]] == [
         ("control group /memory/app/job", 10_000, 7000, 900),
@@ -172,7 +179,8 @@ def test_cores_that_groups_grant(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
     (tmp_path / "cgroup").write_text("4:cpu,cpuacct:/app/job\n0::/app/job\n")
-    assert core_quota(**files(tmp_path)) == quota
+    with files(tmp_path):
+        assert core_quota() == quota
 
 
 def test_the_lock_limit_is_that_of_the_process() -> None:
@@ -228,7 +236,8 @@ def test_a_path_that_leaves_the_root_ends_at_it(tmp_path: Path) -> None:
 
 
 def test_without_control_groups_the_machine_limits(tmp_path: Path) -> None:
-    memory = free_host_memory(proc=f"{tmp_path}/none", root=str(tmp_path))
+    with files(tmp_path / "none"):
+        memory = free_host_memory()
     assert MiB(1) < memory.allocatable <= psutil.virtual_memory().total
     assert 0 < free_host_bytes() <= psutil.virtual_memory().total
 

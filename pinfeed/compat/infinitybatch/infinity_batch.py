@@ -59,6 +59,7 @@ class InfinityBatch:
         inputs: The inputs by epoch. The last batch is ``inputs[-1][-1]``; no other batch is kept.
         outputs: The same for the outputs.
         targets: The same for the targets.
+        forward_device: The device of the model; None without a model that has trainable parameters.
         verbose_mode: Whether progress is printed.
     """
 
@@ -84,10 +85,10 @@ class InfinityBatch:
         self._model: nn.Module | None = None
         self._optimizer: Any = None
         self._criterion: Any = None
-        self._forward_device: torch.device | None = None
+        self.forward_device: torch.device | None = None
         self._loss: torch.Tensor | None = None
         self._losses: list[list[tuple[float, int]]] = []
-        self._unread_losses: list[tuple[torch.Tensor, int]] = []
+        self._unread: list[tuple[torch.Tensor, int]] = []
         self.verbose_mode = verbose
         self.inputs: list[Any] = []
         self.outputs: list[Any] = []
@@ -202,7 +203,7 @@ class InfinityBatch:
         targets = to_device(self.targets[-1][-1], self._backward_device)
         loss = self._required("criterion")(outputs, targets)
         self._loss = loss
-        self._unread_losses.append((loss.detach().reshape(()), n_samples(outputs)))
+        self._unread.append((loss.detach().reshape(()), n_samples(outputs)))
 
     def backward(self) -> None:
         """Run the backward pass of the last loss. Warn if there is none."""
@@ -242,13 +243,7 @@ class InfinityBatch:
 
     def clearcontainers_(self) -> None:
         """Clear the containers. A running loop continues in a new epoch."""
-        for container in (
-            self.inputs,
-            self.outputs,
-            self.targets,
-            self._losses,
-            self._unread_losses,
-        ):
+        for container in (self.inputs, self.outputs, self.targets, self._losses, self._unread):
             container.clear()
 
     def epochstart_(self) -> None:
@@ -314,11 +309,6 @@ class InfinityBatch:
         self._backward_device = torch.device("cpu" if device is None else device)
         self.checkdevices_()
 
-    @property
-    def forward_device(self) -> torch.device | None:
-        """The device of the model; None without a model that has trainable parameters."""
-        return self._forward_device
-
     def changemodeldevice(self, device: torch.device | str | int) -> None:
         """Move the model to a device."""
         if self._model is not None:
@@ -328,23 +318,23 @@ class InfinityBatch:
 
     def updateforwarddevice(self) -> None:
         """Set ``forward_device`` to the device that the model is on now."""
-        before = self._forward_device
-        self._forward_device = None
+        before = self.forward_device
+        self.forward_device = None
         if self._model is not None:
-            self._forward_device = next(
+            self.forward_device = next(
                 (p.device for p in self._model.parameters() if p.requires_grad), None
             )
-            if self._forward_device is None:
+            if self.forward_device is None:
                 warn("the model has no trainable parameter", 3)
-        if self._forward_device != before:
+        if self.forward_device != before:
             self._batch_forward.forget()
 
     def checkdevices_(self) -> None:
         """Warn if forward and backward device are the same."""
-        if self._forward_device is None:
+        if self.forward_device is None:
             return
-        if _with_index(self._forward_device) == _with_index(self._backward_device):
-            warn(f"forward and backward device are the same: {self._forward_device}", 4)
+        if _with_index(self.forward_device) == _with_index(self._backward_device):
+            warn(f"forward and backward device are the same: {self.forward_device}", 4)
 
     def _read_losses(self) -> None:
         """Add the losses since the last call as numbers, with the sizes of their batches.
@@ -352,11 +342,11 @@ class InfinityBatch:
         Reading a loss waits for its device. Losses are therefore read only when the user reads
         ``losses`` or when an epoch ends.
         """
-        if self._unread_losses:
-            values = torch.stack([loss.double() for loss, _ in self._unread_losses]).tolist()
-            sizes = [n for _, n in self._unread_losses]
+        if self._unread:
+            values = torch.stack([loss.double() for loss, _ in self._unread]).tolist()
+            sizes = [n for _, n in self._unread]
             self._losses[-1] += zip(values, sizes, strict=True)
-        self._unread_losses = []
+        self._unread = []
 
     def _is_unset(self, name: str) -> bool:
         if getattr(self, f"_{name}") is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
@@ -296,19 +296,10 @@ class Config:
         return sum(item.total for item in self._host_items(n_reads * self.one_read_count))
 
     def _host_items(self, batch_size: int) -> tuple[Allocation, ...]:
-        return host_items((self.input_samples, *self.output_samples), batch_size, self.depth)
-
-
-def host_items(specs: Sequence[SampleSpec], batch_size: int, depth: int) -> tuple[Allocation, ...]:
-    """Return the host memory of a loop whose batches stay on the host.
-
-    Args:
-        specs: Shapes and dtypes of the samples.
-        batch_size: Samples in a batch.
-        depth: Number of prefetched batches.
-    """
-    parts = [PartSize(batch_size * nbytes) for spec in specs for nbytes in spec.nbytes]
-    nbytes = sum(part.nbytes for part in parts)
-    samples = Allocation("samples of the batch that is read", "host", 1, nbytes)
-    schedule = PrefetchSchedule(depth)
-    return (*loop_allocations(parts, batch_size, schedule, unified=True), samples)
+        """Return the host memory of a loop whose batches stay on the host."""
+        specs = (self.input_samples, *self.output_samples)
+        parts = [PartSize(batch_size * nbytes) for spec in specs for nbytes in spec.nbytes]
+        nbytes = sum(part.nbytes for part in parts)
+        samples = Allocation("samples of the batch that is read", "host", 1, nbytes)
+        schedule = PrefetchSchedule(self.depth)
+        return (*loop_allocations(parts, batch_size, schedule, unified=True), samples)

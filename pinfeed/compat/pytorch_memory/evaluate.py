@@ -111,23 +111,20 @@ class _Totals:
 
     def __init__(self, loss: Any, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._count = count_of(loss)
         self._reduction = reduction_of(loss)
-        self._sums: dict[str, Any] = dict.fromkeys(metrics, 0.0)
-        self._loss: Any = 0.0
+        self._count = count_of(loss) if self._reduction == "mean" else None
+        self._sums: dict[str, Any] = dict.fromkeys(("loss", *metrics), 0.0)
         self._n_terms: Any = 0.0
         self.n_samples = 0
 
     def add(self, loss: torch.Tensor, outputs: Any, targets: Any, n: int) -> None:
         """Add a batch of ``n`` samples."""
-        has_terms = self._reduction == "mean" and targets is not None
-        terms = self._count(targets) if has_terms else n
+        terms = n if self._count is None or targets is None else self._count(targets)
         weight = torch.as_tensor(terms, dtype=torch.float64, device=loss.device)
-        if self._reduction == "sum":
-            self._loss = self._loss + loss
-        else:
+        if self._reduction != "sum":
             # The mean of no terms is NaN, so such a batch has no weight.
-            self._loss = self._loss + torch.where(weight > 0, loss * weight, 0.0)
+            loss = torch.where(weight > 0, loss * weight, 0.0)
+        self._sums["loss"] = self._sums["loss"] + loss
         for name, metric in self._metrics.items():
             value = torch.as_tensor(metric(outputs, targets)).detach().double()
             self._sums[name] = self._sums[name] + value * n
@@ -136,11 +133,9 @@ class _Totals:
 
     def means(self) -> dict[str, float]:
         """Return the mean loss (the sum, if the loss is a sum) and the mean of each metric."""
-        n_terms = 1.0 if self._reduction == "sum" else float(self._n_terms)
-        means = {"loss": float(self._loss) / n_terms}
-        for name, total in self._sums.items():
-            means[name] = float(total) / self.n_samples
-        return means
+        weights = dict.fromkeys(self._sums, float(self.n_samples))
+        weights["loss"] = 1.0 if self._reduction == "sum" else float(self._n_terms)
+        return {name: float(total) / weights[name] for name, total in self._sums.items()}
 
 
 def _parts_of(loader: Any, size: int | None) -> Iterator[tuple[Any, Any, bool]]:

@@ -24,7 +24,6 @@ from pinfeed.compat.speedtorch.tables import (
     FileName,
     copy_all_rows,
     find_file,
-    new_tables,
     store_of_saved,
     with_suffix,
 )
@@ -84,15 +83,13 @@ class StateTables(SlotTables):
         """Create the tables. Every row has the initial values of the optimizer itself."""
         # The dtype of the model may have changed.
         self._layout = self._discover_layout()
-        with new_tables() as tables:
-            self._make(tables)
-        state = self.given_optimizer.state[self._weight]
-        self._created = {
-            row.key
-            for row in self._layout.rows
-            if row.key in self._layout.created_in_init or state.get(row.key) is not None
-        }
-        self._use(tables)
+        with self._filling():
+            state = self.given_optimizer.state[self._weight]
+            self._created = {
+                row.key
+                for row in self._layout.rows
+                if row.key in self._layout.created_in_init or state.get(row.key) is not None
+            }
 
     def saveCupy(self, saveFileName: FileName) -> None:
         """Save all tables, and the state of the table as a whole, as a .npz file.
@@ -165,15 +162,11 @@ class StateTables(SlotTables):
         rows = {key: store_of_saved(value, f"rows.{key}") for key, value in _part(saved, "rows")}
         created = {key for key, _ in _part(saved, "begun")}
         self._check_saved(saved, {key: (one.n_rows, *one.row_shape) for key, one in rows.items()})
-        with new_tables() as made:
-            if self._tables is None:
-                self._make(made)
-            tables = self._tables or made
+        with self._filling(anew=False) as tables:
             for key, store in rows.items():
                 copy_all_rows(store, tables[key])
         self._restore_shared(dict(_part(saved, "table", "number")))
         self._created = created
-        self._use(tables)
 
     def _check_saved(self, saved: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Check that a snapshot with tables of these shapes belongs to this optimizer."""
@@ -235,7 +228,6 @@ class StateTables(SlotTables):
         return layout
 
     def _make(self, tables: dict[str, Table]) -> None:
-        """Create a table for each key of the row-wise state, with its initial value."""
         for row in self._layout.rows:
             dtype = self.dtype if row.dtype == NUMPY[self._weight.dtype] else row.dtype
             shape = (self.total_classes, *row.row_shape)

@@ -117,6 +117,24 @@ class Tables:
         for table in (self._tables or {}).values():
             table.close()
 
+    def _make(self, tables: dict[str, Table]) -> None:
+        """Create the tables with their initial values, and add them to ``tables``."""
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def _filling(self, *, anew: bool = True) -> Iterator[dict[str, Table]]:
+        """Yield tables to fill: new ones, or the existing ones, if there are and not ``anew``.
+
+        They are used after the block. If the block fails, the files of new tables are removed.
+        """
+        with new_tables() as made:
+            tables = self._tables
+            if anew or tables is None:
+                self._make(made)
+                tables = made
+            yield tables
+        self._use(tables)
+
     def _use(self, tables: dict[str, Table]) -> None:
         """Use these tables from now on, and close the previous ones."""
         if tables is not self._tables:
@@ -195,15 +213,11 @@ class SingleTable(Tables):
         self._load(store_of_saved(saved, path))
 
     def _load(self, store: Store) -> None:
-        with new_tables() as made:
-            if self._tables is None:
-                made[""] = self._new_table()
-            tables = self._tables or made
+        with self._filling(anew=False) as tables:
             copy_all_rows(store, tables[""])
-        self._use(tables)
 
-    def _new_table(self) -> Table:
-        return self._place.new_table(self._shape, self.datatype)
+    def _make(self, tables: dict[str, Table]) -> None:
+        tables[""] = self._place.new_table(self._shape, self.datatype)
 
 
 class CountTable(SingleTable):
@@ -226,7 +240,9 @@ class CountTable(SingleTable):
 
         ``CPUPinn`` has no effect here; give it to the constructor.
         """
-        self._use({"": self._new_table()})
+        # A new table has zeros.
+        with self._filling():
+            pass
 
 
 def _as_array(table: Table) -> Any:

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from pinfeed.compat.speedtorch.placement import Table, table_dtype
 from pinfeed.compat.speedtorch.slots import Slots, SlotTables, check_row_width, values_of_rows
-from pinfeed.compat.speedtorch.tables import SingleTable, new_tables
+from pinfeed.compat.speedtorch.tables import SingleTable
 from pinfeed.errors import ArgumentError, StoreError, WriteBackError
 
 _HOOKS = WeakTensorKeyDictionary()
@@ -70,7 +70,9 @@ class WeightTable(SlotTables, SingleTable):
 
     def zerosInit(self) -> None:
         """Create the table, filled with zeros."""
-        self._use({"": self._new_table()})
+        # A new table has zeros.
+        with self._filling():
+            pass
 
     def uniformDistributionInit(self, low: float, high: float) -> None:
         """Create the table, filled with uniformly distributed numbers from torch's generator."""
@@ -94,10 +96,8 @@ class WeightTable(SlotTables, SingleTable):
                 f"datatype={self.datatype}: random rows need a floating-point dtype; give another "
                 "datatype, or call zerosInit()"
             )
-        with new_tables() as tables:
-            tables[""] = self._new_table()
+        with self._filling() as tables:
             tables[""].fill(lambda tensor: initFunction(tensor, *args))
-        self._use(tables)
 
     def variableTransformer(
         self, batchSize: int, posPerBatch: int, negPerBatch: int | None = None
