@@ -19,8 +19,12 @@ from pinfeed.cli.report import Report, facts, saying, sections, table
 from pinfeed.cli.sources import expanded, names_dataset, shell_hint
 from pinfeed.errors import PinfeedError, described
 from pinfeed.memory.units import human
+
+
 def _read_safetensors(found: Found) -> None:
-    from pinfeed.stores.safetensors import list_tensors
+    pass
+
+
 from pinfeed.stores.paths import has_protocol
 from pinfeed.validation.suggestions import of_file
 from pinfeed.validation.wrapping import wrapped
@@ -173,13 +177,8 @@ def _spelled(dtype: np.dtype[Any]) -> str:
     return f"{dtype.name}, {order}"
 
 
-<<<<<<< HEAD
-def _look_at_safetensors(found: Found) -> None:
-    from pinfeed.stores.safetensors import list_tensors
-=======
 def _read_safetensors(found: Found) -> None:
-    from pinfeed.stores.formats.safetensors import list_tensors
->>>>>>> wt-g
+    from pinfeed.stores.safetensors import list_tensors
 
     found.kind = "safetensors"
     found.problem = "damaged"
