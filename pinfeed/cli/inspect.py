@@ -19,12 +19,7 @@ from pinfeed.cli.report import Report, facts, saying, sections, table
 from pinfeed.cli.sources import expanded, names_dataset, shell_hint
 from pinfeed.errors import PinfeedError, described
 from pinfeed.memory.units import human
-
-
-def _read_safetensors(found: Found) -> None:
-    pass
-
-
+from pinfeed.stores.npy import Header, parse_header, read_header, strange
 from pinfeed.stores.paths import has_protocol
 from pinfeed.validation.suggestions import of_file
 from pinfeed.validation.wrapping import wrapped
@@ -202,21 +197,21 @@ def _read_directory(found: Found) -> None:
         hint = hints[0] if hints else _kind_of_directory(found.path)
         found.damage.append(f"{found.path} is a directory; {hint}")
         return
-    from pinfeed.training.checkpoint import reader
+    from pinfeed.training import checkpoint
 
     found.kind = "checkpoint"
     found.problem = "damaged"
     with saying(f"reading {found.path}"):
-        found.details = reader.check(found.path)
+        found.details = checkpoint.check(found.path)
     found.nbytes = found.details.pop("bytes")
 
 
 def _kind_of_directory(path: str) -> str:
     """Say what kind of directory this is, if it has no files that ``inspect`` reads."""
     kind = of_file(os.path.normpath(path))
-    if not kind:
+    if kind is None:
         return "it contains no .npy files and no checkpoint"
-    return f"it looks like {kind}{shell_hint(path)}"
+    return f"it looks like {kind[0]}: {kind[1]}{shell_hint(path)}"
 
 
 def _together(shards: Sequence[Found]) -> tuple[dict[str, Any] | None, list[str]]:
