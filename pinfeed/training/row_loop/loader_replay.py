@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pinfeed.errors import ArgumentError
 from pinfeed.tensors import rng_state
 from pinfeed.training.row_loop.row_source import TableRowSource
 
@@ -84,11 +83,3 @@ class LoaderReplay:
             self._source.skip(n_done)
             if finish:
                 self._source.finish()
-
-
-def require_row_loop_state(state: Mapping[str, Any]) -> None:
-    """Raise ArgumentError unless ``state`` has the keys of a state of a loop over train_rows."""
-    if not {"told", "random"} <= set(state):
-        raise ArgumentError(
-            "not a state of a loop over train_rows; expected what its state_dict() returned"
-        )

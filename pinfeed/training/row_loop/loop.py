@@ -17,7 +17,7 @@ from pinfeed.pipeline.active_run import is_suspended
 from pinfeed.pipeline.schedule import PrefetchSchedule, n_id_readers
 from pinfeed.training.distributed.rank_loop import Exchanged, RankLoop
 from pinfeed.training.row_loop.caches import cache_allocations, cache_notes, row_caches
-from pinfeed.training.row_loop.loader_replay import LoaderReplay, require_row_loop_state
+from pinfeed.training.row_loop.loader_replay import LoaderReplay
 from pinfeed.training.row_loop.loop_table import LoopTable
 from pinfeed.training.row_loop.row_source import TableRowSource
 from pinfeed.training.row_loop.session import TableSession
@@ -55,6 +55,8 @@ class RowLoop(LoaderFeeder[T_co]):
         verify: Whether to compare all rows with the synchronous loop.
         options: The other options of the loop.
     """
+
+    _source: TableRowSource
 
     def __init__(
         self,
@@ -97,17 +99,16 @@ class RowLoop(LoaderFeeder[T_co]):
             look_ahead = _LOOK_AHEAD if schedule.depth else 0
         look_ahead = whole_number(look_ahead, "look_ahead", least=0)
         self._ranks = RankLoop(tables, schedule, verify=verify) if is_sharded else None
-        self._row_source = TableRowSource(loader, tables, look_ahead, self._ranks)
         # For each batch: rows of every store, ids of every table, and leaves of the loader's batch.
         n_spare = (len(self._stores) + len(tables) + 4) * (2 * schedule.depth + 2)
         super().__init__(
-            self._row_source,
+            TableRowSource(loader, tables, look_ahead, self._ranks),
             device=device,
             schedule=schedule,
             options=options,
             n_spare=n_spare,
         )
-        self._replay = LoaderReplay(self._row_source)
+        self._replay = LoaderReplay(self._source)
         self._session = TableSession(
             tables, self._loop, self._device, ranks=self._ranks, verify=verify
         )
@@ -250,7 +251,10 @@ class RowLoop(LoaderFeeder[T_co]):
             ArgumentError: If ``state`` is not such a state, or belongs to a loop over other tables.
             ClosedError: If an iteration is running that may not be ended, or the loop is closed.
         """
-        require_row_loop_state(state)
+        if not {"told", "random"} <= set(state):
+            raise ArgumentError(
+                "not a state of a loop over train_rows; expected what its state_dict() returned"
+            )
         if state["told"] is not None:
             self.set_epoch(state["told"])
         self._loop.load_state(state)
@@ -289,12 +293,12 @@ class RowLoop(LoaderFeeder[T_co]):
         # Chosen before the loop takes its streams, because the route decides how many there are.
         self._route = found.choose_route(self._stores, 0, self._wanted_route)
         self._caches = row_caches(self._tables, found, self._config)
-        self._row_source.caches = self._caches
+        self._source.caches = self._caches
         return found
 
     def _begin(self) -> None:
         """Begin an epoch of the loader at the first batch of the loop."""
         # The caches of a training loop keep their memory inside evaluating().
         inside = self._session.is_inside_evaluation
-        self._row_source.caches = [None] * len(self._tables) if inside else self._caches
+        self._source.caches = [None] * len(self._tables) if inside else self._caches
         self._replay.begin(self._loop.start)

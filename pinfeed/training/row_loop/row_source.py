@@ -100,6 +100,11 @@ class TableRowSource(LoaderSource):
             "the bytes to gather. `pinfeed doctor --ids` reports whether a device cache would help."
         )
 
+    def begin(self) -> None:
+        super().begin()
+        # A resumed loop may repeat the end of an epoch, with the same numbers on all ranks.
+        self._number = 0
+
     def epoch(
         self, number: int, start: int, checksum: int, batches_per_slot: int
     ) -> Generator[BatchThunk, None, None]:
