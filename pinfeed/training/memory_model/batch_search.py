@@ -29,10 +29,11 @@ _CLOSE_ENOUGH = 1.03
 
 
 @dataclass(frozen=True)
-class BatchBounds:
-    """Limits of a batch.
+class BatchSearch:
+    """Search for the largest batch that fits, by estimates and by probes.
 
     Attributes:
+        estimator: Estimates the training step.
         cpu_limit: Limit of host memory, in bytes.
         gpu_limit: Limit of device memory, in bytes; None if training is on the CPU.
         one_read_count: Samples per read; the batch size is a multiple of it.
@@ -42,26 +43,14 @@ class BatchBounds:
         device_cache: Bytes of the caches of tables.
     """
 
+    estimator: StepEstimator
     cpu_limit: int
     gpu_limit: int | None
     one_read_count: int
     preferred_batch_size: int | None
     total_sample_count: int | None
     depth: int
-    device_cache: int = 0
-
-
-class BatchSearch:
-    """Finds the largest batch that fits, by estimates and by probes.
-
-    Args:
-        estimator: Estimates the training step.
-        bounds: Limits of the batch.
-    """
-
-    def __init__(self, estimator: StepEstimator, bounds: BatchBounds) -> None:
-        self._estimator = estimator
-        self._bounds = bounds
+    device_cache: int
 
     def budget(self, seen: float | None) -> Budget:
         """Return the budget of the largest batch that fits.
@@ -91,7 +80,7 @@ class BatchSearch:
         Raises:
             BudgetError: If not even the samples of one read fit.
         """
-        one_read = self._bounds.one_read_count
+        one_read = self.one_read_count
         ran: Budget | None = None
         tried = first
         failed = None
@@ -117,50 +106,46 @@ class BatchSearch:
 
     def at(self, batch_size: int, seen: float | None) -> Budget:
         """Return the budget of a batch of ``batch_size`` samples, even if it does not fit."""
-        bounds = self._bounds
-        is_on_gpu = bounds.gpu_limit is not None
-        step = self._estimator.at(batch_size)
-        specs = (self._estimator.inputs, self._estimator.targets)
+        is_on_gpu = self.gpu_limit is not None
+        step = self.estimator.at(batch_size)
+        specs = (self.estimator.inputs, self.estimator.targets)
         parts = [
             PartSize(batch_size * nbytes, is_staged=is_on_gpu)
             for spec in specs
             if spec is not None
             for nbytes in spec.nbytes
         ]
-        schedule = PrefetchSchedule(bounds.depth)
+        schedule = PrefetchSchedule(self.depth)
         items = loop_allocations(parts, batch_size, schedule, unified=not is_on_gpu)
-        if bounds.device_cache:
+        if self.device_cache:
             place: Place = "device" if is_on_gpu else "host"
-            items.append(Allocation(CACHES, place, 1, bounds.device_cache))
+            items.append(Allocation(CACHES, place, 1, self.device_cache))
         route: Route = "staged" if is_on_gpu else "direct"
-        feeder = Plan(batch_size, bounds.depth, route, tuple(items))
+        feeder = Plan(batch_size, self.depth, route, tuple(items))
         if seen is None:
             share = _INEXACT_MARGIN if step.confidence != "exact" else 0
             share += 0 if is_on_gpu else _HEAP_MARGIN
             margin = share * step.allocated_bytes
         else:
             margin = (seen - 1) * step.reserved_bytes
-        return Budget(
-            batch_size, step, feeder, int(margin), seen, bounds.cpu_limit, bounds.gpu_limit
-        )
+        return Budget(batch_size, step, feeder, int(margin), seen, self.cpu_limit, self.gpu_limit)
 
     def _largest(self, seen: float | None) -> Budget | None:
         """Return the budget of the largest batch that fits; None if there is none."""
-        bounds = self._bounds
-        one_read = bounds.one_read_count
+        one_read = self.one_read_count
         at_reads = functools.cache(lambda n_reads: self.at(n_reads * one_read, seen))
 
         def need(n_reads: int) -> float:
             budget = at_reads(max(n_reads, self._least // one_read))
             gpu_share = 0.0
-            if bounds.gpu_limit is not None:
-                gpu_share = budget.gpu_bytes / bounds.gpu_limit
-            return max(budget.cpu_bytes / bounds.cpu_limit, gpu_share)
+            if self.gpu_limit is not None:
+                gpu_share = budget.gpu_bytes / self.gpu_limit
+            return max(budget.cpu_bytes / self.cpu_limit, gpu_share)
 
         preferred = None
-        if bounds.preferred_batch_size is not None:
-            preferred = max(1, bounds.preferred_batch_size // one_read)
-        given = (preferred, bounds.total_sample_count)
+        if self.preferred_batch_size is not None:
+            preferred = max(1, self.preferred_batch_size // one_read)
+        given = (preferred, self.total_sample_count)
         most = [min(one, MOST_SAMPLES // one_read) for one in given if one is not None]
         found = largest_that_fits(need, 1.0, min(most, default=None))
         if preferred is None:
@@ -172,22 +157,21 @@ class BatchSearch:
     @functools.cached_property
     def _least(self) -> int:
         """Smallest batch size to try: 2 if the model refuses one sample (batch normalization)."""
-        bounds = self._bounds
-        may_be_two = bounds.preferred_batch_size != 1 and bounds.total_sample_count != 1
-        if bounds.one_read_count == 1 and may_be_two:
+        may_be_two = self.preferred_batch_size != 1 and self.total_sample_count != 1
+        if self.one_read_count == 1 and may_be_two:
             try:
-                self._estimator.at(1)
+                self.estimator.at(1)
             except EstimateError:
                 return 2
-        return bounds.one_read_count
+        return self.one_read_count
 
     def _measure(
         self, n: int, device: torch.device, make_batch: Callable[[int], Any] | None
     ) -> float | None:
         """Return the measured memory of a step relative to the estimate; None if it did not fit."""
-        nbytes = measure_steps(self._estimator, n, device, make_batch)
+        nbytes = measure_steps(self.estimator, n, device, make_batch)
         if nbytes is None:
             return None
-        seen = nbytes / self._estimator.at(n).reserved_bytes
+        seen = nbytes / self.estimator.at(n).reserved_bytes
         # On the CPU, a process grows by less than the memory of a step if its heap has room.
         return max(1.0, seen) if device.type == "cpu" else seen

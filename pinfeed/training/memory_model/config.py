@@ -16,8 +16,14 @@ from pinfeed.errors import ArgumentError, DeviceError
 from pinfeed.memory import limits
 from pinfeed.memory.depth import DEFAULT_DEPTH, n_batches
 from pinfeed.memory.host import free_host_bytes
+<<<<<<< HEAD
 from pinfeed.memory.units import GiB, SizeField
 from pinfeed.training.memory_model.batch_search import BatchBounds, BatchSearch
+=======
+from pinfeed.memory.size_field import SizeField
+from pinfeed.memory.units import GiB
+from pinfeed.training.memory_model.batch_search import BatchSearch
+>>>>>>> wt-b
 from pinfeed.training.memory_model.budget import Budget
 from pinfeed.training.memory_model.estimate import StepEstimator
 from pinfeed.training.memory_model.models import bytes_on_device
@@ -291,15 +297,6 @@ class Config(limits.MemoryLimits):
     @functools.cached_property
     def _search(self) -> BatchSearch:
         cpu_limit, gpu_limit = self._limits()
-        bounds = BatchBounds(
-            cpu_limit,
-            gpu_limit,
-            self.one_read_count,
-            self.preferred_batch_size,
-            self.total_sample_count,
-            self._depth,
-            self.device_cache or 0,
-        )
         targets = None
         if self.output_shape is not None:
             targets = samples_of(self.output_shape, self.output_dtype, "output")
@@ -312,7 +309,16 @@ class Config(limits.MemoryLimits):
             device=self._kind,
             autocast=self.autocast,
         )
-        return BatchSearch(estimator, bounds)
+        return BatchSearch(
+            estimator,
+            cpu_limit,
+            gpu_limit,
+            self.one_read_count,
+            self.preferred_batch_size,
+            self.total_sample_count,
+            self._depth,
+            self.device_cache or 0,
+        )
 
     def _limits(self) -> tuple[int, int | None]:
         """Return the limits of the host and of the GPU; the latter is None for the CPU."""

@@ -66,8 +66,9 @@ class Estimate:
             ``"optimizer"`` step, in bytes.
         layers: Parameters of each layer.
         confidence: ``"exact"``: no operation is known to take more memory.
-            ``"close"``: within 5 % on the CPU; on a GPU, without the workspace of convolutions.
-            ``"low"``: the estimate may be far off; run ``Config.probe``.
+            ``"close"``: on the CPU, temporary memory was measured in a step of fewer samples; on a
+            GPU, the workspace of convolutions is not counted. ``"low"``: the estimate may be far
+            off; run ``Config.probe``.
         notes: Assumptions, and reasons why the estimate is not exact.
     """
 
