@@ -133,10 +133,7 @@ def _add(x: Words, random: Words, size: int, spare: Words) -> None:
         random *= modulus
         random >>= _SHIFT_16
     else:
-        product = random.astype(np.uint64)
-        product *= np.uint64(size)
-        product >>= np.uint64(32)
-        random[:] = product
+        random[:] = random.astype(np.uint64) * np.uint64(size) >> np.uint64(32)
     x += random
     # The difference wraps around and is large for an x that is below size already.
     np.subtract(x, modulus, spare)
