@@ -33,6 +33,9 @@ class Call(Generic[R]):
 
     A thread waits for the call in a single C function, which an interrupt ends without harm. A
     ``Future`` waits in Python code, and an interrupt within it may leave its lock held.
+
+    The traceback of an error keeps the frames of ``run`` and ``result``, which therefore delete
+    their references to the call, its error and its arguments.
     """
 
     __slots__ = ("__weakref__", "_args", "_done", "_error", "_fn", "_running", "_takers", "_value")
@@ -68,8 +71,6 @@ class Call(Generic[R]):
             self._error = error
             self._done = True
             self._running.release()
-            # The error's traceback keeps this frame, which must not keep the error or the
-            # arguments.
             del fn, args, self
         else:
             self._done = True
@@ -111,7 +112,6 @@ class Call(Generic[R]):
         try:
             raise self._error
         finally:
-            # The error's traceback keeps this frame, which must not keep the error.
             del self
 
     def finish(self) -> R:

@@ -61,7 +61,7 @@ from pinfeed.compat.pytorch_memory.config import Config, GiB, KiB, MiB, round_to
 from pinfeed.compat.pytorch_memory.epochs import Epoch, Feeder, generate_epoch, multiply_epochs
 from pinfeed.compat.pytorch_memory.history import History, Record
 from pinfeed.compat.pytorch_memory.memory_monitor import MemoryMonitor, Snapshot
-from pinfeed.compat.pytorch_memory.model_summary import (
+from pinfeed.compat.pytorch_memory.network_trace import (
     InspectNetwork,
     get_parameter_count,
     get_variable_count,
