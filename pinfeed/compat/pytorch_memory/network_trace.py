@@ -16,7 +16,6 @@ from pinfeed.tensors.pytree import flatten
 from pinfeed.training.memory_model.estimate import StepEstimator
 from pinfeed.training.memory_model.models import call_model
 from pinfeed.training.memory_model.report import layers_of
-from pinfeed.training.memory_model.step_run import StepRun
 from pinfeed.training.memory_model.tensor_specs import SampleSpec, samples_of
 from pinfeed.training.memory_model.training_step import StepRun
 

@@ -16,14 +16,8 @@ from pinfeed.errors import ArgumentError, DeviceError
 from pinfeed.memory import limits
 from pinfeed.memory.depth import DEFAULT_DEPTH, n_batches
 from pinfeed.memory.host import free_host_bytes
-<<<<<<< HEAD
 from pinfeed.memory.units import GiB, SizeField
-from pinfeed.training.memory_model.batch_search import BatchBounds, BatchSearch
-=======
-from pinfeed.memory.size_field import SizeField
-from pinfeed.memory.units import GiB
 from pinfeed.training.memory_model.batch_search import BatchSearch
->>>>>>> wt-b
 from pinfeed.training.memory_model.budget import Budget
 from pinfeed.training.memory_model.estimate import StepEstimator
 from pinfeed.training.memory_model.models import bytes_on_device
