@@ -82,8 +82,7 @@ class ResidentFile(ReadStrategy):
         self._changed = threading.Condition()
         self._is_begun = np.zeros(n_chunks, np.bool_)
         self._chunks_to_load: Iterator[int] = iter(())
-        self._waits = False
-        self._continues = False
+        self._has_windows = False
         self._stopping = False
         self._begun_s = 0.0
         self._n_loaded = 0
@@ -98,9 +97,7 @@ class ResidentFile(ReadStrategy):
             return
         self._is_begun = self._is_loaded.copy()
         self._chunks_to_load = self._load_order(windows, start, stop)
-        self._waits = self._waits_always or windows is not None
-        # The chunks of a window are already in order.
-        self._continues = self._waits_always and windows is None
+        self._has_windows = windows is not None
         self._stopping = False
         self._begun_s = time.monotonic()
         self._n_loaded = 0
@@ -232,7 +229,8 @@ class ResidentFile(ReadStrategy):
         The waiting reader thread helps to load, if that is faster.
         """
         while len(missing := chunks[~self._is_loaded[chunks]]) and self._is_worth_waiting():
-            if self._continues:
+            # The chunks of a window are already in order.
+            if self._waits_always and not self._has_windows:
                 self._continue_at(int(missing[0]))
             if not (self._readers_load and self._load_next()):
                 with self._changed:
@@ -242,7 +240,8 @@ class ResidentFile(ReadStrategy):
 
     def _is_worth_waiting(self) -> bool:
         """Return whether to wait for rows instead of reading them one by one."""
-        return not self._stopping and (self._waits or self._remaining_s() < _MAX_WAIT_S)
+        waits = self._waits_always or self._has_windows
+        return not self._stopping and (waits or self._remaining_s() < _MAX_WAIT_S)
 
     def _continue_at(self, chunk: int) -> None:
         """Continue at a chunk whose load has not begun; an epoch may begin at any row."""

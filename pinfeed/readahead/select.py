@@ -69,7 +69,7 @@ Choice = tuple[ReadStrategy, str]
 
 
 class _Reads(NamedTuple):
-    """What is known of the reads of one file when their strategy is chosen."""
+    """Facts about the reads of one file, which decide their strategy."""
 
     order: Any
     """An order, or any other iterable of row indices."""

@@ -152,7 +152,7 @@ class ArrayStore:
 
     def gather_runs(self, runs: Runs, out: Array) -> None:
         """Copy runs of rows to their places in ``out``. The caller has checked all arguments."""
-        copy_runs(self._array, runs, out)
+        copy_runs(self._array, runs.merged(), out)
 
     def scatter(self, rows: Rows, values: Array) -> None:
         """Store rows in the array.
@@ -236,16 +236,21 @@ def put_rows(target: Array, rows: Rows, values: Array) -> None:
 
 
 def copy_runs(array: Array, runs: Runs, out: Array) -> None:
-    """Copy runs of rows of an array into ``out``, shape (m, *row_shape)."""
-    runs = runs.merged()
+    """Copy runs of rows of an array into ``out``, shape (m, *row_shape); the runs are merged."""
+    n_rows = runs.n_rows
+    n_runs = len(runs.lengths)
+    most_rows = min(_PIECE_ROWS, COPIED_BYTES * len(array) // max(1, array.nbytes))
+    is_contiguous = array.flags.c_contiguous
+    if is_contiguous and n_rows == n_runs <= most_rows:
+        # With mode="raise", numpy would gather into a temporary buffer first.
+        put_rows(out, runs.places, array.take(runs.starts, axis=0, mode="clip"))
+        return
     short = _SHORT_RUN if runs.target is not None else _SHORT_RUN_WITH_GAPS
-    if runs.n_rows >= short * len(runs.lengths) or not array.flags.c_contiguous:
+    if n_rows >= short * n_runs or not is_contiguous:
         for start, length, place in zip(*(numbers.tolist() for numbers in runs), strict=True):
             out[place : place + length] = array[start : start + length]
         return
-    row_nbytes = max(1, array.nbytes // max(1, len(array)))
-    for piece in runs.pieces(max(1, min(_PIECE_ROWS, COPIED_BYTES // row_nbytes))):
-        # With mode="raise", numpy would gather into a temporary buffer first.
+    for piece in runs.pieces(max(1, most_rows)):
         if (target := piece.target) is not None:
             array.take(piece.rows(), axis=0, out=out[target], mode="clip")
         else:

@@ -91,34 +91,24 @@ class ArrowStore:
         self._chunks = [rows_of_chunk(chunk, name) for chunk in chunks if len(chunk)]
         if not self._chunks:
             raise StoreError(f"{name}: the column has no rows; expected at least one")
+        self.dtype = self._chunks[0].dtype
+        self.row_shape = self._chunks[0].shape[1:]
         for chunk in self._chunks:
             if chunk.shape[1:] != self.row_shape:
                 raise ragged_error(name, self.row_shape, chunk.shape[1:])
+        self.arrays: list[Array] = [one for one in self._chunks if isinstance(one, np.ndarray)]
+        """The rows of the chunks that contain numbers, not bits."""
         self._ends = np.cumsum([chunk.shape[0] for chunk in self._chunks])
+        self._starts = np.concatenate(([0], self._ends[:-1]))
         self._indices = (
             None if indices is None else ArrowStore(indices, name=f"{name}: its indices")
         )
+        self._n_stored = int(self._ends[-1])
+        self.n_rows = self._n_stored if self._indices is None else self._indices.n_rows
 
     @safe_repr
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._name}: {in_words(self)}>"
-
-    @property
-    def n_rows(self) -> int:
-        return int(self._ends[-1]) if self._indices is None else self._indices.n_rows
-
-    @property
-    def row_shape(self) -> tuple[int, ...]:
-        return self._chunks[0].shape[1:]
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self._chunks[0].dtype
-
-    @property
-    def arrays(self) -> list[Array]:
-        """The rows of the chunks that contain numbers, not bits."""
-        return [chunk for chunk in self._chunks if isinstance(chunk, np.ndarray)]
 
     @property
     def resident_bytes(self) -> int:
@@ -132,14 +122,20 @@ class ArrowStore:
         if self._indices is not None:
             numbers = np.empty(len(rows), self._indices.dtype)
             self._indices.gather(rows, numbers)
-            rows = check_rows(numbers, int(self._ends[-1]), f"{self._name}: its indices")
-        chunks = self.arrays
-        if len(chunks) == len(self._chunks) == 1 and run_of(rows) is None:
+            rows = check_rows(numbers, self._n_stored, f"{self._name}: its indices")
+        run = run_of(rows)
+        if run is not None:
+            self._copy(Runs.one(run.start, len(rows)), out)
+        elif len(self.arrays) < len(self._chunks):
+            self._copy(Runs.of_rows(rows), out)
+        elif len(self._chunks) == 1:
             # Rows are in range. With mode="raise", numpy would gather into a temporary buffer
             # first.
-            chunks[0].take(rows, 0, out, "clip")
+            self.arrays[0].take(rows, 0, out, "clip")
         else:
-            self._copy(Runs.of_rows(rows), out)
+            step = max(1, COPIED_BYTES * len(out) // max(1, out.nbytes))
+            for i in range(0, len(rows), step):
+                self._collect(rows[i : i + step], out[i : i + step])
 
     def gather_runs(self, runs: Runs, out: Array) -> None:
         """Copy runs of rows to their places in ``out``. The caller has checked all arguments."""
@@ -165,6 +161,19 @@ class ArrowStore:
     def _copy(self, runs: Runs, out: Array) -> None:
         for number, part in runs.merged().by_part(self._ends):
             copy_chunk_runs(self._chunks[number], part, out)
+
+    def _collect(self, rows: Rows, out: Array) -> None:
+        """Gather rows in any order: first by chunk, then each row to its position."""
+        order = np.argsort(rows)
+        rows = rows[order]
+        begins = np.searchsorted(rows, self._starts)
+        counts = np.diff(begins, append=len(rows))
+        rows -= np.repeat(self._starts, counts)
+        found = np.empty_like(out)
+        for number in np.flatnonzero(counts).tolist():
+            part = slice(begins[number], begins[number] + counts[number])
+            self.arrays[number].take(rows[part], 0, found[part], "clip")
+        out[order] = found
 
 
 class PackedBooleans:

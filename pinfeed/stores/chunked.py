@@ -178,7 +178,7 @@ class ChunkedStore(FileStore):
         for number, part in runs.merged().by_part(self.bounds[1:]):
             start = self.bounds.item(number)
             stop = self.bounds.item(number + 1)
-            if part.lengths.tolist() != [stop - start]:
+            if len(part.lengths) > 1 or part.lengths.item(0) != stop - start:
                 with self._kept.use(number) as chunk:
                     copy_runs(chunk, part, out)
                 continue

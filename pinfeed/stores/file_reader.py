@@ -97,6 +97,8 @@ class FileReader:
         if gap:
             if gap <= mmap.PAGESIZE:
                 runs = self._read_long_runs(runs, out)
+                if not len(runs.lengths):
+                    return
             runs = Runs.of_rows(runs.rows(), runs.positions())
         if len(runs.lengths) == 1:
             self._read_one(runs, 0, out)

@@ -13,7 +13,7 @@ import numpy as np
 from pinfeed.errors import ClosedError, WriteBackError
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
-from pinfeed.stores.store import Array, checked_gather
+from pinfeed.stores.store import Array, checked_gather, run_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -111,6 +111,11 @@ class FileStore:
             ReadError: As for ``gather``.
             ClosedError: As for ``gather``.
         """
+        run = run_of(rows)
+        place = None if run is None else run_of(positions)
+        if run is not None and place is not None:
+            self.gather_runs(Runs.one(run.start, len(rows), place.start), out)
+            return
         if (positions[1:] < positions[:-1]).any():
             order = np.argsort(positions)
             rows = rows[order]

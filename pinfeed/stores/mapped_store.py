@@ -209,7 +209,7 @@ class FileMap:
             self.memory_rows.gather_runs(*runs, out)
         else:
             self._check_size()
-            copy_runs(self._rows, runs, out)
+            copy_runs(self._rows, runs.merged(), out)
 
     def populate(self, first: int, n_rows: int) -> None:
         """Load rows into the page cache, and fill the page tables of the map.

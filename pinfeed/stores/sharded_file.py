@@ -85,9 +85,7 @@ class ShardedStore(FileStore):
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield the shard, the first row within it and the number of rows of each part."""
         for number, part in self._by_shard(Runs.one(start, stop - start)):
-            n_rows = part.lengths.item(0)
-            if n_rows:
-                yield number, part.starts.item(0), n_rows
+            yield number, part.starts.item(0), part.lengths.item(0)
 
 
 def as_bytes(array: Array) -> npt.NDArray[np.uint8]:
