@@ -141,8 +141,8 @@ class StepEstimator(TrainingStep):
         self.device = device
         self._notes: list[str] = []
         self._estimates: dict[tuple[int, Step], Estimate] = {}
-        # For a number of samples, see _measure.
-        self._measured: dict[int, int | str] = {}
+        self._measured: dict[int, int] = {}
+        """Bytes of real steps that were not counted, by the number of samples."""
         if options.get("loss") is None:
             self._notes.append("loss=None: the estimate uses the sum of the outputs as the loss")
         if options.get("optimizer") is None:
@@ -194,17 +194,28 @@ class StepEstimator(TrainingStep):
         It is measured in a real step with at most ``n_samples`` samples and about
         ``_MOST_MEASURED_BYTES`` of activations, and grows with the number of samples.
         """
+        taken = "the temporary memory of operations on the CPU"
+        try:
+            size, nbytes = self._measure(n_samples)
+        except Exception as error:
+            # The estimate needs no step that runs, and another profiler may be running.
+            why = described(error).splitlines()[0]
+            note = f"{taken} was not measured ({why}); the step may take much more; run probe()"
+            return 0, ("low", note)
+        note = f"{taken} was measured in a step of {size} samples"
+        return nbytes * n_samples // size, ("exact" if size == n_samples else "close", note)
+
+    def _measure(self, n_samples: int) -> tuple[int, int]:
+        """Return the samples of a real step, and its bytes that were not counted."""
         # Few sizes are measured, because a search for the largest batch estimates many.
         size = 1 << (min(n_samples, self._most_measured).bit_length() - 1)
         if size not in self._measured:
-            self._measured[size] = self._measure(size)
-        found = self._measured[size]
-        taken = "the temporary memory of operations on the CPU"
-        if isinstance(found, str):
-            note = f"{taken} was not measured ({found}); the step may take much more; run probe()"
-            return 0, ("low", note)
-        note = f"{taken} was measured in a step of {size} samples"
-        return found * n_samples // size, ("exact" if size == n_samples else "close", note)
+            counted = self._gradients_peak(size)
+            # An LSTM takes several times the memory that is counted.
+            if 4 * counted > free_host_bytes():
+                raise EstimateError("little memory is free")
+            self._measured[size] = max(0, peak_of_gradients(self, size) - counted)
+        return size, self._measured[size]
 
     @functools.cached_property
     def _most_measured(self) -> int:
@@ -216,17 +227,6 @@ class StepEstimator(TrainingStep):
         """Return the counted peak of the forward and the backward pass."""
         phases = peak_of(self._count(batch_size, plain_step)[0], _ROUND["cpu"]).phases
         return max(phases["forward"], phases["backward"])
-
-    def _measure(self, size: int) -> int | str:
-        """Return the bytes of a real step that were not counted, or why there is no such step."""
-        counted = self._gradients_peak(size)
-        if 2 * counted > free_host_bytes():
-            return "little memory is free"
-        try:
-            return max(0, peak_of_gradients(self, size) - counted)
-        except Exception as error:
-            # The estimate needs no step that runs, and another profiler may be running.
-            return described(error).splitlines()[0]
 
     def _count(
         self, batch_size: int, step: Step

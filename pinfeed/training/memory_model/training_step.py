@@ -1,4 +1,4 @@
-"""TrainingStep: model, loss, optimizer and samples of a step; StepRun: the step without data."""
+"""TrainingStep: its model, loss and samples; StepRun: the step on tensors without data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pinfeed.training.memory_model.tensor_specs import SampleSpec
 
 
 class TrainingStep:
-    """What a training step computes, with batches of any size.
+    """Model, loss, optimizer and samples of a training step, with batches of any size.
 
     Args:
         model: A module, which stays unchanged; or a class or function that makes one.

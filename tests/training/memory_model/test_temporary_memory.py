@@ -180,8 +180,25 @@ def test_a_step_that_cannot_be_measured_has_low_confidence(
     monkeypatch.setattr(estimate, "free_host_bytes", lambda: 1000)
     found = estimated(*layer, of_few)
     assert found.confidence == "low"
-    assert any("(little memory is free)" in note for note in found.notes)
+    assert any("little memory is free)" in note for note in found.notes)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class FourSamples(nn.Module):
+    """A model that accepts one batch size only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x.view(4, 3, 8, 8))
+
+
+def test_a_model_of_one_batch_size_is_still_estimated() -> None:
+    found = estimated(FourSamples, (4, 3, 8, 8), of_few)
+    assert found.confidence == "low"
+    assert found.allocated_bytes > 0
 
 
 @pytest.mark.parametrize("kind", ["half", "autocast"])
