@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -111,6 +111,16 @@ def run_step(spec: StepSpec, compute: Callable[[], torch.Tensor]) -> StepResult:
         return StepResult(loss, [p.grad for p in parameters], state())
 
 
+class _Probe(NamedTuple):
+    """Plain step with a random loss of all outputs."""
+
+    spec: StepSpec
+    samples: Samples
+    outputs: list[Any]
+    """Outputs of each forward pass with this spec."""
+    plain: StepResult
+
+
 class StepComparison:
     """Compares a strategy with the plain step on some samples.
 
@@ -153,20 +163,23 @@ class StepComparison:
     def _compare_all(self) -> None:
         # This check is first, because the other computations would leave the parameters changed.
         self._check_parameters_are_only_read()
-        self._choose_autocast()
-        spec = self._spec
+        probe = self._probe_with_autocast()
         if self._strategy == "checkpoint":
-            self._compare_outputs(spec)
-            return
-        contexts = [spec.context]
-        if self._has_drawn():
-            contexts = [functools.partial(_fixed, spec.context, at) for at in _RANGE_ENDS]
-        for context in contexts:
-            fixed = replace(spec, context=context)
-            outputs = self._compare_outputs(fixed)
-            if self._strategy != "two_pass":
-                self._compare_losses(fixed, outputs)
-            self._compare(fixed, self._samples, "the loss of a step differs")
+            self._compare_outputs(probe)
+        elif not self._has_drawn():
+            self._compare_steps(self._spec, probe)
+        else:
+            probe.plain.gradients.clear()
+            for at in _RANGE_ENDS:
+                context = functools.partial(_fixed, self._spec.context, at)
+                fixed = replace(self._spec, context=context)
+                self._compare_steps(fixed, self._probe(fixed))
+
+    def _compare_steps(self, spec: StepSpec, probe: _Probe) -> None:
+        outputs = self._compare_outputs(probe)
+        if self._strategy != "two_pass":
+            self._compare_losses(spec, outputs)
+        self._compare(spec, self._samples, "the loss of a step differs")
 
     def _check_parameters_are_only_read(self) -> None:
         modules = self._spec.modules
@@ -182,18 +195,26 @@ class StepComparison:
                 "several times"
             )
 
-    def _choose_autocast(self) -> None:
-        """Use autocast if the plain step fails without it."""
+    def _probe_with_autocast(self) -> _Probe:
+        """Probe the model, and use autocast if the plain step fails without it."""
         try:
-            self._plain_step(*self._with_random_loss(self._spec)[1:])
+            return self._probe(self._spec)
         except _DifferenceFound:
             if self._autocast is None:
                 raise
-            device = next((p.device for p in self._spec.parameters), torch.device("cpu"))
-            context = functools.partial(torch.autocast, device.type, self._autocast)
-            self._spec = replace(self._spec, context=context)
-            self._limit = max(self._limit, ROUNDING[self._autocast])
-            self._plain_step(*self._with_random_loss(self._spec)[1:])
+        device = next((p.device for p in self._spec.parameters), torch.device("cpu"))
+        context = functools.partial(torch.autocast, device.type, self._autocast)
+        self._spec = replace(self._spec, context=context)
+        self._limit = max(self._limit, ROUNDING[self._autocast])
+        return self._probe(self._spec)
+
+    def _probe(self, spec: StepSpec) -> _Probe:
+        """Run the plain step with a random loss."""
+        loss = _RandomLoss(is_cut=self._strategy != "checkpoint")
+        spec = replace(spec, loss=loss, reduction="sum", count=len)
+        samples = self._samples[0], torch.arange(self._n)
+        fails = f"{PLAIN_FAILS} on {self._n} samples of the batch"
+        return _Probe(spec, samples, loss.outputs, self._plain_step(spec, samples, fails))
 
     def _has_drawn(self) -> bool:
         """Return whether the plain step has drawn random numbers from torch.
@@ -215,18 +236,19 @@ class StepComparison:
         )
         return any(not torch.equal(one, other) for one, other in states)
 
-    def _compare_outputs(self, spec: StepSpec) -> Any:
+    def _compare_outputs(self, probe: _Probe) -> Any:
         """Compare steps with a random loss, and return the outputs of the model."""
-        loss, spec, samples = self._with_random_loss(spec)
-        plain = self._plain_step(spec, samples)
+        spec, samples, outputs, plain = probe
         other = self._strategy_step(spec, samples)
-        whole, *parts = loss.outputs
+        whole, *parts = outputs
         with _failures_are_differences(_CHUNKS_FAIL):
             joined = concatenate(parts)
         check_states(plain.state, other.state)
         for (_, one), (_, another) in zip(flatten(whole)[0], flatten(joined)[0], strict=True):
             self._check(one, another, "an output of the model differs")
         self._check_gradients(spec, plain, other)
+        # The next steps need the memory.
+        plain.gradients.clear()
         return whole
 
     def _compare_losses(self, spec: StepSpec, outputs: Any) -> None:
@@ -261,16 +283,8 @@ class StepComparison:
         self._check(plain.loss, other.loss, loss_differs)
         self._check_gradients(spec, plain, other)
 
-    def _with_random_loss(self, spec: StepSpec) -> tuple[_RandomLoss, StepSpec, Samples]:
-        """Return a random loss, a spec with it, and samples with the targets that it takes."""
-        loss = _RandomLoss(is_cut=self._strategy != "checkpoint")
-        spec = replace(spec, loss=loss, reduction="sum", count=len)
-        return loss, spec, (self._samples[0], torch.arange(self._n))
-
-    def _plain_step(self, spec: StepSpec, samples: Samples, fails: str = PLAIN_FAILS) -> StepResult:
+    def _plain_step(self, spec: StepSpec, samples: Samples, fails: str) -> StepResult:
         rng_state.restore(self._random)
-        if fails == PLAIN_FAILS:
-            fails = f"{PLAIN_FAILS} on {self._n} samples of the batch"
         inputs = _cloned(samples[0])
         with _failures_are_differences(fails):
             return run_step(spec, lambda: spec.backward_whole(inputs, samples[1]))
@@ -313,9 +327,12 @@ class StepComparison:
         norms = [norm_of(gradient) for gradient in plain.gradients]
         least = _NEGLIGIBLE * math.hypot(*filter(math.isfinite, norms))
         wrong = []
-        gradients = zip(spec.parameters, plain.gradients, other.gradients, strict=True)
-        for p, one, another in gradients:
-            error = math.inf if _is_void(one) else relative_error(one, another, least)
+        gradients = zip(norms, spec.parameters, plain.gradients, other.gradients, strict=True)
+        for norm, p, one, another in gradients:
+            # A gradient without a finite number shows no difference.
+            error = relative_error(one, another, max(norm, least))
+            if one is not None and not math.isfinite(norm) and not _values(one).isfinite().any():
+                error = math.inf
             if error > self._limit:
                 wrong.append((error, names[id(p)]))
         if wrong:
@@ -446,8 +463,8 @@ def norm_of(tensor: torch.Tensor | None) -> float:
     return float(torch.linalg.vector_norm(values, dtype=_double_dtype(values)))
 
 
-def relative_error(one: Any, other: Any, least: float = 0.0) -> float:
-    """Return the norm of the difference, relative to the larger norm, but at least to ``least``.
+def relative_error(one: Any, other: Any, size: float | None = None) -> float:
+    """Return the norm of the difference, relative to ``size``, or to the larger norm.
 
     The error is infinite if shapes or kinds differ. Non-finite values at the same positions are
     equal. None equals a tensor of zeros.
@@ -464,7 +481,8 @@ def relative_error(one: Any, other: Any, least: float = 0.0) -> float:
         one = one.double()
         other = other.double()
     difference = norm_of(one - other)
-    size = max(norm_of(one), norm_of(other))
+    if size is None:
+        size = max(norm_of(one), norm_of(other))
     if not math.isfinite(difference + size) and one.layout is torch.strided:
         a = one.to(_double_dtype(one))
         b = other.to(_double_dtype(one))
@@ -472,15 +490,8 @@ def relative_error(one: Any, other: Any, least: float = 0.0) -> float:
         is_ignored = is_same & ~a.isfinite()
         difference = norm_of(torch.where(is_same, 0, a - b))
         size = max(norm_of(torch.where(is_ignored, 0, x)) for x in (a, b))
-    error = difference / (max(size, least) or 1.0)
+    error = difference / (size or 1.0)
     return math.inf if math.isnan(error) else error
-
-
-def _is_void(gradient: torch.Tensor | None) -> bool:
-    """Return whether a gradient has no finite number, so that it shows no difference."""
-    if gradient is None or not gradient.numel():
-        return False
-    return not bool(_values(gradient).isfinite().any())
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:

@@ -417,6 +417,15 @@ def test_a_strategy_that_was_named_is_warned_of(case: str, strategy: str) -> Non
         big.backward(X, targets)
 
 
+def test_a_named_strategy_is_warned_of_outputs_without_rows() -> None:
+    options: Any = {"strategy": "accumulate", "reduction": "mean"}
+    with (
+        BigBatch(Auxiliary(), auxiliary_loss, chunk_size=CHUNK, **options) as big,
+        pytest.warns(UserWarning, match="need outputs with one row for each sample"),
+    ):
+        big.backward(X, Y)
+
+
 @pytest.mark.parametrize("case", RIGHT)
 def test_models_that_chunks_do_not_change_are_computed_in_chunks(case: str) -> None:
     make, loss, targets, strategy = RIGHT[case]
