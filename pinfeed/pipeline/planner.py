@@ -269,7 +269,7 @@ def plan_reads_by_id(stores: Sequence[Store], config: MemoryLimits | None) -> Re
 def _resident(stores: Iterable[Store | RaggedStore]) -> Allocation:
     """Return the memory that stores need in addition to their rows."""
     nbytes = sum(store.resident_bytes for store in stores)
-    return Allocation("memory of the stores besides their rows", "host", 1, nbytes)
+    return Allocation("buffers and indices of the stores", "host", 1, nbytes)
 
 
 def _free_memory(stores: Sequence[Store], config: MemoryLimits | None) -> FreeMemory:
