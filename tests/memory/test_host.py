@@ -286,10 +286,10 @@ def hidden_open(file, *args, **kwargs):
 builtins.open = io.open = hidden_open
 import numpy as np, torch
 from pinfeed import Config, Feeder, MiB
-from pinfeed.compat.pytorch_memory import MemoryMonitor
+from pinfeed.compat.trainer import MemoryMonitor
 from pinfeed.errors import EstimateError
 from pinfeed.memory.host import free_host_bytes, resident_bytes
-from pinfeed.compat.pytorch_memory.recorder import Recorder
+from pinfeed.compat.trainer.recorder import Recorder
 """
 """A program in a container that hides ``/proc``."""
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from pinfeed.compat.pytorch_memory import Trainer
+from pinfeed.compat.trainer import Trainer
 
 N = 44
 IN = 6

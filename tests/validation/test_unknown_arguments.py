@@ -29,7 +29,7 @@ from pinfeed import (
     wrap_loader,
     wrap_readers,
 )
-from pinfeed.compat.pytorch_memory import Trainer
+from pinfeed.compat.trainer import Trainer
 
 OF_DATA_LOADER = [name for name in inspect.signature(DataLoader).parameters if name != "dataset"]
 

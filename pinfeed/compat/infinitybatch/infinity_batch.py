@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pinfeed.compat.infinitybatch.forward import BatchForward
-from pinfeed.compat.pytorch_memory.evaluate import pair_of
+from pinfeed.compat.trainer.evaluate import pair_of
 from pinfeed.errors import ArgumentError
 from pinfeed.memory import limits
 from pinfeed.tensors.pytree import flatten

@@ -48,45 +48,29 @@ The following behaviour differs, because the original gave wrong results or did 
 - ``total_sample_count`` (identities) determines what Config counts. The lists determine what is
   read.
 - A Config cannot be changed: make a new one.
-
-``Trainer`` and ``MemoryMonitor`` are new. A Trainer trains a model in one call, epoch by epoch, or
-in the user's own loop; its ``config`` is a ``pinfeed.Config``. A MemoryMonitor takes snapshots of
-the memory of the device and of the process.
 """
 
 from __future__ import annotations
 
-from pinfeed.compat.pytorch_memory.callbacks import Callbacks
 from pinfeed.compat.pytorch_memory.config import Config, GiB, KiB, MiB, round_to
 from pinfeed.compat.pytorch_memory.epochs import Epoch, Feeder, generate_epoch, multiply_epochs
-from pinfeed.compat.pytorch_memory.history import History, Record
-from pinfeed.compat.pytorch_memory.memory_monitor import MemoryMonitor, Snapshot
 from pinfeed.compat.pytorch_memory.network_trace import (
     InspectNetwork,
     get_parameter_count,
     get_variable_count,
     summary_of_network,
 )
-from pinfeed.compat.pytorch_memory.optimizer_group import LoopWarning
-from pinfeed.compat.pytorch_memory.trainer import Trainer
 from pinfeed.errors import NotEnoughGPUMemory as NotEnoughGPURam
 
 __all__ = [
-    "Callbacks",
     "Config",
     "Epoch",
     "Feeder",
     "GiB",
-    "History",
     "InspectNetwork",
     "KiB",
-    "LoopWarning",
-    "MemoryMonitor",
     "MiB",
     "NotEnoughGPURam",
-    "Record",
-    "Snapshot",
-    "Trainer",
     "generate_epoch",
     "get_parameter_count",
     "get_variable_count",

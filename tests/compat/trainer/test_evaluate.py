@@ -8,7 +8,7 @@ from support.trainers import BATCH, IN, LOSS, OUT, N, dataset, loader, network, 
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from pinfeed.compat.pytorch_memory import Trainer
+from pinfeed.compat.trainer import Trainer
 
 
 def test_evaluate_leaves_everything_as_it_was() -> None:

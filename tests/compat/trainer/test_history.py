@@ -10,8 +10,8 @@ import pytest
 import torch
 from support.trainers import LOSS, N, loader, network, trainer_of
 
-from pinfeed.compat.pytorch_memory import History, MemoryMonitor, Record, Trainer
-from pinfeed.compat.pytorch_memory.recorder import Recorder
+from pinfeed.compat.trainer import History, MemoryMonitor, Record, Trainer
+from pinfeed.compat.trainer.recorder import Recorder
 from pinfeed.errors import ArgumentError, DeviceError, MissingDependency
 
 

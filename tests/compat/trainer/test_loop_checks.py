@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.trainers import LOSS, loader, network, trainer_of
 
-from pinfeed.compat.pytorch_memory import LoopWarning, Trainer
+from pinfeed.compat.trainer import LoopWarning, Trainer
 
 
 def test_a_forgotten_zero_grad() -> None:

@@ -12,7 +12,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import pinfeed
 from pinfeed import Feeder
-from pinfeed.compat.pytorch_memory import Trainer
+from pinfeed.compat.trainer import Trainer
 from pinfeed.errors import ArgumentError
 
 pytestmark = [

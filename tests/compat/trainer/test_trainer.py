@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pinfeed
 from pinfeed import Config, Feeder
-from pinfeed.compat.pytorch_memory import MemoryMonitor, Record, Trainer
+from pinfeed.compat.trainer import MemoryMonitor, Record, Trainer
 from pinfeed.errors import ArgumentError, ClosedError, DeviceError
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from pinfeed.compat.pytorch_memory.history import write_table
+from pinfeed.compat.trainer.history import write_table
 from pinfeed.devices import torch_device
 from pinfeed.devices.cuda import check_gpu
 from pinfeed.errors import DeviceError
@@ -26,7 +26,7 @@ class Snapshot:
     system does not report them.
 
     Examples:
-        >>> from pinfeed.compat.pytorch_memory import MemoryMonitor
+        >>> from pinfeed.compat.trainer import MemoryMonitor
         >>> snapshot = MemoryMonitor().snapshot("after loading")
         >>> snapshot.label, snapshot.peak > 0
         ('after loading', True)
@@ -65,7 +65,7 @@ class MemoryMonitor:
     """Labelled snapshots of memory; ``str(monitor)`` is a table of all snapshots.
 
     Examples:
-        >>> from pinfeed.compat.pytorch_memory import MemoryMonitor
+        >>> from pinfeed.compat.trainer import MemoryMonitor
         >>> monitor = MemoryMonitor()
         >>> tensor = torch.zeros(1000, 1000)
         >>> snapshot = monitor.snapshot("after loading")

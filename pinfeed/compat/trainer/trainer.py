@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from pinfeed.compat.pytorch_memory.callbacks import Callbacks, progress_bar
-from pinfeed.compat.pytorch_memory.evaluate import Evaluator, Metrics, check_metrics, pair_of
-from pinfeed.compat.pytorch_memory.history import History, Record
-from pinfeed.compat.pytorch_memory.optimizer_group import MissingStepCheck, OptimizerGroup
-from pinfeed.compat.pytorch_memory.recorder import (
+from pinfeed.compat.trainer.callbacks import Callbacks, progress_bar
+from pinfeed.compat.trainer.evaluate import Evaluator, Metrics, check_metrics, pair_of
+from pinfeed.compat.trainer.history import History, Record
+from pinfeed.compat.trainer.optimizer_group import MissingStepCheck, OptimizerGroup
+from pinfeed.compat.trainer.recorder import (
     PartialEpoch,
     Recorder,
     has_state,
@@ -70,7 +70,7 @@ class Trainer:
     """Training loop for a model: in one call, epoch by epoch, or in the user's own loop.
 
     Examples:
-        >>> from pinfeed.compat.pytorch_memory import Trainer
+        >>> from pinfeed.compat.trainer import Trainer
         >>> model = torch.nn.Linear(8, 1)
         >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> loader = [(torch.randn(32, 8), torch.randn(32, 1)) for _ in range(5)]

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from pinfeed.compat.pytorch_memory.history import History, Record
+from pinfeed.compat.trainer.history import History, Record
 from pinfeed.errors import ArgumentError
 from pinfeed.memory.host import resident_bytes
 from pinfeed.tensors import rng_state

@@ -32,7 +32,7 @@ class Record:
     """Measurements of a backward pass, an epoch, or an evaluation.
 
     Examples:
-        >>> from pinfeed.compat.pytorch_memory import Trainer
+        >>> from pinfeed.compat.trainer import Trainer
         >>> model = torch.nn.Linear(8, 1)
         >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> loader = [(torch.randn(32, 8), torch.randn(32, 1)) for _ in range(5)]
@@ -76,7 +76,7 @@ class History:
     """Records of a training run, as plain numbers, in the order in which they ended.
 
     Examples:
-        >>> from pinfeed.compat.pytorch_memory import Trainer
+        >>> from pinfeed.compat.trainer import Trainer
         >>> model = torch.nn.Linear(8, 1)
         >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> loader = [(torch.randn(32, 8), torch.randn(32, 1)) for _ in range(5)]

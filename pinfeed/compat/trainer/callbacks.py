@@ -27,7 +27,7 @@ class Callbacks:
       after an error or ``break``.
 
     Examples:
-        >>> from pinfeed.compat.pytorch_memory import Trainer
+        >>> from pinfeed.compat.trainer import Trainer
         >>> class PrintLoss:
         ...     def on_epoch_end(self, trainer, row):
         ...         print("epoch", row.epoch, "has ended")
