@@ -1,6 +1,8 @@
 """Exceptions of pinfeed, each a subclass of the built-in exception that a caller would expect.
 
-The built-in class is in brackets, so that existing ``except`` clauses catch the error:
+The built-in class is in brackets, so that existing ``except`` clauses catch the error. ``pinfeed``
+itself has the names of the exceptions that programs tell apart by name. The others are here alone.
+Programs catch them by their base class or by the built-in class:
 
     PinfeedError
     ├── ArgumentError       (ValueError)         an invalid argument, or arguments that conflict
@@ -18,7 +20,6 @@ The built-in class is in brackets, so that existing ``except`` clauses catch the
     ├── MissingDependency   (ImportError)        a missing package, or the hardware it needs
     ├── RankError           (RuntimeError)       a rank of the job that failed, left or diverged
     ├── ClosedError         (RuntimeError)       use after close, or a second loop at a time
-    ├── CopyError           (TypeError)          an object that cannot leave its process
     ├── VerificationError   (AssertionError)     a loop that differs from the synchronous one
     ├── CheckpointError     (ValueError)         a checkpoint that is damaged or does not match
     └── WorkerError         (RuntimeError)       StopIteration or SystemExit in user code
@@ -114,10 +115,6 @@ class RankError(PinfeedError, RuntimeError):
 
     The message names the rank and the reason.
     """
-
-
-class CopyError(PinfeedError, TypeError):
-    """An object that belongs to one process and cannot be pickled or copied."""
 
 
 class VerificationError(PinfeedError, AssertionError):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from pinfeed.devices import resolve
 from pinfeed.devices.device import Device
-from pinfeed.errors import ArgumentError, CopyError
+from pinfeed.errors import ArgumentError
 from pinfeed.memory.host import trim_heap
 from pinfeed.pipeline.active_run import Again
 from pinfeed.pipeline.epochs import EpochRunner
@@ -37,9 +37,9 @@ def no_copy(feeder: object) -> NoReturn:
     """Refuse to pickle or copy a feeder: its threads and buffers belong to one process.
 
     Raises:
-        CopyError: Always.
+        TypeError: Always.
     """
-    raise CopyError(
+    raise TypeError(
         f"a {type(feeder).__name__} cannot be pickled or copied, because its threads and memory "
         "belong to this process; pass paths, arrays or a function instead, and make the feeder in "
         "the process that uses it (its state_dict() can be sent)"

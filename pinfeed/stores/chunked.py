@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from pinfeed.errors import CopyError, PinfeedError, ReadError, StoreError, described
+from pinfeed.errors import PinfeedError, ReadError, StoreError, described
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import copy_runs
@@ -122,7 +122,7 @@ class ChunkedStore(FileStore):
 
     def __getstate__(self) -> dict[str, Any]:
         if self._given is not None:
-            raise CopyError(
+            raise TypeError(
                 f"{self!r} reads an object that the caller opened, and cannot be pickled; give "
                 f"{type(self).__name__} the path, which each process opens itself"
             )

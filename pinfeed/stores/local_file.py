@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.errors import ArgumentError, CopyError, WriteBackError
+from pinfeed.errors import ArgumentError, WriteBackError
 from pinfeed.memory.host import FreeHostMemory, free_host_memory
 from pinfeed.memory.proc_maps import file_key
 from pinfeed.rows.orders import Rows
@@ -90,7 +90,7 @@ class LocalFileStore(ShardedStore):
 
     def __getstate__(self) -> dict[str, object]:
         if self.writable:
-            raise CopyError(
+            raise TypeError(
                 f"{self!r} is open for writing, and cannot be pickled or copied, because both "
                 "stores would write to the same files; pass the path, and open it in the process "
                 "that writes"

@@ -15,17 +15,8 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import pinfeed
-from pinfeed import (
-    ArgumentError,
-    ArrayStore,
-    ClosedError,
-    MmapStore,
-    NotEnoughCPUMemory,
-    RowIndexError,
-    StoreError,
-    UnknownArgument,
-    wrap_loader,
-)
+from pinfeed import ArgumentError, ArrayStore, ClosedError, MmapStore, StoreError, wrap_loader
+from pinfeed.errors import NotEnoughCPUMemory, RowIndexError, UnknownArgument
 from pinfeed.testing import SimDevice
 from pinfeed.testing.simtorch import SimTorchDevice
 
@@ -390,7 +381,7 @@ def test_fetch_that_is_no_mapping_to_pairs(fetch: Any) -> None:
 
 
 def test_sources_that_cannot_be_read(path: Path) -> None:
-    with pytest.raises(pinfeed.FileMissing, match=r"missing\.npy"):
+    with pytest.raises(pinfeed.errors.FileMissing, match=r"missing\.npy"):
         wrap_loader(batches(), fetch={"x": (path, "n_id"), "y": ("missing.npy", "n_id")})
     ragged = pinfeed.RaggedStore(LABELS, [0, 3, 5])
     with pytest.raises(ArgumentError, match=r"fetch\['y'\] has a RaggedStore"):

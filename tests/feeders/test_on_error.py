@@ -14,7 +14,8 @@ from support.loaders import DEPTHS, SIZE, CopyingDevice, N, Numbers, Stream, que
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from pinfeed import ArgumentError, ArrayStore, WorkerError, restartable, wrap_loader
+from pinfeed import ArgumentError, ArrayStore, restartable, wrap_loader
+from pinfeed.errors import WorkerError
 
 __all__ = ["queues_closed"]
 # StatefulDataLoader calls the deprecated function.

@@ -297,7 +297,7 @@ def test_pyarrow_is_loaded_by_whoever_has_a_table() -> None:
         "assert 'pyarrow' not in sys.modules\n"
         "sys.modules['pyarrow'] = None\n"
         "try: pinfeed.ArrowStore(None)\n"
-        "except pinfeed.MissingDependency as error: print(error)\n"
+        "except pinfeed.errors.MissingDependency as error: print(error)\n"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "column: pyarrow is needed; pip install pyarrow\n"

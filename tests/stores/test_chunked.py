@@ -200,7 +200,7 @@ def test_a_store_that_is_closed_while_a_chunk_is_decoded_keeps_no_chunk() -> Non
 
 
 def test_an_object_of_this_process_is_not_pickled() -> None:
-    with pytest.raises(errors.CopyError, match="give Decoding the path"):
+    with pytest.raises(TypeError, match="give Decoding the path"):
         pickle.dumps(small())
 
 

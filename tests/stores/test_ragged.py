@@ -19,7 +19,6 @@ from pinfeed import (
     ArgumentError,
     ArrayStore,
     ClosedError,
-    FileMissing,
     MmapStore,
     PinfeedError,
     PinnedStore,
@@ -29,6 +28,7 @@ from pinfeed import (
     RowDataset,
     StoreError,
 )
+from pinfeed.errors import FileMissing
 from pinfeed.rows.runs import Runs
 from pinfeed.stores import array, host_rows
 

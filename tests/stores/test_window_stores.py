@@ -14,7 +14,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 from support.stores import gathered, saved
 from support.unwrapped import unwrapped
 
-from pinfeed import Config, Feeder, KiB, MiB, MmapStore, StoreError, UnknownArgument, errors, rows
+from pinfeed import Config, Feeder, KiB, MiB, MmapStore, StoreError, errors, rows
+from pinfeed.errors import UnknownArgument
 from pinfeed.readahead.resident_file import InMemoryCopy, MappedFile
 from pinfeed.readahead.select import choose
 from pinfeed.readahead.strategy import DirectReads, FreeMemory, ReadStrategy
