@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import profiler_legacy
 
 from pinfeed.errors import EstimateError
 from pinfeed.memory.host import resident_bytes, trim_heap
@@ -52,16 +51,17 @@ def measure_steps(
         try:
             with _peak_growth(device) as growth:
                 # Each step has two parts.
-                parts = _parts_of_steps(step, batch_size, device, make_batch)
-                for _ in itertools.islice(parts, 2 * _N_STEPS):
+                steps = _parts_of_steps(step, batch_size, device, make_batch)
+                for _ in itertools.islice(steps, 2 * _N_STEPS):
                     pass
+                # The copy of the model is freed now, and not when this function returns.
+                del steps
                 found = growth()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
     # This is after the except block, because within the block the traceback keeps the
     # tensors of the failed frames alive.
-    parts = None
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -84,7 +84,6 @@ def peak_of_gradients(step: TrainingStep, batch_size: int) -> int:
             next(parts)
         with _requests() as requests:
             next(parts)
-        parts.close()
     return sum(before) + max(itertools.accumulate(requests))
 
 
@@ -100,14 +99,18 @@ def _unchanged_generators() -> Iterator[None]:
 @contextlib.contextmanager
 def _requests() -> Iterator[list[int]]:
     """Yield a list that gets the allocator's requests in this context: bytes, negative if freed."""
+    # The newer profiler of torch prints messages. This one is deprecated; without it, an estimate
+    # has no measured part.
+    from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
+    from torch.autograd import profiler_legacy
+
     found: list[int] = []
-    # Another profiler of torch would print messages. They all refuse to run at the same time.
-    torch.autograd._enable_profiler_legacy(profiler_legacy.profile(profile_memory=True).config())
+    _enable_profiler_legacy(profiler_legacy.profile(profile_memory=True).config())
     try:
         yield found
     finally:
-        records = itertools.chain(*torch.autograd._disable_profiler_legacy())
-        found += [one.cpu_memory_usage() for one in records if one.kind() == "memory_alloc"]
+        records = itertools.chain(*_disable_profiler_legacy())
+        found += [one.cpu_memory_usage() for one in records if str(one.kind()) == "memory_alloc"]
 
 
 def _parts_of_steps(
