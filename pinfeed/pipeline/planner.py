@@ -18,9 +18,8 @@ from pinfeed.memory.limits import MemoryLimits, usual_batch_size
 from pinfeed.memory.plan import Allocation, Plan, Route
 from pinfeed.memory.units import human
 from pinfeed.native.library import is_turned_off, why_not
-from pinfeed.pipeline.loop_memory import loop_allocations
+from pinfeed.pipeline.loop_memory import PartSize, loop_allocations, ragged_sizes
 from pinfeed.pipeline.loop_transforms import LoopTransforms, TransformNbytes
-from pinfeed.pipeline.part_memory import PartSize, ragged_sizes
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.readahead import (
@@ -282,7 +281,7 @@ def plan_reads_by_id(stores: Sequence[Store], config: MemoryLimits | None) -> Re
 def _resident(stores: Iterable[Store | RaggedStore]) -> Allocation:
     """Return the memory that stores need in addition to their rows."""
     nbytes = sum(store.resident_bytes for store in stores)
-    return Allocation("memory of the stores besides their rows", "host", 1, nbytes)
+    return Allocation("buffers and indices of the stores", "host", 1, nbytes)
 
 
 def _free_memory(stores: Sequence[Store], config: MemoryLimits | None) -> FreeMemory:

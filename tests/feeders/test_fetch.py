@@ -422,7 +422,7 @@ def test_the_chunks_that_reading_takes_are_planned(tmp_path: Path) -> None:
     config = pinfeed.Config(cpu_memory_limit=limit)
     with wrap_loader([np.array([8999, 3])], fetch=fetch, config=config, device="cpu") as loop:
         assert loop.plan.host_bytes == store.resident_bytes
-        assert "memory of the stores besides their rows" in unwrapped(loop.plan)
+        assert "buffers and indices of the stores" in unwrapped(loop.plan)
         ((_, got),) = loop
         assert got["x"].tolist() == [8999, 3]
     config = pinfeed.Config(cpu_memory_limit=limit - 2)

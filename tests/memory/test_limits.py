@@ -274,7 +274,7 @@ def test_all_batches_that_exist_at_a_time_are_planned(
     ):
         assert (what in items) == (is_shared and (place == "host" or not load.unified))
         assert what not in items or items[what].place == place
-    mapped = items.get("memory of the stores besides their rows")
+    mapped = items.get("buffers and indices of the stores")
     assert (mapped.total if mapped else 0) == load.resident_bytes
 
 
@@ -500,7 +500,7 @@ def test_a_plan_in_words() -> None:
     assert device == "GPU memory: 13.3 MiB (limit 64.0 MiB)"
     assert "  device: 5 x 1.0 MiB for batches" in items
     assert "  pinned: 4 x 1.0 MiB for staging" in items
-    assert "  host: 1 x 16.0 MiB for memory of the stores besides their rows" in items
+    assert "  host: 1 x 16.0 MiB for buffers and indices of the stores" in items
     assert "  device: 1 x 1.0 MiB for shared rows that are copied" in items
     assert len(items) == 13
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, NoReturn, Protocol, cast
 import numpy.typing as npt
 
 from pinfeed.devices.base import Tensor
+from pinfeed.pipeline.cache_decisions import CachedRows
 from pinfeed.pipeline.forwarding import SharedRows
-from pinfeed.pipeline.row_cache.decisions import CachedRows
 from pinfeed.readahead.base import HostRows
 from pinfeed.rows.epoch_hooks import EpochHooks
 from pinfeed.rows.orders import Rows

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from pinfeed.devices.base import Tensor
-from pinfeed.pipeline.row_cache.cache import RowCache
-from pinfeed.pipeline.row_cache.decisions import CachedRows
+from pinfeed.pipeline.cache_decisions import CachedRows
+from pinfeed.pipeline.row_cache import RowCache
 from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, RowGroup
 from pinfeed.pipeline.sources.dataloader import (
     END,

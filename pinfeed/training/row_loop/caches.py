@@ -10,7 +10,7 @@ from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Allocation, Place
 from pinfeed.memory.units import human
-from pinfeed.pipeline.row_cache.cache import RowCache
+from pinfeed.pipeline.row_cache import RowCache
 from pinfeed.stores.base import row_nbytes
 from pinfeed.training.embeddings.cache_hint import gains_from_cache
 from pinfeed.training.embeddings.device_cache import check_device_cache, n_cached_rows
