@@ -36,7 +36,7 @@ from tabulate import tabulate
 from benchmarks.cache_optimum import InformedPolicy, belady_misses, fixed_misses
 from benchmarks.cache_streams import Size, Stream, uniform, word2vec_streams, zipf
 from benchmarks.environment import environment, save
-from pinfeed.pipeline.row_cache.policy import CachePolicy
+from pinfeed.pipeline.cache_policy import CachePolicy
 
 SIZE = (10_000_000, 65_536)
 """Rows of the tables of random streams, and row indices of a batch."""

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.cache_streams import Probabilities, Rows
-from pinfeed.pipeline.row_cache.policy import CachePolicy
+from pinfeed.pipeline.cache_policy import CachePolicy
 
 Counts = npt.NDArray[np.int64]
 

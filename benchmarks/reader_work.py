@@ -22,7 +22,7 @@ from tabulate import tabulate
 from benchmarks.earlier import Earlier, add_before, opened
 from benchmarks.environment import environment
 from pinfeed.pipeline import recent_rows
-from pinfeed.pipeline.row_cache.policy import CachePolicy
+from pinfeed.pipeline.cache_policy import CachePolicy
 from pinfeed.rows.indices import distinct_rows, first_occurrences
 from pinfeed.rows.orders import shuffled
 

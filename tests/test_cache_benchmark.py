@@ -8,7 +8,7 @@ import pytest
 from benchmarks import cache
 from benchmarks.cache_optimum import InformedPolicy, belady_misses, fixed_misses
 from benchmarks.cache_streams import Size, Stream, uniform, zipf
-from pinfeed.pipeline.row_cache.policy import CachePolicy
+from pinfeed.pipeline.cache_policy import CachePolicy
 
 
 def fewest_misses(batches: list[frozenset[int]], capacity: int) -> int:

@@ -354,7 +354,10 @@ class Feeder(ResumableFeeder[T_co]):
         """Open the device, and choose the number of batches that are prefetched to it."""
         tree = self._stores
         config = selection.config
-        schedule = choose_schedule(tree, selection.batch_size, config, depth)
+        is_ragged = bool(tree.ragged)
+        schedule = choose_schedule(
+            tree.row_nbytes, selection.batch_size, config, depth, is_ragged=is_ragged
+        )
         if options.has_transforms:
             schedule = _schedule_of_single_batches(schedule)
         # A loop that writes back prefetches single batches.

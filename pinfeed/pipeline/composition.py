@@ -16,37 +16,37 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from pinfeed.devices.device import Tensor
-from pinfeed.pipeline.compared_draws import ComparedDraws
+from pinfeed.devices.device import Device, Tensor
 from pinfeed.pipeline.crew_loop import CrewLoop
 from pinfeed.pipeline.depth_choice import DepthChoice
 from pinfeed.pipeline.draws import (
     BatchDraws,
+    ComparedDraws,
     Draws,
+    Mover,
     SharedDraws,
     Thunks,
     close_unless_running,
 )
-from pinfeed.pipeline.filler import Filler
+from pinfeed.pipeline.filler import Filler, TransformingFiller
 from pinfeed.pipeline.host_transfer import HostTransfer
 from pinfeed.pipeline.host_writes import HostWrites
 from pinfeed.pipeline.loop import FillParts, Loop, LoopParts, SynchronousLoop
+from pinfeed.pipeline.loop_threads import call_named
 from pinfeed.pipeline.loop_transforms import LoopTransforms
-from pinfeed.pipeline.mover import Mover, Writer
-from pinfeed.pipeline.named_calls import name_calls
 from pinfeed.pipeline.position import EpochPosition
 from pinfeed.pipeline.prefetch_loop import MeasuredLoop, PrefetchLoop
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Slot
-from pinfeed.pipeline.sources.batch_transform import BatchTransform
 from pinfeed.pipeline.sources.row_source import RowSource
 from pinfeed.pipeline.sources.source import Source
 from pinfeed.pipeline.transfer import Transfer
-from pinfeed.pipeline.transforming_filler import TransformingFiller, count_calls
+from pinfeed.pipeline.writer import Writer
 from pinfeed.profiling.counters import Counters
 from pinfeed.profiling.timeline import Timeline
 from pinfeed.rows.batches import OrderBatches
@@ -57,7 +57,7 @@ Lend = Callable[[Slot], deque[list[Tensor]]]
 
 
 def make_loop(
-    mover: Transfer | HostTransfer,
+    mover: Mover,
     source: Source,
     position: EpochPosition,
     choice: DepthChoice,
@@ -88,10 +88,12 @@ def make_loop(
     # The writer of a device that uses host memory wraps methods of its mover.
     moves: Any = mover if writer is None else writer
     draws = _draws(mover, thunks, first, schedule, transforms, writer)
-    filler = Filler(mover, draws, moves.fill, first, schedule.batches_per_slot)
-    transforming = TransformingFiller(filler, transforms) if transforms else None
-    fill: Fill = filler.fill if transforming is None else transforming.fill
-    lend: Lend = moves.lend
+    filler: Filler
+    if transforms:
+        filler = TransformingFiller(mover, draws, moves.fill, first, schedule, transforms)
+    else:
+        filler = Filler(mover, draws, moves.fill, first, schedule)
+    fill: Fill = filler.fill
     timeline = mover.counters.timeline
     if timeline is not None:
         fill = functools.partial(_fill_recorded, timeline, fill)
@@ -103,7 +105,7 @@ def make_loop(
         schedule=schedule,
         fill=fill,
         fill_now=fill,
-        lend=lend,
+        lend=moves.lend,
         stop=mover.stop,
         quiesce=moves.quiesce,
         reserve=getattr(moves, "reserve", None),
@@ -111,13 +113,15 @@ def make_loop(
         # A fill on a GPU may wait for copies, and the code of the user may need its own thread.
         may_help=mover.device.unified and isinstance(source, RowSource) and not transforms,
     )
-    if transforming is not None:
-        parts.stop = transforming.stop
-        parts.fill_now = functools.partial(transforming.fill_now, fill)
-        parts.transform = transforming.transform if transforms.are_called_in_loop else None
-        parts.lend = functools.partial(_lend_transformed, mover.counters, lend)
+    if isinstance(filler, TransformingFiller):
+        parts.stop = filler.stop
+        parts.fill_now = functools.partial(filler.fill_now, fill)
+        parts.transform = filler.transform if transforms.are_called_in_loop else None
+        parts.lend = functools.partial(_lend_transformed, mover.counters, moves.lend)
     if timeline is not None and not mover.device.unified:
-        name_calls(parts)
+        _name_calls(parts)
+    if parts.reserve is not None:
+        parts.fill_now = functools.partial(_reserve_and_fill, parts.reserve, parts.fill_now)
     if schedule.measures_depth:
         return MeasuredLoop(parts, choice)
     return PrefetchLoop(parts) if schedule.depth else SynchronousLoop(parts)
@@ -160,20 +164,20 @@ def _draws(
     """Return the draws of a loop."""
     draws = Draws(mover, thunks)
     # The source calls ``host_transform``, unless the loop reads the rows for it.
-    if transforms.host is not None and transforms.gather is None:
-        take_host_s = functools.partial(_take_host_s, mover.counters, transforms.host)
-        draws = SharedDraws(mover, thunks, schedule.n_readers, take_host_s)
-    elif schedule.n_readers > 1:
-        draws = SharedDraws(mover, thunks, schedule.n_readers)
+    host = transforms.host if transforms.gather is None else None
+    if host is not None or schedule.n_readers > 1:
+        draws = SharedDraws(mover, thunks, schedule.n_readers, host)
     # Batches share no written rows without writes, or if every row of an epoch is distinct.
     if writer is not None and schedule.writes and schedule.repeats:
         return ComparedDraws(draws, writer, first, schedule)
     return draws
 
 
-def _take_host_s(counters: Counters, host: BatchTransform) -> float:
-    """Return the seconds of the latest calls of ``host_transform``, and record the calls."""
-    return count_calls(counters, "host_transform", host.take_calls())
+def _reserve_and_fill(
+    reserve: Callable[[Slot], object], fill_now: Fill, slot: Slot, turn: int
+) -> Slot | None:
+    reserve(slot)
+    return fill_now(slot, turn)
 
 
 def _lend_transformed(counters: Counters, lend: Lend, slot: Slot) -> deque[list[Tensor]]:
@@ -194,9 +198,43 @@ def _fill_recorded(timeline: Timeline, fill: Fill, slot: Slot, turn: int) -> Slo
     if filled is not None and filled.batch is not None:
         n_batches = len(filled.batch.batches)
         if filled.rows is not None:
-            begin_s, end_s = filled.made_s - filled.source_s, filled.made_s + filled.rows_s
+            begin_s, end_s = (
+                filled.source_done_s - filled.source_s,
+                filled.source_done_s + filled.rows_s,
+            )
         else:
             end_s = filled.ready_s
             begin_s = end_s - filled.host_transform_s - filled.read_s
         timeline.add("read", filled.number, begin_s, end_s, n_batches)
     return filled
+
+
+def _name_calls(parts: FillParts) -> None:
+    """Mark the calls of a loop for the profiler of a GPU, for example as ``pinfeed read 12``."""
+    first, step = parts.first, parts.schedule.batches_per_slot
+    named = functools.partial(functools.partial, _call_numbered, parts.mover.device)
+
+    def of_turn(slot: Any, turn: int) -> int:
+        return first + turn * step
+
+    def in_order() -> Callable[..., int]:
+        numbers = itertools.count(first, step)
+        return lambda *args: next(numbers)
+
+    parts.is_named = True
+    parts.fill = named("read", of_turn, parts.fill)
+    parts.fill_now = named("read", of_turn, parts.fill_now)
+    parts.lend = named("lend", lambda slot: int(slot.number), parts.lend)
+    parts.wait = named("wait", in_order(), parts.wait)
+    if parts.transform is not None:
+        parts.transform = named("transform", in_order(), parts.transform)
+
+
+def _call_numbered(
+    device: Device, lane: str, number: Callable[..., int], fn: Callable[..., Any], *args: Any
+) -> Any:
+    try:
+        return call_named(device, f"{lane} {number(*args)}", fn, *args)
+    finally:
+        # For the same reason as in call_named.
+        del fn, args

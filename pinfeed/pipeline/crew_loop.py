@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from pinfeed.errors import ReadError
+from pinfeed.native.crew import Crew
 from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.pipeline.host_transfer import HostTransfer
 from pinfeed.pipeline.loop import Loop, LoopParts
@@ -87,7 +88,6 @@ class CrewLoop(Loop):
         self._row_types = [(store.row_shape, store.dtype) for store in source.stores]
         self._full = self._parts_of(self._slot_rows)
         self._full_sizes = sizes(self._slot_rows, batch_size)
-        self._free.extend(parts.mover.begin(schedule.n_slots, schedule.batches_per_slot))
         # Slots that the crew is filling, each with the number of its job, in order.
         self._copying: deque[tuple[Slot, int]] = deque()
         # Row indices of the running span, the position of the next slot in them, and the address
@@ -104,14 +104,14 @@ class CrewLoop(Loop):
         if self._parts.schedule.depth:
             n_threads = max(1, min(len(os.sched_getaffinity(0)) - 1, _MOST_THREADS))
             if self._draws_ahead:
-                self._threads.start_readers(calls_transforms=False)
-                self._drawn = self._threads.reader.submit(self._draw_span)
+                self.threads.start_readers(calls_transforms=False)
+                self._drawn = self.threads.reader.submit(self._draw_span)
                 self._take_span = self._take_drawn
         n_slots = len(self._free)
         nbytes = self._slot_rows * sum(rows.row_nbytes for rows in self._memory_rows)
         # One copied slot should be left when the threads are woken.
         ring_at = min(-(-_WAKE_BYTES // max(1, nbytes)), max(1, n_slots - 1))
-        self._threads.start_crew(
+        self.threads.crew = self._crew = Crew(
             self._memory_rows,
             n_threads=n_threads,
             n_jobs=n_slots,
@@ -119,7 +119,6 @@ class CrewLoop(Loop):
             ring_at=ring_at if n_slots * nbytes > _TINY_BYTES else n_slots + 1,
             bypass=(n_slots + 1) * nbytes > _BYPASS_BYTES,
         )
-        self._crew = self._threads.crew
         timeline = self._counters.timeline
         return self._next if timeline is None else functools.partial(self._next_recorded, timeline)
 
@@ -211,7 +210,7 @@ class CrewLoop(Loop):
         """Return the span that the reader thread has drawn, and let it draw the next one."""
         span = self._drawn.result()
         if span is not None:
-            self._drawn = self._threads.reader.submit(self._draw_span)
+            self._drawn = self.threads.reader.submit(self._draw_span)
         return span
 
     def _parts_of(self, n: int) -> list[BatchPart]:

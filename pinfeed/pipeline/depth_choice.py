@@ -1,9 +1,9 @@
-"""DepthChoice: chooses by measurement whether a loop prefetches or is the synchronous loop.
+"""DepthChoice: measures whether prefetching is faster than the synchronous loop.
 
 Prefetching costs work: threads wake up for every batch, and compete with the training step for the
 cores. If a batch has few and short rows, prefetching costs more than it saves. This depends on the
-training step, so DepthChoice times both ways on the user's own loop. Their results are equal bit
-for bit, so a loop can change from one to the other at any batch.
+training step, so DepthChoice times prefetching and the synchronous loop in the user's training
+loop. Their results are equal bit for bit, so a loop can change from one to the other at any batch.
 
 A schedule may say that only short batches are timed both ways. A loop with longer batches
 prefetches, and never stalls because of the measurement, which begins when batches become short. If
@@ -29,16 +29,16 @@ A stretch has at least as many batches as all slots hold. If several reader thre
 slots follow each other at once, and others are late.
 """
 SHORT_STRETCH_BATCHES = 24
-"""The same number if only short batches are timed.
+"""Minimum number of batches in a stretch if only short batches are timed.
 
 Six short batches take less time than the operating system may give to another program.
 """
 MIN_ROUNDS = 2
 """Number of rounds after which the choice is made, if all stretches of one way were faster.
 
-A round is one stretch of each way. A pause in the training step makes one stretch long, not two.
-For the same reason, the loop gives up a chosen depth of 0 after this number of long stretches in a
-row.
+A round times one stretch with prefetching and one without. A pause in the training step makes one
+stretch long, not two. For the same reason, the loop gives up a chosen depth of 0 after this number
+of long stretches in a row.
 """
 MAX_ROUNDS = 5
 """Number of rounds after which the medians decide."""
@@ -95,7 +95,7 @@ class DepthChoice:
         return 0 if self.is_synchronous else self.schedule.depth
 
     @property
-    def excuses_waiting(self) -> bool:
+    def is_wait_expected(self) -> bool:
         """Whether the measurement is the reason that the loop waits for batches.
 
         The measurement of short batches takes too little time to excuse waits while prefetching.
@@ -195,17 +195,16 @@ class DepthChoice:
         if self.is_measuring:
             self._change()
 
-    @property
-    def _is_next_synchronous(self) -> bool:
-        """Whether the next stretch is one of the synchronous loop."""
-        if self.is_measuring:
-            return len(self._ahead_s) > len(self._synchronous_s)
-        return self._has_chosen_synchronous
-
     def _change(self) -> None:
-        """Begin a stretch of the next way."""
-        self.is_synchronous = self._is_next_synchronous
-        self._skip(self._n_in_transition() * self.schedule.batches_per_slot)
+        """Begin a stretch of the next way, after the batches of the transition.
+
+        A synchronous loop first lends the prefetched slots, and completes write-backs. A loop that
+        prefetches again fills its slots, and may queue as many batches on the device.
+        """
+        self.is_synchronous = len(self._ahead_s) > len(self._synchronous_s)
+        n_slots = self.schedule.n_slots
+        n_in_transition = n_slots + 1 if self.is_synchronous else 2 * n_slots
+        self._skip(n_in_transition * self.schedule.batches_per_slot)
 
     def _restart(self) -> None:
         """Forget the choice of the synchronous loop, because its batches have become long."""
@@ -217,15 +216,6 @@ class DepthChoice:
         self._ahead_s.clear()
         self._synchronous_s.clear()
         self._change()
-
-    def _n_in_transition(self) -> int:
-        """Return the number of slots that are lent before the loop runs steadily again.
-
-        A synchronous loop first lends the prefetched slots, and completes write-backs. A loop that
-        prefetches again fills its slots, and may queue as many batches on the device.
-        """
-        n_slots = self.schedule.n_slots
-        return n_slots + 1 if self.is_synchronous else 2 * n_slots
 
     def _skip(self, n_batches: int) -> None:
         """Begin a stretch after ``n_batches`` that are not timed."""

@@ -1,46 +1,31 @@
 """Draws: the batches of an epoch, drawn from their source one at a time, in order.
 
-A source is a generator, which one thread at a time may iterate over.
+A source is a generator, which one thread at a time may iterate over. ``SharedDraws`` lets several
+threads take turns, and ``ComparedDraws`` also finds the rows that each batch shares with earlier
+ones.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator
-from typing import Any, Protocol
+import threading
+from collections.abc import Generator
+from typing import Any
 
-from pinfeed.pipeline.mover import Mover
+from pinfeed.pipeline.host_transfer import HostTransfer
+from pinfeed.pipeline.loop_transforms import count_calls
+from pinfeed.pipeline.recent_rows import HashedGroups, RecentRows, SharedRowSearch, hash_groups
+from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Cancelled, Slot
+from pinfeed.pipeline.sources.batch_transform import BatchTransform
 from pinfeed.pipeline.sources.source import BatchThunk, HostBatch
-from pinfeed.pipeline.turns import Turns
+from pinfeed.pipeline.transfer import Transfer
+from pinfeed.pipeline.writer import Writer
+
+Mover = Transfer | HostTransfer
+"""Moves the batches of one loop at a time to a device, in slots."""
 
 Thunks = Generator[BatchThunk, None, None]
-
-
-class BatchDraws(Protocol):
-    """Batches of an epoch: ``Draws``, or draws that do more for each batch."""
-
-    def make(self, slot: Slot, turn: int) -> HostBatch | None:
-        """Return the next batch, or None after the last one.
-
-        Args:
-            slot: Slot that notes the times.
-            turn: Number of this call. Calls begin in the order of turns, but several threads may
-                reach this function in any order.
-        """
-
-    def compare(self, n_ahead: int) -> None:
-        """Compare the rows of later batches only with each other, if rows are compared at all.
-
-        The consumer thread calls this when no slot is being filled and all write-backs are
-        completed.
-
-        Args:
-            n_ahead: Number of batches that are prefetched from now on.
-        """
-
-    def close(self) -> None:
-        """Close the source now, not when an error's traceback is freed."""
 
 
 class Draws:
@@ -57,6 +42,13 @@ class Draws:
         self._thunks = thunks
 
     def make(self, slot: Slot, turn: int) -> HostBatch | None:
+        """Return the next batch, or None after the last one.
+
+        Args:
+            slot: Slot that notes the times.
+            turn: Number of this call. Calls begin in the order of turns, but several threads may
+                reach this function in any order.
+        """
         start = self._now()
         if self._mover.is_stopping:
             raise Cancelled
@@ -64,14 +56,15 @@ class Draws:
         if thunk is None:
             return None
         batch = thunk()
-        slot.made_s = made_s = self._now()
-        slot.source_s = made_s - start
+        slot.source_done_s = done_s = self._now()
+        slot.source_s = done_s - start
         return batch
 
     def compare(self, n_ahead: int) -> None:
         """Do nothing, because the loop writes no rows that recur."""
 
     def close(self) -> None:
+        """Close the source now, not when an error's traceback is freed."""
         close_unless_running(self._thunks)
 
 
@@ -84,10 +77,6 @@ def close_unless_running(generator: Generator[Any, None, None]) -> None:
         generator.close()
 
 
-def _no_time() -> float:
-    return 0.0
-
-
 class SharedDraws(Draws):
     """Batches of an epoch, for several threads, which take turns, or with ``host_transform``.
 
@@ -95,20 +84,15 @@ class SharedDraws(Draws):
         mover: Mover that fills the slots.
         thunks: The batches; closed by ``close``.
         n_readers: Number of threads.
-        take_host_s: Returns the seconds of the calls of ``host_transform`` that the source has made
-            since the last call of this function.
+        host: ``host_transform`` if the source calls it; otherwise None.
     """
 
     def __init__(
-        self,
-        mover: Mover,
-        thunks: Thunks,
-        n_readers: int,
-        take_host_s: Callable[[], float] = _no_time,
+        self, mover: Mover, thunks: Thunks, n_readers: int, host: BatchTransform | None
     ) -> None:
         super().__init__(mover, thunks)
         self._turns = Turns(is_shared=n_readers > 1)
-        self._take_host_s = take_host_s
+        self._host = host
 
     def make(self, slot: Slot, turn: int) -> HostBatch | None:
         self._turns.wait_for(turn)
@@ -117,12 +101,130 @@ class SharedDraws(Draws):
             self._mover.check_stop()
             thunk = next(self._thunks, None)
         finally:
-            slot.host_transform_s = self._take_host_s()
+            if self._host is not None:
+                slot.host_transform_s = count_calls(
+                    self._mover.counters, "host_transform", self._host.take_calls()
+                )
             self._turns.end()
         if thunk is None:
             return None
         # The other threads need not wait for this work.
         batch = thunk()
-        slot.made_s = self._now()
-        slot.source_s = slot.made_s - start - slot.host_transform_s
+        slot.source_done_s = self._now()
+        slot.source_s = slot.source_done_s - start - slot.host_transform_s
         return batch
+
+
+class ComparedDraws:
+    """Finds the rows that each batch of an epoch shares with earlier batches.
+
+    Several reader threads sort and search rows at the same time. In between, they add the batches
+    to the latest ones in order.
+
+    Args:
+        draws: The batches.
+        writer: Writer of the loop.
+        first: Number of the first batch.
+        schedule: Number of batches that are prefetched, and of reader threads.
+    """
+
+    def __init__(
+        self, draws: Draws, writer: Writer, first: int, schedule: PrefetchSchedule
+    ) -> None:
+        self._draws = draws
+        self._writer = writer
+        self._now = writer.counters.now
+        self._first = first
+        self._turns = Turns(is_shared=schedule.n_readers > 1)
+        self._recent: RecentRows | None = RecentRows(schedule.depth)
+
+    def make(self, slot: Slot, turn: int) -> HostBatch | None:
+        hashed: HashedGroups | None = None
+        search: SharedRowSearch | None = None
+        try:
+            batch = self._draws.make(slot, turn)
+            if batch is not None:
+                hashed = self._hash(batch)
+        finally:
+            # After an error, too, this call takes its turn, because the next one waits for it.
+            search = self._add(hashed, turn)
+        if batch is not None and search is not None:
+            batch.shared = search.find()
+            now = self._now()
+            slot.source_s += now - slot.source_done_s
+            slot.source_done_s = now
+        return batch
+
+    def compare(self, n_ahead: int) -> None:
+        """Compare the rows of later batches only with each other.
+
+        The consumer thread calls this when no slot is being filled and all write-backs are
+        completed.
+
+        Args:
+            n_ahead: Number of batches that are prefetched from now on.
+        """
+        self._recent = RecentRows(n_ahead)
+
+    def close(self) -> None:
+        self._recent = None
+        self._draws.close()
+
+    def _hash(self, batch: HostBatch) -> HashedGroups | None:
+        """Sort the rows of a batch; return None if the batch is compared with no other."""
+        if self._recent is None or not batch.groups:
+            return None
+        hashed = hash_groups(
+            [group.rows for group in batch.groups], [group.written for group in batch.groups]
+        )
+        pairs = zip(batch.groups, hashed.repeated, strict=True)
+        batch.groups = [group._replace(repeated=row) for group, row in pairs]
+        return hashed
+
+    def _add(self, hashed: HashedGroups | None, turn: int) -> SharedRowSearch | None:
+        """Add a batch in its turn, and return the search for the rows that it shares.
+
+        Args:
+            hashed: Rows of the batch; None without a batch, which takes its turn as well.
+            turn: Number of the turn.
+        """
+        self._turns.wait_for(turn)
+        try:
+            if hashed is None or self._recent is None:
+                return None
+            number = self._first + turn
+            return self._recent.add(number, hashed, self._writer.log.pending_batches())
+        finally:
+            self._turns.end()
+
+
+BatchDraws = Draws | ComparedDraws
+
+
+class Turns:
+    """Order in which threads do some work, one at a time.
+
+    Args:
+        is_shared: Whether several threads take turns at the same time.
+    """
+
+    def __init__(self, *, is_shared: bool) -> None:
+        self._next = 0
+        self._is_shared = is_shared
+        self._has_changed = threading.Condition()
+
+    def wait_for(self, turn: int) -> None:
+        """Wait until all earlier turns have ended."""
+        # Only the thread that has the turn ends it, so a thread whose turn it is needs no lock.
+        if self._next != turn:
+            with self._has_changed:
+                self._has_changed.wait_for(lambda: self._next == turn)
+
+    def end(self) -> None:
+        """End the current turn."""
+        if not self._is_shared:
+            self._next += 1
+            return
+        with self._has_changed:
+            self._next += 1
+            self._has_changed.notify_all()

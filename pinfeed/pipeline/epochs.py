@@ -15,11 +15,16 @@ import numpy.typing as npt
 
 from pinfeed.devices.device import Device, Tensor
 from pinfeed.errors import ArgumentError, ClosedError
-from pinfeed.pipeline.active_run import ActiveRun, Again, is_suspended
+from pinfeed.pipeline.active_run import (
+    ActiveRun,
+    Again,
+    ContinuingIterator,
+    KeptError,
+    is_suspended,
+)
 from pinfeed.pipeline.composition import make_loop
 from pinfeed.pipeline.depth_choice import DepthChoice
 from pinfeed.pipeline.host_transfer import HostTransfer
-from pinfeed.pipeline.kept_errors import ContinuingIterator, KeptError
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.loop import Loop
 from pinfeed.pipeline.loop_transforms import NO_TRANSFORMS, LoopTransforms
@@ -129,7 +134,7 @@ class EpochRunner:
 
     @property
     def depth_reason(self) -> str:
-        """The depth and the measured times behind it; empty if the choice is not measured."""
+        """The depth and the times that decided it; empty if the choice is not measured."""
         return self._choice.reason
 
     @property
@@ -242,7 +247,7 @@ class EpochRunner:
             Exception: If a write-back failed; its error.
         """
         if self._last_loop is not None:
-            self._last_loop.require_not_forked()
+            self._last_loop.threads.require_not_forked()
             if not self._active.is_running:
                 self._last_loop.end()
             self._last_loop.drain()
@@ -274,7 +279,7 @@ class EpochRunner:
             and self._last_loop.consumer == threading.get_ident()
         ):
             generator.close()
-        if self._last_loop is not None and not self._last_loop.is_forked:
+        if self._last_loop is not None and not self._last_loop.threads.is_forked:
             self._last_loop.end()
         self._transfer.close()
         self._raise_failure()
@@ -289,17 +294,24 @@ class EpochRunner:
         position = self._position
         counters = self._counters
         starvation = self._starvation
-        entered_s = self._enter(choice)
+        counters.enter(
+            choice.depth,
+            choice.schedule.n_readers if choice.depth else 1,
+            asynchronous=not self._transfer.device.unified,
+            measured_depth=choice.measured_depth if choice.schedule.measures_depth else None,
+        )
+        entered_s = counters.requested_s
         kept: list[T] = []
-        bar = None
+        bar: Any = None
         try:
             start = position.begin_run()
-            bar = self._begin_watching()
+            bar = self._bar() if self._progress else None
+            starvation.begin()
             # No variable holds the inner generator, so it has ended when an except clause runs.
             for lent_batch in self._lend(choice):
                 position.batch = lent_batch.number + 1
                 position.checksum = lent_batch.checksum
-                if counters.batches >= starvation.next_check and not choice.excuses_waiting:
+                if counters.batches >= starvation.next_check and not choice.is_wait_expected:
                     starvation.check()
                 if bar is not None:
                     bar.update()
@@ -315,7 +327,10 @@ class EpochRunner:
         finally:
             # An error's traceback keeps this frame.
             kept.clear()
-            self._end_watching(bar, choice)
+            starvation.end(is_excused=choice.is_wait_expected)
+            if bar is not None:
+                bar.close()
+            counters.leave()
             position.end_run()
         n_batches = position.batch - start
         choice.end(n_batches, counters.now() - entered_s)
@@ -339,29 +354,6 @@ class EpochRunner:
         except Exception as error:
             self._counters.fail()
             return KeptError(error)
-
-    def _enter(self, choice: DepthChoice) -> float:
-        """Count a loop that begins; return the time."""
-        self._counters.enter(
-            choice.depth,
-            choice.schedule.n_readers if choice.depth else 1,
-            asynchronous=not self._transfer.device.unified,
-            measured_depth=choice.measured_depth if choice.schedule.measures_depth else None,
-        )
-        return self._counters.requested_s
-
-    def _begin_watching(self) -> Any:
-        """Return the progress bar or None, and begin to look for data stalls."""
-        bar = self._bar() if self._progress else None
-        self._starvation.begin()
-        return bar
-
-    def _end_watching(self, bar: Any, choice: DepthChoice) -> None:
-        """Close the progress bar and judge the run, for whatever reason it has ended."""
-        self._starvation.end(is_excused=choice.excuses_waiting)
-        if bar is not None:
-            bar.close()
-        self._counters.leave()
 
     def _log_failure(self) -> None:
         """Log the error of a write-back, because a loop that was left does not raise it."""
@@ -406,7 +398,7 @@ class EpochRunner:
             reason: Error of the iterator after its run was ended.
         """
         if self._last_loop is not None:
-            self._last_loop.require_not_forked()
+            self._last_loop.threads.require_not_forked()
         if not self._active.is_running:
             return True
         return self._again == "end" and self._active.end(reason)
@@ -426,4 +418,5 @@ def _mover(
     """Return the mover of a device, with its slots."""
     if device.unified:
         return HostTransfer(device, n_slots, capacity, counters)
-    return Transfer(device, n_slots, capacity, counters, transforms)
+    has_device_transform = transforms.device is not None
+    return Transfer(device, n_slots, capacity, counters, has_device_transform=has_device_transform)

@@ -1,13 +1,17 @@
-"""Filler: gathers the batches of an epoch into slots."""
+"""Filler: gathers the batches of an epoch into slots; TransformingFiller: transforms them, too."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from pinfeed.pipeline.draws import BatchDraws
-from pinfeed.pipeline.mover import Mover
+from pinfeed.pipeline.draws import BatchDraws, Mover
+from pinfeed.pipeline.loop_transforms import LoopTransforms, count_calls
+from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Cancelled, Slot
 from pinfeed.pipeline.sources.source import HostBatch, failed_batch
+from pinfeed.profiling.spans import Lane
+from pinfeed.threads.call import Pending
 
 
 class Filler:
@@ -16,9 +20,9 @@ class Filler:
     Args:
         mover: Mover of the slots.
         draws: The batches.
-        gather: Gathers a batch into a slot, given its number, as ``Mover.fill`` does.
+        gather: Gathers a batch into a slot, given its number, as the mover does.
         first: Number of the first batch.
-        batches_per_slot: Number of batches in a slot.
+        schedule: Schedule of the loop.
     """
 
     def __init__(
@@ -27,18 +31,13 @@ class Filler:
         draws: BatchDraws,
         gather: Callable[[Slot, HostBatch, int], Slot],
         first: int,
-        batches_per_slot: int,
+        schedule: PrefetchSchedule,
     ) -> None:
-        self.mover = mover
-        self.draws = draws
-        self.gather = gather
+        self._mover: Any = mover
+        self._gather = gather
         self._make = draws.make
         self._first = first
-        self._batches_per_slot = batches_per_slot
-
-    def number(self, turn: int) -> int:
-        """Return the number of the first batch of a turn."""
-        return self._first + turn * self._batches_per_slot
+        self._batches_per_slot = schedule.batches_per_slot
 
     def fill(self, slot: Slot, turn: int) -> Slot | None:
         """Fill a slot with the next batches; return None after the last one.
@@ -49,38 +48,159 @@ class Filler:
 
         Args:
             slot: Reserved slot.
-            turn: Number of this call, as ``BatchDraws.make`` takes it.
+            turn: Number of this call, as ``Draws.make`` takes it.
         """
         batch = self._make(slot, turn)
         if batch is None:
             return None
         number = self._first + turn * self._batches_per_slot
         try:
-            return self.gather(slot, batch, number)
+            return self._gather(slot, batch, number)
         except Cancelled:
             raise
         except Exception as error:
             if batch.keeps_errors:
-                return self.fail(slot, batch, error, number)
+                return self._fail(slot, batch, error, number)
             n_batches = len(batch.batches)
             n_good = self._n_good(slot, batch, number) if n_batches > 1 else 0
             if n_good in (0, n_batches):
                 # Either the first batch failed, or all succeed now and the failed one is unknown.
                 raise
             slot.error = error
-        return self.gather(slot, batch.cut(0, n_good), number)
+        return self._gather(slot, batch.cut(0, n_good), number)
 
-    def fail(self, slot: Slot, batch: HostBatch, error: Exception, number: int) -> Slot:
+    def _fail(self, slot: Slot, batch: HostBatch, error: Exception, number: int) -> Slot:
         """Fill a slot with the error of its batch, in place of the batch."""
         failed = failed_batch(error)
         failed.state = batch.state
-        return self.gather(slot, failed, number)
+        return self._gather(slot, failed, number)
 
     def _n_good(self, slot: Slot, batch: HostBatch, number: int) -> int:
         """Return the number of batches before the first that cannot be gathered."""
         for i in range(len(batch.batches)):
             try:
-                self.gather(slot, batch.cut(i, i + 1), number + i)
+                self._gather(slot, batch.cut(i, i + 1), number + i)
             except Exception:
                 return i
         return len(batch.batches)
+
+
+class TransformingFiller(Filler):
+    """Fills slots, and calls the transforms on their batches, in the order of batches.
+
+    Every batch has a slot of its own.
+
+    Args:
+        mover: Mover of the slots.
+        draws: The batches.
+        gather: Gathers a batch into a slot, given its number, as the mover does.
+        first: Number of the first batch.
+        schedule: Schedule of the loop.
+        transforms: The transforms.
+    """
+
+    def __init__(
+        self,
+        mover: Mover,
+        draws: BatchDraws,
+        gather: Callable[[Slot, HostBatch, int], Slot],
+        first: int,
+        schedule: PrefetchSchedule,
+        transforms: LoopTransforms,
+    ) -> None:
+        super().__init__(mover, draws, gather, first, schedule)
+        self._transforms = transforms
+        if transforms.gather is not None:
+            transforms.gather.begin(schedule)
+
+    def stop(self) -> None:
+        """End every fill at its next step, because the loop has ended. Any thread may call this."""
+        self._mover.stop()
+        if self._transforms.gather is not None:
+            self._transforms.gather.stop()
+
+    def fill(self, slot: Slot, turn: int) -> Slot | None:
+        """Fill a slot with the next batch (reader).
+
+        If ``host_transform`` takes rows of stores, this only adds these rows to the slot, and
+        ``transform`` fills it.
+        """
+        gather = self._transforms.gather
+        if gather is None:
+            return super().fill(slot, turn)
+        batch = self._make(slot, turn)
+        if batch is None:
+            return None
+        source_done_s = slot.source_done_s
+        gather.fill(slot, batch, self._first + turn)
+        slot.rows = batch.data(slot.tensors)
+        slot.tensors = []
+        slot.batch_tensors.clear()
+        slot.rows_s = self._mover.counters.now() - source_done_s
+        return slot
+
+    def transform(self, filled: Pending[Slot | None]) -> Slot | None:
+        """Call the transforms on the batch of a slot, and return the slot.
+
+        One thread calls this, in the order of batches.
+
+        Args:
+            filled: Call of ``fill``.
+        """
+        try:
+            slot = filled.result()
+        finally:
+            # The error's traceback keeps this frame, which must not keep the call, because the call
+            # keeps the error.
+            del filled
+        if slot is not None:
+            self._transform(slot)
+        return slot
+
+    def fill_now(
+        self, fill: Callable[[Slot, int], Slot | None], slot: Slot, turn: int
+    ) -> Slot | None:
+        """Call ``fill`` and the transforms in this thread, as the threads of a loop do."""
+        from pinfeed.tensors.transform_calls import modes_of_a_new_thread
+
+        with modes_of_a_new_thread():
+            filled = fill(slot, turn)
+            if filled is not None:
+                self._transform(filled)
+        return filled
+
+    def _transform(self, slot: Slot) -> None:
+        transforms = self._transforms
+        counters = self._mover.counters
+        number = slot.number
+        if transforms.gather is not None:
+            assert transforms.host is not None
+            rows = slot.rows
+            batch = slot.batch
+            assert batch is not None
+            slot.rows = None
+            self._mover.check_stop()
+            made = transforms.on_rows(rows, batch, number)
+            # Only the function may keep the memory of these rows.
+            del rows, batch
+            slot.host_transform_s = count_calls(
+                counters, "host_transform", transforms.host.take_calls()
+            )
+            slot.source_done_s = counters.now()
+            self._gather(slot, made, number)
+        if transforms.device is not None:
+            call = transforms.on_device(slot.tensors, number)
+            batch = slot.batch
+            assert batch is not None
+            try:
+                self._mover.transform(slot, call)
+            except Cancelled:
+                raise
+            except Exception as error:
+                if not batch.keeps_errors:
+                    raise
+                self._fail(slot, batch, error, number)
+            calls = transforms.device.take_calls()
+            # On an asynchronous device, the Transfer records the work that the transform queues.
+            lane: Lane | None = "device_transform" if self._mover.device.unified else None
+            slot.device_transform_s = count_calls(counters, lane, calls)

@@ -13,18 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-T = TypeVar("T")
+from pinfeed.devices.device import Event, Stream, Tensor
 
 Positions = npt.NDArray[np.int32]
 """Positions of rows in a batch."""
 
 
-class Span(NamedTuple):
+class PositionRange(NamedTuple):
     """Rows that two batches have in common: a part of ``SharedRows.positions``."""
 
     begin: int
@@ -44,9 +44,9 @@ class Span(NamedTuple):
 class Overlap(NamedTuple):
     """Rows that a batch has in common with an earlier one."""
 
-    latest: Span
+    latest: PositionRange
     """Rows that no batch between the two contains."""
-    hidden: Span
+    hidden: PositionRange
     """Rows that a batch between the two contains as well. If that batch writes them, its
     values are newer.
     """
@@ -57,13 +57,27 @@ class SharedRows:
     """Rows that a batch has in common with the batches before it."""
 
     positions: Positions
-    """Positions of the rows in the batches. The spans divide this array."""
+    """Positions of the rows in the batches. The ranges of ``overlaps`` divide this array."""
     overlaps: Sequence[Mapping[int, Overlap]]
     """For each group of rows, the overlap with each earlier batch, by its number."""
 
 
+@dataclass
+class HeldValues:
+    """Values of a write-back, on the device.
+
+    Each group of rows has one tensor per store, or None for an unchanged store.
+    """
+
+    tensors: list[list[Tensor | None]]
+    compute: Stream
+    """Stream of the consumer thread when the values were taken."""
+    ready: Event
+    """Event after the computation of the values."""
+
+
 @dataclass(eq=False)
-class Write(Generic[T]):
+class Write:
     """Values of rows that are to be written to their stores."""
 
     number: int
@@ -72,11 +86,10 @@ class Write(Generic[T]):
     """Number of the batch that the values belong to; a batch may be written more than once."""
     is_whole: Sequence[bool | None]
     """For each group of stores, whether all of them are written; None if none of them is."""
-    values: T
-    """The values, in the form that their owner keeps them in."""
+    values: HeldValues
 
 
-class WriteLog(Generic[T]):
+class WriteLog:
     """Writes that some gathered batch may not have seen, oldest first.
 
     The consumer thread appends, reads and forgets writes. The writer advances ``completed``, and
@@ -84,7 +97,7 @@ class WriteLog(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._writes: list[Write[T]] = []
+        self._writes: list[Write] = []
         self._next = 0
         self.completed = 0
         """Writes numbered below this are in their stores."""
@@ -94,14 +107,14 @@ class WriteLog(Generic[T]):
     def __len__(self) -> int:
         return len(self._writes)
 
-    def append(self, batch: int, is_whole: Sequence[bool | None], values: T) -> Write[T]:
+    def append(self, batch: int, is_whole: Sequence[bool | None], values: HeldValues) -> Write:
         """Add a write and return it, with its number."""
         write = Write(self._next, batch, is_whole, values)
         self._next += 1
         self._writes.append(write)
         return write
 
-    def since(self, number: int) -> list[Write[T]]:
+    def since(self, number: int) -> list[Write]:
         """Return the writes numbered ``number`` or above."""
         return [write for write in self._writes if write.number >= number]
 
@@ -116,8 +129,8 @@ class WriteLog(Generic[T]):
 
 
 def forwards(
-    writes: Sequence[Write[T]], group: int, batch: int, overlaps: Mapping[int, Overlap]
-) -> list[tuple[Write[T], Span]]:
+    writes: Sequence[Write], group: int, batch: int, overlaps: Mapping[int, Overlap]
+) -> list[tuple[Write, PositionRange]]:
     """Return the copies that update the rows of a group, in order.
 
     Args:
@@ -126,7 +139,7 @@ def forwards(
         batch: Number of the batch.
         overlaps: Rows that it has in common with each earlier batch.
     """
-    found: list[tuple[Write[T], Span]] = []
+    found: list[tuple[Write, PositionRange]] = []
     # Whether all batches from ``oldest`` to the previous one have written all stores. If so, a row
     # that one of these batches contains is not needed from any older batch.
     is_complete = True
@@ -136,7 +149,7 @@ def forwards(
         oldest = write.batch
         is_whole = write.is_whole[group]
         if is_whole is not None and (overlap := overlaps.get(write.batch)) is not None:
-            spans = overlap[:1] if is_complete else overlap
-            found += [(write, span) for span in spans if span.n_rows]
+            ranges = overlap[:1] if is_complete else overlap
+            found += [(write, shared) for shared in ranges if shared.n_rows]
         is_complete &= bool(is_whole)
     return found[::-1]

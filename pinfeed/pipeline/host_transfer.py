@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from pinfeed.devices.device import Tensor
 from pinfeed.memory.page_locked import unlock_freed
-from pinfeed.pipeline.mover import RunAll, run_in_turn
 from pinfeed.pipeline.part_memory import grown, known_nbytes, layout
+from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Cancelled, Slot
 from pinfeed.pipeline.sources.source import HostBatch
 from pinfeed.profiling.counters import Counters
@@ -66,21 +66,13 @@ class HostTransfer:
         """Slots that the running loop uses."""
         self.is_stopping = False
 
-    def begin(
-        self, n_slots: int, batches_per_slot: int, gather_all: RunAll = run_in_turn
-    ) -> Sequence[Slot]:
-        """Begin a loop.
-
-        Args:
-            n_slots: Number of slots that the loop uses.
-            batches_per_slot: Number of batches in each slot.
-            gather_all: Not used, because nothing is staged.
-        """
+    def begin(self, schedule: PrefetchSchedule) -> Sequence[Slot]:
+        """Begin a loop, and return the slots that it uses."""
         unlock_freed()
         self.is_stopping = False
-        self._n_batches = batches_per_slot
-        self._places = _places(self._capacity, batches_per_slot)
-        self.active_slots = self.slots[:n_slots]
+        self._n_batches = schedule.batches_per_slot
+        self._places = _places(self._capacity, self._n_batches)
+        self.active_slots = self.slots[: schedule.n_slots]
         return self.active_slots
 
     def stop(self) -> None:
@@ -121,7 +113,7 @@ class HostTransfer:
             deque((tensors,)) if len(batch.batches) == 1 else self.cut(batch, arrays)
         )
         slot.ready_s = self.counters.now()
-        slot.read_s = slot.source_s + slot.rows_s + slot.ready_s - slot.made_s
+        slot.read_s = slot.source_s + slot.rows_s + slot.ready_s - slot.source_done_s
         return slot
 
     def allocate(self, parts: Sequence[Any]) -> tuple[list[Array | None], int]:

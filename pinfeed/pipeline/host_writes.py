@@ -6,22 +6,19 @@ one call.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pinfeed.devices.device import RowCopy, Tensor
+from pinfeed.devices.device import Stream, Tensor
 from pinfeed.errors import WriteBackError
-from pinfeed.pipeline.cache_transfer import CacheTransfer
-from pinfeed.pipeline.forwarding import WriteLog, forwards
+from pinfeed.pipeline.forwarding import WriteLog
 from pinfeed.pipeline.host_transfer import HostTransfer
-from pinfeed.pipeline.pending_write import HeldValues, PendingWrite, require_distinct
 from pinfeed.pipeline.slot import Slot
 from pinfeed.pipeline.sources.source import HostBatch, RowGroup
+from pinfeed.pipeline.writer import PendingWrite, Writer
 
 
-class HostWrites:
+class HostWrites(Writer):
     """Takes the values of a loop that are to be written back, and writes them to their stores.
 
     Args:
@@ -29,20 +26,16 @@ class HostWrites:
     """
 
     def __init__(self, transfer: HostTransfer) -> None:
-        self.device = transfer.device
-        self.counters = transfer.counters
-        self.log: WriteLog[HeldValues] = WriteLog()
+        super().__init__(transfer.device, transfer.counters)
         self._transfer = transfer
         self._stream = transfer.device.current_stream()
-        self._cache_transfer = CacheTransfer(transfer.device, transfer.counters)
-        # Another thread that closes the feeder may take a number, too.
-        self._numbers = itertools.count()
 
     def reserve(self, slot: Slot) -> None:
         """Make a slot ready to be filled again (consumer)."""
         slot.batch = None
         slot.seen = self.log.completed
         if len(self.log):
+            # Every batch that is not lent yet has seen these writes.
             self.log.forget(min(slot.seen for slot in self._transfer.active_slots))
 
     def fill(self, slot: Slot, batch: HostBatch, number: int) -> Slot:
@@ -52,50 +45,8 @@ class HostWrites:
 
     def lend(self, slot: Slot) -> deque[list[Tensor]]:
         """Return the tensors of the slot's batch, with newer values and cached rows (consumer)."""
-        batch = slot.batch
-        assert batch is not None
-        if batch.shared is not None and (writes := self.log.since(slot.seen)):
-            for g, group in enumerate(batch.groups):
-                for write, span in forwards(writes, g, slot.number, batch.shared.overlaps[g]):
-                    earlier, later = (
-                        self.device.wrap(batch.shared.positions[slice(*ends)])
-                        for ends in (span.earlier, span.later)
-                    )
-                    copies = [
-                        RowCopy(held, slot.tensors[group.first + i], earlier, later)
-                        for i, held in enumerate(write.values.tensors[g])
-                        if held is not None
-                    ]
-                    self.device.copy_rows(copies, self._stream)
-        for group in batch.groups:
-            if group.cached is not None:
-                self._cache_transfer.lend(
-                    group, group.cached, slot.tensors, slot.number, self._stream
-                )
+        self._update_rows(slot, self._stream)
         return slot.batch_tensors
-
-    def hold(
-        self,
-        groups: Sequence[RowGroup],
-        values: Sequence[Sequence[Tensor | None] | None],
-        batch: int,
-        *,
-        copied: bool,
-    ) -> PendingWrite:
-        """Take values that are to be written back, as ``Transfer.hold`` does (consumer)."""
-        require_distinct(groups, values)
-        held: list[list[Tensor | None]] = []
-        for group, tensors in zip(groups, values, strict=True):
-            kept = list(tensors) if tensors is not None else []
-            if group.cached is not None:
-                kept = self._cache_transfer.put(group.cached, tensors, self._stream)
-            elif copied:
-                kept = [
-                    None if tensor is None else self._copy(tensor, group, i)
-                    for i, tensor in enumerate(kept)
-                ]
-            held.append(kept)
-        return self._pending(self.log, batch, [group.as_written() for group in groups], held)
 
     def write_to_stores(self, pending: PendingWrite) -> None:
         """Write values back to their stores (a writer, or the consumer at depth 0)."""
@@ -119,44 +70,21 @@ class HostWrites:
         if self.counters.timeline is not None:
             self.counters.timeline.add("write", pending.batch, start, now)
 
-    @property
-    def has_caches(self) -> bool:
-        """Whether the running loop has lent rows of a cache."""
-        return bool(self._cache_transfer.caches)
-
-    def changed_rows(self, *, is_last: bool) -> Iterator[PendingWrite]:
-        """Yield writes of changed rows in caches, as ``Transfer.changed_rows`` does (consumer)."""
-        for group, chunk in self._cache_transfer.all_changed_rows(is_last=is_last):
-            yield self._pending(WriteLog(), chunk.batch, [group], [chunk.values])
-
-    def note_flushed(self) -> None:
-        """Note that the rows of ``changed_rows`` were written (consumer)."""
-        self._cache_transfer.note_flushed()
-
     def quiesce(self) -> None:
         """Free the caches, and drop the batches in the slots (consumer)."""
-        self._cache_transfer.close()
+        self._caches.close()
         self._transfer.quiesce()
         self.log = WriteLog()
 
-    def _copy(self, value: Tensor, group: RowGroup, i: int) -> Any:
+    def _copy(self, value: Tensor, group: RowGroup, i: int, compute: Stream) -> Any:
         """Copy values of a group's store ``i`` into an array, which ``write`` also accepts."""
         store = group.stores[i]
         shape = (len(group.rows), *store.row_shape)
         out = self._transfer.array(group.first + i, shape, store.dtype)
-        self.device.copy(value, out, self._stream)
+        self.device.copy(value, out, compute)
         return out
 
-    def _pending(
-        self,
-        log: WriteLog[HeldValues],
-        batch: int,
-        groups: Sequence[RowGroup],
-        held: list[list[Tensor | None]],
-    ) -> PendingWrite:
-        is_whole = [
-            all(tensor is not None for tensor in tensors) if tensors else None for tensors in held
-        ]
-        values = HeldValues(held, self._stream, self._stream.record())
-        write = log.append(batch, is_whole, values)
-        return PendingWrite(next(self._numbers), write, groups, log)
+    def _shared_positions(self, slot: Slot) -> Tensor:
+        assert slot.batch is not None
+        assert slot.batch.shared is not None
+        return self.device.wrap(slot.batch.shared.positions)

@@ -9,9 +9,9 @@ from typing import Any
 
 from pinfeed.devices.device import Tensor
 from pinfeed.errors import WriteBackError
-from pinfeed.pipeline.mover import Writer
 from pinfeed.pipeline.sources.source import HostBatch, RowGroup
 from pinfeed.pipeline.write_queue import WriteQueue
+from pinfeed.pipeline.writer import Writer
 
 
 class LentBatch:
@@ -135,7 +135,7 @@ class WritableBatch(LentBatch):
         is_cached = any(group.cached is not None for group in self._slot_groups)
         with self._write_queue.adding if is_cached else contextlib.nullcontext():
             self._write_queue.require_running()
-            held = self._writer.hold(self.groups, values, self.number, copied=copied)
+            held = self._writer.capture_values(self.groups, values, self.number, copied=copied)
             self._write_queue.add(held, check=check)
         self._is_written = True
 

@@ -22,15 +22,15 @@ from typing import Any, TypeVar
 from pinfeed.devices.device import Tensor
 from pinfeed.errors import ClosedError
 from pinfeed.memory import page_locked
-from pinfeed.pipeline.draws import BatchDraws
+from pinfeed.pipeline.draws import BatchDraws, Mover
 from pinfeed.pipeline.lent_batch import LentBatch, WritableBatch, finish_each
 from pinfeed.pipeline.loop_threads import LoopThreads
-from pinfeed.pipeline.mover import Mover, Writer
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Cancelled, Slot
 from pinfeed.pipeline.sources.guarded import ENDS_SILENTLY, raise_if_silent
 from pinfeed.pipeline.sources.source import HostBatch
 from pinfeed.pipeline.write_queue import WriteQueue
+from pinfeed.pipeline.writer import Writer
 from pinfeed.threads.call import Pending
 from pinfeed.threads.exit import exit_hook
 
@@ -71,9 +71,9 @@ class FillParts(LoopParts):
     fill: Callable[[Slot, int], Slot | None]
     """Fills a slot in a reader thread, given the number of the call."""
     fill_now: Callable[[Slot, int], Slot | None]
-    """Does the same in the thread of the loop, with the transforms."""
+    """Does the same in the thread of the loop, with ``reserve`` and the transforms."""
     reserve: Callable[[Slot], object] | None = None
-    """Makes a slot ready to be filled; None if nothing has to be done."""
+    """Makes a slot ready for ``fill``; None if nothing has to be done."""
     transform: Callable[[Any], Slot | None] | None = None
     """Calls the transforms on the batch of a slot, in a thread of their own; None for none."""
     wait: Callable[[Pending[Slot | None]], Slot | None] = operator.methodcaller("result")
@@ -107,13 +107,13 @@ class Loop:
         self._reference = weakref.ref(self)
         # The loop, close() and the garbage collector may end it at the same time.
         self._ending = threading.RLock()
-        self._threads = LoopThreads(parts.mover.device, parts.schedule, is_named=parts.is_named)
+        self.threads = LoopThreads(parts.mover.device, parts.schedule, is_named=parts.is_named)
         self.write_queue: WriteQueue | None = None
         if parts.writer is not None:
             limit = parts.schedule.max_pending_writes
-            self.write_queue = WriteQueue(parts.writer, self._threads, limit)
+            self.write_queue = WriteQueue(parts.writer, self.threads, limit)
         # Slots that are not being filled; the last one was lent last.
-        self._free: deque[Slot] = deque()
+        self._free: deque[Slot] = deque(parts.mover.begin(parts.schedule))
         # Number of batches in the slot that was lent last.
         self._n_lent = 0
 
@@ -138,7 +138,7 @@ class Loop:
         """Yield the batches that ``make`` makes of the contents of each slot."""
         counters = self._counters
         mover: Any = self._parts.mover
-        threads = self._threads
+        threads = self.threads
         lend = self._parts.lend
         number = self._parts.first
         is_unified = mover.device.unified
@@ -200,12 +200,12 @@ class Loop:
         interrupt calls this again first.
         """
         with self._ending:
-            if self._threads.has_ended:
+            if self.threads.has_ended:
                 return
             # The steps run in reverse order.
             with contextlib.ExitStack() as stack:
                 stack.callback(self._parts.quiesce)
-                stack.callback(self._threads.join_writers)
+                stack.callback(self.threads.join_writers)
                 if self.write_queue is not None:
                     stack.callback(self.write_queue.finish)
                     # Twice, in case an interrupt ends the first call, because only the device has
@@ -215,9 +215,9 @@ class Loop:
                 stack.callback(self._parts.close)
                 # Fills that have not begun are not cancelled, because each submitted fill must take
                 # its turn. Later fills would wait for it otherwise.
-                stack.callback(self._threads.join_readers)
+                stack.callback(self.threads.join_readers)
                 self._parts.stop()
-            self._threads.has_ended = True
+            self.threads.has_ended = True
             exit_hook.loops.discard(self._reference)
 
     def save(self) -> None:
@@ -254,19 +254,6 @@ class Loop:
             self.write_queue.drain()
             self._parts.writer.note_flushed()
 
-    @property
-    def is_forked(self) -> bool:
-        """Whether this process was forked while the loop ran, and so has none of its threads."""
-        return self._threads.is_forked
-
-    def require_not_forked(self) -> None:
-        """Check that this is the process in which the loop began.
-
-        Raises:
-            ClosedError: If it is another process.
-        """
-        self._threads.require_not_forked()
-
     def _forget_slots(self) -> None:
         """Drop all slots, because their memory belongs to the loop that ends."""
         self._free.clear()
@@ -277,11 +264,11 @@ class Loop:
         # A loop that was left has not requested another batch.
         self._counters.request()
         self._counters.receive_none()
-        if self._threads.is_forked:
+        if self.threads.is_forked:
             # The threads and their work belong to the other process.
             return
         here = threading.current_thread()
-        is_worker = self._threads.is_inside and here.name != "pinfeed-end"
+        is_worker = self.threads.is_inside and here.name != "pinfeed-end"
         if here.ident != self.consumer and is_worker:
             # The garbage collector frees the loop in one of its worker threads, maybe in one of the
             # source. A worker thread cannot wait for itself.
@@ -302,19 +289,11 @@ class SynchronousLoop(Loop):
     def __init__(self, parts: FillParts) -> None:
         super().__init__(parts)
         # This loop has a single slot, which it fills again and again.
-        self._free = deque(parts.mover.begin(1, parts.schedule.batches_per_slot), maxlen=1)
+        self._free = deque(self._free, maxlen=1)
 
     def _slots(self) -> Callable[[], Slot | None]:
         fill = functools.partial(self._parts.fill_now, self._free[0])
-        if self._parts.reserve is not None:
-            fill = functools.partial(_reserve_and_fill, self._parts, self._free[0])
         return map(fill, itertools.count()).__next__
-
-
-def _reserve_and_fill(parts: FillParts, slot: Slot, turn: int) -> Slot | None:
-    assert parts.reserve is not None
-    parts.reserve(slot)
-    return parts.fill_now(slot, turn)
 
 
 def _raise_error(slot: Slot) -> None:

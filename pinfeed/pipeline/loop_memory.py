@@ -1,16 +1,38 @@
-"""loop_allocations(): the sum of the memory that the parts of a loop declare."""
+"""loop_allocations(): the memory that a loop takes, listed for the plan."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
-from pinfeed.memory.depth import DEFAULT_DEPTH, n_held
+import numpy as np
+
+from pinfeed.devices.device import OVERLAP_CHUNK_BYTES, aligned
+from pinfeed.memory.depth import DEFAULT_DEPTH, n_batches, n_held
+from pinfeed.memory.pages import block_nbytes
 from pinfeed.memory.plan import Allocation
-from pinfeed.pipeline.part_memory import PartSize, part_allocations
-from pinfeed.pipeline.recent_rows import shared_row_allocations
+from pinfeed.pipeline.recent_rows import n_entries
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.slot_gather import index_allocations
 from pinfeed.rows.batches import ORDER_BYTES
+from pinfeed.rows.orders import most_copies
+from pinfeed.rows.ragged_batches import ElementBatches
+from pinfeed.stores.ragged import RaggedStore
+
+# For each row of a kept batch: its index, its position, and a link to an earlier batch.
+_KEPT_ROW_NBYTES = 8 + 2 * 4
+
+
+class PartSize(NamedTuple):
+    """Size of a part of a batch."""
+
+    nbytes: int
+    """Most bytes that the memory of the part may have."""
+    reserved: int = 0
+    """Bytes that every batch reserves in advance."""
+    is_staged: bool = False
+    """Whether the device cannot read the part directly."""
+    is_written: bool = False
+    """Whether the part may be written back."""
 
 
 def loop_allocations(
@@ -35,7 +57,7 @@ def loop_allocations(
     # If small batches are gathered together, a loop that writes prefetches fewer batches.
     n_ahead = min(depth, DEFAULT_DEPTH) if schedule.batches_per_slot > 1 else depth
     n_writes = n_held(n_ahead) if written else 0
-    found = part_allocations(
+    found = _part_allocations(
         parts,
         schedule,
         n_writes,
@@ -49,3 +71,138 @@ def loop_allocations(
         found += shared_row_allocations(n_rows, n_ahead, largest, unified=unified)
     found.append(Allocation("the order of the rows", "host", 1, ORDER_BYTES))
     return [item for item in found if item.total]
+
+
+def _part_allocations(
+    parts: Sequence[PartSize],
+    schedule: PrefetchSchedule,
+    n_held: int,
+    *,
+    unified: bool,
+    what: str = "batches",
+) -> list[Allocation]:
+    """List the memory of batches and of values that are written back, and their staging memory.
+
+    Args:
+        parts: Parts of the largest batch.
+        schedule: Number of batches to prefetch.
+        n_held: Number of write-backs that are in memory at a time.
+        unified: Whether the batches live in host memory.
+        what: Use of the batches.
+    """
+    place: Literal["host", "device"] = "host" if unified else "device"
+    nbytes_of = _in_pages if unified else _on_device
+    n = n_batches(schedule.depth, schedule.batches_per_slot)
+    written = [part for part in parts if part.is_written]
+    staged = [] if unified else [part for part in parts if part.is_staged]
+    staged_writes = [part for part in staged if part.is_written]
+    return [
+        Allocation(what, place, n, nbytes_of(parts)),
+        Allocation("values that are written back", place, n_held, nbytes_of(written)),
+        Allocation("staging", "pinned", schedule.depth + 1, _in_pages(staged)),
+        # Two write-backs overlap.
+        Allocation("staging of a write-back", "pinned", 2, _in_pages(staged_writes)),
+    ]
+
+
+def _in_pages(parts: Sequence[PartSize]) -> int:
+    """Return the bytes of the parts in host memory, each in whole pages."""
+    return sum(block_nbytes(part.nbytes) for part in parts)
+
+
+def _on_device(parts: Sequence[PartSize]) -> int:
+    # Parts without bytes count, too.
+    return sum(aligned(max(1, part.nbytes)) for part in parts)
+
+
+def index_allocations(n_rows: int, depth: int, n_held: int, *, by_device: bool) -> list[Allocation]:
+    """List the memory of row indices.
+
+    Args:
+        n_rows: Rows of a batch.
+        depth: Number of prefetched batches.
+        n_held: Number of write-backs that are in memory at a time.
+        by_device: Whether the device reads some parts itself.
+    """
+    nbytes = n_rows * np.dtype(np.int64).itemsize
+    found = [Allocation("row indices", "host", depth + 3 + n_held, nbytes)]
+    if by_device:
+        # Kernels take the row indices of each batch, also to write it back.
+        n_uploaded = depth + 2 + n_held
+        found += [
+            Allocation("page-locked row indices", "pinned", depth + 1, block_nbytes(nbytes)),
+            Allocation("uploaded row indices", "device", n_uploaded, aligned(nbytes)),
+        ]
+    return found
+
+
+def shared_row_allocations(
+    n_rows: int, n_ahead: int, largest: int, *, unified: bool
+) -> list[Allocation]:
+    """List the buffers that find and copy rows that a batch shares with earlier ones.
+
+    Args:
+        n_rows: Rows of a batch.
+        n_ahead: Number of prefetched batches, at least 1.
+        largest: Bytes of the largest part of a batch that may be written back.
+        unified: Whether the batches live in host memory.
+    """
+    n_written = n_held(n_ahead)
+    n_batches = n_ahead + 2
+    table = n_entries(n_written * n_rows) * np.dtype(np.uint32).itemsize
+    # At most, every row is in every batch with which it is compared.
+    positions = 2 * n_rows * n_written * np.dtype(np.int32).itemsize
+    # A reader thread may search rows in batches that a later batch no longer needs.
+    n_recent = n_written + n_ahead
+    found = [
+        Allocation("rows of recent batches", "host", n_recent, n_rows * _KEPT_ROW_NBYTES),
+        Allocation("table of recent rows", "host", 1, table),
+        Allocation("positions of shared rows", "host", n_batches, positions),
+    ]
+    if unified:
+        return found
+    # The device copies whole rows, with their indices in both batches.
+    copied = max(largest // n_rows, min(OVERLAP_CHUNK_BYTES, largest)) + 2 * n_rows * 8
+    staged = block_nbytes(positions)
+    return [
+        *found,
+        Allocation("staged positions of shared rows", "pinned", n_ahead + 1, staged),
+        Allocation("uploaded positions of shared rows", "device", n_batches, staged),
+        Allocation("shared rows that are copied", "device", 1, aligned(copied)),
+    ]
+
+
+def ragged_sizes(
+    store: RaggedStore, rows: Any, *, is_limited: bool, is_staged: bool
+) -> Callable[[int], list[PartSize]]:
+    """Return a function from the number of rows of a batch to the sizes of its two ragged arrays.
+
+    With limits, or with batches that are bounded by elements, every batch reserves memory for the
+    largest batch. Without either, one very long row would multiply the memory of all batches.
+    Batches then reserve memory for a usual batch, which grows if a larger batch occurs.
+
+    Args:
+        store: The ragged rows.
+        rows: An order, or any other iterable of row indices or batches.
+        is_limited: Whether there are memory limits.
+        is_staged: Whether the batches are moved to a device.
+    """
+    max_elements = None
+    copies = most_copies(rows)
+    if isinstance(rows, ElementBatches):
+        max_elements = rows.most_elements(padded=store.layout == "padded")
+        copies = most_copies(rows.order)
+    is_exact = is_limited or max_elements is not None
+
+    def sizes(n_rows: int) -> list[PartSize]:
+        both = store.batch_nbytes(n_rows, copies=copies, max_elements=max_elements)
+        if is_exact:
+            return [PartSize(nbytes, nbytes, is_staged) for nbytes in both]
+        items, bounds = both
+        # Memory that grows is rounded up by at most a sixteenth.
+        return [
+            PartSize(items + -(-items // 16), min(items, store.usual_nbytes(n_rows)), is_staged),
+            PartSize(bounds + -(-bounds // 16), bounds, is_staged),
+        ]
+
+    return sizes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -10,18 +12,18 @@ from typing import Any
 from pinfeed.devices.device import Device
 from pinfeed.errors import ClosedError
 from pinfeed.native.crew import Crew
-from pinfeed.native.memory_rows import MemoryRows
-from pinfeed.pipeline.helper_threads import HelperThreads
-from pinfeed.pipeline.mover import run_in_turn
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.stores.host_rows import N_GATHERING_THREADS
-from pinfeed.threads.call import Pending, Workers
+from pinfeed.threads.call import Call, Pending, Workers
 from pinfeed.threads.exit import exit_hook
 
 # Number of threads that help the writer to scatter the rows of a write-back. Together they use at
 # most half of the cores.
 _N_SCATTER_HELPERS = max(0, min(len(os.sched_getaffinity(0)) // 2, 4) - 1)
+
+_READ_HELPERS = "pinfeed-read-helper"
+_SCATTER_HELPERS = "pinfeed-scatter-helper"
 
 _CLOSED = (
     "another thread closed the feeder while its loop ran; join the thread of the loop before "
@@ -53,8 +55,6 @@ class LoopThreads:
         """Number of forks until the loop began; another number shows a forked process."""
         self.has_ended = False
         """Whether the loop has ended and its threads are joined."""
-        self.call: Callable[..., Any] = self._call_named if is_named else _call
-        """Makes a call ``(lane, batch, fn, *args)`` in this thread, named for a profiler."""
         self._is_named = is_named
         # Identifiers of the threads that have written rows back.
         self._writers: set[int] = set()
@@ -66,12 +66,14 @@ class LoopThreads:
         self._are_writers_joined = False
         self._reader: Workers | None = None
         self._transformer: Workers | None = None
-        self._crew: Crew | None = None
+        self.crew: Crew | None = None
+        """Threads that copy rows without Python; None if the loop has none."""
         self._writer: Workers | None = None
         self._scatterer: Workers | None = None
-        self._scatter_helpers = HelperThreads(device, "pinfeed-scatter-helper", _N_SCATTER_HELPERS)
-        n_gather_helpers = max(0, N_GATHERING_THREADS - schedule.n_readers)
-        self._gather_helpers = HelperThreads(device, "pinfeed-read-helper", n_gather_helpers)
+        # Threads that share the calls of a reader or of the second writer, by the prefix of their
+        # names. Several reader threads may make the first such calls at the same time.
+        self._helpers: dict[str, Workers] = {}
+        self._starting_helpers = threading.Lock()
 
     def start_readers(self, *, calls_transforms: bool) -> None:
         """Start the reader threads.
@@ -95,30 +97,11 @@ class LoopThreads:
         assert self._transformer is not None
         return self._transformer
 
-    def start_crew(
-        self,
-        sources: Sequence[MemoryRows],
-        *,
-        n_threads: int,
-        n_jobs: int,
-        ring_at: int,
-        bypass: bool,
-    ) -> None:
-        """Start the threads that copy rows without Python; the arguments are those of ``Crew``."""
-        self._crew = Crew(
-            sources, n_threads=n_threads, n_jobs=n_jobs, ring_at=ring_at, bypass=bypass
-        )
-
-    @property
-    def crew(self) -> Crew:
-        """Threads that copy rows without Python."""
-        assert self._crew is not None
-        return self._crew
-
-    def stop_crew(self) -> None:
-        """End the threads that copy rows, which then use no memory of their jobs any more."""
-        if self._crew is not None:
-            self._crew.shutdown()
+    def write_now(self, batch: int, fn: Callable[..., Any], *args: Any) -> None:
+        """Call ``fn(*args)`` for a batch in this thread."""
+        if self._is_named:
+            fn = functools.partial(call_named, self._device, f"write {batch}", fn)
+        guarded(fn, *args)
 
     def submit_write(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
         """Make the first writer thread call ``fn(*args)`` for a batch."""
@@ -136,33 +119,33 @@ class LoopThreads:
                 self._scatterer = self._device.worker("pinfeed-scatter")
             return self._submit(self._scatterer, "scatter", batch, fn, *args)
 
-    def run_all(self, calls: Sequence[Callable[[], object]]) -> None:
+    def scatter_all(self, calls: Sequence[Callable[[], object]]) -> None:
         """Make several calls, in several threads if the machine has cores (second writer).
 
         Return, or raise the first error, when all calls have ended.
         """
-        self._scatter_helpers.run_all(calls)
+        self._share(calls, _SCATTER_HELPERS, _N_SCATTER_HELPERS)
 
     def gather_all(self, calls: Sequence[Callable[[], object]]) -> None:
-        """Make several calls, in several threads if the machine has cores (reader).
-
-        Return, or raise the first error, when all calls have ended.
-        """
+        """Do the same for a reader."""
         if self.is_inline:
             # An interrupt of the caller must not leave calls to other threads.
-            run_in_turn(calls)
+            for call in calls:
+                call()
         else:
-            self._gather_helpers.run_all(calls)
+            n_helpers = max(0, N_GATHERING_THREADS - self._schedule.n_readers)
+            self._share(calls, _READ_HELPERS, n_helpers)
 
     def join_readers(self) -> None:
         """Wait until the reader threads, the transform thread and the crew have ended."""
         try:
-            self.stop_crew()
+            if self.crew is not None:
+                self.crew.shutdown()
         finally:
             for worker in (self._reader, self._transformer):
                 if worker is not None:
                     worker.shutdown(wait=True)
-            self._gather_helpers.shutdown()
+            self._join_helpers(_READ_HELPERS)
 
     def join_writers(self) -> None:
         """Wait until the writer threads have made all submitted calls."""
@@ -171,7 +154,7 @@ class LoopThreads:
         for worker in (self._writer, self._scatterer):
             if worker is not None:
                 worker.shutdown(wait=True)
-        self._scatter_helpers.shutdown()
+        self._join_helpers(_SCATTER_HELPERS)
 
     @property
     def is_inside(self) -> bool:
@@ -202,39 +185,76 @@ class LoopThreads:
         Raises:
             ClosedError: If the process is a fork, or another thread has closed the feeder.
         """
-        self.require_not_forked()
+        if self.n_forks != exit_hook.n_forks:
+            self.require_not_forked()
         if self.has_ended:
             raise ClosedError(_CLOSED)
+
+    def _share(self, calls: Sequence[Callable[[], object]], helpers: str, n_helpers: int) -> None:
+        """Make several calls, in this thread and in helpers, and raise the first error."""
+        error = self._first_error(calls, helpers, n_helpers)
+        if error is not None:
+            try:
+                raise error
+            finally:
+                # The error's traceback keeps this frame, which must not keep the error.
+                del error
+
+    def _first_error(
+        self, calls: Sequence[Callable[[], object]], helpers: str, n_helpers: int
+    ) -> BaseException | None:
+        own: list[Call[object]] = []
+        pending: list[Pending[object]] = []
+        for i, call in enumerate(calls):
+            submitted = None
+            if i % (1 + n_helpers):
+                # If the program is ending, or no thread starts, this thread makes the call.
+                with contextlib.suppress(Exception):
+                    submitted = self._started(helpers, n_helpers).submit(guarded, call)
+            if submitted is None:
+                own.append(Call(call))
+            else:
+                pending.append(submitted)
+        for made in own:
+            made.run()
+        pending += own
+        errors = [made.exception() for made in pending]
+        return next(filter(None, errors), None)
+
+    def _started(self, helpers: str, n_helpers: int) -> Workers:
+        with self._starting_helpers:
+            if helpers not in self._helpers:
+                self._helpers[helpers] = self._device.worker(helpers, n_helpers)
+            return self._helpers[helpers]
+
+    def _join_helpers(self, helpers: str) -> None:
+        if helpers in self._helpers:
+            self._helpers[helpers].shutdown(wait=True)
 
     def _require_writers(self) -> None:
         if self._are_writers_joined:
             raise ClosedError(_CLOSED)
 
     def _submit(
-        self, workers: Workers | None, lane: str, batch: int, fn: Callable[..., Any], *args: Any
+        self, workers: Workers, lane: str, batch: int, fn: Callable[..., Any], *args: Any
     ) -> Pending[Any]:
-        assert workers is not None
         if self._is_named:
-            return workers.submit(self._write, self.call, lane, batch, fn, *args)
+            return workers.submit(
+                self._write, call_named, self._device, f"{lane} {batch}", fn, *args
+            )
         return workers.submit(self._write, fn, *args)
 
     def _write(self, fn: Callable[..., Any], *args: Any) -> Any:
         self._writers.add(threading.get_ident())
         return guarded(fn, *args)
 
-    def _call_named(self, lane: str, batch: int, fn: Callable[..., Any], *args: Any) -> Any:
-        with self._device.named(f"pinfeed {lane} {batch}"):
-            try:
-                return fn(*args)
-            finally:
-                # An error's traceback keeps this frame, which must not keep the call, because the
-                # call keeps the error.
-                del fn, args
 
-
-def _call(lane: str, batch: int, fn: Callable[..., Any], *args: Any) -> Any:
-    try:
-        return fn(*args)
-    finally:
-        # For the same reason as in _call_named.
-        del fn, args
+def call_named(device: Device, name: str, fn: Callable[..., Any], *args: Any) -> Any:
+    """Call ``fn(*args)`` under a name that the profiler of a GPU shows, such as ``write 12``."""
+    with device.named(f"pinfeed {name}"):
+        try:
+            return fn(*args)
+        finally:
+            # An error's traceback keeps this frame, which must not keep the call, because the call
+            # keeps the error.
+            del fn, args

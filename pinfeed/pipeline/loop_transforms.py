@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -13,9 +12,11 @@ from pinfeed.devices.device import Tensor
 from pinfeed.memory.depth import n_batches
 from pinfeed.memory.plan import Allocation, Place, Plan
 from pinfeed.pipeline.host_transfer import HostTransfer
-from pinfeed.pipeline.sources.batch_transform import BatchTransform
+from pinfeed.pipeline.sources.batch_transform import BatchTransform, TransformCall
 from pinfeed.pipeline.sources.host_leaves import host_batch_of
 from pinfeed.pipeline.sources.source import HostBatch, RowGroup
+from pinfeed.profiling.counters import Counters
+from pinfeed.profiling.spans import Lane
 
 
 class TransformNbytes(NamedTuple):
@@ -73,12 +74,6 @@ class LoopTransforms:
 
     def __bool__(self) -> bool:
         return self.host is not None or self.device is not None
-
-    def modes(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which transforms run as in a thread of their own."""
-        from pinfeed.tensors.transform_calls import modes_of_a_new_thread
-
-        return modes_of_a_new_thread()
 
     @property
     def take_generators(self) -> bool:
@@ -157,3 +152,17 @@ class LoopTransforms:
 
 NO_TRANSFORMS = LoopTransforms()
 """Value for a loop without transforms."""
+
+
+def count_calls(counters: Counters, lane: Lane | None, calls: Sequence[TransformCall]) -> float:
+    """Return the seconds of calls of a transform, and record them in a timeline.
+
+    Args:
+        counters: Counters of the loop.
+        lane: Lane of the timeline; None to record nothing.
+        calls: The calls.
+    """
+    if counters.timeline is not None and lane is not None:
+        for call in calls:
+            counters.timeline.add(lane, *call)
+    return sum(call.end_s - call.start_s for call in calls)

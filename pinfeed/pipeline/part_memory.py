@@ -1,7 +1,4 @@
-"""PartMemory: the device memory of the parts of a batch; small parts share one buffer.
-
-PartSize: the most memory of a part, for the plan.
-"""
+"""PartMemory: the device memory of the parts of a batch; small parts share one buffer."""
 
 from __future__ import annotations
 
@@ -9,20 +6,13 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pinfeed.devices.device import Buffer, Device, aligned
-from pinfeed.memory.depth import n_batches
-from pinfeed.memory.pages import block_nbytes
-from pinfeed.memory.plan import Allocation
-from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.rows.orders import most_copies
-from pinfeed.rows.ragged_batches import ElementBatches
-from pinfeed.stores.ragged import RaggedStore
 
 # Small parts are allocated and copied together, because each call costs as much time as a copy of
 # about 100 KiB. A tensor that the user keeps also keeps the other small parts of its batch, so
@@ -34,19 +24,6 @@ _SHARED_NBYTES = 1 << 20
 Staging = dict[str | int, npt.NDArray[np.uint8]]
 """Page-locked memory, by the index of the part, or ``SHARED`` for the buffer of the small ones."""
 SHARED = "shared"
-
-
-class PartSize(NamedTuple):
-    """Size of a part of a batch."""
-
-    nbytes: int
-    """Most bytes that the memory of the part may have."""
-    reserved: int = 0
-    """Bytes that every batch reserves in advance."""
-    is_staged: bool = False
-    """Whether the device cannot read the part directly."""
-    is_written: bool = False
-    """Whether the part may be written back."""
 
 
 class Place(NamedTuple):
@@ -110,14 +87,6 @@ class PartMemory:
             return found, True
         size = grown(found.nbytes if found is not None else 0, nbytes)
         return Place(self._device.empty(size, stream), 0, size, False), False
-
-    def allocate(self, i: int, nbytes: int, n_batches: int, stream: Any) -> Buffer:
-        """Return memory for part ``i``, at least that of ``n_batches`` full batches.
-
-        All batches request the same number of bytes, so that freed memory is reused.
-        """
-        full = self.capacity[i] * n_batches if i < len(self.capacity) else 0
-        return self._device.empty(max(nbytes, full), stream)
 
     def staging(
         self,
@@ -193,81 +162,3 @@ def grown(capacity: int, needed: int) -> int:
         return max(capacity, needed)
     step = 1 << max(0, needed.bit_length() - 5)
     return -(-needed // step) * step
-
-
-def ragged_sizes(
-    store: RaggedStore, rows: Any, *, is_limited: bool, is_staged: bool
-) -> Callable[[int], list[PartSize]]:
-    """Return a function from the number of rows of a batch to the sizes of its two ragged arrays.
-
-    With limits, or with batches that are bounded by elements, every batch reserves memory for the
-    largest batch. Without either, one very long row would multiply the memory of all batches.
-    Batches then reserve memory for a usual batch, which grows if a larger batch occurs.
-
-    Args:
-        store: The ragged rows.
-        rows: An order, or any other iterable of row indices or batches.
-        is_limited: Whether there are memory limits.
-        is_staged: Whether the batches are moved to a device.
-    """
-    max_elements = None
-    copies = most_copies(rows)
-    if isinstance(rows, ElementBatches):
-        max_elements = rows.most_elements(padded=store.layout == "padded")
-        copies = most_copies(rows.order)
-    is_exact = is_limited or max_elements is not None
-
-    def sizes(n_rows: int) -> list[PartSize]:
-        both = store.batch_nbytes(n_rows, copies=copies, max_elements=max_elements)
-        if is_exact:
-            return [PartSize(nbytes, nbytes, is_staged) for nbytes in both]
-        items, bounds = both
-        # Memory that grows is rounded up by at most a sixteenth.
-        return [
-            PartSize(items + -(-items // 16), min(items, store.usual_nbytes(n_rows)), is_staged),
-            PartSize(bounds + -(-bounds // 16), bounds, is_staged),
-        ]
-
-    return sizes
-
-
-def part_allocations(
-    parts: Sequence[PartSize],
-    schedule: PrefetchSchedule,
-    n_held: int,
-    *,
-    unified: bool,
-    what: str = "batches",
-) -> list[Allocation]:
-    """List the memory of batches and of values that are written back, and their staging memory.
-
-    Args:
-        parts: Parts of the largest batch.
-        schedule: Number of batches to prefetch.
-        n_held: Number of write-backs that are in memory at a time.
-        unified: Whether the batches live in host memory.
-        what: Use of the batches.
-    """
-    place: Literal["host", "device"] = "host" if unified else "device"
-    nbytes_of = in_pages if unified else _on_device
-    n = n_batches(schedule.depth, schedule.batches_per_slot)
-    written = [part for part in parts if part.is_written]
-    staged = [] if unified else [part for part in parts if part.is_staged]
-    staged_writes = [part for part in staged if part.is_written]
-    return [
-        Allocation(what, place, n, nbytes_of(parts)),
-        Allocation("values that are written back", place, n_held, nbytes_of(written)),
-        Allocation("staging", "pinned", schedule.depth + 1, in_pages(staged)),
-        # Two write-backs overlap.
-        Allocation("staging of a write-back", "pinned", 2, in_pages(staged_writes)),
-    ]
-
-
-def in_pages(parts: Sequence[PartSize]) -> int:
-    """Return the bytes of the parts in host memory, each in whole pages."""
-    return sum(block_nbytes(part.nbytes) for part in parts)
-
-
-def _on_device(parts: Sequence[PartSize]) -> int:
-    # Parts without bytes count, too.
-    return sum(aligned(max(1, part.nbytes)) for part in parts)

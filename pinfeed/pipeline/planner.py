@@ -18,9 +18,8 @@ from pinfeed.memory.limits import MemoryLimits, usual_batch_size
 from pinfeed.memory.plan import Allocation, Plan, Route
 from pinfeed.memory.units import human
 from pinfeed.native.library import is_turned_off, why_not
-from pinfeed.pipeline.loop_memory import loop_allocations
+from pinfeed.pipeline.loop_memory import PartSize, loop_allocations, ragged_sizes
 from pinfeed.pipeline.loop_transforms import LoopTransforms, TransformNbytes
-from pinfeed.pipeline.part_memory import PartSize, ragged_sizes
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.readahead.read_plan import ReadPlan

@@ -14,6 +14,7 @@ from typing import Any
 from pinfeed.pipeline.depth_choice import DepthChoice
 from pinfeed.pipeline.loop import FillParts, Loop
 from pinfeed.pipeline.slot import Cancelled, Slot
+from pinfeed.pipeline.transfer import Transfer
 from pinfeed.threads.call import Call, Pending
 from pinfeed.threads.pool import ThreadPool
 
@@ -29,12 +30,10 @@ class PrefetchLoop(Loop):
 
     def __init__(self, parts: FillParts) -> None:
         super().__init__(parts)
-        schedule = parts.schedule
         self.keeps_last = parts.mover.device.unified
         self._turns = itertools.count()
-        self._free.extend(
-            parts.mover.begin(schedule.n_slots, schedule.batches_per_slot, self._threads.gather_all)
-        )
+        if isinstance(parts.mover, Transfer):
+            parts.mover.share_gathers(self.threads.gather_all)
         # Slots that are being filled or are full, in the order of their batches.
         self._filling: deque[Pending[Slot | None]] = deque()
         # The call that this thread has finished last.
@@ -48,9 +47,9 @@ class PrefetchLoop(Loop):
     def _start_readers(self) -> None:
         """Start the reader threads, which ``end`` joins."""
         parts = self._parts
-        self._threads.start_readers(calls_transforms=parts.transform is not None)
-        self._submit = self._threads.reader.submit
-        if parts.may_help and isinstance(self._threads.reader, ThreadPool):
+        self.threads.start_readers(calls_transforms=parts.transform is not None)
+        self._submit = self.threads.reader.submit
+        if parts.may_help and isinstance(self.threads.reader, ThreadPool):
             # Waking a reader thread takes longer than filling a small slot.
             self._result = self._finish
 
@@ -76,7 +75,7 @@ class PrefetchLoop(Loop):
                 parts.reserve(slot)
             filled = self._submit(parts.fill, slot, next(self._turns))
             if parts.transform is not None:
-                filled = self._threads.transformer.submit(parts.transform, filled)
+                filled = self.threads.transformer.submit(parts.transform, filled)
             self._filling.append(filled)
         return self._result(self._filling.popleft())
 
@@ -111,16 +110,11 @@ class MeasuredLoop(PrefetchLoop):
         is_synchronous = self._choice.is_synchronous
         if is_synchronous and self._filling:
             return self._result(self._filling.popleft())
-        if self._threads.is_inline != is_synchronous:
+        if self.threads.is_inline != is_synchronous:
             self._change(is_synchronous=is_synchronous)
-        return self._fill_now() if is_synchronous else self._next_prefetched()
-
-    def _fill_now(self) -> Slot | None:
-        parts = self._parts
-        slot = self._free.popleft()
-        if parts.reserve is not None:
-            parts.reserve(slot)
-        return parts.fill_now(slot, next(self._turns))
+        if is_synchronous:
+            return self._parts.fill_now(self._free.popleft(), next(self._turns))
+        return self._next_prefetched()
 
     def _change(self, *, is_synchronous: bool) -> None:
         """Begin, or change to the synchronous loop or back, when no slot is being filled."""
@@ -129,7 +123,7 @@ class MeasuredLoop(PrefetchLoop):
         if not is_synchronous and not self._has_readers:
             self._start_readers()
             self._has_readers = True
-        self._threads.is_inline = is_synchronous
+        self.threads.is_inline = is_synchronous
         self.keeps_last = self._parts.mover.device.unified and not is_synchronous
         depth = 0 if is_synchronous else self._parts.schedule.depth
         self._parts.draws.compare(depth)

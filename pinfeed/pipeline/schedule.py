@@ -5,14 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from pinfeed.devices.device import Device
 from pinfeed.memory.depth import DEFAULT_DEPTH
 from pinfeed.memory.limits import MemoryLimits
-from pinfeed.stores.ragged import RaggedStore
 
 # Small batches are gathered together, until a slot takes some hundred microseconds of work.
 _SLOT_BYTES = 2 << 20
@@ -108,17 +105,6 @@ class PrefetchSchedule:
         return dataclasses.replace(self, measures_depth=False)
 
 
-class RowSizes(Protocol):
-    """Sizes of rows that determine a schedule."""
-
-    ragged: Sequence[RaggedStore]
-
-    @property
-    def row_nbytes(self) -> int:
-        """Bytes of a row of all stores together, on average."""
-        ...
-
-
 def measured_schedule(depth: int = DEFAULT_DEPTH, batches_per_slot: int = 1) -> PrefetchSchedule:
     """Return the schedule of a loop without a depth from the user.
 
@@ -161,24 +147,30 @@ def n_id_readers(depth: int) -> int:
 
 
 def choose_schedule(
-    sources: RowSizes, batch_size: int | None, config: MemoryLimits | None, depth: int | None
+    row_nbytes: int,
+    batch_size: int | None,
+    config: MemoryLimits | None,
+    depth: int | None,
+    *,
+    is_ragged: bool,
 ) -> PrefetchSchedule:
     """Choose the numbers of batches to prefetch and of reader threads.
 
     Args:
-        sources: Bytes of a row, and whether they differ between rows.
+        row_nbytes: Bytes of a row of all stores together, on average.
         batch_size: Rows per batch, if ``config`` is None.
         config: Memory limits; they may contain the depth and the batch size.
         depth: The user's choice. With None, the loop prefetches 2 batches, or four slots of small
             batches, unless it measures that it is faster without prefetching.
+        is_ragged: Whether some rows differ in length.
     """
     if config is not None:
         depth = config.depth if depth is None else depth
         batch_size = config.preferred_batch_size
-    nbytes = (batch_size or 0) * sources.row_nbytes
+    nbytes = (batch_size or 0) * row_nbytes
     batches_per_slot = 1
     # Batches that are gathered together are cut by rows, which ragged batches do not permit.
-    if nbytes and depth is None and not sources.ragged:
+    if nbytes and depth is None and not is_ragged:
         batches_per_slot = min(_SLOT_BYTES // nbytes, _MAX_BATCHES_PER_SLOT)
     if config is not None and config.cpu_memory_limit is not None and batches_per_slot > 1:
         batches_per_slot = min(batches_per_slot, config.cpu_memory_limit // 4 // (5 * nbytes))

@@ -34,19 +34,19 @@ class Slot:
     nbytes: int = 0
     """Bytes of the batches."""
     error: Exception | None = None
-    """Error of a batch that the slot should carry too, after the other batches."""
+    """Error of a batch; raised after the slot's other batches."""
     seen: int = 0
-    """Number below which the gather saw every write-back."""
+    """The gather saw all writes numbered below this."""
     source_s: float = 0.0
     """Seconds that the source took to make the batch, without ``host_transform``."""
-    made_s: float = 0.0
+    source_done_s: float = 0.0
     """Time at which the source or ``host_transform`` had made the batch."""
     read_s: float = 0.0
     """Seconds that making the batch and gathering its parts took."""
     ready_s: float = 0.0
     """Time at which the host had filled the slot."""
     copy_wait_s: float = 0.0
-    """Seconds between ``made_s`` and the gather, mostly a wait for the last copies of the slot."""
+    """Seconds from ``source_done_s`` to the gather, mostly a wait for the slot's last copies."""
     rows: Any = None
     """Rows for ``host_transform`` on the host, in the structure of their source."""
     rows_s: float = 0.0
@@ -91,7 +91,7 @@ class DeviceSlot(Slot):
     """Event after the work that may still use an earlier tensor in the same memory."""
     filled: Event | None = None
     """Event after the copies of the last fill, and after ``device_transform``."""
-    made: list[Tensor] = field(default_factory=list)
+    transform_outputs: list[Tensor] = field(default_factory=list)
     """Tensors that ``device_transform`` has returned."""
 
     def clear(self) -> None:
@@ -102,4 +102,4 @@ class DeviceSlot(Slot):
         self.index_memory = []
         self.compute = None
         self.released = None
-        self.made = []
+        self.transform_outputs = []

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.device import Buffer, Device, Tensor, aligned
-from pinfeed.memory.pages import block_nbytes
-from pinfeed.memory.plan import Allocation
-from pinfeed.pipeline.mover import RunAll, run_in_turn
+from pinfeed.devices.device import Buffer, Device, Tensor
 from pinfeed.pipeline.part_memory import SHARED, PartMemory, Place, known_nbytes, shared_nbytes
 from pinfeed.pipeline.slot import DeviceSlot
 from pinfeed.pipeline.sources.source import HostBatch
@@ -20,8 +17,17 @@ from pinfeed.stores.host_rows import HostArray, gather_pieces, part_nbytes
 
 _BYTES = np.dtype(np.uint8)
 
+RunAll = Callable[[Sequence[Callable[[], object]]], None]
+"""Makes several calls, maybe in several threads, and returns when all have ended."""
+
 Copy = tuple[npt.NDArray[Any], Tensor]
 """Staging memory, and the tensor that it is copied to."""
+
+
+def run_in_turn(calls: Sequence[Callable[[], object]]) -> None:
+    """Make calls one after the other."""
+    for call in calls:
+        call()
 
 
 @dataclass
@@ -168,24 +174,3 @@ class SlotGather:
         gathered.indices.append((out, tensor))
         gathered.direct.append((direct, tensor))
         batch.groups[g] = group._replace(indices=tensor)
-
-
-def index_allocations(n_rows: int, depth: int, n_held: int, *, by_device: bool) -> list[Allocation]:
-    """List the memory of row indices.
-
-    Args:
-        n_rows: Rows of a batch.
-        depth: Number of prefetched batches.
-        n_held: Number of write-backs that are in memory at a time.
-        by_device: Whether the device reads some parts itself.
-    """
-    nbytes = n_rows * np.dtype(np.int64).itemsize
-    found = [Allocation("row indices", "host", depth + 3 + n_held, nbytes)]
-    if by_device:
-        # Kernels take the row indices of each batch, also to write it back.
-        n_uploaded = depth + 2 + n_held
-        found += [
-            Allocation("page-locked row indices", "pinned", depth + 1, block_nbytes(nbytes)),
-            Allocation("uploaded row indices", "device", n_uploaded, aligned(nbytes)),
-        ]
-    return found

@@ -1,12 +1,16 @@
-"""StoreTree: opens, checks and closes the stores of a feeder, in the structure of the source."""
+"""StoreTree: opens, checks and closes the stores of a feeder, in the structure of the source.
+
+It also finds which objects of the source are stores, and which lists of them may be mistakes.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,25 +19,25 @@ import numpy.typing as npt
 from pinfeed.devices.device import Tensor
 from pinfeed.errors import StoreError, VerificationError
 from pinfeed.native.library import library
-from pinfeed.pipeline.source_structure import (
-    leaves_of,
-    note_possible_shards,
-    require_columns,
-)
 from pinfeed.pipeline.write_check import WriteCheck
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
 from pinfeed.stores.host_rows import memory_rows_of
 from pinfeed.stores.local_file import LocalFileStore
-from pinfeed.stores.opened import open_store
+from pinfeed.stores.opened import is_zarr_group, open_store, stores_of_columns
 from pinfeed.stores.ragged import RaggedStore
 from pinfeed.stores.sharded_file import ShardedStore
 from pinfeed.stores.store import is_store, row_nbytes
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.tensors.pytree import Rebuild, flatten
+from pinfeed.validation.suggestions import is_array_like
+
+logger = logging.getLogger("pinfeed")
 
 # Number of stores that the representation shows.
 _N_SHOWN = 4
+# A list with more arrays than this, and more arrays than rows in each, is a list of rows.
+_MANY = 16
 
 CopyToHost = Callable[[Tensor, tuple[int, ...], np.dtype[Any]], npt.NDArray[Any]]
 """Returns the values of a tensor on the device, given its shape and dtype."""
@@ -54,7 +58,7 @@ class StoreTree:
     """
 
     def __init__(self, source: Any, name: str = "source") -> None:
-        found, self.structure, self._owned = leaves_of(source, name)
+        found, self.structure, self._owned = _leaves_of(source, name)
         if not found:
             raise StoreError(
                 f"{name}={source!r} contains no arrays; expected at least one path, array, tensor "
@@ -78,10 +82,10 @@ class StoreTree:
             ]
             self._require_equal_lengths(given_as_path)
             if not self.ragged:
-                require_columns(source, self.stores)
+                _require_columns(source, self.stores)
                 if len(given_as_path) > 1:
                     from_paths = frozenset(map(id, given_as_path))
-                    note_possible_shards(self.structure(iter(self.stores)), from_paths)
+                    _note_possible_shards(self.structure(iter(self.stores)), from_paths)
         except BaseException:
             self.close()
             raise
@@ -257,3 +261,96 @@ def _checked(store: Store, name: str) -> Store:
             f"this machine; give dtype {np.dtype(store.dtype).newbyteorder('=')}"
         )
     return store
+
+
+def _is_store_or_array(value: Any) -> bool:
+    """Return whether an object is one source, not a structure of sources.
+
+    A Store is one source, and so is an array of another library such as Zarr. An object with a
+    shape and a dtype is a structure of sources if all its fields are arrays and tensors, as in a
+    TensorDict.
+    """
+    fields = list(getattr(value, "__dict__", {}).values())
+    is_structure = bool(fields) and all(
+        isinstance(field, np.ndarray) or hasattr(field, "data_ptr") for field in fields
+    )
+    is_array = is_array_like(value) and not is_structure
+    # A Zarr group is a dataclass, but its fields are not sources.
+    return is_store(value) or is_array or is_zarr_group(value)
+
+
+def _leaves_of(source: Any, name: str) -> tuple[list[tuple[str, Any]], Rebuild, list[Store]]:
+    """Flatten a source into its leaves, with the columns of each table, dataset, frame and file.
+
+    Args:
+        source: The user's source.
+        name: Name of the source in errors.
+
+    Returns:
+        The leaves, each with its path in the source; a function that builds the structure from new
+        leaves; and the stores of columns that were made.
+    """
+    leaves, rebuild = flatten(source, is_leaf=_is_store_or_array)
+    found = [stores_of_columns(leaf, f"{name}{path}") for path, leaf in leaves]
+    made = [store for columns in found if columns is not None for store in columns.values()]
+    if all(columns is None for columns in found):
+        return leaves, rebuild, made
+    replaced = rebuild(
+        leaf if columns is None else columns
+        for columns, (_, leaf) in zip(found, leaves, strict=True)
+    )
+    return *flatten(replaced, is_leaf=_is_store_or_array), made
+
+
+def _require_columns(source: Any, stores: Sequence[Store]) -> None:
+    """Refuse a list of rows, each of which would be a source of its own.
+
+    Args:
+        source: The user's source.
+        stores: Stores that were opened for it, with equally many rows.
+    """
+    n_rows = stores[0].n_rows
+    n = len(stores)
+    if not isinstance(source, list) or n <= max(_MANY, n_rows):
+        return
+    if len({(store.row_shape, store.dtype) for store in stores}) == 1:
+        raise StoreError(
+            f"source is a list of {n} arrays of shape {(n_rows, *stores[0].row_shape)}, which "
+            f"means {n} sources of {n_rows} rows; expected one array; if each array is a row, give "
+            f"np.stack(source); if you mean {n} sources, give a tuple"
+        )
+
+
+def _note_possible_shards(value: Any, from_paths: frozenset[int]) -> None:
+    """Warn of lists of files with rows of one shape and dtype, at any depth of a structure.
+
+    Each file is a source of its own, but the user may have meant shards of one source.
+
+    Args:
+        value: Stores in the structure of the source.
+        from_paths: The ``id`` of each store that was given as a path.
+    """
+    if isinstance(value, list) and len(value) > 1 and from_paths.issuperset(map(id, value)):
+        is_alike = len({(store.row_shape, store.dtype) for store in value}) == 1
+        if is_alike and all(len(store.paths) == 1 for store in value):
+            paths = tuple(store.paths[0] for store in value)
+            _warn_of_possible_shards(type(value[0]).__name__, paths)
+    elif isinstance(value, (list, tuple, Mapping)):
+        for child in value.values() if isinstance(value, Mapping) else value:
+            _note_possible_shards(child, from_paths)
+
+
+@functools.cache
+def _warn_of_possible_shards(store: str, paths: tuple[str, ...]) -> None:
+    named = paths if len(paths) < 4 else paths[:2]
+    shown = ", ".join([*map(repr, named), *["..."] * (len(named) < len(paths))])
+    logger.warning(
+        "source=[%s] is a list of %d files with equally many rows of one shape and dtype, so each "
+        "batch is a list of %d tensors, one per file; if the files are shards of one source, give "
+        "%s([...]) or a pattern; if they are separate sources, give a tuple, which avoids this "
+        "warning",
+        shown,
+        len(paths),
+        len(paths),
+        store,
+    )

@@ -1,8 +1,8 @@
 """Transfer: the stream and event protocol of batches and of rows that are written back.
 
 Rule 1: every wait, record and sync of batches and rows is in this file, and each wait names the
-        hazard that it prevents. Waits of caches are in cache_transfer.py, and waits of activations
-        in training/offload/offload_transfer.py.
+        hazard that it prevents. ``Writer`` records ``ready``. Waits of caches are in row_cache.py,
+        and waits of activations in training/offload/offload_transfer.py.
 Rule 2: this file knows neither threads nor CUDA. It uses a Device. Its methods say which thread
         calls them: the consumer (it runs the training loop), a reader, the transform thread, or
         one of two writers.
@@ -39,7 +39,8 @@ because the user owns a batch from the moment it is lent.
                                            compute: cache -> memory  cached rows
                                      lend_next:
                                            compute.wait(filled)     (4)    in another stream
-                                     hold: compute.wait(cache)       (10)
+                                     capture_values:
+                                           compute.wait(cache)       (10)
                                            compute: values -> held
                                            compute: values -> cache  cached rows
                                            ready = compute.record()
@@ -89,8 +90,8 @@ because (2) and (11) order it after all work that the consumer queued before it 
 The loop may change its current stream, once or often. Memory then returns to the stream that it was
 allocated for, and a reader may still allocate for that stream, in a slot that was reserved before
 the change. So memory is shared with each other stream that works with it: a batch in ``lend``,
-values in ``hold``, because the program may have computed them before it changed its stream, and
-values that are forwarded. ``TableSession`` shares the rows that a table looks up.
+values in ``capture_values``, because the program may have computed them before it changed its
+stream, and values that are forwarded. ``TableSession`` shares the rows that a table looks up.
 
 Batches that were gathered together are lent one by one, so the program may change its stream
 between two of them. ``lend_next`` then repeats (4) in the new stream.
@@ -98,9 +99,8 @@ between two of them. ``lend_next`` then repeats (4) in the new stream.
 Two write-backs overlap: the copies of one are queued before the rows of the other are scattered.
 Scatters run in the order of the writes.
 
-Two more syncs exist, which a loop does not use unless it verifies its batches. In ``copy_to_host``,
-the values may not have arrived yet. ``settle`` prevents no hazard, and timestamps are read after
-it.
+Only verification and timelines use two further syncs. In ``copy_to_host``, the values may not have
+arrived yet. ``settle`` prevents no hazard, and timestamps are read after it.
 
 A direct gather may run at the same time as the scatter of the same rows and read them half
 written. This is safe, because such a write is not completed when the slot is filled, so ``lend``
@@ -117,27 +117,24 @@ Their timestamps are read after they have completed.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.device import Device, Event, RowCopy, Stream, Tensor
+from pinfeed.devices.device import Device, Event, Stream, Tensor
 from pinfeed.errors import WriteBackError
 from pinfeed.memory.page_locked import unlock_freed
-from pinfeed.pipeline.cache_transfer import CacheTransfer
-from pinfeed.pipeline.forwarding import Write, WriteLog, forwards
-from pinfeed.pipeline.loop_transforms import LoopTransforms
-from pinfeed.pipeline.mover import RunAll, run_in_turn
+from pinfeed.pipeline.forwarding import HeldValues, WriteLog
 from pinfeed.pipeline.part_memory import PartMemory, Staging
-from pinfeed.pipeline.pending_write import HeldValues, PendingWrite, StagedRows, require_distinct
-from pinfeed.pipeline.slot import Cancelled, DeviceSlot
-from pinfeed.pipeline.slot_gather import Gathered, SlotGather
+from pinfeed.pipeline.schedule import PrefetchSchedule
+from pinfeed.pipeline.slot import Cancelled, DeviceSlot, Slot
+from pinfeed.pipeline.slot_gather import Gathered, RunAll, SlotGather, run_in_turn
 from pinfeed.pipeline.sources.source import HostBatch, RowGroup
+from pinfeed.pipeline.writer import PendingWrite, StagedRows, Writer
 from pinfeed.profiling.counters import Counters
 from pinfeed.stores.store import Store
 from pinfeed.threads.call import Call, Pending
@@ -153,7 +150,7 @@ class _TimedWork(NamedTuple):
     """Timed event before the work."""
 
 
-class Transfer:
+class Transfer(Writer):
     """Moves batches between host and device, for one loop at a time.
 
     It is one class, although a long one, because it decides the order of all streams: each wait can
@@ -165,7 +162,7 @@ class Transfer:
         capacity: Bytes of each part of a full batch; empty if they are not known in advance. The
             capacity grows with the batches that are moved.
         counters: Counters of the time that moving takes.
-        transforms: The transforms.
+        has_device_transform: Whether the loops call ``device_transform``.
     """
 
     def __init__(
@@ -174,17 +171,17 @@ class Transfer:
         n_slots: int,
         capacity: Sequence[int],
         counters: Counters,
-        transforms: LoopTransforms,
+        *,
+        has_device_transform: bool,
     ) -> None:
-        self.device = device
-        self.counters = counters
+        super().__init__(device, counters)
         self._timeline = counters.timeline
         self._timed = counters.timeline is not None
         # All loops use the same streams, because a new stream strands the allocator's blocks.
         self._read = device.stream("read")
         self._write = device.stream("write")
         self._index = device.stream("index")
-        self._transform = device.stream("transform") if transforms.device is not None else None
+        self._transform = device.stream("transform") if has_device_transform else None
         self._parts = PartMemory(device, capacity, shares=True)
         self._indices = PartMemory(device, shares=False)
         self._gather = SlotGather(device, self._parts, self._indices, self.check_stop)
@@ -193,8 +190,6 @@ class Transfer:
         self._batches_per_slot = 1
         # Bytes of the parts of the last lent batch.
         self._needed: list[int] = []
-        # Numbers of write-backs. Another thread that closes the feeder may take a number, too.
-        self._numbers = itertools.count()
         # Two write-backs overlap, each with its own staging memory.
         self._write_staging: tuple[Staging, Staging] = ({}, {})
         # Number of begun write-backs. An interrupt may keep a write-back from beginning.
@@ -205,31 +200,27 @@ class Transfer:
         self._was_staged = False
         # Time at which the last write-back was completed.
         self._written_s = 0.0
-        self.log: WriteLog[HeldValues] = WriteLog()
-        self._cache_transfer = CacheTransfer(device, counters)
         self.is_stopping = False
         # Event after the work that the loop had queued when it last requested a batch.
         self._asked: Event | None = None
         self._lent: _TimedWork | None = None
 
-    def begin(
-        self, n_slots: int, batches_per_slot: int, gather_all: RunAll = run_in_turn
-    ) -> Sequence[DeviceSlot]:
-        """Begin a loop. All copies and write-backs of earlier loops are completed.
+    def begin(self, schedule: PrefetchSchedule) -> Sequence[DeviceSlot]:
+        """Begin a loop, and return the slots that it uses.
 
-        Args:
-            n_slots: Number of slots that the loop uses.
-            batches_per_slot: Number of batches in each slot.
-            gather_all: Makes the calls that gather a long part into staging memory.
+        All copies and write-backs of earlier loops are completed.
         """
-        self._gather.run_all = gather_all
         self.log = WriteLog()
         self.is_stopping = False
         self._was_staged = False
         self._needed = []
-        self._active_slots = self.slots[:n_slots]
-        self._batches_per_slot = batches_per_slot
+        self._active_slots = self.slots[: schedule.n_slots]
+        self._batches_per_slot = schedule.batches_per_slot
         return self._active_slots
+
+    def share_gathers(self, run_all: RunAll) -> None:
+        """Make the running loop gather long parts into staging memory with ``run_all``."""
+        self._gather.run_all = run_all
 
     def stop(self) -> None:
         """End every fill at its next step, because the loop has ended. Any thread may call this."""
@@ -277,7 +268,7 @@ class Transfer:
         slot.batch = batch
         slot.seen = self.log.completed
         start = self.counters.now()
-        slot.copy_wait_s = start - slot.made_s
+        slot.copy_wait_s = start - slot.source_done_s
         gathered = self._gather.gather(slot, batch)
         # From now on, only the tensors keep the memory.
         slot.memory = []
@@ -326,7 +317,7 @@ class Transfer:
             slot.filled = stream.record(timed=self._timed)
         if self._timeline is not None and begun is not None:
             self._timeline.add_timed("device_transform", slot.number, begun, slot.filled)
-        slot.made = self._own_tensors_in(made)
+        slot.transform_outputs = self._own_tensors_in(made)
         batch.rebuild = lambda tensors: made
         slot.ready_s = self.counters.now()
 
@@ -344,15 +335,25 @@ class Transfer:
         compute = self.device.current_stream()
         compute.wait(slot.filled)  # rows or transform results may not have arrived yet
         batch = slot.batch
-        for tensor in slot.made:
+        for tensor in slot.transform_outputs:
             self.device.share(tensor, compute)
-        slot.made = []
+        slot.transform_outputs = []
         if compute != slot.compute:
             on_device = [group.indices for group in batch.groups if group.indices is not None]
             for tensor in (*slot.tensors, *on_device):
                 self.device.share(tensor, compute)
             slot.compute = compute
-        tensors = self._hand_over(slot, compute)
+        self._update_rows(slot, compute)
+        tensors = slot.tensors
+        # The positions of shared rows are not a part of the batch.
+        del tensors[len(batch.parts) :]
+        slot.nbytes = sum(slot.needed[: len(batch.parts)]) + slot.adopted_nbytes
+        # Most batches need as many bytes as the previous one.
+        if slot.needed != self._needed:
+            self._needed = slot.needed
+            self._parts.learn(slot.needed, self._batches_per_slot)
+        slot.tensors = []
+        slot.batch = None
         if self._timed and self._timeline is not None:
             begun = compute.record(timed=True)
             self._lent = _TimedWork(slot.number, len(batch.batches), begun)
@@ -380,7 +381,7 @@ class Transfer:
                 self.device.share(tensor, compute)
             slot.compute = compute
 
-    def hold(
+    def capture_values(
         self,
         groups: Sequence[RowGroup],
         values: Sequence[Sequence[Tensor | None] | None],
@@ -388,58 +389,14 @@ class Transfer:
         *,
         copied: bool,
     ) -> PendingWrite:
-        """Take values that are to be written back (consumer).
-
-        Args:
-            groups: Rows to write, and their stores.
-            values: For each group one tensor per store; None leaves a store or a group unchanged.
-            batch: Number of the batch that the values belong to.
-            copied: Whether to copy the values. They may be the batch itself, and the user may
-                change them immediately.
-
-        Raises:
-            WriteBackError: If a row occurs twice.
-        """
+        """Take values that are to be written back, as every ``Writer`` does (consumer)."""
         compute = self.device.current_stream()
-        require_distinct(groups, values)
-        held: list[list[Tensor | None]] = []
-        for group, tensors in zip(groups, values, strict=True):
-            kept = list(tensors) if tensors is not None else []
-            for tensor in kept:
+        for tensors in values:
+            for tensor in tensors or ():
                 if tensor is not None:
                     # The program may have changed its stream since it allocated this.
                     self.device.share(tensor, compute)
-            if group.cached is not None:
-                kept = self._cache_transfer.put(group.cached, tensors, compute)
-            elif copied:
-                kept = [
-                    None if tensor is None else self._copy(tensor, group, i, compute)
-                    for i, tensor in enumerate(kept)
-                ]
-            held.append(kept)
-        return self._pending(self.log, batch, [group.as_written() for group in groups], held)
-
-    @property
-    def has_caches(self) -> bool:
-        """Whether the running loop has lent rows of a cache."""
-        return bool(self._cache_transfer.caches)
-
-    def changed_rows(self, *, is_last: bool) -> Iterator[PendingWrite]:
-        """Yield writes of all rows in caches that may differ from their stores (consumer).
-
-        Args:
-            is_last: Whether the loop is ending, after which no row may change.
-        """
-        for group, chunk in self._cache_transfer.all_changed_rows(is_last=is_last):
-            # With a log of their own, these rows are written even if another write has failed, and
-            # no log keeps their values afterwards.
-            pending = self._pending(WriteLog(), chunk.batch, [group], [chunk.values])
-            pending.source = chunk.staged
-            yield pending
-
-    def note_flushed(self) -> None:
-        """Note that the rows of ``changed_rows`` were written (consumer)."""
-        self._cache_transfer.note_flushed()
+        return super().capture_values(groups, values, batch, copied=copied)
 
     def begin_write(self, pending: PendingWrite, earlier: Sequence[Pending[None]]) -> None:
         """Queue copies of held values to staging memory, or to their stores (first writer).
@@ -465,7 +422,7 @@ class Transfer:
         self._n_begun += 1
         try:
             self._write.wait(write.values.ready)  # the values may not be computed yet
-            # In any case, the memory that they are computed from is kept until then.
+            # The source memory stays allocated until this wait.
             if pending.log.has_failed:
                 raise WriteBackError("not written: an earlier write_back of this loop failed")
             pending.begun = self._write.record(timed=True) if self._timed else None
@@ -573,7 +530,7 @@ class Transfer:
             self._record_device_span(self._asked)
         for slot in self.slots:
             slot.clear()
-        self._cache_transfer.close()
+        self._caches.close()
         self.log = WriteLog()
 
     def close(self) -> None:
@@ -582,27 +539,6 @@ class Transfer:
         self._active_slots = []
         self._write_staging = ({}, {})
         unlock_freed()
-
-    def _hand_over(self, slot: DeviceSlot, compute: Stream) -> list[Tensor]:
-        """Return the slot's tensors, after copies of newer values to their rows (consumer)."""
-        batch = slot.batch
-        assert batch is not None
-        if batch.shared is not None and (writes := self.log.since(slot.seen)):
-            self._forward(writes, slot, compute)
-        tensors = slot.tensors
-        for group in batch.groups:
-            if group.cached is not None:
-                self._cache_transfer.lend(group, group.cached, tensors, slot.number, compute)
-        # The positions of shared rows are not a part of the batch.
-        del tensors[len(batch.parts) :]
-        slot.nbytes = sum(slot.needed[: len(batch.parts)]) + slot.adopted_nbytes
-        # Most batches need as many bytes as the previous one.
-        if slot.needed != self._needed:
-            self._needed = slot.needed
-            self._parts.learn(slot.needed, self._batches_per_slot)
-        slot.tensors = []
-        slot.batch = None
-        return tensors
 
     def _own_tensors_in(self, value: Any) -> list[Tensor]:
         """Return the dense tensors on the device in a value."""
@@ -694,47 +630,14 @@ class Transfer:
         self.device.copy(value, tensor, compute)
         return tensor
 
-    def _forward(
-        self, writes: Sequence[Write[HeldValues]], slot: DeviceSlot, compute: Stream
-    ) -> None:
-        """Queue copies of newer values over the rows that a batch and later writes share."""
-        batch = slot.batch
-        assert batch is not None
-        assert batch.shared is not None
-        positions = slot.tensors[-1]
-        for g, group in enumerate(batch.groups):
-            overlaps = batch.shared.overlaps[g]
-            for write, span in forwards(writes, g, slot.number, overlaps):
-                values = write.values
-                is_elsewhere = compute != values.compute
-                if is_elsewhere:
-                    compute.wait(values.ready)  # values may not be computed yet, in another stream
-                earlier, later = (
-                    self.device.cut(positions, *ends) for ends in (span.earlier, span.later)
-                )
-                copies = []
-                for i, held in enumerate(values.tensors[g]):
-                    if held is not None:
-                        target = slot.tensors[group.first + i]
-                        copies.append(RowCopy(held, target, earlier, later))
-                        if is_elsewhere:
-                            self.device.share(held, compute)
-                self.device.copy_rows(copies, compute)
+    def _await_values(self, values: HeldValues, g: int, compute: Stream) -> None:
+        compute.wait(values.ready)  # values may not be computed yet, in another stream
+        for held in values.tensors[g]:
+            if held is not None:
+                self.device.share(held, compute)
 
-    def _pending(
-        self,
-        log: WriteLog[HeldValues],
-        batch: int,
-        groups: Sequence[RowGroup],
-        held: list[list[Tensor | None]],
-    ) -> PendingWrite:
-        """Return the write-back of values that the consumer thread has just queued."""
-        compute = self.device.current_stream()
-        is_whole = [
-            all(tensor is not None for tensor in tensors) if tensors else None for tensors in held
-        ]
-        write = log.append(batch, is_whole, HeldValues(held, compute, compute.record()))
-        return PendingWrite(next(self._numbers), write, groups, log)
+    def _shared_positions(self, slot: Slot) -> Tensor:
+        return slot.tensors[-1]
 
     def _record_device_span(self, end: Event) -> None:
         """Record the loop's queued work on the batches that it has received."""

@@ -8,9 +8,7 @@ from typing import Any
 
 from pinfeed.errors import WriteBackError
 from pinfeed.pipeline.loop_threads import LoopThreads
-from pinfeed.pipeline.mover import Writer
-from pinfeed.pipeline.pending_write import PendingWrite
-from pinfeed.pipeline.sources.guarded import guarded
+from pinfeed.pipeline.writer import PendingWrite, Writer
 from pinfeed.threads.call import Pending
 
 
@@ -47,7 +45,7 @@ class WriteQueue:
         """Queue a write-back.
 
         Args:
-            write: Values that ``Writer.hold`` has taken.
+            write: Values that ``Writer.capture_values`` has taken.
             check: Whether to raise the error of an earlier write-back first.
         """
         while len(self._calls) >= self._limit:
@@ -114,9 +112,8 @@ class WriteQueue:
         """Complete a write-back in this thread. Its error is raised by the next ``check``."""
         start = self._counters.now()
         is_idle = write.is_computed()
-        write_to_stores = self._writer.write_to_stores
         try:
-            guarded(self._threads.call, "write", write.batch, write_to_stores, write)
+            self._threads.write_now(write.batch, self._writer.write_to_stores, write)
         except Exception as error:
             self._note(error)
         # The loop has waited for the write.
@@ -133,7 +130,7 @@ class WriteQueue:
         earlier = tuple(self._calls.copy())[-2:]
         begun = threads.submit_write(write.batch, writer.begin_write, write, earlier)
         finish = writer.finish_write
-        return threads.submit_scatter(write.batch, finish, write, begun, threads.run_all)
+        return threads.submit_scatter(write.batch, finish, write, begun, threads.scatter_all)
 
     def _may_wait(self) -> bool:
         """Return whether this thread may wait for a write-back.

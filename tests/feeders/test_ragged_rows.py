@@ -32,7 +32,7 @@ from pinfeed import (
     WriteBackError,
     rows,
 )
-from pinfeed.pipeline.part_memory import ragged_sizes
+from pinfeed.pipeline.loop_memory import ragged_sizes
 from pinfeed.testing import SimDevice, favour, lazy
 
 LAYOUTS: list[Any] = ["offsets", "padded", "jagged"]

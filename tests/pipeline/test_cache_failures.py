@@ -16,8 +16,8 @@ from support.schedules import SLOTS, STREAMS
 
 from pinfeed import ArrayStore
 from pinfeed.errors import BudgetError, ClosedError
-from pinfeed.pipeline import cache_transfer
-from pinfeed.pipeline.row_cache.cache import RowCache
+from pinfeed.pipeline import row_cache
+from pinfeed.pipeline.row_cache import RowCache
 from pinfeed.testing import SimDevice, favour, lazy
 from pinfeed.threads.exit import exit_hook
 
@@ -171,7 +171,7 @@ def test_rows_in_the_cache_are_written_after_a_write_has_failed(n_left: int, dep
 @pytest.mark.parametrize("choose", [lazy, favour("compute"), favour(*SLOTS)])
 def test_a_flush_whose_first_part_fails(choose: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that queued copies read is not freed with the part that fails."""
-    monkeypatch.setattr(cache_transfer, "_FLUSH_BYTES", 40)
+    monkeypatch.setattr(row_cache, "_FLUSH_BYTES", 40)
     run = CachedRun(BATCHES, capacity=N, policy=None)
     sim = SimDevice(choose)
     runner = run.runner(sim, 2, Failing)
@@ -193,7 +193,7 @@ def test_a_flush_whose_first_part_fails(choose: Any, monkeypatch: pytest.MonkeyP
 def test_a_flush_takes_the_memory_of_a_few_parts(
     depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_transfer, "_FLUSH_BYTES", 40)
+    monkeypatch.setattr(row_cache, "_FLUSH_BYTES", 40)
     run = CachedRun(BATCHES, capacity=N, policy=None)
     sim = SimDevice(favour(*STREAMS, *SLOTS))
     runner = run.runner(sim, depth)
@@ -235,7 +235,7 @@ def test_a_loop_that_ends_because_memory_is_missing(depth: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_an_interrupt_before_a_write_is_queued(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The writes after it do not use staging memory that earlier rows are scattered from."""
-    monkeypatch.setattr(cache_transfer, "_FLUSH_BYTES", 60)
+    monkeypatch.setattr(row_cache, "_FLUSH_BYTES", 60)
     run = CachedRun(BATCHES, capacity=4, policy=seed)
     sim = SimDevice(favour("compute", "read", "write", "pinfeed-read", "pinfeed-write"))
     runner = run.runner(sim, 2)
@@ -270,7 +270,7 @@ def test_an_interrupt_of_the_last_flush(depth: int, monkeypatch: pytest.MonkeyPa
             raise KeyboardInterrupt
         return values(self, *args)
 
-    monkeypatch.setattr(cache_transfer, "_FLUSH_BYTES", 40)
+    monkeypatch.setattr(row_cache, "_FLUSH_BYTES", 40)
     monkeypatch.setattr(RowCache, "values", interrupted)
     run = CachedRun(BATCHES, capacity=N, policy=None)
     sim = SimDevice(favour(*STREAMS, *SLOTS))
@@ -288,7 +288,13 @@ class Interrupt:
         at: Number of the line among all that are executed.
     """
 
-    files = ("cache.py", "decisions.py", "policy.py", "cache_transfer.py", "lent_batch.py")
+    files = (
+        "row_cache.py",
+        "cache_decisions.py",
+        "cache_policy.py",
+        "cache_transfer.py",
+        "lent_batch.py",
+    )
 
     def __init__(self, at: int) -> None:
         self.n_left = at

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pinfeed.pipeline.row_cache import next_uses, policy
-from pinfeed.pipeline.row_cache.policy import CacheMoves, CachePolicy
+from pinfeed.pipeline import cache_policy
+from pinfeed.pipeline.cache_policy import CacheMoves, CachePolicy
 
 N_ROWS = 24
 BATCHES = st.lists(st.sets(st.integers(0, N_ROWS - 1), max_size=10), max_size=12)
@@ -88,7 +88,7 @@ class Model:
     loops=st.lists(BATCHES, min_size=1, max_size=2),
     capacity=st.integers(1, N_ROWS),
     n_ahead=st.integers(0, 4),
-    window=st.sampled_from([1, 4, policy._MIN_WINDOW]),
+    window=st.sampled_from([1, 4, cache_policy._MIN_WINDOW]),
 )
 def test_moves_are_consistent_and_needed_rows_stay(
     loops: list[list[set[int]]], capacity: int, n_ahead: int, window: int
@@ -97,7 +97,7 @@ def test_moves_are_consistent_and_needed_rows_stay(
     for batches in loops:
         model = Model(capacity)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(policy, "_MIN_WINDOW", window)
+            patch.setattr(cache_policy, "_MIN_WINDOW", window)
             for number, moves in decisions(tested, batches, n_ahead):
                 before = set(model.slots)
                 model.move(number, batches[number], moves)
@@ -163,7 +163,7 @@ def test_places_of_announced_rows_start_again(monkeypatch: pytest.MonkeyPatch) -
     rng = np.random.default_rng(0)
     batches = [set(rng.integers(N_ROWS, size=8).tolist()) for _ in range(40)]
     expected = everything(CachePolicy(N_ROWS, 6), batches)
-    monkeypatch.setattr(next_uses, "_MAX_PLACE", 50)
+    monkeypatch.setattr(cache_policy, "_MAX_PLACE", 50)
     assert everything(CachePolicy(N_ROWS, 6), batches) == expected
 
 
@@ -171,9 +171,9 @@ def test_counts_are_scaled_before_they_overflow(monkeypatch: pytest.MonkeyPatch)
     rng = np.random.default_rng(0)
     batches = [set(rng.integers(N_ROWS, size=8).tolist()) for _ in range(40)]
     # Every batch counts twice as much as the one before, so scaled counts are exact.
-    monkeypatch.setattr(policy, "_HALF_LIFE", 1e-9)
+    monkeypatch.setattr(cache_policy, "_HALF_LIFE", 1e-9)
     expected = everything(CachePolicy(N_ROWS, 6), batches)
-    monkeypatch.setattr(policy, "_MAX_USE", 4.0)
+    monkeypatch.setattr(cache_policy, "_MAX_USE", 4.0)
     tested = CachePolicy(N_ROWS, 6)
     assert everything(tested, batches) == expected
     assert tested._counts.max() < 32

@@ -142,7 +142,8 @@ def waits_for_caches() -> list[tuple[str, int]]:
         check_cached(device, 2, FIXED, **kwargs)
         sites |= device.sites
     of_pinfeed = [(path, line) for path, line in sites if "pinfeed" in Path(path).parts]
-    assert all(path.endswith("transfer.py") for path, _ in of_pinfeed), "a wait elsewhere"
+    files = ("/transfer.py", "/row_cache.py")
+    assert all(path.endswith(files) for path, _ in of_pinfeed), "a wait elsewhere"
     return [site for site in of_pinfeed if "cache" in linecache.getline(*site)]
 
 

@@ -294,22 +294,22 @@ def test_a_given_depth_is_not_measured(depth: int) -> None:
     assert set(loop.ways) == {depth == 0}
     assert str(loop.choice) == f"depth={depth}"
     assert not loop.choice.reason
-    assert not loop.choice.excuses_waiting
+    assert not loop.choice.is_wait_expected
 
 
 def test_waiting_is_excused_only_while_both_ways_are_timed() -> None:
     found: list[Any] = []
     for times_s in ((1.0, 2.0), (2.0, 1.0)):
         loop = Loop(even(*times_s))
-        found.append((loop.choice.excuses_waiting, str(loop.choice)))
-        found.append(loop.run().choice.excuses_waiting)
+        found.append((loop.choice.is_wait_expected, str(loop.choice)))
+        found.append(loop.run().choice.is_wait_expected)
     measuring = (True, "depth=2, not measured yet")
     assert found == [measuring, False, measuring, False]
 
 
 def test_a_loop_that_measures_short_batches_excuses_only_the_synchronous_ones() -> None:
     loop = Loop(even(1e-3, 0.5e-3), SHORT_MEASURED)
-    assert not loop.choice.excuses_waiting
+    assert not loop.choice.is_wait_expected
     loop.run(WARM_UP_BATCHES + 2 * SHORT_STRETCH_BATCHES)
-    assert (loop.choice.is_synchronous, loop.choice.excuses_waiting) == (True, True)
-    assert not loop.run().choice.excuses_waiting
+    assert (loop.choice.is_synchronous, loop.choice.is_wait_expected) == (True, True)
+    assert not loop.run().choice.is_wait_expected

@@ -16,7 +16,6 @@ from pinfeed.devices.cpu import HostDevice
 from pinfeed.errors import ReadError
 from pinfeed.native import library as native
 from pinfeed.pipeline import loop_threads
-from pinfeed.pipeline.helper_threads import HelperThreads
 from pinfeed.pipeline.loop_threads import LoopThreads
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Cancelled
@@ -118,9 +117,9 @@ def test_pieces_fill_the_whole_part(make: Callable[..., ArrayStore], row_nbytes:
     out = np.zeros((33, row_nbytes), np.uint8)
     pieces = gather_pieces(StoreRows(make(array), rows), out, never)
     assert pieces is not None
-    helpers = HelperThreads(HostDevice(), HELPERS, 2)
-    helpers.run_all(pieces)
-    helpers.shutdown()
+    threads = LoopThreads(HostDevice(), PrefetchSchedule(2, n_readers=3))
+    threads.gather_all(pieces)
+    threads.join_readers()
     np.testing.assert_array_equal(out, array[rows])
 
 
@@ -131,15 +130,15 @@ def test_pieces_of_a_file_that_has_shrunk_are_an_error(tmp_path: Path) -> None:
     np.save(path, np.zeros((10_000, 8)))
     rows = np.arange(0, 10_000, 7)
     out = np.zeros((len(rows), 8))
-    helpers = HelperThreads(HostDevice(), HELPERS, 2)
+    threads = LoopThreads(HostDevice(), PrefetchSchedule(2, n_readers=3))
     with MmapStore(path) as store, contextlib.closing(store.map_rows()) as mapped:
         pieces = gather_pieces(StoreRows(mapped, rows), out, never)
         assert pieces is not None
         with open(path, "r+b") as file:
             file.truncate(5000)
         with pytest.raises(ReadError, match="has shrunk to 5000 bytes"):
-            helpers.run_all(pieces)
-    helpers.shutdown()
+            threads.gather_all(pieces)
+    threads.join_readers()
 
 
 @needs_native
@@ -152,7 +151,7 @@ def test_pieces_end_with_the_loop() -> None:
     pieces = gather_pieces(StoreRows(ArrayStore(table()), np.arange(3)), out, stop)
     assert pieces is not None
     with pytest.raises(Cancelled):
-        HelperThreads(HostDevice(), HELPERS, 0).run_all(pieces)
+        LoopThreads(HostDevice(), PrefetchSchedule(2, n_readers=5)).gather_all(pieces)
     assert not out.any()
 
 

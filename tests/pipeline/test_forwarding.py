@@ -9,8 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pinfeed.pipeline.forwarding import Overlap, SharedRows, Span, Write, WriteLog, forwards
-from pinfeed.pipeline.recent_rows import RecentRows, hash_groups, shared_row_allocations
+from pinfeed.pipeline.forwarding import (
+    Overlap,
+    PositionRange,
+    SharedRows,
+    Write,
+    WriteLog,
+    forwards,
+)
+from pinfeed.pipeline.loop_memory import shared_row_allocations
+from pinfeed.pipeline.recent_rows import RecentRows, hash_groups
 
 # Rows of the store: few, so that batches overlap.
 N = 12
@@ -66,30 +74,39 @@ def test_forgotten_writes_leave_the_log_and_the_rest_stays() -> None:
 
 
 def test_a_row_is_copied_once_where_every_batch_writes_everything() -> None:
-    overlaps = {7: Overlap(Span(0, 2), Span(4, 3)), 9: Overlap(Span(10, 1), Span(12, 0))}
+    overlaps = {
+        7: Overlap(PositionRange(0, 2), PositionRange(4, 3)),
+        9: Overlap(PositionRange(10, 1), PositionRange(12, 0)),
+    }
     log = WriteLog()
     first, _, last = (log.append(i, [True], []) for i in (7, 8, 9))
-    assert forwards(log.since(0), 0, 10, overlaps) == [(first, Span(0, 2)), (last, Span(10, 1))]
-    assert forwards(log.since(1), 0, 10, overlaps) == [(last, Span(10, 1))]
+    assert forwards(log.since(0), 0, 10, overlaps) == [
+        (first, PositionRange(0, 2)),
+        (last, PositionRange(10, 1)),
+    ]
+    assert forwards(log.since(1), 0, 10, overlaps) == [(last, PositionRange(10, 1))]
 
 
 @pytest.mark.parametrize("middle", [(False,), (None,), ()], ids=["a part", "nothing", "no write"])
 def test_rows_that_a_batch_between_did_not_write_are_copied_from_before(middle: Any) -> None:
-    overlaps = {7: Overlap(Span(0, 2), Span(4, 3))}
+    overlaps = {7: Overlap(PositionRange(0, 2), PositionRange(4, 3))}
     log = WriteLog()
     first = log.append(7, [True], [])
     for is_whole in middle:
         log.append(8, [is_whole], [])
     log.append(9, [True], [])
     found = forwards(log.since(0), 0, 10, overlaps)
-    assert sorted(found, key=lambda copy: copy[1]) == [(first, Span(0, 2)), (first, Span(4, 3))]
+    assert sorted(found, key=lambda copy: copy[1]) == [
+        (first, PositionRange(0, 2)),
+        (first, PositionRange(4, 3)),
+    ]
 
 
 def test_a_batch_that_is_written_twice_counts_as_one() -> None:
-    overlaps = {7: Overlap(Span(0, 2), Span(4, 3))}
+    overlaps = {7: Overlap(PositionRange(0, 2), PositionRange(4, 3))}
     log = WriteLog()
     writes = [log.append(batch, [True], []) for batch in (7, 8, 8, 9)]
-    assert forwards(writes, 0, 10, overlaps) == [(writes[0], Span(0, 2))]
+    assert forwards(writes, 0, 10, overlaps) == [(writes[0], PositionRange(0, 2))]
 
 
 # -- both together ---------------------------------------------------------------------------------
@@ -114,7 +131,7 @@ class Loop:
         self.ahead = ahead
         self.scale = scale
         self.first = first
-        self.log: WriteLog[list[np.ndarray | None]] = WriteLog()
+        self.log: WriteLog = WriteLog()
         self.recent = RecentRows(ahead)
         self.stores = np.zeros((2, N))
         self.truth = np.zeros((2, N))
@@ -206,7 +223,7 @@ def test_spans_have_every_pair_of_equal_rows() -> None:
             newer: set[int] = set()
             for j in sorted(wanted, reverse=True):
                 earlier = batches[j] if not group else batches[j][:100]
-                latest, hidden = overlaps.get(j, Overlap(Span(0, 0), Span(0, 0)))
+                latest, hidden = overlaps.get(j, Overlap(PositionRange(0, 0), PositionRange(0, 0)))
                 held = np.isin(of_group, earlier)
                 is_new = ~np.isin(of_group, list(newer))
                 for span, expected in ((latest, held & is_new), (hidden, held & ~is_new)):

@@ -323,7 +323,7 @@ def test_every_synchronisation_is_needed(site: tuple[str, int]) -> None:
     ("caller", "kwargs"),
     [
         ("lend", [{"switch_after": 1}, {"switch_after": 2}]),
-        ("hold", [{"switch_in": i, "known": False} for i in (0, 1, 2, 3)]),
+        ("capture_values", [{"switch_in": i, "known": False} for i in (0, 1, 2, 3)]),
     ],
     ids=["a batch", "new values"],
 )

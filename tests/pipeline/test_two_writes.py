@@ -16,11 +16,11 @@ from support.schedules import SLOTS, STREAMS, corners, next_stream
 from pinfeed import ArrayStore, Feeder
 from pinfeed.devices.cpu import HostDevice
 from pinfeed.errors import ClosedError
-from pinfeed.pipeline import loop_threads, pending_write
+from pinfeed.pipeline import loop_threads, writer
 from pinfeed.pipeline.loop_threads import LoopThreads
-from pinfeed.pipeline.pending_write import StagedRows
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.transfer import Transfer
+from pinfeed.pipeline.writer import StagedRows
 from pinfeed.testing import SimDevice, favour, lazy
 
 N = 12
@@ -240,7 +240,7 @@ def test_rows_that_the_user_changes_in_place() -> None:
 
 
 def pieces(store: Any, monkeypatch: pytest.MonkeyPatch, nbytes: int = 64) -> list[Callable]:
-    monkeypatch.setattr(pending_write, "_PIECE_NBYTES", nbytes)
+    monkeypatch.setattr(writer, "_PIECE_NBYTES", nbytes)
     rows = np.random.default_rng(0).permutation(40)
     return list(StagedRows(store, rows, np.arange(80.0).reshape(40, 2)[rows]).scatters())
 
@@ -289,7 +289,7 @@ def test_all_calls_end_before_an_error_is_raised(
 
     threads = LoopThreads(HostDevice(), PrefetchSchedule(2), is_named=False)
     with pytest.raises(OSError, match="the disk is full"):
-        threads.run_all([lambda i=i: call(i) for i in range(6)])
+        threads.scatter_all([lambda i=i: call(i) for i in range(6)])
     assert sorted(done) == [0, 2, 3, 4, 5]
     threads.join_writers()
     assert len(names) > 1 or not n_helpers
@@ -302,9 +302,9 @@ def test_calls_are_made_in_the_same_thread_if_the_program_ends(
     monkeypatch.setattr(loop_threads, "_N_SCATTER_HELPERS", 1)
     done: list[int] = []
     threads = LoopThreads(HostDevice(), PrefetchSchedule(2), is_named=False)
-    threads.run_all([lambda i=i: done.append(i) for i in range(3)])
+    threads.scatter_all([lambda i=i: done.append(i) for i in range(3)])
     threads.join_writers()
-    threads.run_all([lambda i=i: done.append(i) for i in range(3, 6)])
+    threads.scatter_all([lambda i=i: done.append(i) for i in range(3, 6)])
     assert sorted(done) == list(range(6))
 
 
@@ -345,7 +345,7 @@ def test_the_error_of_a_write_keeps_no_batch(depth: int) -> None:
 @pytest.mark.parametrize("corner", [(), SLOTS, ("pinfeed-scatter-helper",)], ids=str)
 def test_helpers_of_the_writer(corner: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_threads, "_N_SCATTER_HELPERS", 2)
-    monkeypatch.setattr(pending_write, "_PIECE_NBYTES", 16)
+    monkeypatch.setattr(writer, "_PIECE_NBYTES", 16)
     np.testing.assert_array_equal(
         added_up(SimDevice(favour("compute", *corner)), EVERY_ROW), expected(EVERY_ROW)
     )

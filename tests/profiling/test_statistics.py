@@ -13,14 +13,12 @@ from support.simulated_loops import Clock, simulated
 from support.unwrapped import unwrapped
 
 from pinfeed import ArrayStore, Feeder
-from pinfeed.pipeline.forwarding import WriteLog
+from pinfeed.pipeline.forwarding import HeldValues, WriteLog
 from pinfeed.pipeline.loop_threads import LoopThreads
-from pinfeed.pipeline.pending_write import HeldValues, PendingWrite
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.write_queue import WriteQueue
-from pinfeed.profiling.bottleneck import (
-    explanation,
-)
+from pinfeed.pipeline.writer import PendingWrite
+from pinfeed.profiling.bottleneck import explanation
 from pinfeed.profiling.counters import Counters
 from pinfeed.profiling.progress_bar import ProgressBar
 from pinfeed.profiling.stats import FeederStats, ProcessMemory, Totals
@@ -109,12 +107,12 @@ def test_waiting_for_write_backs_is_seen(fast: tuple[str, ...], counted_s: float
     device = SimDevice(favour(*fast), now=clock)
     counters = Counters(timeline=Timeline(), now=clock)
     stream = device.current_stream()
-    log: WriteLog[HeldValues] = WriteLog()
+    log: WriteLog = WriteLog()
     transfer: Any = SimpleNamespace(
         counters=counters,
         device=device,
         begin_write=lambda pending, earlier: None,
-        finish_write=lambda pending, begun, run_all: clock.pass_s(1.0),
+        finish_write=lambda pending, begun, scatter_all: clock.pass_s(1.0),
     )
     threads = OtherThreads(device, PrefetchSchedule(1), is_named=False)
     write_queue = WriteQueue(transfer, threads, limit=1)

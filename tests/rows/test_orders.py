@@ -14,7 +14,7 @@ from torch.utils.data import (
 )
 
 from pinfeed.errors import ArgumentError
-from pinfeed.pipeline.slot_gather import index_allocations
+from pinfeed.pipeline.loop_memory import index_allocations
 from pinfeed.rows import orders
 from pinfeed.rows.batches import ORDER_BYTES, OrderBatches
 from pinfeed.rows.orders import Order, block_shuffled, per_rank, sequential, shuffled

@@ -12,7 +12,7 @@ from support.schedules import next_stream, switch
 
 from pinfeed import ArrayStore
 from pinfeed.pipeline.epochs import EpochRunner
-from pinfeed.pipeline.row_cache.cache import RowCache
+from pinfeed.pipeline.row_cache import RowCache
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.source import ArrayPart, HostBatch, RowGroup
 from pinfeed.rows.batches import EpochHooks

@@ -8,7 +8,7 @@ from unittest import mock
 
 import numpy as np
 
-from pinfeed.pipeline.row_cache.policy import CacheMoves
+from pinfeed.pipeline.cache_policy import CacheMoves
 
 
 class RandomPolicy:
@@ -76,5 +76,5 @@ def random_policy(seed: int | None) -> Iterator[None]:
         yield
         return
     policy = partial(RandomPolicy, seed=seed)
-    with mock.patch("pinfeed.pipeline.row_cache.decisions.CachePolicy", policy):
+    with mock.patch("pinfeed.pipeline.cache_decisions.CachePolicy", policy):
         yield

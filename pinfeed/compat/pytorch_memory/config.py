@@ -17,8 +17,7 @@ from pinfeed.errors import ArgumentError, NotEnoughCPUMemory
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_depth
 from pinfeed.memory.plan import Allocation
 from pinfeed.memory.units import human, parse_size
-from pinfeed.pipeline.loop_memory import loop_allocations
-from pinfeed.pipeline.part_memory import PartSize
+from pinfeed.pipeline.loop_memory import PartSize, loop_allocations
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.training.memory_model import config
 from pinfeed.training.memory_model.budget import Budget, largest_that_fits

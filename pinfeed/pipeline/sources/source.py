@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, NoReturn, cast
 import numpy.typing as npt
 
 from pinfeed.devices.device import Tensor
+from pinfeed.pipeline.cache_decisions import CachedRows
 from pinfeed.pipeline.forwarding import SharedRows
-from pinfeed.pipeline.row_cache.decisions import CachedRows
 from pinfeed.readahead.strategy import HostRows
 from pinfeed.rows.batches import EpochHooks
 from pinfeed.rows.orders import Rows

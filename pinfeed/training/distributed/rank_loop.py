@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pinfeed.errors import ArgumentError, ClosedError
-from pinfeed.pipeline.row_cache.cache import RowCache
+from pinfeed.pipeline.row_cache import RowCache
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.training.distributed.lockstep import RankStep
 from pinfeed.training.distributed.row_exchange import ChangingRows, Counts, RowExchange

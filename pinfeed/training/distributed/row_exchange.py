@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pinfeed.pipeline.row_cache.cache import RowCache
-from pinfeed.pipeline.row_cache.decisions import CachedRows
+from pinfeed.pipeline.cache_decisions import CachedRows
+from pinfeed.pipeline.row_cache import RowCache
 from pinfeed.rows.indices import distinct_rows, sort_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store

@@ -12,8 +12,7 @@ import torch
 from pinfeed.errors import EstimateError
 from pinfeed.memory import limits
 from pinfeed.memory.plan import Allocation, Place, Plan, Route
-from pinfeed.pipeline.loop_memory import loop_allocations
-from pinfeed.pipeline.part_memory import PartSize
+from pinfeed.pipeline.loop_memory import PartSize, loop_allocations
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.training.memory_model.budget import CACHES, Budget, largest_that_fits, refusal
 from pinfeed.training.memory_model.estimate import MOST_SAMPLES, StepEstimator

@@ -10,7 +10,7 @@ from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Allocation, Place
 from pinfeed.memory.units import human
-from pinfeed.pipeline.row_cache.cache import RowCache
+from pinfeed.pipeline.row_cache import RowCache
 from pinfeed.stores import ArrayStore
 from pinfeed.training.embeddings.table_arguments import check_device_cache
 from pinfeed.training.memory_model.config import Config

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from pinfeed.devices.device import Tensor
-from pinfeed.pipeline.row_cache.cache import RowCache
-from pinfeed.pipeline.row_cache.decisions import CachedRows
+from pinfeed.pipeline.cache_decisions import CachedRows
+from pinfeed.pipeline.row_cache import RowCache
 from pinfeed.pipeline.sources.host_leaves import HostLeaf, host_batch_of
 from pinfeed.pipeline.sources.loader_source import END, LoaderSource
 from pinfeed.pipeline.sources.source import BatchThunk, HostBatch, RowGroup

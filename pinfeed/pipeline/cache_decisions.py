@@ -19,14 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.devices.device import Stream, Tensor
+from pinfeed.pipeline.cache_policy import CacheMoves, CachePolicy
 from pinfeed.pipeline.forwarding import Positions
-from pinfeed.pipeline.row_cache.policy import CacheMoves, CachePolicy
 from pinfeed.rows.orders import Rows
 
 if TYPE_CHECKING:
-    from pinfeed.pipeline.row_cache.cache import RowCache
+    from pinfeed.pipeline.row_cache import RowCache
 
-Span = tuple[int, int]
+PositionRange = tuple[int, int]
 """Range [begin, end) of the positions of a batch."""
 
 
@@ -91,7 +91,7 @@ class CachedRows:
         """All positions of rows in the batch and all slots, as they are copied to the device.
 
         These are the positions of bypassed, admitted and hit rows, and then the slots of admitted,
-        hit and evicted rows. The spans below divide them.
+        hit and evicted rows. The ranges below divide them.
         """
         moves = self.moves
         return np.concatenate(
@@ -118,37 +118,37 @@ class CachedRows:
         return len(self.moves.evicted_slots)
 
     @property
-    def bypassed_positions(self) -> Span:
+    def bypassed_positions(self) -> PositionRange:
         return 0, self.n_bypassed
 
     @property
-    def gathered_positions(self) -> Span:
+    def gathered_positions(self) -> PositionRange:
         return 0, self.n_gathered
 
     @property
-    def hit_positions(self) -> Span:
+    def hit_positions(self) -> PositionRange:
         return self.n_gathered, len(self.rows)
 
     @property
-    def held_positions(self) -> Span:
+    def held_positions(self) -> PositionRange:
         """Rows that are in the cache after the batch: admitted and hit ones."""
         return self.n_bypassed, len(self.rows)
 
     @property
-    def admitted_slots(self) -> Span:
+    def admitted_slots(self) -> PositionRange:
         return len(self.rows), len(self.rows) + len(self.moves.admitted)
 
     @property
-    def hit_slots(self) -> Span:
+    def hit_slots(self) -> PositionRange:
         return self.admitted_slots[1], self.held_slots[1]
 
     @property
-    def held_slots(self) -> Span:
+    def held_slots(self) -> PositionRange:
         """Slots of the rows of ``held_positions``."""
         return len(self.rows), 2 * len(self.rows) - self.n_bypassed
 
     @property
-    def evicted_slots(self) -> Span:
+    def evicted_slots(self) -> PositionRange:
         end = self.held_slots[1]
         return end, end + self.n_evicted
 

@@ -5,32 +5,59 @@ state of a table enter and leave together. While a row is in the cache, its slot
 the synchronous loop, and the stores may have an older one.
 
 Reader threads decide about each batch, in order: which rows are in the cache, which other rows
-enter it after the batch, and which rows leave it to make room (``decisions.py``). The training
+enter it after the batch, and which rows leave it (``cache_decisions.py``). The training
 thread carries out these decisions in its own stream. ``lend`` copies cached rows into the batch,
 and the rows that leave the cache after the batch out of it. ``put`` copies new values into the
-cache, and collects the rows to write to the stores. Each is one launch for all stores. So a cached
-row is up to date without any wait, however early the batch was gathered.
+cache, and collects the rows to write to the stores. Each is one launch for all stores.
+
+The training thread queues all work on a cache in its current stream. So each batch sees the rows as
+the earlier batches have left them, without any wait, however early the batch was gathered. One wait
+is needed if the user changes the current stream between two batches:
+
+    (10) work on the cache may not be done yet, in another stream
+
+Evicted rows, and the rows that a flush writes, are copied first. The writer of the loop writes the
+copies back like other values.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
 
 from pinfeed.devices.device import Device, RowCopy, Stream, Tensor, aligned
 from pinfeed.errors import BudgetError, ClosedError, described
 from pinfeed.memory.units import human
-from pinfeed.pipeline.row_cache.decisions import CacheDecisions, CachedRows, Span
+from pinfeed.pipeline.cache_decisions import CacheDecisions, CachedRows, PositionRange
+from pinfeed.pipeline.forwarding import Positions
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.store import Store, row_nbytes
+
+# Bytes of each write when the rows of a cache are written back. Several threads share a write.
+_FLUSH_BYTES = 16 << 20
 
 Values = Sequence[Tensor | None]
 """A tensor for each store; None for an unchanged store."""
 
 
+class ChangedRows(NamedTuple):
+    """Some rows of a cache that may differ from their stores."""
+
+    rows: Rows
+    values: list[Tensor | None]
+    """Values of the rows for each store; None for a store that the loop has not changed."""
+    staged: npt.NDArray[Any] | None = None
+    """Staging memory that the device may read until the values are computed."""
+
+
 class RowCache:
     """Rows of a group of stores that stay on the device.
+
+    It is one class because all work on the memory of a cache is in one order: see the wait above.
 
     Args:
         name: Name of the rows, for errors.
@@ -70,11 +97,6 @@ class RowCache:
         """Bytes of device memory that the cache takes."""
         return self.capacity * self.row_nbytes
 
-    @property
-    def has_changed(self) -> bool:
-        """Whether the loop may have changed a row since the last flush."""
-        return any(self._is_changed) and not self._is_flushed
-
     def begin(self) -> None:
         """Empty the cache for a new loop, because the stores may have changed.
 
@@ -88,67 +110,164 @@ class RowCache:
         """Decide about the oldest batch that was announced (reader; in the order of batches)."""
         return self.decisions.decide(self, rows)
 
-    def lend(self, cached: CachedRows, gathered: list[Tensor]) -> list[Tensor]:
+    def lend(self, cached: CachedRows, gathered: list[Tensor], compute: Stream) -> list[Tensor]:
         """Return the rows of a batch for each store: gathered ones and cached ones (consumer).
 
         Args:
             cached: The rows of the batch.
             gathered: Values of the rows that were gathered, for each store.
+            compute: Stream of the consumer thread.
 
         Raises:
             BudgetError: If the device has no memory for the cache, which the first batch allocates.
+            ClosedError: If another thread closes the loop.
         """
-        if not self.tensors:
-            self.tensors = self._allocated()
-        lent = self._empty(len(cached.rows))
-        evicted = self._empty_together(cached.n_evicted)
-        into = self._cut(cached, cached.gathered_positions)
-        hits = self._cut(cached, cached.hit_positions)
-        slots = self._cut(cached, cached.hit_slots)
-        leaving = self._cut(cached, cached.evicted_slots)
-        copies = []
-        for read, held, rows, left in zip(gathered, self.tensors, lent, evicted, strict=True):
-            copies.append(RowCopy(read, rows, into=into))
-            copies.append(RowCopy(held, rows, taken=slots, into=hits))
-            # The step of this batch does not change the rows that leave after it.
-            copies.append(RowCopy(held, left, taken=leaving))
-        self._device.copy_rows(copies, self.stream)
-        cached.gathered_values = gathered
-        cached.evicted_values = evicted
-        return lent
+        with self.moving:
+            self._require_open()
+            self._follow(compute)
+            cached.stream = compute
+            if not self.tensors:
+                self.tensors = self._allocated()
+            lent = self._empty(len(cached.rows))
+            evicted = self._empty_together(cached.n_evicted)
+            into = self._cut(cached, cached.gathered_positions)
+            hits = self._cut(cached, cached.hit_positions)
+            slots = self._cut(cached, cached.hit_slots)
+            leaving = self._cut(cached, cached.evicted_slots)
+            copies = []
+            for read, held, rows, left in zip(gathered, self.tensors, lent, evicted, strict=True):
+                copies.append(RowCopy(read, rows, into=into))
+                copies.append(RowCopy(held, rows, taken=slots, into=hits))
+                # The step of this batch does not change the rows that leave after it.
+                copies.append(RowCopy(held, left, taken=leaving))
+            self._device.copy_rows(copies, self.stream)
+            cached.gathered_values = gathered
+            cached.evicted_values = evicted
+            return lent
 
-    def put(self, cached: CachedRows, values: Values | None) -> list[Tensor | None]:
+    def put(
+        self, cached: CachedRows, values: Values | None, compute: Stream
+    ) -> list[Tensor | None]:
         """Put the values of a batch into the cache (consumer).
 
         It may be called again with newer values of the same batch.
 
         Args:
             cached: The rows of the batch, which were lent.
-            values: Values of all its rows for each store; None leaves all stores unchanged.
+            values: Values of all its rows for each store; None leaves one store, or all stores,
+                unchanged.
+            compute: Stream of the consumer thread.
 
         Returns:
-            Values of the rows that are written to each store that the loop has changed.
-        """
-        new = values if values is not None else [None] * len(self.stores)
-        self._is_changed = [
-            changed or value is not None
-            for changed, value in zip(self._is_changed, new, strict=True)
-        ]
-        self._is_flushed = False
-        self.leaving = cached
-        written, copies = self._written(cached, new)
-        # One launch changes the cache, and the rows that leave it are in ``evicted_values``
-        # already. So an error or an interrupt loses no row, before the launch or after it.
-        cached.may_have_moved = True
-        self._device.copy_rows([*copies, *self._held(cached, new)], self.stream)
-        cached.written_values = written
-        if not cached.has_moved:
-            self.decisions.note_done(cached)
-        return self._changed_only(written)
+            Values of ``cached.written`` for each store; None for a store that the loop has not
+            changed.
 
-    def evicted_values(self, leaving: CachedRows) -> list[Tensor | None]:
-        """Return the rows that leave the cache, for each store that the loop has changed."""
-        return self._changed_only(leaving.evicted_values)
+        Raises:
+            ClosedError: If another thread closes the loop.
+        """
+        with self.moving:
+            self._require_open()
+            self._follow(compute)
+            if compute != cached.stream:
+                for tensor in cached.tensors:
+                    self._device.share(tensor, compute)
+                cached.stream = compute
+            new = values if values is not None else [None] * len(self.stores)
+            self._is_changed = [
+                changed or value is not None
+                for changed, value in zip(self._is_changed, new, strict=True)
+            ]
+            self._is_flushed = False
+            self.leaving = cached
+            written, copies = self._written(cached, new)
+            # One launch changes the cache, and the rows that leave it are in ``evicted_values``
+            # already. So an error or an interrupt loses no row, before the launch or after it.
+            cached.may_have_moved = True
+            self._device.copy_rows([*copies, *self._held(cached, new)], self.stream)
+            cached.written_values = written
+            if not cached.has_moved:
+                self.decisions.note_done(cached)
+            return self._changed_only(written)
+
+    def changed_rows(self, *, is_last: bool) -> Iterator[ChangedRows]:
+        """Yield copies of all rows that may differ from their stores, in chunks (consumer).
+
+        Args:
+            is_last: Whether the loop is ending, after which no row may change.
+        """
+        if is_last:
+            with self.moving:
+                self._is_sealed = True
+        if not any(self._is_changed) or self._is_flushed:
+            return
+        leaving = self.leaving
+        if leaving is not None and leaving.evicted_values and leaving.n_evicted:
+            # The last evicted rows may not have been queued for writing.
+            with self.moving:
+                self._follow(self._device.current_stream())
+            evicted = self._changed_only(leaving.evicted_values)
+            yield ChangedRows(leaving.moves.evicted_rows, evicted)
+        rows, slots = self.decisions.changed_rows()
+        step = max(1, _FLUSH_BYTES // self.row_nbytes)
+        begin = 0
+        while begin < len(rows):
+            chunk = slice(begin, begin + step)
+            try:
+                copied = self._copied(rows[chunk], slots[chunk])
+            except (MemoryError, RuntimeError):
+                # A loop that ends because memory is exhausted leaves little for the copies.
+                if step == 1:
+                    raise
+                step //= 2
+                continue
+            begin += step
+            yield copied
+
+    def note_flushed(self) -> None:
+        """Note that all changed rows were written (consumer)."""
+        self.decisions.note_flushed()
+        self._is_flushed = True
+
+    def close(self) -> None:
+        """Free the device memory, because the loop has ended."""
+        self._is_flushed = True
+        self.decisions.close()
+        self.leaving = None
+        self.tensors = []
+        self.stream = None
+
+    def _require_open(self) -> None:
+        """Check that the loop may use the cache.
+
+        Raises:
+            ClosedError: If another thread closes the loop.
+        """
+        if self._is_sealed:
+            raise ClosedError(
+                f"another thread closed the loop, and now writes the cache of {self.name} to its "
+                "stores; join the thread of the loop before closing it"
+            )
+
+    def _follow(self, compute: Stream) -> None:
+        """Queue further work on the cache in ``compute``, after that in its previous stream."""
+        if self.stream is not None and compute != self.stream:
+            compute.wait(self.stream.record())  # work on the cache may not be done yet
+            for tensor in self.tensors:
+                self._device.share(tensor, compute)
+        self.stream = compute
+
+    def _copied(self, rows: Rows, slots: Positions) -> ChangedRows:
+        """Return a copy of some rows of the cache."""
+        device = self._device
+        compute = device.current_stream()
+        with self.moving:
+            self._follow(compute)
+            staged = device.staging(slots.nbytes).view(slots.dtype)
+            staged[...] = slots
+            memory = device.empty(slots.nbytes, compute)
+            on_device = device.tensor(memory, slots.shape, slots.dtype)
+            device.copy(staged, on_device, compute)
+            return ChangedRows(rows, self.values(on_device, len(rows)), staged)
 
     def values(self, slots: Tensor, n: int) -> list[Tensor | None]:
         """Return a copy of the rows in some slots, for each store that the loop has changed.
@@ -163,36 +282,6 @@ class RowCache:
         ]
         self._device.copy_rows(copies, self.stream)
         return self._changed_only(found)
-
-    def note_flushed(self) -> None:
-        """Note that all changed rows were written (consumer)."""
-        self.decisions.note_flushed()
-        self._is_flushed = True
-
-    def seal(self) -> None:
-        """Refuse further batches, because the loop is ending and writes its rows to the stores."""
-        with self.moving:
-            self._is_sealed = True
-
-    def require_open(self) -> None:
-        """Check that the loop may use the cache.
-
-        Raises:
-            ClosedError: If another thread closes the loop.
-        """
-        if self._is_sealed:
-            raise ClosedError(
-                f"another thread closed the loop, and now writes the cache of {self.name} to its "
-                "stores; join the thread of the loop before closing it"
-            )
-
-    def close(self) -> None:
-        """Free the device memory, because the loop has ended."""
-        self._is_flushed = True
-        self.decisions.close()
-        self.leaving = None
-        self.tensors = []
-        self.stream = None
 
     def _held(self, cached: CachedRows, new: Values) -> list[RowCopy]:
         """Return the copies of rows that are in the cache after the batch."""
@@ -228,9 +317,9 @@ class RowCache:
             copies.append(RowCopy(cached.evicted_values[i], cut(rows, n, n + cached.n_evicted)))
         return written, copies
 
-    def _cut(self, cached: CachedRows, span: Span) -> Tensor:
+    def _cut(self, cached: CachedRows, part: PositionRange) -> Tensor:
         """Return a range of the positions and slots of a batch, on the device."""
-        return self._device.cut(cached.positions, *span)
+        return self._device.cut(cached.positions, *part)
 
     def _changed_only(self, values: Sequence[Tensor]) -> list[Tensor | None]:
         """Return values with None for the stores that the loop has not changed."""
