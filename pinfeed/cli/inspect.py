@@ -197,12 +197,12 @@ def _read_directory(found: Found) -> None:
         hint = hints[0] if hints else _kind_of_directory(found.path)
         found.damage.append(f"{found.path} is a directory; {hint}")
         return
-    from pinfeed.training import checkpoint
+    from pinfeed.training.checkpoint.reader import check
 
     found.kind = "checkpoint"
     found.problem = "damaged"
     with saying(f"reading {found.path}"):
-        found.details = checkpoint.check(found.path)
+        found.details = check(found.path)
     found.nbytes = found.details.pop("bytes")
 
 

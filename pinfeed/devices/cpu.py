@@ -21,7 +21,7 @@ from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.pages import Bytes, huge
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.array import put_rows
-from pinfeed.stores.host_rows import HostArray
+from pinfeed.stores.host_rows import UnreadPart
 from pinfeed.stores.store import Array, Store
 from pinfeed.tensors.numpy_torch import NUMPY, memory_of, to_torch
 from pinfeed.threads.pool import ThreadPool
@@ -133,7 +133,7 @@ class HostDevice:
             else:
                 put_rows(out, memory_of(into), values)
 
-    def adopt(self, part: HostArray, stream: Any) -> Any:
+    def adopt(self, part: UnreadPart, stream: Any) -> Any:
         value = getattr(part, "host_value", None)
         if type(value) is torch.Tensor and value.is_cpu:
             # The caller owns the value, so it is not copied. Calling ``to`` would release the
@@ -147,7 +147,7 @@ class HostDevice:
             return ""
         return f"route={wanted!r} has no effect, because batches are on the CPU"
 
-    def reaches(self, source: HostArray | Store) -> bool:
+    def reaches(self, source: UnreadPart | Store) -> bool:
         return True
 
     def index_dtype(self, stores: Sequence[Store], rows: Rows) -> np.dtype[Any] | None:
@@ -155,7 +155,7 @@ class HostDevice:
 
     def read(
         self,
-        parts: Sequence[tuple[HostArray, torch.Tensor]],
+        parts: Sequence[tuple[UnreadPart, torch.Tensor]],
         stream: Any,
         indices: torch.Tensor | None = None,
     ) -> Iterator[None]:
@@ -220,7 +220,7 @@ class PlannedGpu(HostDevice):
             )
         return ""
 
-    def reaches(self, source: HostArray | Store) -> bool:
+    def reaches(self, source: UnreadPart | Store) -> bool:
         return False
 
     def free_bytes(self) -> int:

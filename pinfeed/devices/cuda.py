@@ -23,7 +23,7 @@ from pinfeed.errors import DeviceError
 from pinfeed.memory.buffer_pool import BufferPool
 from pinfeed.memory.page_locked import REGISTER, page_locked, unlock_freed
 from pinfeed.memory.pages import Bytes
-from pinfeed.stores.host_rows import HostArray
+from pinfeed.stores.host_rows import UnreadPart
 from pinfeed.stores.store import Array, Store
 from pinfeed.tensors.numpy_torch import NUMPY, TORCH, to_torch
 from pinfeed.threads.pool import ThreadPool
@@ -157,7 +157,7 @@ class CudaDevice(DirectAccess):
         """Kernel that copies rows; None if torch copies them."""
         return row_copy_kernel(self._index)
 
-    def adopt(self, part: HostArray, stream: CudaStream) -> Any:
+    def adopt(self, part: UnreadPart, stream: CudaStream) -> Any:
         value = getattr(part, "host_value", None)
         if value is None or _is_plain(value):
             return None

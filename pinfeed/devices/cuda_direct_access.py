@@ -24,7 +24,7 @@ from pinfeed.devices.route import STAGED, Rates, Route, cached_rates, decide
 from pinfeed.devices.route_benchmark import MatrixProducts, grids_of, measure
 from pinfeed.errors import DeviceError, described
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.host_rows import HostArray
+from pinfeed.stores.host_rows import UnreadPart
 from pinfeed.stores.pinned import PinnedStore
 from pinfeed.stores.store import Array, Store, row_nbytes, run_of
 from pinfeed.tensors.numpy_torch import TORCH
@@ -106,7 +106,7 @@ class DirectAccess:
             return (Route(_GRID, True, "") if wanted == "direct" else STAGED), why
         return route, route.why
 
-    def reaches(self, source: HostArray | Store) -> bool:
+    def reaches(self, source: UnreadPart | Store) -> bool:
         value = getattr(source, "host_value", None)
         if value is not None:
             # A batch of a loader is read directly if the loader has pin_memory=True.
@@ -151,7 +151,7 @@ class DirectAccess:
 
     def read(
         self,
-        parts: Sequence[tuple[HostArray, torch.Tensor]],
+        parts: Sequence[tuple[UnreadPart, torch.Tensor]],
         stream: CudaStream,
         indices: torch.Tensor | None = None,
     ) -> Iterator[None]:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.host_rows import HostArray
+from pinfeed.stores.host_rows import UnreadPart
 from pinfeed.stores.store import Array, Store
 from pinfeed.threads.call import Workers
 
@@ -158,7 +158,7 @@ class Device(Protocol):
             stream: Stream of the copies.
         """
 
-    def adopt(self, part: HostArray, stream: Any) -> Tensor | None:
+    def adopt(self, part: UnreadPart, stream: Any) -> Tensor | None:
         """Return the ``host_value`` of a part as the batch, or None if it must be copied.
 
         If the value is not on the device, it is moved there in ``stream``, the stream of the
@@ -184,7 +184,7 @@ class Device(Protocol):
         """
         ...
 
-    def reaches(self, source: HostArray | Store) -> bool:
+    def reaches(self, source: UnreadPart | Store) -> bool:
         """Return whether the device reads the part, or writes the store, without staging memory."""
         ...
 
@@ -202,7 +202,7 @@ class Device(Protocol):
 
     def read(
         self,
-        parts: Sequence[tuple[HostArray, Tensor]],
+        parts: Sequence[tuple[UnreadPart, Tensor]],
         stream: Any,
         indices: Tensor | None = None,
     ) -> Iterator[None]:

@@ -9,7 +9,7 @@ from typing import Any
 from pinfeed.devices.device import Event, Stream, Tensor
 from pinfeed.pipeline.part_memory import Place, Staging
 from pinfeed.pipeline.sources.source import HostBatch
-from pinfeed.stores.host_rows import HostArray
+from pinfeed.stores.host_rows import UnreadPart
 
 
 class Cancelled(Exception):
@@ -73,7 +73,7 @@ class DeviceSlot(Slot):
     """Page-locked memory of each staged part; batches reuse it."""
     index_staging: Staging = field(default_factory=dict)
     """Page-locked memory of the row indices of each group; batches reuse it."""
-    sources: list[HostArray] = field(default_factory=list)
+    sources: list[UnreadPart] = field(default_factory=list)
     """Parts that the device reads itself; kept until the reads are done."""
     memory: list[Place | None] = field(default_factory=list)
     """Device memory for each part of the next fill."""

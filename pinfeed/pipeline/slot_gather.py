@@ -13,7 +13,7 @@ from pinfeed.devices.device import Buffer, Device, Tensor
 from pinfeed.pipeline.part_memory import SHARED, PartMemory, Place, known_nbytes, shared_nbytes
 from pinfeed.pipeline.slot import DeviceSlot
 from pinfeed.pipeline.sources.source import HostBatch
-from pinfeed.stores.host_rows import HostArray, gather_pieces, part_nbytes
+from pinfeed.stores.host_rows import UnreadPart, gather_pieces, part_nbytes
 
 _BYTES = np.dtype(np.uint8)
 
@@ -40,7 +40,9 @@ class Gathered:
     """Copies of the row indices that the device needs to read rows itself."""
     shared_until: tuple[Buffer, int] | None = None
     """Buffer of small parts, and end of the last staged part; one copy moves all of these."""
-    direct: list[tuple[list[tuple[HostArray, Tensor]], Tensor | None]] = field(default_factory=list)
+    direct: list[tuple[list[tuple[UnreadPart, Tensor]], Tensor | None]] = field(
+        default_factory=list
+    )
     """Parts that the device reads itself, with their tensors, and their row indices."""
     is_late: bool = False
     """Whether memory was allocated, or a part adopted, after the slot was reserved."""
@@ -90,7 +92,7 @@ class SlotGather:
         for g, group in enumerate(batch.groups):
             group_of |= {group.first + i: g for i in range(len(group.stores))}
         # The parts that the device reads itself, by group of rows; None for parts without a group.
-        direct: dict[int | None, list[tuple[HostArray, Tensor]]] = {}
+        direct: dict[int | None, list[tuple[UnreadPart, Tensor]]] = {}
         for i, part in enumerate(parts):
             place = self._place(slot, i, part, gathered)
             # A small part in shared memory is copied with the others, unless kernels read its rows.
@@ -111,7 +113,9 @@ class SlotGather:
             gathered.staged.append((slot.staging[SHARED][:end], whole))
         return gathered
 
-    def _place(self, slot: DeviceSlot, i: int, part: HostArray, gathered: Gathered) -> Place | None:
+    def _place(
+        self, slot: DeviceSlot, i: int, part: UnreadPart, gathered: Gathered
+    ) -> Place | None:
         """Give part ``i`` a tensor; return its memory, or None if the part itself is adopted."""
         assert slot.compute is not None
         tensor = self._device.adopt(part, slot.compute)
@@ -129,7 +133,7 @@ class SlotGather:
         return place
 
     def _read(
-        self, slot: DeviceSlot, i: int, part: HostArray, place: Place, gathered: Gathered
+        self, slot: DeviceSlot, i: int, part: UnreadPart, place: Place, gathered: Gathered
     ) -> None:
         """Read a part into staging memory, and add its copy."""
         if place.is_shared:
@@ -152,7 +156,7 @@ class SlotGather:
         slot: DeviceSlot,
         batch: HostBatch,
         g: int,
-        direct: list[tuple[HostArray, Tensor]],
+        direct: list[tuple[UnreadPart, Tensor]],
         gathered: Gathered,
     ) -> None:
         """Add the reads of a group's parts, and the copy of the row indices that they need."""

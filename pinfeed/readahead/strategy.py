@@ -17,23 +17,23 @@ from pinfeed.rows.windows import Windows
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.host_rows import (
     Gatherable,
-    HostArray,
     StoreRows,
+    UnreadPart,
     memory_rows_of,
     unchecked_gather,
 )
 from pinfeed.stores.local_file import LocalFileStore
 
 
-class HostRows(HostArray, Protocol):
+class UnreadRows(UnreadPart, Protocol):
     """Rows of a store that are still to be gathered."""
 
-    def cut(self, begin: int, end: int) -> HostRows:
+    def cut(self, begin: int, end: int) -> UnreadRows:
         """Return rows [begin, end) of these."""
         ...
 
 
-OpenBatch = Callable[[int, int], Callable[[Rows], HostRows]]
+OpenBatch = Callable[[int, int], Callable[[Rows], UnreadRows]]
 """Takes the position of a batch in the epoch and its number of rows, by ascending position.
 
 It returns a function that takes the row indices of the batch, possibly later and in another thread.
@@ -47,10 +47,10 @@ class AnyBatch:
         make: Returns the rows of a batch, given their indices.
     """
 
-    def __init__(self, make: Callable[[Rows], HostRows]) -> None:
+    def __init__(self, make: Callable[[Rows], UnreadRows]) -> None:
         self.make = make
 
-    def __call__(self, position: int, n: int) -> Callable[[Rows], HostRows]:
+    def __call__(self, position: int, n: int) -> Callable[[Rows], UnreadRows]:
         return self.make
 
 

@@ -43,7 +43,7 @@ def never() -> None:
     """Do nothing: the default ``CheckStop``, for reads that nothing stops."""
 
 
-class HostArray(Protocol):
+class UnreadPart(Protocol):
     """One array of a batch that is still on the host."""
 
     @property
@@ -101,7 +101,7 @@ def memory_rows_of(store: Gatherable) -> MemoryRows | None:
 
 
 class StoreRows:
-    """Rows of one store that a batch needs: a ``HostArray`` that gathers them.
+    """Rows of one store that a batch needs: a ``UnreadPart`` that gathers them.
 
     Args:
         store: The store, or other rows that can be gathered.
@@ -134,7 +134,7 @@ class StoreRows:
             self._gather(self.rows[i : i + step], out[i : i + step])
 
 
-def part_nbytes(part: HostArray) -> int:
+def part_nbytes(part: UnreadPart) -> int:
     """Return the bytes of one array of a batch."""
     return math.prod(part.shape) * part.dtype.itemsize
 
@@ -144,7 +144,7 @@ RunGather = Callable[[Runs, Array], None]
 
 
 class RunRows:
-    """Runs of rows that a batch needs: a ``HostArray`` that gathers them.
+    """Runs of rows that a batch needs: a ``UnreadPart`` that gathers them.
 
     Args:
         gather: Function that gathers runs of the store.
@@ -212,7 +212,7 @@ def gather_rows(store: Gatherable, runs: Runs, out: Array) -> None:
 
 
 def gather_pieces(
-    part: HostArray, out: Array, check_stop: CheckStop
+    part: UnreadPart, out: Array, check_stop: CheckStop
 ) -> list[Callable[[], object]] | None:
     """Return calls that together gather a part; they may run at the same time.
 

@@ -12,7 +12,7 @@ import pytest
 
 from pinfeed.devices.device import Device, RowCopy, Stream, Tensor
 from pinfeed.stores.array import ArrayStore
-from pinfeed.stores.host_rows import HostArray, StoreRows, part_nbytes
+from pinfeed.stores.host_rows import StoreRows, UnreadPart, part_nbytes
 from pinfeed.tensors.dtypes import DTYPES
 from pinfeed.testing.store_tests import Array, sample
 
@@ -163,7 +163,7 @@ class DeviceTests:
         stores = [self.store(array.copy()) for array in arrays]
         if not all(map(device.reaches, stores)):
             pytest.skip("it reaches none")
-        parts: list[HostArray] = [StoreRows(store, wanted) for store in stores]
+        parts: list[UnreadPart] = [StoreRows(store, wanted) for store in stores]
         into = [
             device.tensor(device.empty(max(1, part_nbytes(part)), stream), part.shape, part.dtype)
             for part in parts

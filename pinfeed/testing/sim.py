@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from pinfeed.devices.device import RowCopy
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.host_rows import HostArray
+from pinfeed.stores.host_rows import UnreadPart
 from pinfeed.stores.store import Store, run_of
 from pinfeed.testing.sim_streams import (
     Array,
@@ -191,13 +191,13 @@ class SimDevice:
 
         stream._enqueue(launch)
 
-    def adopt(self, part: HostArray, stream: Any) -> Any:
+    def adopt(self, part: UnreadPart, stream: Any) -> Any:
         return None
 
     def choose_route(self, stores: Sequence[Store], n_rows: int, wanted: str | None) -> str:
         return ""
 
-    def reaches(self, source: HostArray | Store) -> bool:
+    def reaches(self, source: UnreadPart | Store) -> bool:
         return self._direct
 
     def index_dtype(self, stores: Sequence[Store], rows: Rows) -> np.dtype[Any] | None:
@@ -206,7 +206,7 @@ class SimDevice:
 
     def read(
         self,
-        parts: Sequence[tuple[HostArray, DeviceArray]],
+        parts: Sequence[tuple[UnreadPart, DeviceArray]],
         stream: SimStream,
         indices: DeviceArray | None = None,
     ) -> Iterator[None]:

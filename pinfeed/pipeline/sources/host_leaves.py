@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from pinfeed.pipeline.sources.sample_reader import StackedSamples
 from pinfeed.pipeline.sources.source import ArrayPart, HostBatch
-from pinfeed.stores.host_rows import CheckStop, HostArray, never
+from pinfeed.stores.host_rows import CheckStop, UnreadPart, never
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.tensors.pytree import Rebuild, flatten
 
@@ -111,7 +111,7 @@ def _with_kept(leaves: Leaves, moves: Sequence[bool], rebuild: Rebuild) -> Rebui
     )
 
 
-def _part(leaf: Any, name: str) -> HostArray | None:
+def _part(leaf: Any, name: str) -> UnreadPart | None:
     """Make the part that moves a leaf to the device; None for a leaf that stays on the host."""
     import torch
 

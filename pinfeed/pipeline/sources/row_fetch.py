@@ -17,7 +17,7 @@ from pinfeed.devices.device import Device, RowCopy, Tensor
 from pinfeed.errors import ArgumentError, RowIndexError, StoreError, described
 from pinfeed.pipeline.sources.host_leaves import host_batch_of
 from pinfeed.pipeline.sources.source import ArrayPart, HostBatch, RowGroup
-from pinfeed.readahead.strategy import HostRows, ReadStrategy, main_hint
+from pinfeed.readahead.strategy import ReadStrategy, UnreadRows, main_hint
 from pinfeed.rows.indices import check_rows, first_occurrences
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.host_rows import CheckStop, never
@@ -29,7 +29,7 @@ _PIECE_BYTES = 256 << 10
 
 IdsOf = Callable[[Any], Any]
 """Returns the ids of the rows that a batch on the host needs."""
-Serve = Callable[[Rows], HostRows]
+Serve = Callable[[Rows], UnreadRows]
 """Returns rows of one store, which are gathered later."""
 
 
@@ -53,7 +53,7 @@ class FetchSpec:
 
 
 class RepeatedRows:
-    """Rows of a batch that repeat: a ``HostArray`` that gathers each distinct row once.
+    """Rows of a batch that repeat: a ``UnreadPart`` that gathers each distinct row once.
 
     Args:
         distinct: The distinct rows, m of them, in the order in which they first occur.
@@ -61,7 +61,7 @@ class RepeatedRows:
             position is greater than the position of the row itself.
     """
 
-    def __init__(self, distinct: HostRows, positions: Rows) -> None:
+    def __init__(self, distinct: UnreadRows, positions: Rows) -> None:
         self._distinct = distinct
         self._positions = positions
         self.shape = (len(positions), *distinct.shape[1:])

@@ -18,10 +18,10 @@ from pinfeed.pipeline.sources.source import (
     drawn_early,
 )
 from pinfeed.readahead.read_plan import RaggedReads
-from pinfeed.readahead.strategy import AnyBatch, HostRows, ReadStrategy, main_hint
+from pinfeed.readahead.strategy import AnyBatch, ReadStrategy, UnreadRows, main_hint
 from pinfeed.rows.batches import EpochHooks, RowBatches, RowIndices
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.host_rows import HostArray
+from pinfeed.stores.host_rows import UnreadPart
 from pinfeed.stores.ragged import RaggedParts
 from pinfeed.stores.store import Store, row_nbytes
 from pinfeed.tensors.pytree import Rebuild
@@ -110,11 +110,11 @@ class RowSource(Source):
     def _host_batch(
         self,
         indices: RowIndices,
-        parts: Sequence[Callable[[Rows], HostRows]],
+        parts: Sequence[Callable[[Rows], UnreadRows]],
         ragged: Sequence[Callable[[Rows], RaggedParts]] = (),
     ) -> HostBatch:
         rows = indices.rows()
-        host_parts: list[HostArray] = []
+        host_parts: list[UnreadPart] = []
         for make in parts:
             # A comprehension would be another call in Python, for each batch.
             host_parts.append(make(rows))  # noqa: PERF401

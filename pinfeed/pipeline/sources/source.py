@@ -14,10 +14,10 @@ import numpy.typing as npt
 from pinfeed.devices.device import Tensor
 from pinfeed.pipeline.cache_decisions import CachedRows
 from pinfeed.pipeline.forwarding import SharedRows
-from pinfeed.readahead.strategy import HostRows
+from pinfeed.readahead.strategy import UnreadRows
 from pinfeed.rows.batches import EpochHooks
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.host_rows import CheckStop, HostArray, never
+from pinfeed.stores.host_rows import CheckStop, UnreadPart, never
 from pinfeed.stores.store import Store
 from pinfeed.tensors.pytree import Rebuild
 
@@ -60,7 +60,7 @@ class RowGroup(NamedTuple):
 
 
 class ArrayPart:
-    """An array on the host: a ``HostArray`` that is copied."""
+    """An array on the host: a ``UnreadPart`` that is copied."""
 
     def __init__(self, array: npt.NDArray[Any]) -> None:
         self._array = array
@@ -79,7 +79,7 @@ class HostBatch:
     No part has been read yet. A reader thread reads the parts into a slot.
     """
 
-    parts: Sequence[HostArray]
+    parts: Sequence[UnreadPart]
     rebuild: Rebuild
     """Makes a batch in the user's structure from the tensors of the parts."""
     batches: Sequence[tuple[int, int]]
@@ -103,7 +103,7 @@ class HostBatch:
     keeps_errors: bool = False
     """Whether the loop continues with the next batch if this one fails."""
 
-    def all_parts(self) -> Sequence[HostArray]:
+    def all_parts(self) -> Sequence[UnreadPart]:
         """Return the parts, and the positions of shared rows, if any."""
         if self.shared is None or not len(self.shared.positions):
             return self.parts
@@ -128,7 +128,7 @@ class HostBatch:
         begin = ranges[start][0]
         end = ranges[stop - 1][1]
         return HostBatch(
-            [cast(HostRows, part).cut(begin, end) for part in self.parts],
+            [cast(UnreadRows, part).cut(begin, end) for part in self.parts],
             self.rebuild,
             self.batches[start:stop],
             [group.cut(begin, end) for group in self.groups],
