@@ -62,8 +62,8 @@ def main(n_times: int = 5000, n_series: int = 7) -> None:
         expected = train(DataLoader(dataset, batch_size=32, sampler=sampler))
 
         span = N_INPUTS + N_TARGETS
-        inputs = pinfeed.MmapStore.windows(path, length=N_INPUTS, span=span)
-        targets = pinfeed.MmapStore.windows(path, length=N_TARGETS, start=N_INPUTS, span=span)
+        inputs = pinfeed.NpyStore.windows(path, length=N_INPUTS, span=span)
+        targets = pinfeed.NpyStore.windows(path, length=N_TARGETS, start=N_INPUTS, span=span)
         sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(1))
         rows = BatchSampler(sampler, 32, drop_last=False)
         with inputs, targets, pinfeed.Feeder((inputs, targets), rows=rows) as feeder:

@@ -37,7 +37,7 @@ def main(n_tokens: int = 10_000_000, length: int = 256, n_batches: int = 200) ->
         torch.manual_seed(1337)
         expected = [get_batch(path, length, 12) for _ in range(n_batches)]
 
-        with pinfeed.MmapStore.windows(path, length=length + 1, dtype="uint16") as windows:
+        with pinfeed.NpyStore.windows(path, length=length + 1, dtype="uint16") as windows:
             torch.manual_seed(1337)
             starts = [torch.randint(windows.n_rows, (12,)) for _ in range(n_batches)]
             # The device splits and casts a batch ahead of the training step.

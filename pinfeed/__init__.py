@@ -39,7 +39,7 @@ from pinfeed.stores import (
     ArrayStore,
     ArrowStore,
     HDF5Store,
-    MmapStore,
+    NpyStore,
     ParquetStore,
     PinnedStore,
     RaggedStore,
@@ -69,6 +69,9 @@ if TYPE_CHECKING:
     from pinfeed.training.row_loop.train_rows import train_rows as train_rows
 
 __version__ = "0.1.0"
+
+MmapStore = NpyStore
+"""Earlier name of ``NpyStore``."""
 
 _WITH_TORCH = {
     "CombinedOptimizer": "training.embeddings.combined_optimizer",
@@ -109,6 +112,7 @@ __all__ = [
     "KiB",
     "MiB",
     "MmapStore",
+    "NpyStore",
     "Offload",
     "ParquetStore",
     "PinfeedError",

@@ -163,7 +163,7 @@ def test_a_part_that_hangs_is_killed_and_its_cells_are_kept(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("parts")
-def test_a_part_that_dies_is_recorded_and_leaves_its_time_to_others(tmp_path: Path) -> None:
+def test_a_part_that_dies_is_recorded_and_others_go_on(tmp_path: Path) -> None:
     chosen = [part("dying"), part("quick", share=3.0)]
     out = tmp_path / "out"
     written = run_parts(
@@ -392,7 +392,7 @@ def test_conditions_of_the_gpu_are_taken_while_the_load_runs(programs: Path) -> 
     assert found["temperature_c"] == 40
 
 
-def test_a_condition_that_nvidia_smi_does_not_know_leaves_the_others(programs: Path) -> None:
+def test_a_condition_unknown_to_nvidia_smi_leaves_the_others(programs: Path) -> None:
     install(
         programs / "nvidia-smi",
         """case "$1" in

@@ -94,7 +94,7 @@ def test_a_loop_is_measured_by_this_and_by_an_earlier_pinfeed(earlier: Earlier) 
     assert keys <= earlier.call("benchmarks.handover:one_cell", *arguments).keys()
 
 
-def test_the_holder_of_the_lock_is_sampled_where_the_system_permits_it() -> None:
+def test_the_holder_of_the_lock_is_sampled_where_permitted() -> None:
     with LockSampler() as sampler:
         sorted(range(1_000_000))
     assert sampler.seconds > 0

@@ -23,7 +23,7 @@ def earlier() -> Iterator[Earlier]:
         yield process
 
 
-def test_the_losses_of_an_earlier_pinfeed_are_compared_bit_for_bit(earlier: Earlier) -> None:
+def test_losses_of_an_earlier_pinfeed_are_compared_exactly(earlier: Earlier) -> None:
     rows.check_earlier(SMALL, "cpu", earlier)
     expected = rowsteps.losses(rowsteps.prefetched, SMALL, "cpu")
     with pytest.raises(AssertionError, match="prefetch \\(before\\): losses"):
@@ -46,7 +46,7 @@ def test_steps_are_timed_in_both_processes(earlier: Earlier) -> None:
         assert before_s > 0
 
 
-def test_the_report_names_cells_in_which_prefetching_is_not_faster() -> None:
+def test_the_report_names_cells_where_prefetching_is_slower() -> None:
     ms = {"step alone": 1.0, "prefetch": 3.0, "synchronous": 3.0}
     values = {"small_ms": ms, "small_ratio": 1.0, "small_choice": "depth=0"}
     values |= {"large_ms": ms, "large_ratio": 0.99, "large_choice": ""}

@@ -120,7 +120,7 @@ def results() -> dict[str, Any]:
     return {"cells": streaming.summary(contest), "ceilings": contest.ceilings, "runs": contest.runs}
 
 
-def test_pinfeed_and_the_fast_ones_take_part_in_every_kind_of_cell() -> None:
+def test_pinfeed_and_fast_peers_are_in_every_kind_of_cell() -> None:
     contest = Contest(Files(Path()), all_cells(), quick=False)
     assert {str(cell) for cell in contest.cells} >= streaming.QUICK
     for cell in contest.cells:

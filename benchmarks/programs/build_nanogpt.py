@@ -83,7 +83,7 @@ def moved(folder: Path, size: Size, step: Step) -> None:
     shape = (size.batch_size, size.block_size)
     n_tokens = size.batch_size * size.block_size
     path = str(folder / "train-*.npy")
-    runs = pinfeed.MmapStore.windows(path, length=n_tokens + 1, step=n_tokens)
+    runs = pinfeed.NpyStore.windows(path, length=n_tokens + 1, step=n_tokens)
     with runs, pinfeed.Feeder(runs, batch_size=1, device=DEVICE) as feeder:
         while True:
             for row in feeder:

@@ -75,7 +75,7 @@ def original(folder: Path, size: Size, step: Step, n_workers: int = 0) -> None:
 def moved(folder: Path, size: Size, step: Step) -> None:
     """Pass two sources with the same starts."""
     windows = functools.partial(
-        pinfeed.MmapStore.windows, folder / "series.npy", span=size.n_inputs + size.n_targets
+        pinfeed.NpyStore.windows, folder / "series.npy", span=size.n_inputs + size.n_targets
     )
     with (
         windows(length=size.n_inputs) as inputs,

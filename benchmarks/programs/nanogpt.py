@@ -60,7 +60,7 @@ def original(folder: Path, size: Size, step: Step) -> None:
 def moved(folder: Path, size: Size, step: Step) -> None:
     """Pass windows of the file as rows, and the same starts as row indices."""
     path = folder / "train.bin"
-    windows = pinfeed.MmapStore.windows(path, length=size.block_size + 1, dtype="uint16")
+    windows = pinfeed.NpyStore.windows(path, length=size.block_size + 1, dtype="uint16")
     torch.manual_seed(SEED)
     n_starts = windows.n_rows
     starts = [torch.randint(n_starts, (size.batch_size,)) for _ in range(size.n_batches)]

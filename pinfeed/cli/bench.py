@@ -24,7 +24,7 @@ from pinfeed.cli.trial import Rate, Timing, Trial
 from pinfeed.errors import ArgumentError
 from pinfeed.memory.units import human
 from pinfeed.rows.batches import OrderBatches
-from pinfeed.stores import MmapStore
+from pinfeed.stores import NpyStore
 from pinfeed.stores.paths import has_protocol
 from pinfeed.validation.wrapping import wrapped
 
@@ -82,13 +82,13 @@ def bench(
     return _report(trial, order_name, ceilings, timings)
 
 
-def _local(store: OpenedFile) -> MmapStore:
+def _local(store: OpenedFile) -> NpyStore:
     """Return a store, if numpy can read its files as well.
 
     Raises:
         ArgumentError: If its files are elsewhere, of another format, or have rows of no bytes.
     """
-    if not isinstance(store, MmapStore):
+    if not isinstance(store, NpyStore):
         problem = "is a remote file" if has_protocol(store.paths[0]) else "is not a .npy file"
         raise ArgumentError(
             f"{store.paths[0]} {problem}; expected a local .npy file, because bench also times "

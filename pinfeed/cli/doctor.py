@@ -19,7 +19,7 @@ from pinfeed.cli.sources import described, open_rows, usual_batch
 from pinfeed.errors import PinfeedError
 from pinfeed.memory.units import human, human_rate
 from pinfeed.native.library import why_not
-from pinfeed.stores.npy import read_header
+from pinfeed.stores.npy_header import read_header
 from pinfeed.validation.requirements import install_line
 from pinfeed.validation.wrapping import wrapped
 

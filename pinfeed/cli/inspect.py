@@ -19,7 +19,7 @@ from pinfeed.cli.report import Report, facts, saying, sections, table
 from pinfeed.cli.sources import expanded, names_dataset, shell_hint
 from pinfeed.errors import PinfeedError, described
 from pinfeed.memory.units import human
-from pinfeed.stores.npy import Header, parse_header, read_header, strange
+from pinfeed.stores.npy_header import Header, parse_header, read_header, strange
 from pinfeed.stores.paths import has_protocol
 from pinfeed.validation.suggestions import of_file
 from pinfeed.validation.wrapping import wrapped
@@ -143,7 +143,7 @@ def _read_npy(found: Found) -> None:
         found.damage.append(
             f"{found.path} has {more:,} bytes more than its header says{rows}. pinfeed would not "
             "read them. If data was appended, save the array again, or read the file with "
-            f"MmapStore.raw(path, shape=..., dtype=..., offset={layout.offset})"
+            f"NpyStore.raw(path, shape=..., dtype=..., offset={layout.offset})"
         )
 
 

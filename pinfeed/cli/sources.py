@@ -50,7 +50,7 @@ def open_rows(files: Sequence[str]) -> OpenedFile:
     Raises:
         PinfeedError: If the store of the files refuses them.
     """
-    from pinfeed.stores import MmapStore, RemoteStore
+    from pinfeed.stores import NpyStore, RemoteStore
     from pinfeed.stores.paths import has_protocol
 
     if len(files) == 1 and (found := _FORMAT.fullmatch(files[0])) is not None:
@@ -61,7 +61,7 @@ def open_rows(files: Sequence[str]) -> OpenedFile:
         except StoreError as error:
             raise StoreError(f"{error}{shell_hint(files[0])}") from None
     names = expanded(files)
-    kind = RemoteStore if has_protocol(names[0]) else MmapStore
+    kind = RemoteStore if has_protocol(names[0]) else NpyStore
     try:
         # A single name may be a pattern without matches. The store has a message for this case.
         return kind(names[0] if len(names) == 1 else names)

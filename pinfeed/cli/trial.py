@@ -32,7 +32,7 @@ from pinfeed.feeders.feeder import Feeder
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.units import human
 from pinfeed.rows.batches import OrderBatches
-from pinfeed.stores import MmapStore
+from pinfeed.stores import NpyStore
 
 # Longest time of reading files into the page cache; after that they are timed cold.
 _WARM_S = 10.0
@@ -130,7 +130,7 @@ class Trial:
 
     def __init__(
         self,
-        stores: Sequence[MmapStore],
+        stores: Sequence[NpyStore],
         order: Any,
         batch_size: int,
         device: str,

@@ -117,7 +117,7 @@ def _warn_of_private_copy() -> None:
     logger.warning(
         "write_back in a worker process of a DataLoader changes that process's copy of an array, "
         "and the array of the main process stays unchanged; loop over the feeder in the main "
-        "process, or give a file (MmapStore(path, mode='r+')) or a tensor after share_memory_()"
+        "process, or give a file (NpyStore(path, mode='r+')) or a tensor after share_memory_()"
     )
 
 

@@ -75,7 +75,7 @@ class Feeder(ResumableFeeder[T_co]):
             Store, or RaggedStore for rows of unequal length. It may also be tuples, lists and dicts
             of these, all with the same number of rows; batches have the same structure. Several
             paths in a tuple or a list are separate sources, such as inputs and labels. Give the
-            file shards of one source as a pattern or as ``MmapStore([...])``. An Arrow table, a
+            file shards of one source as a pattern or as ``NpyStore([...])``. An Arrow table, a
             Hugging Face dataset, a pandas or polars DataFrame and the path of a Parquet file are
             dicts of their columns. An open ``h5py.Dataset`` or ``zarr.Array`` is one source.
         batch_size: Rows per batch. Give either this or ``config``; give neither if ``rows`` yields

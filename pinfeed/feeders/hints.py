@@ -23,7 +23,7 @@ FEEDER_HINTS = {
     "prefetch_factor prefetch buffer_size": "give the number of batches to prefetch as depth=",
     "dataset data path x": "give the source as the first argument, without a name",
     "gpu_memory_limit cpu_memory_limit preferred_batch_size headroom": _LIMITS_TOGETHER,
-    "memory_map keep_cache": "give it to the store of a file: pinfeed.MmapStore(path, {name}=...)",
+    "memory_map keep_cache": "give it to the store of a file: pinfeed.NpyStore(path, {name}=...)",
     "replacement num_samples": "give rows=pinfeed.rows.drawn(n, seed=...)",
     "max_elements max_tokens": "give rows=pinfeed.rows.element_batches(lengths, max_elements)",
     "storage_options": _STORAGE_OPTIONS,

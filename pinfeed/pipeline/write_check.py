@@ -127,7 +127,7 @@ def _check_one(value: Any, name: str, store: Store, n_rows: int, device: Device)
     if not store.writable:
         raise WriteBackError(
             f"write_back to {name}, which is read-only; expected a writable array, or a .npy file "
-            'opened with MmapStore(path, mode="r+"); windows, DataFrames and files of '
+            'opened with NpyStore(path, mode="r+"); windows, DataFrames and files of '
             "formats other than .npy cannot be written"
         )
     found = device.describe(value)

@@ -2,8 +2,8 @@
 
 from pinfeed.stores.array import ArrayStore as ArrayStore
 from pinfeed.stores.arrow import ArrowStore as ArrowStore
-from pinfeed.stores.file import MmapStore as MmapStore
 from pinfeed.stores.hdf5 import HDF5Store as HDF5Store
+from pinfeed.stores.npy_store import NpyStore as NpyStore
 from pinfeed.stores.parquet import ParquetStore as ParquetStore
 from pinfeed.stores.pinned import PinnedStore as PinnedStore
 from pinfeed.stores.ragged import RaggedStore as RaggedStore

@@ -12,9 +12,9 @@ import numpy as np
 
 from pinfeed.errors import ArgumentError, ClosedError, FileMissing, StoreError, described
 from pinfeed.stores.chunked import MAX_DECODES, ChunkedStore, ChunkLayout
-from pinfeed.stores.file import MmapStore
 from pinfeed.stores.hdf5_chunks import RawChunks
 from pinfeed.stores.libraries import imported, library_errors
+from pinfeed.stores.npy_store import NpyStore
 from pinfeed.stores.paths import Path, local_path
 from pinfeed.stores.store import Array
 from pinfeed.tensors.dtypes import check_dtype
@@ -36,7 +36,7 @@ class HDF5Store(ChunkedStore):
     """Read-only rows of an HDF5 dataset, read with h5py.
 
     The first axis of the dataset is the rows. A dataset without chunks and filters is read straight
-    from the file, like a ``MmapStore``, if it was opened by path or its file is open read-only.
+    from the file, like a ``NpyStore``, if it was opened by path or its file is open read-only.
 
     The dataset must not change while the store is open, even if its file is open for writing.
 
@@ -299,7 +299,7 @@ def _raw_chunks(dataset: Any) -> RawChunks | None:
     return None
 
 
-def _native(dataset: Any, is_given: bool) -> MmapStore | None:
+def _native(dataset: Any, is_given: bool) -> NpyStore | None:
     """Return a store that reads the bytes of a dataset from its file, or None if it cannot.
 
     It can if the dataset is contiguous and complete, has the same type in memory, and this process
@@ -330,4 +330,4 @@ def _native(dataset: Any, is_given: bool) -> MmapStore | None:
     if offset is None or (opened.st_dev, opened.st_ino) != (found.st_dev, found.st_ino):
         # The file was moved or replaced.
         return None
-    return MmapStore.raw(path, shape=dataset.shape, dtype=dataset.dtype, offset=offset)
+    return NpyStore.raw(path, shape=dataset.shape, dtype=dataset.dtype, offset=offset)

@@ -172,7 +172,7 @@ class LocalFileStore(ShardedStore):
             OSError: If the file system refuses; the error names the file.
         """
         if not self.writable:
-            raise WriteBackError(f'{self!r} is read-only; open it with MmapStore(path, mode="r+")')
+            raise WriteBackError(f'{self!r} is read-only; open it with NpyStore(path, mode="r+")')
         rows = checked_scatter(self, rows, values)
         step = max(1, _CHUNK_BYTES // max(1, self.row_nbytes))
         for i in range(0, len(rows), step):

@@ -12,15 +12,15 @@ import numpy as np
 
 from pinfeed.errors import StoreError
 from pinfeed.memory.proc_maps import file_key, mapping_at
-from pinfeed.stores.file import MmapStore
-from pinfeed.stores.npy import read_header
+from pinfeed.stores.npy_header import read_header
+from pinfeed.stores.npy_store import NpyStore
 from pinfeed.stores.row_layout import RowLayout
 from pinfeed.stores.store import Array
 
 logger = logging.getLogger("pinfeed")
 
 
-def store_of_map(array: Any) -> MmapStore | None:
+def store_of_map(array: Any) -> NpyStore | None:
     """Return a store of the file of a numpy memory map, or of sliding windows over one.
 
     A store is better than the map, because a feeder reads its rows ahead and counts them in its
@@ -35,7 +35,7 @@ def store_of_map(array: Any) -> MmapStore | None:
     return store
 
 
-def _store_of_whole(array: np.memmap[Any, Any]) -> MmapStore | None:
+def _store_of_whole(array: np.memmap[Any, Any]) -> NpyStore | None:
     """Return a store of the file that ``numpy.load(path, mmap_mode=...)`` has mapped."""
     if (
         not isinstance(array.base, mmap.mmap)
@@ -54,10 +54,10 @@ def _store_of_whole(array: np.memmap[Any, Any]) -> MmapStore | None:
         *array.shape,
     ):
         return None
-    return MmapStore(header.path, mode=array.mode) if _is_file_of(array) else None
+    return NpyStore(header.path, mode=array.mode) if _is_file_of(array) else None
 
 
-def _store_of_windows(array: Array) -> MmapStore | None:
+def _store_of_windows(array: Array) -> NpyStore | None:
     """Return a read-only store of the file over which ``sliding_window_view`` has made windows.
 
     Addresses and strides of the windows say where each row is in the file. The result is
@@ -84,7 +84,7 @@ def _store_of_windows(array: Array) -> MmapStore | None:
     if begin < 0 or layout.end > whole.offset + whole.nbytes or not _is_file_of(whole):
         return None
     layout = layout.check(os.path.getsize(layout.path))
-    return MmapStore._of_layouts([layout], "r", keep_cache=None, memory_map=True)
+    return NpyStore._of_layouts([layout], "r", keep_cache=None, memory_map=True)
 
 
 def _map_below(array: Array) -> np.memmap[Any, Any] | None:

@@ -13,9 +13,9 @@ import numpy as np
 from pinfeed.errors import MissingDependency, StoreError
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.arrow import ArrowStore
-from pinfeed.stores.file import MmapStore
 from pinfeed.stores.hdf5 import HDF5Store
 from pinfeed.stores.libraries import check_names
+from pinfeed.stores.npy_store import NpyStore
 from pinfeed.stores.numpy_memmap import store_of_map
 from pinfeed.stores.parquet import ParquetStore
 from pinfeed.stores.paths import has_protocol
@@ -68,7 +68,7 @@ def open_store(source: Any, name: str) -> Store:
     if has_protocol(source):
         return RemoteStore(source)
     if isinstance(source, (str, os.PathLike)):
-        return MmapStore(source)
+        return NpyStore(source)
     for store in (store_of_map(source), _store_of_array(source, name)):
         if store is not None:
             return store

@@ -31,7 +31,7 @@ def local_path(path: Path) -> str:
     """
     if has_protocol(path):
         raise ArgumentError(
-            f"{path!r} is a URL, but MmapStore opens local files; expected a path; for a URL, use "
+            f"{path!r} is a URL, but NpyStore opens local files; expected a path; for a URL, use "
             f"RemoteStore({path!r})"
         )
     return os.fspath(path)

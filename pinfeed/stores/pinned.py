@@ -19,7 +19,7 @@ from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import ArrayStore
-from pinfeed.stores.file import MmapStore
+from pinfeed.stores.npy_store import NpyStore
 from pinfeed.stores.store import Array, Store, in_words, shape_to_make
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.validation.arguments import explain_arguments, real_number, whole_number
@@ -257,7 +257,7 @@ class PinnedStore(ArrayStore):
             raise MemoryError(
                 f"PinnedStore: shape {shape} of {dtype} needs {nbytes:,} bytes, more than the "
                 "free memory; use fewer or smaller rows, or keep them in a file: "
-                "MmapStore.create(path, shape, dtype), HostEmbedding(..., store=path)"
+                "NpyStore.create(path, shape, dtype), HostEmbedding(..., store=path)"
             ) from error
         self._keep(memory[:nbytes].view(dtype).reshape(shape))
 
@@ -309,7 +309,7 @@ def _open(source: Any) -> Store:
             f"{_BY_SHAPE}"
         )
     if isinstance(source, (str, os.PathLike)):
-        return MmapStore(source)
+        return NpyStore(source)
     return ArrayStore(source, name="PinnedStore")
 
 

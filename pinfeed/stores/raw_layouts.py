@@ -10,7 +10,7 @@ from typing import Any
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, StoreError
-from pinfeed.stores.npy import MAGIC, read_header, strange
+from pinfeed.stores.npy_header import MAGIC, read_header, strange
 from pinfeed.stores.paths import file_size
 from pinfeed.stores.row_layout import RowLayout
 from pinfeed.stores.store import whole_numbers
@@ -61,7 +61,7 @@ def raw_layout(path: str, shape: Sequence[int], dtype: npt.DTypeLike, offset: in
 
 
 class Windows:
-    """Windows of consecutive items of a flat file, as ``MmapStore.windows`` describes them.
+    """Windows of consecutive items of a flat file, as ``NpyStore.windows`` describes them.
 
     Raises:
         ArgumentError: If an argument is not a whole number, ``length`` or ``step`` is below 1,
@@ -139,7 +139,7 @@ def series_layout(path: str, dtype: npt.DTypeLike | None, offset: int) -> RowLay
             f"{path}, offset={offset}: the header of a .npy file says where the items begin; "
             "leave offset out, and give start= to begin at a later item"
         )
-    return read_header(path, None if dtype is None else dtype_of(dtype, "MmapStore"))
+    return read_header(path, None if dtype is None else dtype_of(dtype, "NpyStore"))
 
 
 def _flat_layout(path: str, size: int, dtype: npt.DTypeLike, offset: int) -> RowLayout:

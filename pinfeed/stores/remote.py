@@ -27,7 +27,7 @@ from pinfeed.stores.byte_ranges import (
     windows_of,
 )
 from pinfeed.stores.libraries import imported
-from pinfeed.stores.npy import header_of
+from pinfeed.stores.npy_header import header_of
 from pinfeed.stores.paths import has_protocol, pattern_hint
 from pinfeed.stores.retries import answers_of, require_connected, result_or_error
 from pinfeed.stores.row_layout import RowLayout
@@ -55,7 +55,7 @@ class RemoteStore(ShardedStore):
     object stores and web servers do, many requests run at the same time. If a file is replaced
     while the store is open, a gather raises ``ReadError``, provided that the file system reports an
     ETag, a generation or a time of modification. Raw and safetensors files must be local; see
-    ``MmapStore``.
+    ``NpyStore``.
 
     Args:
         path: A URL (``"s3://bucket/x.npy"``), a pattern (``"gs://bucket/x-*.npy"``, in sorted
@@ -268,7 +268,7 @@ def _file(url: str, options: dict[str, Any]) -> RemoteFile:
     if not has_protocol(url):
         raise ArgumentError(
             f"{url!r} is not a URL; expected a string such as 's3://bucket/x.npy' (pathlib "
-            "removes a slash); for local files, use MmapStore"
+            "removes a slash); for local files, use NpyStore"
         )
     fsspec = imported("fsspec.core", f"{url}: fsspec is needed; {install_line('remote')}")
     try:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from pinfeed.errors import CheckpointError, StoreError
 from pinfeed.stores import Store
 from pinfeed.stores.host_rows import Gatherable
-from pinfeed.stores.npy import read_header
+from pinfeed.stores.npy_header import read_header
 from pinfeed.stores.row_layout import RowLayout
 
 CHUNK_BYTES = 16 << 20

@@ -9,7 +9,7 @@ from numbers import Number
 from typing import Any
 
 _COPY = (
-    "copy it in pieces into pinfeed.MmapStore.create(path, shape, dtype), "
+    "copy it in pieces into pinfeed.NpyStore.create(path, shape, dtype), "
     "as shown under 'Data of other libraries' in the guide, or write a Store for it"
 )
 _LOADER = "give pinfeed.wrap_loader(DataLoader(dataset, batch_size=...))"
@@ -79,7 +79,7 @@ _SUFFIXES = {
     ".npz": "a .npz archive: save each array alone, np.save(name, np.load(path)[name])",
     ".pt": _TORCH,
     ".pth": _TORCH,
-    ".safetensors": "a safetensors file: give pinfeed.MmapStore.safetensors(path, name), with the "
+    ".safetensors": "a safetensors file: give pinfeed.NpyStore.safetensors(path, name), with the "
     "name of a tensor",
     ".csv": _TEXT,
     ".tsv": _TEXT,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.command import X, run, values
 
-from pinfeed import MiB, MmapStore, rows
+from pinfeed import MiB, NpyStore, rows
 from pinfeed.cli import conditions
 from pinfeed.cli import trial as trials
 from pinfeed.cli.bench import _report
@@ -67,7 +67,7 @@ def test_bench_of_parallel_sources(quick: list[str]) -> None:
         later = timing["later_epochs"]
         assert later["row_nbytes"] == 3 * 8 * 4 + 8
         assert later["gb_per_s"] == pytest.approx(later["rows_per_s"] * 104 / 1e9)
-    with MmapStore("x.npy") as x, MmapStore("y.npy") as y:
+    with NpyStore("x.npy") as x, NpyStore("y.npy") as y:
         trial = trials.Trial([x, y], rows.shuffled(1), 32, "cpu", 0.01)
         np.save("z.npy", np.arange(500)[::-1])
         # The batches are compared with the rows of these files.
@@ -92,7 +92,7 @@ def test_bench_cold_in_words(quick: list[str]) -> None:
 def test_all_contestants_stream_the_same_rows(block_rows: int | None) -> None:
     """All contestants stream the same rows in each epoch, and a difference is detected."""
     order, _ = order_of(block_rows is None, block_rows, 5)
-    with MmapStore(["s-0.npy", "s-1.npy"]) as store:
+    with NpyStore(["s-0.npy", "s-1.npy"]) as store:
         trial = trials.Trial([store], order, 32, "cpu", 0.01)
         with (
             trial._feeder() as epochs,
@@ -112,7 +112,7 @@ def test_all_contestants_stream_the_same_rows(block_rows: int | None) -> None:
 
 def test_rates_and_shares_are_shown() -> None:
     """First and later epochs are compared separately, and memory is shown by kind."""
-    with MmapStore("x.npy") as store:
+    with NpyStore("x.npy") as store:
         trial = trials.Trial([store], rows.shuffled(1), 32, "cpu", 0.01)
     rate = functools.partial(Rate, row_nbytes=96, complete=True)
     memory = {"anonymous": MiB(12), "file": MiB(2048), "shared": 0}
@@ -147,7 +147,7 @@ def test_waits_are_counted_by_the_clock_of_the_loop(monkeypatch: pytest.MonkeyPa
             yield torch.zeros(8)
         work(2)
 
-    with MmapStore("x.npy") as store:
+    with NpyStore("x.npy") as store:
         trial = trials.Trial([store], rows.shuffled(1), 32, "cpu", 0.01)
     whole = trial._rate(batches(), 0.0, 100, lambda: work(5))
     assert whole == Rate(32, 34.0, 96, True, 14.0)
@@ -173,7 +173,7 @@ def test_rates_of_slow_loaders_are_of_several_batches(monkeypatch: pytest.Monkey
     def slow() -> Iterator[trials.Epochs]:
         yield epoch
 
-    with MmapStore("x.npy") as store:
+    with NpyStore("x.npy") as store:
         trial = trials.Trial([store], rows.shuffled(1), 32, "cpu", 0.5)
     monkeypatch.setattr(trial, "_gives_the_rows", lambda _: True)
     monkeypatch.setattr(trial, "_settle", lambda: None)

@@ -149,7 +149,7 @@ DAMAGE: dict[str, tuple[Callable[[str], None], str]] = {
         "save each field as a separate array",
     ),
     "dates": (saved(np.zeros(3, "M8[s]")), 'convert with .view("int64")'),
-    "bfloat16": (saved(X.astype(ml_dtypes.bfloat16)), 'MmapStore(path, dtype="bfloat16")'),
+    "bfloat16": (saved(X.astype(ml_dtypes.bfloat16)), 'NpyStore(path, dtype="bfloat16")'),
     "fortran": (saved(np.asfortranarray(X)), "Fortran order"),
     "no rows": (saved(X[:0]), "has no rows"),
     "a number": (saved(np.float32(3)), "holds a single number"),

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.command import X, no_gpu, run, values
 
-from pinfeed import Config, Feeder, GiB, MiB, MmapStore, rows
+from pinfeed import Config, Feeder, GiB, MiB, NpyStore, rows
 from pinfeed.cli.plan import plan_values
 from pinfeed.cli.report import json_of
 from pinfeed.devices.cpu import PlannedGpu
@@ -81,7 +81,7 @@ def test_plan_of_parallel_sources() -> None:
     """The plan for sharded inputs and labels is that of a feeder over a tuple."""
     np.save("y.npy", np.arange(500))
     with (
-        MmapStore(["s-0.npy", "s-1.npy"]) as store,
+        NpyStore(["s-0.npy", "s-1.npy"]) as store,
         Feeder((store, "y.npy"), batch_size=32, device="cpu") as expected,
     ):
         found = values(

@@ -67,7 +67,7 @@ def test_the_better_of_two_caches_is_predicted(n_rows: int, exponent: float) -> 
         assert sketch.hit_rate(capacity) == pytest.approx(max(recent, frequent), abs=0.04)
 
 
-def test_rows_of_a_moving_window_are_predicted_as_of_the_last_ones_used() -> None:
+def test_rows_of_a_moving_window_are_predicted_from_the_last() -> None:
     batches = [np.arange(100 * i, 100 * i + 400) for i in range(40)]
     sketch = sketch_of(batches, 5_000)
     for capacity in (50, 299, 300, 399, 400, 401, 2_000):

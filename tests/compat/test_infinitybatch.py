@@ -519,7 +519,7 @@ def test_evaluation_without_gradients() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pinfeed.compat.infinitybatch.InfinityBatchWarning")
-def test_a_weight_that_changes_before_the_backward_pass_is_refused() -> None:
+def test_a_weight_changed_before_the_backward_pass_is_refused() -> None:
     model, run, inputs = chunked_run()
     outputs = run.batch_(inputs)
     with torch.no_grad():

@@ -219,7 +219,7 @@ def test_an_application_with_python_in_it_is_started_once(
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="this Python knows no PYTHONSAFEPATH")
-def test_files_of_the_current_folder_are_not_modules_of_the_trial(
+def test_files_of_the_current_folder_are_no_modules_of_a_trial(
     use_driver: UsesDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_driver()

@@ -21,7 +21,7 @@ from pinfeed import (
     Config,
     Feeder,
     MiB,
-    MmapStore,
+    NpyStore,
     PinnedStore,
     RaggedStore,
     wrap_loader,
@@ -224,7 +224,7 @@ def table_of(kind: str, values: np.ndarray, tmp_path: Path) -> Any:
     if kind == "pinned":
         return PinnedStore(values, pin="auto")
     np.save(tmp_path / "t.npy", values)
-    return MmapStore(tmp_path / "t.npy", mode="r+")
+    return NpyStore(tmp_path / "t.npy", mode="r+")
 
 
 @pytest.mark.parametrize("lateness", ["none", "compute", "read", "write", "index", "all"])
@@ -389,7 +389,7 @@ def test_ragged_rows(layout: Any, depth: int) -> None:
                 assert torch.equal(one.cpu(), other)
 
 
-def test_pinned_store_takes_exactly_what_it_needs_and_gives_it_back() -> None:
+def test_a_pinned_store_takes_what_it_needs_and_gives_it_back() -> None:
     pytest.importorskip("cupy")
     store = PinnedStore.zeros((100_000, 33))
     assert torch.from_numpy(store.array).is_pinned()

@@ -119,7 +119,7 @@ def test_rows_of_every_dtype_are_copied_as_words(
         np.testing.assert_array_equal(to_numpy(out, "out"), src[1:])
 
 
-def test_values_that_begin_anywhere_in_a_tensor_are_copied_as_words() -> None:
+def test_values_at_any_place_of_a_tensor_are_copied_as_words() -> None:
     whole = torch.arange(9, dtype=torch.float32)
     values = whole[1:].view(4, 2)
     with pytest.raises(RuntimeError, match="storage_offset"):

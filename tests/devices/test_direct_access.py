@@ -120,7 +120,7 @@ def test_a_driver_without_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("failure", ["", "it did not end in time"])
-def test_batches_are_timed_for_long_rows_if_the_driver_passed_its_trial(
+def test_long_rows_are_timed_in_batches_if_the_driver_passed(
     failure: str, driver: CopyDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_safe.cache_clear()

@@ -16,7 +16,7 @@ from pinfeed import (
     ArrayStore,
     Feeder,
     HDF5Store,
-    MmapStore,
+    NpyStore,
     RaggedStore,
     errors,
 )
@@ -154,13 +154,13 @@ def test_a_list_is_written_in_the_place_of_a_tuple(x: np.ndarray) -> None:
 def test_write_back_to_a_read_only_store(x: np.ndarray, tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", x)
     x.flags.writeable = False
-    for source in (x, tmp_path / "x.npy", MmapStore(tmp_path / "x.npy")):
+    for source in (x, tmp_path / "x.npy", NpyStore(tmp_path / "x.npy")):
         with Feeder(source, batch_size=4) as feeder:
             loop = feeder.batches()
             batch = next(loop)
             with pytest.raises(
                 errors.WriteBackError,
-                match=r'read-only; .* opened with MmapStore\(path, mode="r\+"\)',
+                match=r'read-only; .* opened with NpyStore\(path, mode="r\+"\)',
             ):
                 batch.write_back(batch.data)
             del loop
@@ -194,8 +194,8 @@ def test_write_back_too_late_or_twice(x: np.ndarray) -> None:
 def test_write_back_to_rows_that_are_given_twice(x: np.ndarray, tmp_path: Path) -> None:
     """The other source, which was prefetched, would not see a write to the first one."""
     np.save(tmp_path / "x.npy", x)
-    file = MmapStore(tmp_path / "x.npy", mode="r+")
-    for source in ((x, x), (x, ArrayStore(x[:, 1:])), (file, MmapStore(tmp_path / "x.npy"))):
+    file = NpyStore(tmp_path / "x.npy", mode="r+")
+    for source in ((x, x), (x, ArrayStore(x[:, 1:])), (file, NpyStore(tmp_path / "x.npy"))):
         with Feeder(source, batch_size=4) as feeder:
             loop = feeder.batches()
             batch = next(loop)
@@ -210,19 +210,17 @@ def test_write_back_to_rows_that_are_given_twice(x: np.ndarray, tmp_path: Path) 
             batch.write_back((batch.data[0] + 1, batch.data[1]))
     file.close()
     with pytest.raises(errors.ArgumentError, match="occurs twice"):
-        MmapStore([tmp_path / "x.npy"] * 2, mode="r+")
+        NpyStore([tmp_path / "x.npy"] * 2, mode="r+")
 
 
 @pytest.mark.parametrize("kind", ["windows", "windows of a map", "rows", "HDF5", "Arrow"])
-def test_write_back_to_rows_that_another_source_reads_in_another_way(
-    kind: str, tmp_path: Path
-) -> None:
+def test_write_back_to_rows_that_another_source_reads_otherwise(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "x.npy"
     x = np.arange(60, dtype=np.float32)
     np.save(path, x)
     mapped = np.load(path, mmap_mode="r+")
     written: Any = mapped[:56]
-    other: Any = MmapStore.windows(path, length=5)
+    other: Any = NpyStore.windows(path, length=5)
     if kind == "windows of a map":
         other = np.lib.stride_tricks.sliding_window_view(mapped, 5)
     elif kind == "rows":
@@ -231,7 +229,7 @@ def test_write_back_to_rows_that_another_source_reads_in_another_way(
         with h5py.File(tmp_path / "x.h5", "w") as file:
             file["x"] = x
             offset = file["x"].id.get_offset()
-        written = MmapStore.raw(
+        written = NpyStore.raw(
             tmp_path / "x.h5", shape=(60,), dtype="float32", offset=offset, mode="r+"
         )
         other = HDF5Store(tmp_path / "x.h5", "x")
@@ -245,7 +243,7 @@ def test_write_back_to_rows_that_another_source_reads_in_another_way(
             batch.write_back((batch.data[0], None))
         del loop
     for store in (written, other):
-        if isinstance(store, (MmapStore, HDF5Store)):
+        if isinstance(store, (NpyStore, HDF5Store)):
             store.close()
 
 

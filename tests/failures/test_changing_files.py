@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from pinfeed import Feeder, MmapStore, Ranks, errors
+from pinfeed import Feeder, NpyStore, Ranks, errors
 from pinfeed.native import library as native
 
 # Rows of 2 KiB, so that pages of the file are lost in each batch.
@@ -134,7 +134,7 @@ def test_a_file_that_shrinks_in_processes_of_a_job(
                 children.wait()
                 assert epoch(feeder, x) == N // N_PROCESSES
 
-    with MmapStore(path) as store, feeder_of(store) as feeder:
+    with NpyStore(path) as store, feeder_of(store) as feeder:
         # Children that use this store inherit its memory map and the signal handler.
         assert epoch(feeder, x) == N
         children = Children(run, N_PROCESSES)
@@ -222,7 +222,7 @@ def test_rows_become_zeros_in_a_hole_of_the_file(
 ) -> None:
     """The hole begins and ends within a row; all other rows stay."""
     begin, end = N * WIDTH * 2, N * WIDTH * 4 + 100
-    with MmapStore(path, memory_map=is_mapped) as store, feeder_of(store, depth=depth) as feeder:
+    with NpyStore(path, memory_map=is_mapped) as store, feeder_of(store, depth=depth) as feeder:
         assert epoch(feeder, x) == N
         loop = iter(feeder)
         next(loop)

@@ -10,7 +10,7 @@ import pytest
 from pinfeed import (
     ArrayStore,
     Feeder,
-    MmapStore,
+    NpyStore,
     errors,
 )
 
@@ -48,9 +48,7 @@ class Flaky(ArrayStore):
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_an_error_of_a_store_comes_after_the_good_batches_with_its_traceback(
-    x: np.ndarray, depth: int
-) -> None:
+def test_an_error_of_a_store_follows_the_good_batches(x: np.ndarray, depth: int) -> None:
     with Feeder(
         Flaky(x, ValueError("disk on fire"), gather=25), batch_size=10, depth=depth
     ) as feeder:
@@ -116,7 +114,7 @@ def test_a_sampler_that_ends_early(x: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_an_error_of_a_write_back_reaches_the_loop_and_no_later_write_overtakes_it(
+def test_no_later_write_overtakes_the_error_of_a_write_back(
     depth: int,
 ) -> None:
     table = np.zeros((100, 2))
@@ -134,7 +132,7 @@ def test_an_error_of_a_write_back_reaches_the_loop_and_no_later_write_overtakes_
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_an_error_of_the_last_write_back_is_raised_when_the_loop_was_left(depth: int) -> None:
+def test_an_error_of_the_last_write_back_is_raised_after_a_loop(depth: int) -> None:
     table = np.zeros((100, 2))
     feeder = Feeder(
         Flaky(table, OSError(28, "No space left"), scatter=5), batch_size=10, depth=depth
@@ -152,7 +150,7 @@ def test_a_file_that_shrinks_while_it_is_streamed(tmp_path: Path) -> None:
     path = tmp_path / "x.npy"
     np.save(path, np.ones((10_000, 100)))
     with (
-        MmapStore(path, memory_map=False) as store,
+        NpyStore(path, memory_map=False) as store,
         Feeder(store, batch_size=100) as feeder,
         pytest.raises(errors.ReadError, match="shrunk"),
     ):

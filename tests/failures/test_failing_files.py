@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from pinfeed import Feeder, HostEmbedding, MmapStore, PinnedStore, checkpoint, errors, rows
+from pinfeed import Feeder, HostEmbedding, NpyStore, PinnedStore, checkpoint, errors, rows
 from pinfeed.devices.cpu import HostDevice
 from pinfeed.stores import file_reader
 from pinfeed.testing import SimDevice
@@ -86,7 +86,7 @@ def test_an_error_of_the_disk(
 ) -> None:
     """The file is open for writing, because rows of a read-only file may be served from memory."""
     with (
-        MmapStore(path, mode="r+", memory_map=False) as store,
+        NpyStore(path, mode="r+", memory_map=False) as store,
         Feeder(store, batch_size=SIZE, rows=ORDERS[order], depth=depth) as feeder,
     ):
         want = [x[batch.rows] for batch in feeder.batches()]
@@ -116,7 +116,7 @@ def test_reads_that_are_cut_short_or_interrupted(
 ) -> None:
     Disk(monkeypatch, fault, 0)
     with (
-        MmapStore(path, memory_map=False) as store,
+        NpyStore(path, memory_map=False) as store,
         Feeder(store, batch_size=SIZE, rows=ORDERS[order]) as feeder,
     ):
         for batch in feeder.batches():
@@ -188,7 +188,7 @@ def test_a_disk_that_is_full(small_disk: Path) -> None:
     shutil.rmtree(small_disk / "run")
     (small_disk / "table.npy").unlink()
     with (
-        MmapStore.create(small_disk / "rows.npy", (4096, 128), "float32") as store,
+        NpyStore.create(small_disk / "rows.npy", (4096, 128), "float32") as store,
         Feeder(store, batch_size=64, depth=2) as feeder,
     ):
         with pytest.raises(OSError, match="No space left") as caught:
@@ -215,9 +215,7 @@ def test_a_file_that_is_larger_than_the_file_system_allows(
             match=r"\.npy: shape \(5000, 4\) of float32 needs 80,000 bytes, but the file",
         ),
     ):
-        MmapStore.create(
-            path if overwrite else tmp_path / "new.npy", (5000, 4), overwrite=overwrite
-        )
+        NpyStore.create(path if overwrite else tmp_path / "new.npy", (5000, 4), overwrite=overwrite)
     assert os.listdir(tmp_path) == ["x.npy"]
     np.testing.assert_array_equal(np.load(path), x)
 
@@ -241,7 +239,7 @@ def test_a_file_that_is_replaced_while_it_is_streamed(path: Path, x: np.ndarray)
         path.with_name("other.npy").replace(path)
         np.testing.assert_array_equal(torch.cat(list(loop)).numpy(force=True), x[SIZE:])
     with (
-        MmapStore(path, memory_map=False) as store,
+        NpyStore(path, memory_map=False) as store,
         Feeder(store, batch_size=SIZE) as feeder,
     ):
         np.save(path.with_name("other.npy"), x[:, :3])
@@ -267,7 +265,7 @@ def test_a_file_that_becomes_read_only(path: Path, x: np.ndarray) -> None:
 
     (root may write whatever the mode says.)
     """
-    with MmapStore(path, mode="r+") as store, Feeder(store, batch_size=SIZE) as feeder:
+    with NpyStore(path, mode="r+") as store, Feeder(store, batch_size=SIZE) as feeder:
         for i, batch in enumerate(feeder.batches()):
             batch.write_back(batch.data + 1)
             if i == 0:
@@ -276,7 +274,7 @@ def test_a_file_that_becomes_read_only(path: Path, x: np.ndarray) -> None:
     path.parent.chmod(0o755)
     euid = os.geteuid()
     with (
-        MmapStore(path, mode="r+", memory_map=False) as store,
+        NpyStore(path, mode="r+", memory_map=False) as store,
         Feeder(store, batch_size=SIZE) as feeder,
     ):
         os.seteuid(65534) if euid == 0 else None
@@ -291,9 +289,9 @@ def test_a_file_that_becomes_read_only(path: Path, x: np.ndarray) -> None:
 @pytest.mark.parametrize(
     "open_it",
     [
-        MmapStore,
-        lambda path: MmapStore.raw(path, shape=(3,), dtype="u1"),
-        lambda path: MmapStore.safetensors(path, "w"),
+        NpyStore,
+        lambda path: NpyStore.raw(path, shape=(3,), dtype="u1"),
+        lambda path: NpyStore.safetensors(path, "w"),
     ],
 )
 def test_a_pipe_is_refused_at_once(open_it: Callable[[Path], Any], tmp_path: Path) -> None:
@@ -311,7 +309,7 @@ def test_rows_of_no_bytes_beyond_number(shape: tuple[int, ...], tmp_path: Path) 
     with pytest.raises(
         errors.StoreError, match="has rows of 0 bytes, and more rows than numpy can count"
     ):
-        MmapStore(tmp_path / "x.npy")
+        NpyStore(tmp_path / "x.npy")
 
 
 def test_shards_of_more_rows_than_can_be_counted(tmp_path: Path) -> None:
@@ -321,7 +319,7 @@ def test_shards_of_more_rows_than_can_be_counted(tmp_path: Path) -> None:
                 file, {"descr": "|u1", "fortran_order": False, "shape": (2**62, 0)}
             )
     with pytest.raises(errors.StoreError, match="more rows than can be counted"):
-        MmapStore(tmp_path / "*.npy")
+        NpyStore(tmp_path / "*.npy")
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -440,7 +438,7 @@ def test_no_memory_on_the_host() -> None:
 
 
 def test_a_store_of_files_is_opened_again_where_it_is_unpickled(path: Path, x: np.ndarray) -> None:
-    with MmapStore(path, keep_cache=False) as store:
+    with NpyStore(path, keep_cache=False) as store:
         next(iter(Feeder(store, batch_size=SIZE)))
         with pickle.loads(pickle.dumps(store)) as other:
             assert (other.n_rows, other.keep_cache) == (N, False)
@@ -449,7 +447,7 @@ def test_a_store_of_files_is_opened_again_where_it_is_unpickled(path: Path, x: n
             np.testing.assert_array_equal(out, x[[5, 3]])
         store.gather(np.array([5, 3]), out)
     with (
-        MmapStore(path, mode="r+") as store,
+        NpyStore(path, mode="r+") as store,
         pytest.raises(TypeError, match="both stores would write to the same files; pass the path"),
     ):
         pickle.dumps(store)

@@ -22,7 +22,7 @@ from pinfeed import (
     ArrayStore,
     Feeder,
     HostEmbedding,
-    MmapStore,
+    NpyStore,
     RowOptimizer,
     errors,
     rows,
@@ -342,7 +342,7 @@ def test_ten_thousand_feeders_leave_nothing(tmp_path: Path) -> None:
     assert_thousands_leave_nothing(tmp_path / "x.npy", 10_000)
 
 
-class Moody(MmapStore):
+class Moody(NpyStore):
     """File store with random faults of reads and writes."""
 
     rate = 0.0

@@ -31,7 +31,7 @@ from pinfeed import (
     ArrayStore,
     Feeder,
     HostEmbedding,
-    MmapStore,
+    NpyStore,
     RowOptimizer,
     checkpoint,
     errors,
@@ -135,7 +135,7 @@ def test_ctrl_c_at_random_moments(kind: str, n: int, twice: bool, tmp_path: Path
         store: Any = ArrayStore(np.zeros((N, 4)))
         if kind == "file":
             np.save(tmp_path / f"{i}.npy", np.zeros((N, 4)))
-            store = MmapStore(tmp_path / f"{i}.npy", mode="r+")
+            store = NpyStore(tmp_path / f"{i}.npy", mode="r+")
         read, write = os.pipe()
         pid = forked(lambda store=store, write=write: go_on_after_interrupts(store, write))
         os.close(write)
@@ -267,14 +267,14 @@ def test_killed_while_rows_are_written_back(tmp_path: Path) -> None:
     # Each row has 128 bytes, and the first row begins at byte 128.
     np.save(tmp_path / "rows.npy", np.zeros((N, 16)))
     rng = random.Random(3)
-    with MmapStore(tmp_path / "rows.npy", mode="r+") as store:
+    with NpyStore(tmp_path / "rows.npy", mode="r+") as store:
         checkpoint.save(tmp_path / "run", rows=store, step=0)
     for _ in range(5):
         read, write = os.pipe()
 
         def run(ready: int = write) -> None:
             with (
-                MmapStore(tmp_path / "rows.npy", mode="r+") as store,
+                NpyStore(tmp_path / "rows.npy", mode="r+") as store,
                 Feeder(store, batch_size=500, shuffle=True) as feeder,
             ):
                 while True:
@@ -294,7 +294,7 @@ def test_killed_while_rows_are_written_back(tmp_path: Path) -> None:
         assert found.shape == (N, 16), "neither header nor length have changed"
         assert (found == found[:, :1]).all(), "no row is half old, half new"
         assert found[:, 0].max() - found[:, 0].min() <= 2, "of the epochs in progress"
-        with MmapStore(tmp_path / "rows.npy", mode="r+") as store:
+        with NpyStore(tmp_path / "rows.npy", mode="r+") as store:
             assert checkpoint.resume(tmp_path / "run", rows=store) == {"step": 0}
         assert not np.load(tmp_path / "rows.npy").any()
 
@@ -310,7 +310,7 @@ def test_fork_between_loops(kind: str, tmp_path: Path) -> None:
     store: Any = {
         "array": lambda: x,
         "file": lambda: tmp_path / "x.npy",
-        "writable file": lambda: MmapStore(tmp_path / "x.npy", mode="r+"),
+        "writable file": lambda: NpyStore(tmp_path / "x.npy", mode="r+"),
     }[kind]()
     with Feeder(store, batch_size=SIZE, depth=3) as feeder:
         next(iter(feeder))
@@ -330,7 +330,7 @@ def test_fork_in_a_loop(tmp_path: Path) -> None:
     x = np.arange(N * 2.0).reshape(N, 2)
     np.save(tmp_path / "x.npy", x)
     with (
-        MmapStore(tmp_path / "x.npy", mode="r+") as store,
+        NpyStore(tmp_path / "x.npy", mode="r+") as store,
         Feeder(store, batch_size=SIZE, depth=3) as feeder,
     ):
         loop = feeder.batches()
@@ -364,7 +364,7 @@ def test_fork_in_a_loop(tmp_path: Path) -> None:
 
 def test_fork_while_a_thread_holds_a_stores_lock(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.arange(9.0))
-    with MmapStore(tmp_path / "x.npy") as store:
+    with NpyStore(tmp_path / "x.npy") as store:
         with store._lock:
             pid = forked(lambda: rows_of(store))
         assert status(pid) == 0
@@ -385,7 +385,7 @@ class Slices:
 def test_workers_of_a_loader_are_forked_in_a_loop(tmp_path: Path) -> None:
     """The forked workers of a DataLoader may read the store that the loop reads."""
     np.save(tmp_path / "x.npy", np.arange(20.0))
-    with MmapStore(tmp_path / "x.npy") as store, Feeder(store, batch_size=1, depth=2) as feeder:
+    with NpyStore(tmp_path / "x.npy") as store, Feeder(store, batch_size=1, depth=2) as feeder:
         for x in feeder:
             if x.item() == 3:
                 loader = DataLoader(
@@ -411,7 +411,7 @@ def test_spawn(tmp_path: Path) -> None:
     """Paths, arrays and read-only stores can be passed; passing a feeder is an error."""
     np.save(tmp_path / "x.npy", np.arange(100.0))
     spawn = multiprocessing.get_context("spawn")
-    with MmapStore(tmp_path / "x.npy") as store, Feeder(store, batch_size=7) as feeder:
+    with NpyStore(tmp_path / "x.npy") as store, Feeder(store, batch_size=7) as feeder:
         results = spawn.Queue()
         with pytest.raises(TypeError, match="a Feeder cannot be pickled or copied"):
             spawn.Process(target=spawned, args=(feeder, results)).start()
@@ -430,7 +430,7 @@ EXIT = """
 import sys, threading
 import numpy as np, torch
 from torch.utils.data import DataLoader
-from pinfeed import Feeder, MmapStore, wrap_loader, wrap_readers
+from pinfeed import Feeder, NpyStore, wrap_loader, wrap_readers
 
 began = [threading.Event() for _ in range(2)]
 table = np.zeros((1000, 4))
@@ -439,7 +439,7 @@ loop = feeder.batches()
 batch = next(loop)
 batch.write_back(batch.data + 1)
 
-store = MmapStore(sys.argv[1], mode="r+")
+store = NpyStore(sys.argv[1], mode="r+")
 in_file = Feeder(store, batch_size=2).batches()
 batch = next(in_file)
 batch.write_back(batch.data + 7)
@@ -595,6 +595,6 @@ def test_the_first_feeder_is_made_when_the_main_thread_has_ended() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "10\njoined\n", "")
 
 
-def test_a_thread_that_joins_all_others_waits_for_no_abandoned_loop(programs: Programs) -> None:
+def test_a_thread_that_joins_all_others_waits_for_no_left_loop(programs: Programs) -> None:
     done = programs.run(LATE, "suspended", warnings="error")
     assert (done.returncode, done.stdout, done.stderr) == (0, "10\njoined\n", "")

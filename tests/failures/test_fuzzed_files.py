@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from support.fuzzing import N_STRESS, QUIET, mutated, mutations, npy_file
 
-from pinfeed import MmapStore, errors
+from pinfeed import NpyStore, errors
 from pinfeed.tensors.dtypes import DTYPES
 
 
@@ -24,7 +24,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fuzz")
 
 
-def rows_or_refusal(open_it: Callable[[], MmapStore], most_bytes: int) -> np.ndarray | None:
+def rows_or_refusal(open_it: Callable[[], NpyStore], most_bytes: int) -> np.ndarray | None:
     """Return all rows, or None if the file was refused."""
     try:
         with warnings.catch_warnings():
@@ -252,7 +252,7 @@ def numpys(content: bytes) -> np.ndarray | None:
 
 def same_as_numpy(path: Path, content: bytes) -> None:
     path.write_bytes(content)
-    got = rows_or_refusal(lambda: MmapStore(path), len(content))
+    got = rows_or_refusal(lambda: NpyStore(path), len(content))
     want = numpys(content)
     served = (
         want is not None
@@ -365,7 +365,7 @@ def check_safetensors(
         save_file({"w": torch.ones(4, 3), "v": torch.ones(5)}, path)
         content = path.read_bytes()
     path.write_bytes(mutated(content, changes) if changes else content)
-    rows_or_refusal(lambda: MmapStore.safetensors(path, "w"), path.stat().st_size)
+    rows_or_refusal(lambda: NpyStore.safetensors(path, "w"), path.stat().st_size)
 
 
 @settings(max_examples=100, **QUIET)
@@ -396,5 +396,5 @@ def test_any_raw_file(
 ) -> None:
     (scratch / "x.bin").write_bytes(bytes(n_bytes))
     rows_or_refusal(
-        lambda: MmapStore.raw(scratch / "x.bin", shape=shape, dtype=dtype, offset=offset), n_bytes
+        lambda: NpyStore.raw(scratch / "x.bin", shape=shape, dtype=dtype, offset=offset), n_bytes
     )

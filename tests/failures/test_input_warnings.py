@@ -8,7 +8,7 @@ import pytest
 
 from pinfeed import (
     Feeder,
-    MmapStore,
+    NpyStore,
     Ranks,
     wrap_readers,
 )
@@ -28,7 +28,7 @@ def test_a_list_of_similar_files_causes_one_warning(
     assert said[0] == (
         f"source=[{files[0]!r}, {files[1]!r}] is a list of 2 files with equally many rows "
         "of one shape and dtype, so each batch is a list of 2 tensors, one per file; if the files "
-        "are shards of one source, give MmapStore([...]) or a pattern; if they are separate "
+        "are shards of one source, give NpyStore([...]) or a pattern; if they are separate "
         "sources, give a tuple, which avoids this warning"
     )
     assert said[1].startswith(f"source=[{files[0]!r}, {files[1]!r}, ...] is a list of 4 files")
@@ -40,7 +40,7 @@ def test_parallel_sources_cause_no_warning(
     for name, dtype in (("a-0", "f4"), ("a-1", "f4"), ("b-0", "f4"), ("b-1", "f4"), ("c-0", "i4")):
         np.save(tmp_path / f"{name}.npy", np.zeros((5, 2), dtype))
     at = {path.stem: str(path) for path in tmp_path.iterdir()}
-    with MmapStore(at["a-0"]) as one, MmapStore(at["a-1"]) as other:
+    with NpyStore(at["a-0"]) as one, NpyStore(at["a-1"]) as other:
         for source in (
             (at["a-0"], at["a-1"]),
             [at["a-0"], at["c-0"]],

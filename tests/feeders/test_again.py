@@ -114,7 +114,7 @@ def test_no_loop_ends_in_silence(kind: str) -> None:
         assert len(list(feeder)) == N_BATCHES
 
 
-def test_the_older_loop_has_written_back_when_the_next_one_begins() -> None:
+def test_the_older_loop_has_written_back_when_the_next_begins() -> None:
     x = np.zeros((8, 1), np.float32)
     with Feeder(x, batch_size=2, device="cpu") as feeder:
         first = feeder.batches()

@@ -305,7 +305,7 @@ class Epochs(Numbers):
         self.told.append(number)
 
 
-def test_set_epoch_reaches_sampler_batch_sampler_and_dataset_once() -> None:
+def test_set_epoch_reaches_samplers_and_the_dataset_once() -> None:
     dataset = Epochs()
     sampler = Epochs()
     batch_sampler = Epochs()

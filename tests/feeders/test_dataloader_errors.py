@@ -89,7 +89,7 @@ def test_errors_come_after_the_good_batches_with_their_traceback(dataset: Any, d
         assert frames(error)[-1] == "broken"
 
 
-def test_errors_of_workers_come_after_the_good_batches_with_their_traceback() -> None:
+def test_errors_of_workers_follow_the_good_batches() -> None:
     got, error = until_error(
         wrap_loader(DataLoader(Numbers(broken), batch_size=SIZE, num_workers=2), device="cpu"),
         KeyError,

@@ -13,7 +13,7 @@ import torch
 from support.feeders import DEPTHS, numbers
 from support.unwrapped import unwrapped
 
-from pinfeed import ArrayStore, Config, Feeder, MiB, MmapStore, errors
+from pinfeed import ArrayStore, Config, Feeder, MiB, NpyStore, errors
 from pinfeed.devices.cpu import HostDevice
 from pinfeed.tensors.numpy_torch import NUMPY
 from pinfeed.testing import SimDevice
@@ -120,7 +120,7 @@ def test_rows_written_back_equal_the_plain_loop(depth: int, kind: str, tmp_path:
         seen.append(want[chosen])
         want[chosen] = want[chosen] * 0.5 + 1
     np.save(tmp_path / "t.npy", table)
-    store: Any = ArrayStore(table) if kind == "array" else MmapStore(tmp_path / "t.npy", mode="r+")
+    store: Any = ArrayStore(table) if kind == "array" else NpyStore(tmp_path / "t.npy", mode="r+")
     with Feeder(store, rows=batches, depth=depth) as feeder:
         for batch, expected in zip(feeder.batches(), seen, strict=True):
             np.testing.assert_array_equal(batch.data.numpy(force=True), expected)
@@ -179,7 +179,7 @@ def test_the_plan_sizes_the_batch(tmp_path: Path) -> None:
         Feeder(tmp_path / "x.npy", config=Config(cpu_memory_limit=1024))
 
 
-def test_the_bound_of_a_batch_is_said_and_leaves_whole_batches_alone() -> None:
+def test_the_bound_of_a_batch_leaves_whole_batches_alone() -> None:
     config = Config(cpu_memory_limit=MiB(64))
     x = np.zeros((100_000, 1), np.float32)
     with Feeder(x, config=config, device="cpu") as feeder:
@@ -310,7 +310,7 @@ def test_the_loop_receives_all_batches_before_an_error(row: int) -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_an_error_that_does_not_happen_again_is_raised_all_the_same(times: int) -> None:
+def test_an_error_that_does_not_repeat_is_still_raised(times: int) -> None:
     with (
         Feeder(Broken(np.arange(1000.0), 333, times), batch_size=10) as feeder,
         pytest.raises(OSError, match="row 333"),

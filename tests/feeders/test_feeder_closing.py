@@ -12,7 +12,7 @@ import pytest
 from numpy.lib.stride_tricks import sliding_window_view
 from support.feeders import DEPTHS
 
-from pinfeed import ArrayStore, Feeder, MmapStore, errors
+from pinfeed import ArrayStore, Feeder, NpyStore, errors
 from pinfeed.devices.cpu import HostDevice
 from pinfeed.threads.call import Call
 from pinfeed.threads.pool import ThreadPool
@@ -104,7 +104,7 @@ def test_close_while_another_thread_waits_for_a_batch(x: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("where", ["reader", "writer"])
-def test_a_loop_that_the_garbage_collector_ends_in_its_own_worker(where: str) -> None:
+def test_a_loop_that_is_collected_in_its_own_worker(where: str) -> None:
     table = np.zeros((100, 2))
     dropped = threading.Event()
 
@@ -151,11 +151,11 @@ def test_a_second_loop_at_the_same_time(x: np.ndarray) -> None:
         assert len(list(feeder)) == 10
 
 
-def test_files_that_a_feeder_opened_are_closed_and_stores_that_it_was_given_are_not(
+def test_a_feeder_closes_files_that_it_opened_but_no_given_store(
     x: np.ndarray, tmp_path: Path
 ) -> None:
     np.save(tmp_path / "x.npy", x)
-    store = MmapStore(tmp_path / "x.npy")
+    store = NpyStore(tmp_path / "x.npy")
     with Feeder((store, tmp_path / "x.npy"), batch_size=10) as feeder:
         own = feeder._stores.stores[1]
         list(feeder)
@@ -169,16 +169,16 @@ def test_files_that_a_feeder_opened_are_closed_and_stores_that_it_was_given_are_
 def test_a_memory_map_is_streamed_from_its_file(x: np.ndarray, tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", x)
     for given, kind in [
-        (np.load(tmp_path / "x.npy", mmap_mode="r"), MmapStore),
+        (np.load(tmp_path / "x.npy", mmap_mode="r"), NpyStore),
         (np.load(tmp_path / "x.npy", mmap_mode="r")[10:], ArrayStore),
         (np.load(tmp_path / "x.npy", mmap_mode="c"), ArrayStore),
-        (np.memmap(tmp_path / "x.npy", np.float32, "r", 128, (100, 3)), MmapStore),
+        (np.memmap(tmp_path / "x.npy", np.float32, "r", 128, (100, 3)), NpyStore),
         (np.memmap(tmp_path / "x.npy", np.float32, "r", 128, (50, 6)), ArrayStore),
-        (sliding_window_view(np.memmap(tmp_path / "x.npy", "f4", "r", 128), 7)[5::2], MmapStore),
-        (sliding_window_view(np.memmap(tmp_path / "x.npy", "f4", "r+", 256), 7), MmapStore),
+        (sliding_window_view(np.memmap(tmp_path / "x.npy", "f4", "r", 128), 7)[5::2], NpyStore),
+        (sliding_window_view(np.memmap(tmp_path / "x.npy", "f4", "r+", 256), 7), NpyStore),
         (sliding_window_view(np.memmap(tmp_path / "x.npy", "f4", "c", 128), 7), ArrayStore),
         (sliding_window_view(np.memmap(tmp_path / "x.npy", "f4", "r", 128), 7)[::7], ArrayStore),
-        (sliding_window_view(np.load(tmp_path / "x.npy", mmap_mode="r"), (8, 3))[:, 0], MmapStore),
+        (sliding_window_view(np.load(tmp_path / "x.npy", mmap_mode="r"), (8, 3))[:, 0], NpyStore),
         (sliding_window_view(np.load(tmp_path / "x.npy", mmap_mode="r"), 8, 0), ArrayStore),
         (sliding_window_view(x.ravel(), 7), ArrayStore),
     ]:
@@ -243,7 +243,7 @@ class AwaitedCall:
         return self.call.exception()
 
 
-def test_a_feeder_that_another_thread_closes_while_its_loop_waits_for_a_write_back(
+def test_another_thread_closes_a_feeder_that_awaits_a_write_back(
     x: np.ndarray,
 ) -> None:
     """Both wait for the same write-back, whose error is raised once."""

@@ -103,13 +103,13 @@ def wrap(depth: int | None, ways: list[bool] | None) -> list[Any]:
 
 @pytest.mark.parametrize("ways", WAYS.values(), ids=list(WAYS))
 @pytest.mark.parametrize("loop", [read, train, wrap])
-def test_a_loop_that_changes_its_depth_gives_what_the_synchronous_loop_gives(
+def test_a_loop_that_changes_its_depth_stays_exact(
     loop: Callable[[int | None, list[bool] | None], list[Any]], ways: list[bool]
 ) -> None:
     assert loop(None, ways) == loop(0, None)
 
 
-def test_the_consumer_thread_asks_a_loader_for_batches_in_the_synchronous_loop() -> None:
+def test_a_synchronous_loop_asks_its_loader_in_its_own_thread() -> None:
     loader = Resumable()
     with wrap_loader(loader, device="cpu") as batches:
         script(batches, [False, True, True, True, True, False])

@@ -20,7 +20,7 @@ def x() -> np.ndarray:
     return np.arange(100 * 3, dtype=np.float32).reshape(100, 3)
 
 
-def test_every_epoch_has_another_order_and_the_same_for_the_same_seed(x: np.ndarray) -> None:
+def test_every_epoch_has_an_order_that_its_seed_repeats(x: np.ndarray) -> None:
     def epochs(seed: int) -> list[list[list[int]]]:
         with Feeder(x, batch_size=30, shuffle=True, seed=seed) as feeder:
             return [numbers(feeder) for _ in range(3)]

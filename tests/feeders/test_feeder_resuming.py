@@ -58,7 +58,7 @@ def test_resume_anywhere(x: np.ndarray, kind: str) -> None:
                     assert numbers(feeder) == all_rows[epoch + 1]
 
 
-def test_an_epoch_without_a_length_that_was_whole_is_not_begun_again(x: np.ndarray) -> None:
+def test_a_whole_epoch_without_a_length_is_not_begun_again(x: np.ndarray) -> None:
     """The end of the sampler shows it, and the loop then continues with the next epoch."""
 
     class Unsized:
@@ -132,7 +132,7 @@ def test_resume_twice_in_one_epoch(x: np.ndarray) -> None:
     assert got == want
 
 
-def test_after_a_break_the_next_loop_is_the_next_epoch_and_the_state_is_where_it_broke(
+def test_after_a_break_the_next_loop_is_the_next_epoch(
     x: np.ndarray,
 ) -> None:
     with feeder_of(x, "shuffled") as feeder:

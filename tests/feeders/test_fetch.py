@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import pinfeed
-from pinfeed import ArgumentError, ArrayStore, ClosedError, MmapStore, StoreError, wrap_loader
+from pinfeed import ArgumentError, ArrayStore, ClosedError, NpyStore, StoreError, wrap_loader
 from pinfeed.errors import NotEnoughCPUMemory, RowIndexError, UnknownArgument
 from pinfeed.testing import SimDevice
 from pinfeed.testing.simtorch import SimTorchDevice
@@ -146,7 +146,7 @@ def test_every_way_in_which_files_are_read(tmp_path: Path, way: str, depth: int)
     rng = np.random.default_rng(1)
     every_ids = [rng.integers(0, 3000, 500) for _ in range(8)]
     config = pinfeed.Config(cpu_memory_limit=limit)
-    with MmapStore(tmp_path / "x.npy", **options) as store:
+    with NpyStore(tmp_path / "x.npy", **options) as store:
         fetch = {"x": (store, lambda batch: batch)}
         with wrap_loader(every_ids, fetch=fetch, config=config, device="cpu", depth=depth) as loop:
             assert loop.plan.host_bytes + loop.plan.page_cache_bytes <= limit // 2
@@ -423,7 +423,7 @@ def test_the_chunks_that_reading_takes_are_planned(tmp_path: Path) -> None:
 
 
 def test_stores_that_a_path_opened_are_closed_and_no_others(path: Path) -> None:
-    store = MmapStore(path)
+    store = NpyStore(path)
     loop = wrap_loader(batches(), fetch={"x": (store, "n_id"), "y": (path, "n_id")}, device="cpu")
     with loop:
         list(loop)

@@ -51,7 +51,7 @@ PATHS = [f"images/{i}.png" for i in range(8)]
 @pytest.mark.parametrize(("depth", "n_readers"), DEPTHS_AND_READERS)
 @pytest.mark.parametrize("function", [broken, broken_at_once])
 @pytest.mark.parametrize("kind", ["input", "output"])
-def test_errors_come_after_the_good_batches_with_traceback_and_identity(
+def test_errors_follow_the_good_batches_with_their_identity(
     kind: str, function: Any, depth: int, n_readers: int, applied: bool
 ) -> None:
     name = {"input": "read_input", "output": "get_output"}[kind]

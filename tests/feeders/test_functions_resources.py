@@ -168,7 +168,7 @@ def test_who_reads(depth: int, n_readers: int, names: str) -> None:
 
 
 @pytest.mark.parametrize("applied", [False, True])
-def test_identities_are_read_at_the_same_time_and_yielded_in_order(applied: bool) -> None:
+def test_identities_are_read_in_parallel_and_yielded_in_order(applied: bool) -> None:
     together = threading.Barrier(4, timeout=30)
 
     def reading(i: int) -> Iterator[int]:
@@ -297,7 +297,7 @@ def test_close_while_another_thread_waits_for_a_batch(n_readers: int) -> None:
 
 
 @pytest.mark.parametrize("n_readers", [1, 2])
-def test_a_loop_that_the_garbage_collector_ends_in_its_own_reader(n_readers: int) -> None:
+def test_a_loop_that_is_collected_in_its_own_reader(n_readers: int) -> None:
     dropped = threading.Event()
 
     def reading(i: int) -> Iterator[int]:

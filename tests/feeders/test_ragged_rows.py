@@ -24,7 +24,7 @@ from pinfeed import (
     DeviceError,
     Feeder,
     MiB,
-    MmapStore,
+    NpyStore,
     RaggedStore,
     RowDataset,
     StoreError,
@@ -46,7 +46,7 @@ def source_of(kind: str, folder: Path) -> Any:
     if kind == "memory":
         return PLAIN.values
     path = saved(folder / "values.npy", PLAIN.values)
-    return path if kind == "file" else MmapStore(path, memory_map=False, keep_cache=kind == "kept")
+    return path if kind == "file" else NpyStore(path, memory_map=False, keep_cache=kind == "kept")
 
 
 def require_equal(data: Any, wanted: Any, layout: str, padding: int = 0) -> None:
@@ -99,7 +99,7 @@ def test_batches_equal_those_of_a_plain_loop(
                     for wanted, data in kept:
                         require_equal(data["x"][0], wanted, layout, 5)
                         np.testing.assert_array_equal(data["label"], LABELS[wanted])
-    if isinstance(source, MmapStore):
+    if isinstance(source, NpyStore):
         source.close()
 
 
@@ -360,7 +360,7 @@ def test_no_batch_is_larger_than_planned(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[:2])
-def test_one_long_row_does_not_multiply_the_memory_of_all_batches(layout: Any) -> None:
+def test_one_long_row_does_not_multiply_the_memory_of_batches(layout: Any) -> None:
     _, offsets = lengths_with_one_long_row(10_000)
     store = RaggedStore(np.zeros(offsets[-1], np.float32), offsets, layout=layout)
     device = SimDevice(favour("compute", "read", "pinfeed-read"))
@@ -445,7 +445,7 @@ def test_the_plan_says_how_a_file_is_read(kind: str, order: Any, note: str, tmp_
                 assert note in feeder.plan.notes[-1]
                 assert feeder.plan.notes[-1].startswith("values.npy, ")
                 assert feeder._loop.source.hint(0.0).endswith(".")
-    if isinstance(source, MmapStore):
+    if isinstance(source, NpyStore):
         source.close()
 
 
@@ -460,7 +460,7 @@ def test_windows_are_read_ahead_from_a_resumed_batch(
         if sum(stop - start for start, stop in announced) == PLAIN.offsets[-1] - PLAIN.offsets[0]:
             has_all.set()
 
-    monkeypatch.setattr(MmapStore, "will_gather", announce)
+    monkeypatch.setattr(NpyStore, "will_gather", announce)
     with source_of("uncached", tmp_path) as source:
         store = RaggedStore(source, PLAIN.offsets)
         chosen = rows.element_batches(store.lengths, 20, order=ORDERS[2])

@@ -163,7 +163,7 @@ def test_an_epoch_is_resumed_twice(n_workers: int, depth: int) -> None:
     assert same(got, want)
 
 
-def test_a_loaded_state_restores_the_position_of_a_loop_that_was_left() -> None:
+def test_a_loaded_state_restores_the_position_of_a_left_loop() -> None:
     """A state that is loaded into the same feeder restores its position."""
     loader = wrap_loader(shuffled(0), device="cpu", depth=3)
     want = list(shuffled(0))
@@ -237,7 +237,7 @@ def test_a_state_is_not_loaded_while_a_loop_runs() -> None:
         break
 
 
-def test_an_error_of_the_loaders_state_is_raised_when_the_state_is_requested() -> None:
+def test_an_error_of_the_loaders_state_is_raised_on_request() -> None:
     """A loop whose state is never requested continues."""
 
     class Unready(DataLoader[int]):
@@ -294,7 +294,7 @@ FEEDERS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("make", FEEDERS.values(), ids=FEEDERS)
 # torch warns that there is one process only.
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
-def test_feeders_are_stateful_and_are_in_a_distributed_checkpoint(
+def test_feeders_are_part_of_a_distributed_checkpoint(
     make: Callable[[], Any], tmp_path: Any
 ) -> None:
     with make() as feeder:

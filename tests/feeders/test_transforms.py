@@ -147,7 +147,7 @@ def test_each_rank_of_a_feeder_has_generators_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("kind", ["feeder", "table"])
-def test_a_resumed_loop_continues_with_the_numbers_of_its_batches(kind: str) -> None:
+def test_a_resumed_loop_continues_its_batch_numbers(kind: str) -> None:
     want = batches_of(feeder_of(kind))
     with feeder_of(kind) as first:
         for i, batch in enumerate(first):
@@ -188,7 +188,7 @@ class Stateful:
 
 
 @pytest.mark.parametrize("n_done", [3, 7])
-def test_a_resumed_stateful_loader_continues_with_the_numbers_of_its_batches(n_done: int) -> None:
+def test_a_resumed_stateful_loader_continues_its_batch_numbers(n_done: int) -> None:
     functions: Any = {"device": "cpu", "host_transform": on_host, "device_transform": on_device}
     with wrap_loader(Stateful(), **functions) as whole:
         want = [batch["double"].clone() for _ in range(2) for batch in whole]
@@ -312,7 +312,7 @@ def test_the_host_function_sees_the_batch_of_the_loader_itself() -> None:
 
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("kind", ["feeder", "fetch"])
-def test_freed_memory_returns_to_the_system_after_each_call_only_with_a_limit(
+def test_only_with_a_limit_is_freed_memory_returned_after_calls(
     kind: str, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The threads of the two transforms may call them at the same time.

@@ -73,7 +73,7 @@ def test_version_2(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("version", "line"), [(V2, "0::/job"), (V1, "4:memory:/job")])
-def test_files_in_the_page_cache_count_as_free_for_the_page_cache(
+def test_files_in_the_page_cache_count_as_free_for_it(
     tmp_path: Path, version: tuple[str, ...], line: str
 ) -> None:
     """A file that is mapped and used again stays one that the page cache can hold."""
@@ -435,7 +435,7 @@ def test_resident_memory_is_reported_by_kind(tmp_path: Path) -> None:
         pytest.param(list(range(81, 121)), id="growing"),
     ],
 )
-def test_a_loop_that_writes_back_takes_the_memory_that_was_planned(sizes: list[int]) -> None:
+def test_a_loop_that_writes_back_takes_its_planned_memory(sizes: list[int]) -> None:
     x = np.ones((200, 4096), np.float32)
     for rows in ([np.arange(2)] * 3, [np.arange(size) for size in sizes]):
         # The first loop loads what the later ones need.
@@ -450,7 +450,7 @@ def test_a_loop_that_writes_back_takes_the_memory_that_was_planned(sizes: list[i
 PROGRAM = """
 import os, sys, numpy as np, torch
 from pathlib import Path
-from pinfeed import Config, Feeder, MiB, MmapStore, rows
+from pinfeed import Config, Feeder, MiB, NpyStore, rows
 from pinfeed.memory.host import resident_bytes
 
 def stream(path, order, limit, keep):
@@ -461,7 +461,7 @@ def stream(path, order, limit, keep):
     Path("/proc/self/clear_refs").write_text("5")
     now = resident_bytes()
     before = now["anonymous"] + now["file"] + now["shared"]
-    with MmapStore(path, keep_cache=keep) as store:
+    with NpyStore(path, keep_cache=keep) as store:
         config = Config(cpu_memory_limit=MiB(limit), preferred_batch_size=1024, depth=2)
         with Feeder(store, config=config, rows=order, device="cpu") as feeder:
             for _ in range(2):

@@ -345,7 +345,7 @@ def test_a_bound_that_does_not_decide_is_not_mentioned() -> None:
     assert plan_of(load_of(), MiB(16), MiB(16)).notes == ()
 
 
-def test_memory_of_the_host_is_one_limit_where_batches_live_there() -> None:
+def test_host_memory_is_one_limit_where_batches_live_there() -> None:
     plan = plan_of(load_of(unified=True), MiB(32), 1)
     assert plan.device_bytes == plan.pinned_bytes == 0
     assert MiB(31) < plan.host_bytes <= MiB(32)
@@ -357,7 +357,7 @@ def set_free_memory(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("headroom", [0.0, 0.1, 0.25, 0.999])
-def test_without_a_limit_the_free_memory_less_the_headroom_is_the_limit(
+def test_without_a_limit_free_memory_less_headroom_is_the_limit(
     headroom: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_free_memory(monkeypatch, GiB(40))
@@ -440,7 +440,7 @@ def test_a_refusal_for_lack_of_free_memory_says_so(
     assert "bytes), the free memory minus the headroom; raise" in str(refusal.value)
 
 
-def test_a_refusal_for_a_given_limit_does_not_mention_free_memory() -> None:
+def test_a_refusal_for_a_limit_does_not_mention_free_memory() -> None:
     with pytest.raises(BudgetError) as refusal:
         plan_of(load_of(), 100, 100)
     assert "free memory" not in str(refusal.value)

@@ -129,7 +129,7 @@ def test_rows_of_several_parts_equal_those_of_numpy(
     joined.gather(np.array([-1, n_rows, 1 << 60, -(1 << 60)]), out[:4])
 
 
-def test_an_index_that_changes_after_its_check_reads_no_other_memory() -> None:
+def test_an_index_changed_after_its_check_reads_no_other_memory() -> None:
     array = rows_of(50, 8)
     out = np.empty((3, 8), np.uint8)
     memory_rows(array).gather(np.array([-1, 50, 1 << 60]), out)

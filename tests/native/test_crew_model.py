@@ -357,7 +357,7 @@ def test_every_order_of_steps_copies_each_piece_once_and_ends(
 
 
 @pytest.mark.parametrize("ring_at", [1, 2])
-def test_every_order_of_steps_ends_when_another_thread_stops_the_crew(ring_at: int) -> None:
+def test_every_order_of_steps_ends_when_the_crew_is_stopped(ring_at: int) -> None:
     assert Model((1, 1, 1), 1, ring_at=ring_at, stops=True).run() > 100
 
 

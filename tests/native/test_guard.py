@@ -104,13 +104,13 @@ def test_other_faults_end_the_process_as_without_pinfeed(
 
 
 @pytest.mark.parametrize("depth", [0, 2, None])
-def test_the_error_names_the_one_of_several_files_that_has_shrunk(
+def test_the_error_names_which_of_several_files_has_shrunk(
     tmp_path: Path, depth: int | None
 ) -> None:
     paths = [str(tmp_path / f"{i}.npy") for i in range(3)]
     for path in paths:
         np.save(path, np.zeros((3000, 50), np.float32))
-    store = pinfeed.MmapStore(paths)
+    store = pinfeed.NpyStore(paths)
     with pinfeed.Feeder(store, batch_size=100, device="cpu", depth=depth, shuffle=True) as feeder:
         assert sum(len(batch) for batch in feeder) == 9000
         os.truncate(paths[1], 300_000)

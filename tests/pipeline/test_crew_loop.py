@@ -113,7 +113,7 @@ def test_several_files_are_read_like_one_array(tmp_path: Path, shuffle: bool) ->
     for path, array in zip(paths, arrays, strict=True):
         np.save(path, array)
     whole = torch.from_numpy(np.concatenate(arrays))
-    source = {"x": pinfeed.MmapStore(paths), "row": np.arange(836)}
+    source = {"x": pinfeed.NpyStore(paths), "row": np.arange(836)}
     with feeder_of(source, shuffle=shuffle) as feeder:
         for _ in range(2):
             batches = list(feeder)

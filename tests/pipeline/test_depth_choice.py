@@ -193,7 +193,7 @@ def test_a_synchronous_loop_whose_batches_become_long_prefetches() -> None:
     assert loop.choice.reason == "depth=2: 5 ms per batch; depth=0 is timed only below 2 ms"
 
 
-def test_a_synchronous_epoch_prefetches_as_soon_as_its_batches_are_long(
+def test_a_synchronous_epoch_prefetches_once_batches_are_long(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "pinfeed")
@@ -307,7 +307,7 @@ def test_waiting_is_excused_only_while_both_ways_are_timed() -> None:
     assert found == [measuring, False, measuring, False]
 
 
-def test_a_loop_that_measures_short_batches_excuses_only_the_synchronous_ones() -> None:
+def test_a_measuring_loop_excuses_only_synchronous_batches() -> None:
     loop = Loop(even(1e-3, 0.5e-3), SHORT_MEASURED)
     assert not loop.choice.is_wait_expected
     loop.run(WARM_UP_BATCHES + 2 * SHORT_STRETCH_BATCHES)

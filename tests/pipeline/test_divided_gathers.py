@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.schedules import SLOTS
 
-from pinfeed import ArrayStore, Feeder, MmapStore, PinnedStore
+from pinfeed import ArrayStore, Feeder, NpyStore, PinnedStore
 from pinfeed.devices.cpu import HostDevice
 from pinfeed.errors import ReadError
 from pinfeed.native import library as native
@@ -78,7 +78,7 @@ def test_batches_and_written_rows_equal_those_of_the_plain_loop(
 
 
 @pytest.mark.usefixtures("batches_are_long", "without_native")
-def test_one_thread_gathers_a_batch_without_the_compiled_functions() -> None:
+def test_without_the_compiled_part_one_thread_gathers_a_batch() -> None:
     device = Noting(favour("compute"))
     seen: list[np.ndarray] = []
     with Feeder(table(), rows=BATCHES, depth=2, device=device) as feeder:
@@ -131,7 +131,7 @@ def test_pieces_of_a_file_that_has_shrunk_are_an_error(tmp_path: Path) -> None:
     rows = np.arange(0, 10_000, 7)
     out = np.zeros((len(rows), 8))
     threads = LoopThreads(HostDevice(), PrefetchSchedule(2, n_readers=3))
-    with MmapStore(path) as store, contextlib.closing(store.map_rows()) as mapped:
+    with NpyStore(path) as store, contextlib.closing(store.map_rows()) as mapped:
         pieces = gather_pieces(StoreRows(mapped, rows), out, never)
         assert pieces is not None
         with open(path, "r+b") as file:

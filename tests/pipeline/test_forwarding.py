@@ -73,7 +73,7 @@ def test_forgotten_writes_leave_the_log_and_the_rest_stays() -> None:
 # -- the copies ------------------------------------------------------------------------------------
 
 
-def test_a_row_is_copied_once_where_every_batch_writes_everything() -> None:
+def test_a_row_is_copied_once_if_every_batch_writes_all() -> None:
     overlaps = {
         7: Overlap(PositionRange(0, 2), PositionRange(4, 3)),
         9: Overlap(PositionRange(10, 1), PositionRange(12, 0)),
@@ -88,7 +88,7 @@ def test_a_row_is_copied_once_where_every_batch_writes_everything() -> None:
 
 
 @pytest.mark.parametrize("middle", [(False,), (None,), ()], ids=["a part", "nothing", "no write"])
-def test_rows_that_a_batch_between_did_not_write_are_copied_from_before(middle: Any) -> None:
+def test_rows_not_written_in_between_are_copied_from_before(middle: Any) -> None:
     overlaps = {7: Overlap(PositionRange(0, 2), PositionRange(4, 3))}
     log = WriteLog()
     first = log.append(7, [True], [])

@@ -241,7 +241,7 @@ def test_any_schedule(
     ),
 )
 @settings(max_examples=100, deadline=None)
-def test_any_schedule_of_a_loop_that_changes_to_the_synchronous_loop_and_back(
+def test_any_schedule_of_a_loop_that_turns_synchronous_and_back(
     moves: list[int],
     batches: list[np.ndarray],
     ways: list[bool],
@@ -392,7 +392,7 @@ def test_a_loop_that_drops_its_batches_stays_within_the_plan(depth: int) -> None
 
 
 @pytest.mark.parametrize("corner", CORNERS)
-def test_copies_of_a_fill_that_failed_are_over_before_it_is_tried_again(corner: str) -> None:
+def test_copies_of_a_failed_fill_end_before_the_next_try(corner: str) -> None:
     """The device refuses one copy of a slot whose other copies are queued.
 
     Their memory may be the user's next array otherwise.

@@ -49,7 +49,7 @@ class _Strategy:
         return rows_of_batch
 
 
-def test_a_source_does_not_keep_the_memory_of_a_batch_that_was_read() -> None:
+def test_a_source_keeps_no_memory_of_a_batch_that_was_read() -> None:
     store = ArrayStore(np.arange(12.0))
     strategy = _Strategy(store)
     source = RowSource([store], [strategy], flatten(None)[1], OrderBatches(Sequential(), 12, 4))
@@ -71,7 +71,7 @@ class _Doubled(ArrayStore):
         out *= 2
 
 
-def test_a_gather_of_a_subclass_or_of_an_object_replaces_the_unchecked_one() -> None:
+def test_a_gather_of_a_subclass_replaces_the_unchecked_one() -> None:
     array = np.arange(12.0)
     store = ArrayStore(array)
     assert unchecked_gather(store) == store.gather_unchecked

@@ -95,7 +95,7 @@ class Noting(ArrayStore):
         super().scatter(rows, values)
 
 
-def test_a_write_is_copied_while_the_rows_of_another_are_scattered() -> None:
+def test_a_write_is_copied_while_another_is_scattered() -> None:
     device = Watched(favour(*STREAMS, "pinfeed-read", "pinfeed-write"))
     store = Noting(np.zeros((N, 2)))
     store.order = device.order
@@ -110,7 +110,7 @@ def test_a_write_is_copied_while_the_rows_of_another_are_scattered() -> None:
     assert min(ahead) == 0
 
 
-def test_staging_memory_is_not_used_again_before_its_rows_are_scattered(
+def test_staging_memory_waits_until_its_rows_are_scattered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without the wait for the write before the last one, values are overwritten."""
@@ -148,7 +148,7 @@ class Mixed(SimDevice):
 
 
 @pytest.mark.parametrize("corner", CORNERS)
-def test_rows_that_the_device_writes_itself_do_not_overtake_a_write_that_fails(
+def test_direct_device_writes_do_not_overtake_a_failing_write(
     corner: str,
 ) -> None:
     direct = np.zeros(N)
@@ -185,7 +185,7 @@ class Rerouted(SimDevice):
 @pytest.mark.parametrize(
     "choose", [favour(*STREAMS, *SLOTS[:2]), *(make() for make in CORNERS.values())]
 )
-def test_rows_that_the_device_writes_itself_do_not_overtake_a_scatter(choose: Any) -> None:
+def test_direct_device_writes_do_not_overtake_a_scatter(choose: Any) -> None:
     found = added_up(Rerouted(choose), EVERY_ROW)
     np.testing.assert_array_equal(found, expected(EVERY_ROW))
 

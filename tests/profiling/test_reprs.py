@@ -12,7 +12,7 @@ from support.unwrapped import unwrapped
 from torch.utils.data import DataLoader, TensorDataset
 
 import pinfeed
-from pinfeed import ArrayStore, Feeder, KiB, MiB, MmapStore, Plan, wrap_loader, wrap_readers
+from pinfeed import ArrayStore, Feeder, KiB, MiB, NpyStore, Plan, wrap_loader, wrap_readers
 from pinfeed.feeders.loader_feeder import LoaderFeeder
 from pinfeed.feeders.reader_feeder import ReaderFeeder
 from pinfeed.feeders.restartable import Restartable
@@ -75,8 +75,8 @@ def test_stores_have_a_repr_of_one_line(tmp_path: Path) -> None:
         repr(pinfeed.PinnedStore(x, pin=False))
         == "<PinnedStore: 5,000 rows of shape (3,), float32, in ordinary memory>"
     )
-    with MmapStore(tmp_path / "x.npy") as store:
-        assert repr(store) == f"MmapStore({str(tmp_path / 'x.npy')!r}, mode='r')"
+    with NpyStore(tmp_path / "x.npy") as store:
+        assert repr(store) == f"NpyStore({str(tmp_path / 'x.npy')!r}, mode='r')"
     assert (
         repr(pinfeed.ArrowStore(pyarrow.array([1, 2]), name="ids"))
         == "<ArrowStore ids: 2 rows of shape (), int64>"
@@ -102,7 +102,7 @@ def test_a_repr_never_raises() -> None:
     for kind in (
         *kinds,
         ArrayStore,
-        MmapStore,
+        NpyStore,
         pinfeed.PinnedStore,
         pinfeed.ArrowStore,
         pinfeed.RemoteStore,

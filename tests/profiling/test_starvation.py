@@ -12,7 +12,7 @@ from support.simulated_loops import Clock, simulated
 from torch.utils.data import DataLoader
 
 import pinfeed
-from pinfeed import ArrayStore, MmapStore, wrap_readers
+from pinfeed import ArrayStore, NpyStore, wrap_readers
 from pinfeed.devices.cpu import HostDevice
 from pinfeed.memory.units import duration
 from pinfeed.pipeline.sources.loader_source import LoaderSource
@@ -166,7 +166,7 @@ def test_a_loop_that_waits_for_transforms(
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
-def test_a_slow_host_transform_can_move_to_the_device_on_a_gpu_only(has_gpu: bool) -> None:
+def test_a_slow_host_transform_moves_to_the_device_only_on_a_gpu(has_gpu: bool) -> None:
     counted = Totals(
         batches=100,
         seconds=10.0,
@@ -325,7 +325,7 @@ def test_writing_is_explained_without_a_method_of_some_loops() -> None:
 
 def test_sources_know_what_to_change(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.zeros((1000, 64), np.float32))
-    store = MmapStore(tmp_path / "x.npy", keep_cache=False)
+    store = NpyStore(tmp_path / "x.npy", keep_cache=False)
 
     def hint(order: Any, free: int) -> str:
         choice = choose([store], order, 100, FreeMemory(free, free))
@@ -354,7 +354,7 @@ def test_sources_know_what_to_change(tmp_path: Path) -> None:
         in choose([ArrayStore(np.zeros(3))], shuffled, 100, FreeMemory(0, 0)).strategies[0].hint
     )
     store.close()
-    with MmapStore(tmp_path / "x.npy", memory_map=False) as store:
+    with NpyStore(tmp_path / "x.npy", memory_map=False) as store:
         assert "block_shuffled(seed, block_rows=1024)" in hint(shuffled, 0)
         assert "block_shuffled" not in hint(blocks, 0)
     loader = DataLoader(torch.zeros(10), num_workers=1)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.unwrapped import unwrapped
 
-from pinfeed import Config, Feeder, KiB, MiB, MmapStore, errors, rows
+from pinfeed import Config, Feeder, KiB, MiB, NpyStore, errors, rows
 from pinfeed.cli.conditions import drop
 from pinfeed.memory.host import resident_bytes
 from pinfeed.readahead import resident_file
@@ -67,7 +67,7 @@ def test_rows_of_maps_are_the_rows_of_the_files(
     files = [folder / f"{i}.bin" for i, n in enumerate(sizes) if n]
     whole = np.concatenate(shards).astype(np.dtype(dtype).newbyteorder("="))
     numbers = np.array(data.draw(st.lists(st.integers(0, len(whole) - 1), max_size=60)), np.int64)
-    with MmapStore.raw(files, shape=(-1, *row_shape), dtype=dtype, offset=4) as store:
+    with NpyStore.raw(files, shape=(-1, *row_shape), dtype=dtype, offset=4) as store:
         mapped = store.map_rows()
         mapped.populate(0, len(whole))
         assert mapped.is_cached(0, len(whole)) in (True, None)
@@ -86,7 +86,7 @@ def test_rows_are_scattered_in_pieces(path: Path, array: np.ndarray, monkeypatch
     monkeypatch.setattr(mapped_store, "_PIECE_BYTES", 1000)
     numbers = np.random.default_rng(0).permutation(N)
     out = np.empty_like(array)
-    with MmapStore(path) as store:
+    with NpyStore(path) as store:
         mapped = store.map_rows()
         mapped.gather_at(np.arange(N), out, numbers)
         np.testing.assert_array_equal(out[numbers], array)
@@ -127,7 +127,7 @@ def test_chunks_are_loaded_from_the_first_that_is_needed(
             loaded.append(start)
             super()._load(start, stop)
 
-    with MmapStore(path) as store:
+    with NpyStore(path) as store:
         strategy = Noted(store, in_sequence=True)
         with strategy.open_epoch(None, 700, N) as open_batch:
             for position in (750, 850):
@@ -178,7 +178,7 @@ def test_a_file_that_is_replaced_stays_the_old_one(path: Path, array: np.ndarray
 
 def test_writes_are_visible_at_once(path: Path, array: np.ndarray) -> None:
     with (
-        MmapStore(path, mode="r+") as other,
+        NpyStore(path, mode="r+") as other,
         Feeder(path, batch_size=100, shuffle=True) as feeder,
     ):
         assert "memory map" in unwrapped(feeder.plan)
@@ -188,7 +188,7 @@ def test_writes_are_visible_at_once(path: Path, array: np.ndarray) -> None:
 
 
 def test_rows_that_are_written_back_are_read_from_the_map(path: Path, array: np.ndarray) -> None:
-    with MmapStore(path, mode="r+") as store, Feeder(store, batch_size=64, shuffle=True) as feeder:
+    with NpyStore(path, mode="r+") as store, Feeder(store, batch_size=64, shuffle=True) as feeder:
         assert "memory map" in unwrapped(feeder.plan)
         for _ in range(3):
             for batch in feeder.batches():
@@ -203,7 +203,7 @@ def test_a_map_is_populated_by_any_kernel(
     """If the kernel does not know the advice, a byte of each page is read."""
     monkeypatch.setattr(mapped_store, "POPULATE_READ", advice)
     drop([path])
-    with MmapStore(path) as store:
+    with NpyStore(path) as store:
         mapped = store.map_rows()
         mapped.populate(10, N)
         assert mapped.is_cached(10, N) in (True, None)
@@ -230,33 +230,33 @@ def test_a_kernel_that_does_not_report_cached_pages(
 def test_files_that_fit_are_mapped_in_any_order(path: Path) -> None:
     blocks = rows.block_shuffled(0, block_rows=512, window_blocks=2)
     part = rows.per_rank(rows.shuffled(0), rank=0, world_size=8)
-    with MmapStore(path) as store, MmapStore(path, mode="r+") as written:
+    with NpyStore(path) as store, NpyStore(path, mode="r+") as written:
         for order in (rows.sequential(), rows.shuffled(0), blocks, part, [1, 2, 3]):
             assert strategy_of(store, order) is MappedFile
             assert strategy_of(written, order) is MappedFile
             assert strategy_of(store, order, KiB(100)) is not MappedFile, "it does not fit"
 
 
-def test_large_rows_in_a_small_share_are_not_worth_the_whole_file(tmp_path: Path) -> None:
+def test_few_large_rows_are_not_worth_the_whole_file(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.zeros((16, 1 << 15), np.float32))
-    with MmapStore(tmp_path / "x.npy") as store:
+    with NpyStore(tmp_path / "x.npy") as store:
         assert strategy_of(store, rows.per_rank(rows.shuffled(0), rank=0, world_size=8)) is (
             DirectReads
         )
 
 
 def test_files_that_must_not_be_mapped(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Doubled(MmapStore):
+    class Doubled(NpyStore):
         def gather(self, numbers: np.ndarray, out: np.ndarray) -> None:
             super().gather(numbers, out)
             out *= 2
 
     with (
-        MmapStore(path, memory_map=False) as private,
-        MmapStore(path, keep_cache=False) as passing,
+        NpyStore(path, memory_map=False) as private,
+        NpyStore(path, keep_cache=False) as passing,
         Doubled(path) as doubled,
-        MmapStore([path] * 65) as many,
-        MmapStore(path) as store,
+        NpyStore([path] * 65) as many,
+        NpyStore(path) as store,
     ):
         for other in (private, passing, doubled, many):
             assert strategy_of(other, rows.shuffled(0)) is InMemoryCopy
@@ -271,16 +271,16 @@ def test_a_file_with_holes_in_tmpfs_is_not_mapped() -> None:
     """Reading a hole takes memory, which may not be available."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         np.save(f"{folder}/x.npy", np.ones((1000, 64), np.float32))
-        with MmapStore(f"{folder}/x.npy") as store:
+        with NpyStore(f"{folder}/x.npy") as store:
             assert strategy_of(store) is MappedFile
-        with MmapStore.create(f"{folder}/hole.npy", (1000, 64)) as store:
+        with NpyStore.create(f"{folder}/hole.npy", (1000, 64)) as store:
             assert strategy_of(store) is PageCacheReadahead
 
 
 @pytest.mark.parametrize("value", [None, 1, "yes"])
 def test_memory_map_is_true_or_false(path: Path, value: Any) -> None:
     with pytest.raises(errors.ArgumentError, match="memory_map"):
-        MmapStore(path, memory_map=value)
+        NpyStore(path, memory_map=value)
 
 
 def test_the_plan_counts_the_page_cache_separately(path: Path) -> None:

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.unwrapped import unwrapped
 
-from pinfeed import Config, Feeder, KiB, MiB, MmapStore, errors, rows
+from pinfeed import Config, Feeder, KiB, MiB, NpyStore, errors, rows
 from pinfeed.memory.host import FreeHostMemory
 from pinfeed.readahead import resident_file
 from pinfeed.readahead import windows as window_readahead
@@ -51,8 +51,8 @@ def path(array: np.ndarray, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def store(path: Path) -> Iterator[MmapStore]:
-    with MmapStore(path) as found:
+def store(path: Path) -> Iterator[NpyStore]:
+    with NpyStore(path) as found:
         yield found
 
 
@@ -90,7 +90,7 @@ ORDERS = [
 ]
 
 
-def strategies(store: MmapStore, order: Order) -> Iterator[ReadStrategy]:
+def strategies(store: NpyStore, order: Order) -> Iterator[ReadStrategy]:
     yield DirectReads(store)
     yield InMemoryCopy(store)
     yield MappedFile(store, in_sequence=order == rows.sequential())
@@ -104,7 +104,7 @@ def strategies(store: MmapStore, order: Order) -> Iterator[ReadStrategy]:
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 @pytest.mark.parametrize("batch_size", [7, 100, 700, 3000])
 def test_every_strategy_gives_the_rows(
-    store: MmapStore,
+    store: NpyStore,
     array: np.ndarray,
     order: Order,
     batch_size: int,
@@ -123,7 +123,7 @@ def test_every_strategy_gives_the_rows(
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_nothing_runs_after_an_epoch_that_is_left(
-    store: MmapStore, array: np.ndarray, order: Order, monkeypatch: pytest.MonkeyPatch
+    store: NpyStore, array: np.ndarray, order: Order, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fixture nothing_left checks threads; rows that were loaded stay for the next epoch."""
     monkeypatch.setattr(resident_file, "CHUNK_BYTES", KiB(4))
@@ -138,7 +138,7 @@ def test_nothing_runs_after_an_epoch_that_is_left(
         strategy.close()
 
 
-class Slow(MmapStore):
+class Slow(NpyStore):
     """Rows whose reads wait until the test allows them."""
 
     def __init__(self, path: Path) -> None:
@@ -158,7 +158,7 @@ class Slow(MmapStore):
         super().gather_at(numbers, out, positions)
 
 
-def test_the_end_of_the_data_lets_the_last_batches_have_their_window(
+def test_the_last_batches_keep_their_window_at_the_datas_end(
     path: Path, array: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With several readers, one finds the end while others still wait for rows."""
@@ -197,7 +197,7 @@ def test_rows_that_are_not_loaded_yet_are_read_one_by_one(
 
 
 def test_readers_do_not_wait_for_a_slow_load(
-    store: MmapStore, array: np.ndarray, monkeypatch: pytest.MonkeyPatch
+    store: NpyStore, array: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resident_file, "CHUNK_BYTES", KiB(64))
     may_load = threading.Event()
@@ -224,9 +224,9 @@ def test_readers_do_not_wait_for_a_slow_load(
 def test_a_file_that_was_written_is_loaded_again(tmp_path: Path, array: np.ndarray) -> None:
     np.save(tmp_path / "x.npy", array)
     with (
-        MmapStore(tmp_path / "x.npy", memory_map=False) as store,
+        NpyStore(tmp_path / "x.npy", memory_map=False) as store,
         Feeder(store, batch_size=1000, shuffle=True) as feeder,
-        MmapStore(tmp_path / "x.npy", mode="r+") as other,
+        NpyStore(tmp_path / "x.npy", mode="r+") as other,
     ):
         assert "loaded into RAM" in unwrapped(feeder.plan)
         assert sum(float(x.double().sum()) for x in feeder) == array.sum(dtype=float)
@@ -234,10 +234,10 @@ def test_a_file_that_was_written_is_loaded_again(tmp_path: Path, array: np.ndarr
         assert sum(float(x.double().sum()) for x in feeder) == N * WIDTH
 
 
-def test_an_error_of_a_load_is_raised_with_the_batch_that_needs_the_rows(
+def test_an_error_of_a_read_is_raised_with_the_batch_it_is_for(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Broken(MmapStore):
+    class Broken(NpyStore):
         def gather_at(self, numbers: np.ndarray, out: np.ndarray, positions: np.ndarray) -> None:
             raise errors.ReadError("a bad sector")
 
@@ -249,7 +249,7 @@ def test_an_error_of_a_load_is_raised_with_the_batch_that_needs_the_rows(
 
 
 def test_an_error_in_a_window_is_raised_with_its_batch(path: Path, array: np.ndarray) -> None:
-    class Broken(MmapStore):
+    class Broken(NpyStore):
         def gather(self, numbers: np.ndarray, out: np.ndarray) -> None:
             if 4321 in numbers:
                 raise errors.ReadError("a bad sector")
@@ -288,7 +288,7 @@ def test_a_feeder_gives_the_rows_at_any_limit(
     path: Path, array: np.ndarray, limit_kib: int, batch: int, order: Order, depth: int, mode: str
 ) -> None:
     config = Config(cpu_memory_limit=KiB(limit_kib), preferred_batch_size=batch, depth=depth)
-    with MmapStore(path, mode=mode) as store:
+    with NpyStore(path, mode=mode) as store:
         try:
             feeder = Feeder(store, config=config, rows=order, device="cpu")
         except errors.BudgetError:
@@ -305,13 +305,13 @@ def test_a_feeder_gives_the_rows_at_any_limit(
 # ---- the choice ----------------------------------------------------------------------------------
 
 
-def test_a_file_is_read_in_another_way_if_the_system_refuses_memory(tmp_path: Path) -> None:
+def test_a_file_is_read_otherwise_if_the_system_refuses_memory(tmp_path: Path) -> None:
     """The memory is free by all that pinfeed measures, but a limit of the process refuses it."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     taken = psutil.Process().memory_info().vms
-    with MmapStore.create(tmp_path / "x.npy", (1 << 20, 64)) as made:
+    with NpyStore.create(tmp_path / "x.npy", (1 << 20, 64)) as made:
         nbytes = made.n_rows * made.row_nbytes
-    with MmapStore(tmp_path / "x.npy", keep_cache=True) as store:
+    with NpyStore(tmp_path / "x.npy", keep_cache=True) as store:
         resource.setrlimit(resource.RLIMIT_AS, (taken + nbytes // 2, limits[1]))
         try:
             choice = choose([store], rows.shuffled(0), 300, FreeMemory(4 * nbytes, 4 * nbytes))
@@ -331,9 +331,9 @@ def chosen(store: Any, order: Any, free: int, n_batch_rows: int = 300) -> tuple[
 def test_the_strategy_is_chosen_from_size_order_limit_and_share(path: Path) -> None:
     blocks = rows.block_shuffled(0, block_rows=BLOCK, window_blocks=2)
     with (
-        MmapStore(path, memory_map=False) as store,
-        MmapStore(path, mode="r+", memory_map=False) as written,
-        MmapStore(path, keep_cache=False) as passing,
+        NpyStore(path, memory_map=False) as store,
+        NpyStore(path, mode="r+", memory_map=False) as written,
+        NpyStore(path, keep_cache=False) as passing,
     ):
         assert chosen(store, rows.sequential(), MiB(100)) == (
             DirectReads,
@@ -370,7 +370,7 @@ def test_arrays_need_no_strategy(array: np.ndarray) -> None:
 
 def test_the_plan_says_what_was_chosen_and_counts_it(path: Path) -> None:
     with (
-        MmapStore(path, memory_map=False) as store,
+        NpyStore(path, memory_map=False) as store,
         Feeder(store, batch_size=100, shuffle=True) as feeder,
     ):
         assert feeder.plan.notes == (
@@ -383,9 +383,7 @@ def test_the_plan_says_what_was_chosen_and_counts_it(path: Path) -> None:
         )
 
 
-def test_a_file_that_passes_through_the_page_cache_is_not_counted(
-    path: Path, tmp_path: Path
-) -> None:
+def test_a_file_that_passes_the_page_cache_is_not_counted(path: Path, tmp_path: Path) -> None:
     """The plan with a limit counts the file that is mapped, and says what it does not count."""
     np.save(tmp_path / "y.npy", np.arange(N))
     config = Config(cpu_memory_limit=KiB(4000), preferred_batch_size=16, depth=2)
@@ -407,7 +405,7 @@ def test_processes_on_one_machine_share_free_memory(
 
     def notes(*, memory_map: bool) -> str:
         with (
-            MmapStore(path, memory_map=memory_map) as store,
+            NpyStore(path, memory_map=memory_map) as store,
             Feeder(store, batch_size=100, shuffle=True) as feeder,
         ):
             return "".join(feeder.plan.notes)
@@ -438,7 +436,7 @@ def test_the_plan_counts_windows(path: Path) -> None:
         assert any(item.what == "windows" for item in feeder.plan.items), str(feeder.plan)
 
 
-def test_a_part_of_rows_on_windows(store: MmapStore, array: np.ndarray) -> None:
+def test_a_part_of_rows_on_windows(store: NpyStore, array: np.ndarray) -> None:
     order = ORDERS[2]
     windows = windows_of(order, N, 0)
     assert windows is not None
@@ -451,7 +449,7 @@ def test_a_part_of_rows_on_windows(store: MmapStore, array: np.ndarray) -> None:
     strategy.close()
 
 
-def test_parts_of_a_store_are_gathered_in_steps(array: np.ndarray, store: MmapStore) -> None:
+def test_parts_of_a_store_are_gathered_in_steps(array: np.ndarray, store: NpyStore) -> None:
     part = StoreRows(store, np.arange(20) * 3)
     np.testing.assert_array_equal(read(part), array[:60:3])
 
@@ -519,7 +517,7 @@ def test_the_page_cache_is_left_as_it_was_found(
     )
     config = Config(cpu_memory_limit=MiB(40), preferred_batch_size=512)
     with (
-        MmapStore(large, keep_cache=False) as store,
+        NpyStore(large, keep_cache=False) as store,
         Feeder(store, config=config, rows=order) as feeder,
     ):
         assert sum(float(x.double().sum()) for x in feeder) == float(
@@ -561,7 +559,7 @@ def test_cold_rows_are_read_many_at_a_time(large: Path) -> None:
     """Rows that are not in the page cache equal those that are."""
     drop(large)
     numbers = np.random.default_rng(0).permutation(MiB(96) // 4096)[:3000]
-    with MmapStore(large) as store:
+    with NpyStore(large) as store:
         out = np.empty((3000, 1024), np.float32)
         store.gather(numbers, out)
         np.testing.assert_array_equal(out[:, 0], numbers * 1024)

@@ -19,7 +19,7 @@ def fresh() -> Iterator[None]:
         yield
 
 
-def test_rows_in_random_order_that_fit_are_never_requested_one_by_one(
+def test_shuffled_rows_that_fit_are_never_requested_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Without this, only a slow server shows whether rows are requested one by one.

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pinfeed import Feeder, MmapStore, Ranks, rows
+from pinfeed import Feeder, NpyStore, Ranks, rows
 from tests.support.stores import gathered, saved
 
 
@@ -47,7 +47,7 @@ def test_runs_of_several_files(tmp_path: Path, lengths: list[int]) -> None:
     for i in range(3):
         saved(tmp_path / f"{i}.npy", values[i * 10 : i * 10 + 10])
     wanted = [*range(4, 14), 25, *range(20, 23), 3]
-    with MmapStore(tmp_path / "*.npy") as store:
+    with NpyStore(tmp_path / "*.npy") as store:
         np.testing.assert_array_equal(gathered(store, wanted), values[wanted])
     assert sorted(lengths) == [16, 16, 3 * 16, 4 * 16, 6 * 16]
 
@@ -58,7 +58,7 @@ def test_long_runs_of_windows_are_read_in_spans(
 ) -> None:
     path = saved(tmp_path / "x.npy", np.arange(2000.0))
     wanted = np.concatenate(([3], np.arange(100, 150), np.arange(7, 9), np.arange(40)))
-    with MmapStore.windows(path, length=5, step=step) as store:
+    with NpyStore.windows(path, length=5, step=step) as store:
         expected = wanted[:, None] * step + np.arange(5.0)
         np.testing.assert_array_equal(gathered(store, wanted), expected)
     assert len(lengths) == 5

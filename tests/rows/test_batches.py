@@ -242,7 +242,7 @@ def test_rows_without_a_length_have_no_number_of_batches() -> None:
         len(SamplerBatches(Unsized([1]), 2, 1, False))
 
 
-def test_a_sampler_that_calls_its_batch_size_so_may_give_single_rows() -> None:
+def test_a_sampler_with_a_batch_size_may_give_single_rows() -> None:
     sampler = Sampler(ROWS)
     sampler.batch_size = 2  # type: ignore[attr-defined]
     batches = SamplerBatches(sampler, 5, 2, False)
@@ -329,7 +329,7 @@ def test_an_iterator_that_is_used_up_cannot_be_resumed() -> None:
         rows_of(batches, 0, 1, saved)
 
 
-def test_the_order_that_follows_a_matching_beginning_is_not_known() -> None:
+def test_the_order_after_a_matching_beginning_is_not_known() -> None:
     saved = next(checksum for _, checksum in drawn(batches_of(np.arange(12)).epoch(0)))
     assert rows_of(batches_of(np.array([0, 1, 2, 3, 9, 8])), 0, 1, saved) == [[9, 8]]
 

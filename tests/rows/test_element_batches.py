@@ -102,7 +102,7 @@ def test_few_batches_exceed_the_usual_elements() -> None:
     assert usual < 50 * 110
 
 
-def test_the_largest_batch_is_known_and_the_number_of_batches_is_not() -> None:
+def test_the_largest_batch_is_known_but_not_their_number() -> None:
     batches = element_batches(LENGTHS, 6)
     # The rows without elements, those with one, and the row with two.
     assert largest_batch(batches) == batches.batch_size == 7

@@ -52,7 +52,7 @@ def test_an_epoch_has_every_row_once(order: Order) -> None:
     window_blocks=st.integers(1, 20),
     seed=st.integers(),
 )
-def test_a_block_shuffle_has_every_row_once_from_few_blocks_at_a_time(
+def test_a_block_shuffle_has_every_row_once_from_few_blocks(
     n: int, block_rows: int, window_blocks: int, seed: int
 ) -> None:
     rows = whole(block_shuffled(seed, block_rows=block_rows, window_blocks=window_blocks), n)

@@ -115,7 +115,7 @@ def test_every_row_comes_first_equally_often() -> None:
     assert chi_square < 27.9, "0.1 % point of chi-square with 9 degrees of freedom"
 
 
-def test_every_row_comes_first_equally_often_in_a_large_permutation() -> None:
+def test_every_row_is_equally_often_first_in_a_permutation() -> None:
     n = 70_000
     draws = 4000
     bins = 10

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from support.unwrapped import unwrapped
 from torch.utils.data import SequentialSampler
 
-from pinfeed import Config, Feeder, MiB, MmapStore, Ranks, rows, wrap_readers
+from pinfeed import Config, Feeder, MiB, NpyStore, Ranks, rows, wrap_readers
 from pinfeed.errors import ArgumentError, BudgetError
 from pinfeed.readahead.resident_file import MappedFile
 from pinfeed.readahead.select import choose
@@ -395,7 +395,7 @@ def test_a_config_must_hold_the_batches_of_all_ranks() -> None:
 
 def test_a_share_of_a_sequence_is_read_in_sequence(path: Path) -> None:
     """The rows of other ranks are not read into the page cache."""
-    store = MmapStore(str(path))
+    store = NpyStore(str(path))
     share = RankBatches(rows.sequential(), Ranks(), 1, 3, False, 8)
     row_by_row = rows.per_rank(rows.sequential(), rank=1, world_size=3)
     found = [

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pinfeed import Feeder, MmapStore, PinnedStore, errors
+from pinfeed import Feeder, NpyStore, PinnedStore, errors
 
 WRONG_SHAPES = {
     (): "expected .*, whole numbers",
@@ -37,8 +37,8 @@ def test_shapes_that_no_store_can_have(shape: Any, tmp_path: Path) -> None:
     np.save(tmp_path / "old.npy", np.ones((3, 2), np.float32))
     makers: dict[str, Callable[[], object]] = {
         "PinnedStore": lambda: PinnedStore.empty(shape, pin=False),
-        "new.npy": lambda: MmapStore.create(tmp_path / "new.npy", shape),
-        "old.npy": lambda: MmapStore.create(tmp_path / "old.npy", shape, overwrite=True),
+        "new.npy": lambda: NpyStore.create(tmp_path / "new.npy", shape),
+        "old.npy": lambda: NpyStore.create(tmp_path / "old.npy", shape, overwrite=True),
     }
     for name, make in makers.items():
         with pytest.raises(errors.StoreError, match=f"{name}: .*{WRONG_SHAPES[shape]}"):
@@ -50,7 +50,7 @@ def test_shapes_that_no_store_can_have(shape: Any, tmp_path: Path) -> None:
 def test_rows_of_no_bytes_are_made_in_memory_only(tmp_path: Path) -> None:
     assert PinnedStore.empty((3, 0), pin=False).row_shape == (0,)
     with pytest.raises(errors.StoreError, match=r"shape \(3, 0\) has rows of 0 bytes"):
-        MmapStore.create(tmp_path / "x.npy", (3, 0))
+        NpyStore.create(tmp_path / "x.npy", (3, 0))
     assert not os.listdir(tmp_path)
 
 

@@ -102,9 +102,7 @@ def test_arrays_with_memory_for_each_element_can_be_written(name: str) -> None:
 
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("name", SHARING)
-def test_arrays_that_share_memory_with_themselves_are_read_and_not_written(
-    name: str, depth: int
-) -> None:
+def test_arrays_that_overlap_themselves_are_read_and_not_written(name: str, depth: int) -> None:
     source = SHARING[name]
     before = np.array(source.tolist(), np.float32)
     store = ArrayStore(source)

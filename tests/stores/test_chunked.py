@@ -169,7 +169,7 @@ def test_the_memory_of_large_chunks_is_counted(monkeypatch: pytest.MonkeyPatch) 
     assert small(50, even_bounds(50, 1)).resident_bytes == 8 * 8 + 4 * 2 * 16
 
 
-def test_a_chunk_takes_the_memory_of_one_that_is_not_kept_any_more(
+def test_a_chunk_takes_the_memory_of_one_no_longer_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(chunked, "_KEPT_BYTES", 0)
@@ -189,7 +189,7 @@ def test_a_closed_store(tmp_path: Path) -> None:
         gathered(store, [1])
 
 
-def test_a_store_that_is_closed_while_a_chunk_is_decoded_keeps_no_chunk() -> None:
+def test_a_store_closed_while_a_chunk_is_decoded_keeps_none() -> None:
     store = small()
     store.wait = store.close
     assert gathered(store, [1]).tolist() == [[2, 3]]

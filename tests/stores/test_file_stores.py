@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.stores import gathered, saved
 
-from pinfeed import MmapStore, errors
+from pinfeed import NpyStore, errors
 from pinfeed.memory.host import resident_bytes
 from pinfeed.stores import file_reader
 from pinfeed.testing.suites import StoreTests, sample
@@ -19,57 +19,57 @@ from pinfeed.testing.suites import StoreTests, sample
 _FEW_SHAPES = ((), (2, 1, 3, 2))
 
 
-class TestMmapStore(StoreTests):
-    def make(self, array: np.ndarray, tmp_path: Path) -> MmapStore:
+class TestNpyStore(StoreTests):
+    def make(self, array: np.ndarray, tmp_path: Path) -> NpyStore:
         np.save(tmp_path / "x.npy", array)
-        return MmapStore(tmp_path / "x.npy", mode="r+", dtype=array.dtype)
+        return NpyStore(tmp_path / "x.npy", mode="r+", dtype=array.dtype)
 
 
 @pytest.mark.usefixtures("without_native")
-class TestMmapStoreWithoutCompiledFunctions(TestMmapStore):
+class TestNpyStoreWithoutCompiledFunctions(TestNpyStore):
     """Rows are read and written one by one."""
 
 
-class TestMmapStoreOfShards(StoreTests):
+class TestNpyStoreOfShards(StoreTests):
     row_shapes = _FEW_SHAPES
 
-    def make(self, array: np.ndarray, tmp_path: Path) -> MmapStore:
+    def make(self, array: np.ndarray, tmp_path: Path) -> NpyStore:
         # Shards of different sizes, one of them empty.
         cuts = [0, 1, 1, 5, 6, len(array)]
         for i, (start, stop) in enumerate(itertools.pairwise(cuts)):
             np.save(tmp_path / f"x-{i}.npy", array[start:stop])
-        return MmapStore(tmp_path / "x-*.npy", mode="r+", dtype=array.dtype)
+        return NpyStore(tmp_path / "x-*.npy", mode="r+", dtype=array.dtype)
 
 
-class TestMmapStoreOfTheOtherByteOrder(StoreTests):
+class TestNpyStoreOfTheOtherByteOrder(StoreTests):
     row_shapes = _FEW_SHAPES
 
-    def make(self, array: np.ndarray, tmp_path: Path) -> MmapStore:
+    def make(self, array: np.ndarray, tmp_path: Path) -> NpyStore:
         if array.dtype.kind == "V":
             pytest.skip("numpy writes no byte order for bfloat16")
         np.save(tmp_path / "x.npy", array.astype(array.dtype.newbyteorder(">")))
-        return MmapStore(tmp_path / "x.npy", mode="r+")
+        return NpyStore(tmp_path / "x.npy", mode="r+")
 
 
-def test_mmap_store_is_read_only_unless_asked(tmp_path: Path) -> None:
-    with MmapStore(saved(tmp_path / "x.npy", np.zeros((3, 2)))) as store:
+def test_npy_store_is_read_only_unless_asked(tmp_path: Path) -> None:
+    with NpyStore(saved(tmp_path / "x.npy", np.zeros((3, 2)))) as store:
         assert not store.writable
         with pytest.raises(errors.WriteBackError, match="read-only"):
             store.scatter(np.array([0]), np.ones((1, 2)))
 
 
-def test_mmap_store_writes_through(tmp_path: Path) -> None:
+def test_npy_store_writes_through(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.npy", np.zeros((5, 2)))
-    with MmapStore(path, mode="r+") as store:
+    with NpyStore(path, mode="r+") as store:
         store.scatter(np.array([4, 1]), np.array([[1.0, 2], [3, 4]]))
         store.flush()
         np.testing.assert_array_equal(np.load(path), [[0, 0], [3, 4], [0, 0], [0, 0], [1, 2]])
 
 
-def test_mmap_store_does_not_keep_the_file_in_memory(tmp_path: Path) -> None:
+def test_npy_store_does_not_keep_the_file_in_memory(tmp_path: Path) -> None:
     # The file has 16 MiB.
     path = saved(tmp_path / "x.npy", sample(1 << 12, (1 << 12,), np.dtype(np.uint8)))
-    with MmapStore(path) as store:
+    with NpyStore(path) as store:
         before = resident_bytes()["file"]
         rows = np.random.default_rng(0).permutation(store.n_rows)
         for i in range(0, store.n_rows, 512):
@@ -87,7 +87,7 @@ def test_a_file_that_shrinks_is_an_error(
     if not call:
         request.getfixturevalue("without_native")
     path = saved(tmp_path / "x.npy", np.ones((100, 1000)))
-    with MmapStore(path) as store:
+    with NpyStore(path) as store:
         gathered(store, rows)
         os.truncate(
             path, {"mid-page": path.stat().st_size - 10, "mid-file": 100_000, "nothing": 0}[to]
@@ -96,9 +96,9 @@ def test_a_file_that_shrinks_is_an_error(
             gathered(store, rows)
 
 
-def test_a_file_that_is_deleted_while_it_is_open_can_still_be_read(tmp_path: Path) -> None:
+def test_an_open_file_that_is_deleted_can_still_be_read(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.npy", np.arange(10.0))
-    with MmapStore(path) as store:
+    with NpyStore(path) as store:
         gathered(store, [1])
         path.unlink()
         assert gathered(store, [3, 9, 4]).tolist() == [3, 9, 4]
@@ -106,7 +106,7 @@ def test_a_file_that_is_deleted_while_it_is_open_can_still_be_read(tmp_path: Pat
 
 def test_a_file_that_is_deleted_before_it_is_read(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.npy", np.arange(10.0))
-    with MmapStore(path) as store:
+    with NpyStore(path) as store:
         path.unlink()
         with pytest.raises(FileNotFoundError, match="no longer exists"):
             gathered(store, [3])
@@ -121,7 +121,7 @@ def test_an_error_of_the_disk_names_the_file(
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(file_reader.os, "preadv", fails)
-    with MmapStore(path) as store, pytest.raises(errors.ReadError, match=r"x\.npy") as caught:
+    with NpyStore(path) as store, pytest.raises(errors.ReadError, match=r"x\.npy") as caught:
         gathered(store, [3])
     assert caught.value.errno == 5
 
@@ -134,7 +134,7 @@ def test_a_write_that_fails_raises_the_error_of_the_system(
     if not call:
         request.getfixturevalue("without_native")
     path = saved(tmp_path / "x.npy", np.zeros(10_000))
-    with MmapStore(path, mode="r+") as store:
+    with NpyStore(path, mode="r+") as store:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
         try:
@@ -148,7 +148,7 @@ def test_a_write_that_fails_raises_the_error_of_the_system(
 
 def test_a_file_that_shrank_is_not_made_longer_by_a_write(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.npy", np.zeros(1000))
-    with MmapStore(path, mode="r+") as store:
+    with NpyStore(path, mode="r+") as store:
         os.truncate(path, 500)
         with pytest.raises(errors.ReadError, match="shrunk"):
             store.scatter(np.array([900]), np.array([1.0]))
@@ -161,7 +161,7 @@ def test_every_shard_is_flushed_even_if_one_fails(
     """A shard whose flush failed is flushed again the next time."""
     for i in range(3):
         np.save(tmp_path / f"{i}.npy", np.zeros(10))
-    store = MmapStore(tmp_path / "*.npy", mode="r+")
+    store = NpyStore(tmp_path / "*.npy", mode="r+")
     store.scatter(np.array([5, 15, 25]), np.ones(3))
     synced: list[str] = []
 
@@ -182,7 +182,7 @@ def test_a_thousand_shards_do_not_exhaust_descriptors(tmp_path: Path) -> None:
     for i in range(1000):
         np.save(tmp_path / f"{i:04}.npy", np.array([i, i + 0.5]))
     before = len(os.listdir("/proc/self/fd"))
-    with MmapStore(tmp_path / "*.npy", mode="r+") as store:
+    with NpyStore(tmp_path / "*.npy", mode="r+") as store:
         rows = np.random.default_rng(0).permutation(2000)
         np.testing.assert_array_equal(gathered(store, rows), rows / 2)
         store.scatter(rows, -rows / 2)
@@ -198,7 +198,7 @@ def test_consecutive_rows_of_shards(dtype: str, begin: int, end: int, tmp_path: 
     for i, part in enumerate(np.split(whole, [4, 5, 8])):
         np.save(tmp_path / f"{i}.npy", part.astype(dtype))
     rows = np.arange(begin, end)
-    with MmapStore(tmp_path / "*.npy") as store:
+    with NpyStore(tmp_path / "*.npy") as store:
         mapped = store.map_rows()
         for source in (store, mapped):
             np.testing.assert_array_equal(gathered(source, rows), whole[begin:end])
@@ -213,15 +213,15 @@ def test_consecutive_rows_of_shards(dtype: str, begin: int, end: int, tmp_path: 
 def test_shards_that_do_not_match(tmp_path: Path) -> None:
     a, b = saved(tmp_path / "a.npy", np.zeros((2, 3))), saved(tmp_path / "b.npy", np.zeros((2, 4)))
     with pytest.raises(errors.StoreError, match="shards do not match"):
-        MmapStore([a, b])
+        NpyStore([a, b])
     with pytest.raises(errors.ArgumentError, match="at least one"):
-        MmapStore([])
+        NpyStore([])
     with pytest.raises(errors.FileMissing, match="no file matches"):
-        MmapStore(tmp_path / "c*.npy")
+        NpyStore(tmp_path / "c*.npy")
 
 
 def test_use_after_close(tmp_path: Path) -> None:
-    store = MmapStore(saved(tmp_path / "x.npy", np.arange(10.0)))
+    store = NpyStore(saved(tmp_path / "x.npy", np.arange(10.0)))
     store.close()
     with pytest.raises(errors.ClosedError, match="closed"):
         gathered(store, [3])
@@ -229,15 +229,15 @@ def test_use_after_close(tmp_path: Path) -> None:
 
 def test_an_unknown_mode_is_refused(tmp_path: Path) -> None:
     with pytest.raises(errors.ArgumentError, match="'w'"):
-        MmapStore(saved(tmp_path / "x.npy", np.arange(10.0)), mode="w")
+        NpyStore(saved(tmp_path / "x.npy", np.arange(10.0)), mode="w")
 
 
 def test_rows_of_no_bytes(tmp_path: Path) -> None:
-    with MmapStore(saved(tmp_path / "x.npy", np.zeros((5, 0)))) as store:
+    with NpyStore(saved(tmp_path / "x.npy", np.zeros((5, 0)))) as store:
         assert gathered(store, [3, 1]).shape == (2, 0)
 
 
-def test_a_file_that_is_overwritten_is_replaced_when_the_new_one_is_whole(tmp_path: Path) -> None:
+def test_a_file_is_replaced_when_the_new_one_is_whole(tmp_path: Path) -> None:
     """An open file stays unchanged; a link and permissions are kept.
 
     A temporary file that a killed process has left behind does not matter.
@@ -246,10 +246,10 @@ def test_a_file_that_is_overwritten_is_replaced_when_the_new_one_is_whole(tmp_pa
     (tmp_path / "old.npy").chmod(0o640)
     (tmp_path / f"old.npy.{os.getpid()}.writing").write_bytes(b"left")
     (tmp_path / "link.npy").symlink_to(tmp_path / "old.npy")
-    with MmapStore(tmp_path / "old.npy") as before:
+    with NpyStore(tmp_path / "old.npy") as before:
         # The file is opened by the first gather.
         before.gather(np.arange(1), np.empty((1, 2), np.float32))
-        MmapStore.create(tmp_path / "link.npy", (4, 2), overwrite=True).close()
+        NpyStore.create(tmp_path / "link.npy", (4, 2), overwrite=True).close()
         assert gathered(before, [2]).tolist() == [[1, 1]]
     assert np.load(tmp_path / "old.npy").tolist() == [[0, 0]] * 4
     assert (tmp_path / "link.npy").is_symlink()

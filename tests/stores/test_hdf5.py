@@ -296,7 +296,7 @@ def test_a_group_is_a_structure_of_its_datasets(tmp_path: Path) -> None:
     assert batch["labels"]["y"].tolist() == list(range(200))
 
 
-def test_a_gather_that_runs_while_the_store_is_closed_does_not_open_the_file_again(
+def test_a_gather_during_close_does_not_open_the_file_again(
     tmp_path: Path,
 ) -> None:
     store = HDF5Store(written(tmp_path / "x.h5", X, chunks=(50, 6), compression="gzip"))
@@ -305,7 +305,7 @@ def test_a_gather_that_runs_while_the_store_is_closed_does_not_open_the_file_aga
         store._read_chunks(0, 50, np.empty((50, *X.shape[1:]), X.dtype))
 
 
-def test_chunks_of_a_file_that_was_replaced_by_one_of_smaller_chunks(tmp_path: Path) -> None:
+def test_chunks_of_a_file_replaced_by_one_of_smaller_chunks(tmp_path: Path) -> None:
     """The rows of a chunk are in as many chunks as the file has when it is opened again."""
     path = written(tmp_path / "x.h5", X, chunks=(50, 6), compression="gzip")
     store = HDF5Store(path)

@@ -18,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pinfeed.errors import FileMissing, StoreError
-from pinfeed.stores.npy import read_header
+from pinfeed.stores.npy_header import read_header
 from pinfeed.stores.row_layout import RowLayout
 from pinfeed.tensors.dtypes import DTYPES
 
@@ -147,7 +147,7 @@ def test_keys_may_come_in_any_order(tmp_path: Path) -> None:
             "V3",
             (
                 r"dtype \|V3 does not say what the items are; if they are bfloat16, give "
-                r'MmapStore\(path, dtype="bfloat16"\)'
+                r'NpyStore\(path, dtype="bfloat16"\)'
             ),
         ),
     ],
@@ -163,7 +163,7 @@ def test_dtypes_that_torch_lacks_are_refused(tmp_path: Path, dtype: Any, message
 def test_bfloat16_must_be_named(tmp_path: Path) -> None:
     bfloat16 = np.dtype(ml_dtypes.bfloat16)
     path = save(tmp_path / "x.npy", np.arange(6).astype(bfloat16).reshape(3, 2))
-    with pytest.raises(StoreError, match="if they are bfloat16, give MmapStore"):
+    with pytest.raises(StoreError, match="if they are bfloat16, give NpyStore"):
         read_header(path)
     header = read_header(path, bfloat16)
     assert (header.dtype, header.n_rows, header.row_nbytes) == (bfloat16, 3, 4)

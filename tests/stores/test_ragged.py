@@ -19,7 +19,7 @@ from pinfeed import (
     ArgumentError,
     ArrayStore,
     ClosedError,
-    MmapStore,
+    NpyStore,
     PinfeedError,
     PinnedStore,
     RaggedStore,
@@ -61,11 +61,9 @@ KINDS: dict[str, Any] = {
         folder / "swapped.npy", values.astype(values.dtype.newbyteorder())
     ),
     "memory map": lambda folder, values: np.load(saved(folder / "v.npy", values), mmap_mode="r"),
-    "mapped file": lambda folder, values: MmapStore(
-        saved(folder / "values.npy", values)
-    ).map_rows(),
-    "mapped shards": lambda folder, values: MmapStore(shards(folder, values)).map_rows(),
-    "uncached file": lambda folder, values: MmapStore(
+    "mapped file": lambda folder, values: NpyStore(saved(folder / "values.npy", values)).map_rows(),
+    "mapped shards": lambda folder, values: NpyStore(shards(folder, values)).map_rows(),
+    "uncached file": lambda folder, values: NpyStore(
         saved(folder / "values.npy", values), keep_cache=False
     ),
     "remote": lambda folder, values: f"file://{saved(folder / 'values.npy', values)}",
@@ -86,7 +84,7 @@ def test_rows_of_every_kind_of_store(kind: str, longest: int, tmp_path: Path) ->
                     ):
                         assert got.dtype == want.dtype
                         np.testing.assert_array_equal(got, want)
-    if isinstance(store.items, (MmapStore, RemoteStore)) and kind != "uncached file":
+    if isinstance(store.items, (NpyStore, RemoteStore)) and kind != "uncached file":
         with pytest.raises(ClosedError):
             store.read(np.arange(3))
     else:
@@ -100,7 +98,7 @@ def test_items_that_are_windows(step: int, tmp_path: Path) -> None:
     every = np.lib.stride_tricks.sliding_window_view(series, 3)[::step]
     offsets = [0, 4, 4, 5, 11]
     rows = np.array([3, 0, 1, 2])
-    with MmapStore.windows(path, length=3, step=step) as windows:
+    with NpyStore.windows(path, length=3, step=step) as windows:
         for items in (windows, windows.map_rows()):
             values, bounds = RaggedStore(items, offsets).read(rows, "offsets")
             expected = [every[offsets[row] : offsets[row + 1]] for row in rows]
@@ -259,7 +257,7 @@ def test_padding_of_floats(padding: Any) -> None:
 def test_a_store_that_was_given_stays_open(tmp_path: Path) -> None:
     plain = Ragged(9, 4)
     path = saved(tmp_path / "x.npy", plain.values)
-    with MmapStore(path) as items:
+    with NpyStore(path) as items:
         RaggedStore(items, plain.offsets).close()
         np.testing.assert_array_equal(
             RaggedStore(items, plain.offsets).read(np.arange(9))[0], plain.values
@@ -275,7 +273,7 @@ def test_a_store_that_was_given_stays_open(tmp_path: Path) -> None:
 def test_a_file_that_has_shrunk_is_an_error(memory_map: bool, tmp_path: Path) -> None:
     plain = Ragged(60, 90)
     path = saved(tmp_path / "x.npy", plain.values)
-    with MmapStore(path) as items, contextlib.closing(items.map_rows()) as mapped:
+    with NpyStore(path) as items, contextlib.closing(items.map_rows()) as mapped:
         store = RaggedStore(mapped if memory_map else items, plain.offsets)
         with open(path, "r+b") as file:
             file.truncate(4096)

@@ -8,21 +8,21 @@ import numpy as np
 import pytest
 from support.programs import Programs
 
-from pinfeed import MmapStore, errors
+from pinfeed import NpyStore, errors
 from pinfeed.tensors.dtypes import BFLOAT16
 from pinfeed.testing.suites import StoreTests
 
 
 class TestRaw(StoreTests):
-    def make(self, array: np.ndarray, tmp_path: Path) -> MmapStore:
+    def make(self, array: np.ndarray, tmp_path: Path) -> NpyStore:
         (tmp_path / "x.bin").write_bytes(b"head!" + array.tobytes() + b"tail")
-        return MmapStore.raw(
+        return NpyStore.raw(
             tmp_path / "x.bin", shape=array.shape, dtype=array.dtype, offset=5, mode="r+"
         )
 
 
 class TestRawShardsOfTheOtherByteOrder(StoreTests):
-    def make(self, array: np.ndarray, tmp_path: Path) -> MmapStore:
+    def make(self, array: np.ndarray, tmp_path: Path) -> NpyStore:
         if array.dtype == BFLOAT16:
             pytest.skip("numpy has no byte order for bfloat16")
         dtype = array.dtype.newbyteorder(">")
@@ -30,14 +30,14 @@ class TestRawShardsOfTheOtherByteOrder(StoreTests):
             (tmp_path / f"x-{i}.bin").write_bytes(
                 b"odd" + array[start:stop].astype(dtype).tobytes()
             )
-        return MmapStore.raw(
+        return NpyStore.raw(
             tmp_path / "x-*.bin", shape=(-1, *array.shape[1:]), dtype=dtype, offset=3, mode="r+"
         )
 
 
-def raw(tmp_path: Path, nbytes: int, **how: Any) -> MmapStore:
+def raw(tmp_path: Path, nbytes: int, **how: Any) -> NpyStore:
     (tmp_path / "x.bin").write_bytes(bytes(nbytes))
-    return MmapStore.raw(tmp_path / "x.bin", **how)
+    return NpyStore.raw(tmp_path / "x.bin", **how)
 
 
 def test_raw_computes_the_number_of_rows(tmp_path: Path) -> None:
@@ -103,9 +103,9 @@ def test_raw_refuses(tmp_path: Path, nbytes: int, how: dict[str, Any], message: 
 
 def test_raw_of_missing_files_and_directories(tmp_path: Path) -> None:
     with pytest.raises(errors.FileMissing, match=r"x\.bin: no such file"):
-        MmapStore.raw(tmp_path / "x.bin", shape=(-1,), dtype="f4")
+        NpyStore.raw(tmp_path / "x.bin", shape=(-1,), dtype="f4")
     with pytest.raises(errors.StoreError, match="is a directory"):
-        MmapStore.raw(tmp_path, shape=(-1,), dtype="u1")
+        NpyStore.raw(tmp_path, shape=(-1,), dtype="u1")
 
 
 def test_shards_that_hold_more_than_the_limit_of_descriptors(
@@ -116,9 +116,9 @@ def test_shards_that_hold_more_than_the_limit_of_descriptors(
     code = f"""
 import resource
 import numpy as np
-from pinfeed import MmapStore
+from pinfeed import NpyStore
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
-with MmapStore.raw({str(tmp_path / "*.bin")!r}, shape=(2,), dtype="f8", mode="r+") as store:
+with NpyStore.raw({str(tmp_path / "*.bin")!r}, shape=(2,), dtype="f8", mode="r+") as store:
     rows = np.random.default_rng(0).permutation(2000)
     out = np.empty(2000)
     store.gather(rows, out)

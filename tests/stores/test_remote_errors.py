@@ -12,7 +12,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from support.remote_files import Shaky, fresh_file_systems, npy, put
 from support.stores import gathered
 
-from pinfeed import Feeder, MmapStore, PinnedStore, RemoteStore, errors
+from pinfeed import Feeder, NpyStore, PinnedStore, RemoteStore, errors
 from pinfeed.readahead import select
 from pinfeed.stores.paths import has_protocol
 from pinfeed.testing.suites import sample
@@ -136,7 +136,7 @@ def test_a_permanent_fault_advises_no_more_attempts(fault: Exception, advice: st
     [ConnectionRefusedError(111, "refused"), socket.gaierror(socket.EAI_NONAME, "unknown name")],
     ids=repr,
 )
-def test_a_server_that_cannot_be_reached_is_refused_only_at_first(fault: Exception) -> None:
+def test_an_unreachable_server_is_refused_only_at_first(fault: Exception) -> None:
     store = RemoteStore(put(np.arange(100), "shaky://x.npy"))
     Shaky.faults.append(fault)
     assert gathered(store, [5]).tolist() == [5], "a server may be started again"
@@ -261,13 +261,13 @@ def test_a_bucket_and_a_prefix_are_no_files(url: str) -> None:
 def test_patterns_that_are_not_expanded_have_a_hint(tmp_path: Path) -> None:
     url = put(np.arange(3))
     for pattern in ("x-{0..3}.npy", "x-{0,1}-*.npy"):
-        for store, place in ((RemoteStore, "memory://"), (MmapStore, f"{tmp_path}/")):
+        for store, place in ((RemoteStore, "memory://"), (NpyStore, f"{tmp_path}/")):
             with pytest.raises(errors.FileMissing, match="braces are not expanded; give a pattern"):
                 store(place + pattern)
     with pytest.raises(errors.FileMissing, match="patterns in a list are not expanded"):
         RemoteStore([url, "memory://x-*.npy"])
     with pytest.raises(errors.FileMissing, match="patterns in a list are not expanded"):
-        MmapStore([tmp_path / "x-*.npy"])
+        NpyStore([tmp_path / "x-*.npy"])
 
 
 @pytest.mark.parametrize("options", ["x", ["key", "secret"], 3], ids=repr)
@@ -326,11 +326,11 @@ def test_a_file_system_that_is_not_installed() -> None:
 )
 def test_urls(path: str) -> None:
     assert has_protocol(path)
-    for store in (MmapStore, PinnedStore):
+    for store in (NpyStore, PinnedStore):
         with pytest.raises(errors.ArgumentError, match=r"is a URL, but .* RemoteStore\('"):
             store(path)
     with pytest.raises(errors.ArgumentError, match=r"is a URL, but .* RemoteStore\('"):
-        MmapStore(["x.npy", path])
+        NpyStore(["x.npy", path])
 
 
 @pytest.mark.parametrize(

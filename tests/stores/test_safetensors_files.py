@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from support.remote_files import npy
 from support.stores import gathered
 
-from pinfeed import MmapStore, RemoteStore, errors
+from pinfeed import NpyStore, RemoteStore, errors
 from pinfeed.tensors.dtypes import BFLOAT16
 from pinfeed.testing.suites import StoreTests, sample
 
@@ -30,7 +30,7 @@ def torch_of(array: np.ndarray) -> torch.Tensor:
 class TestSafetensors(StoreTests):
     """The tensor lies between those of other dtypes, at an address that is not aligned."""
 
-    def make(self, array: np.ndarray, tmp_path: Path) -> MmapStore:
+    def make(self, array: np.ndarray, tmp_path: Path) -> NpyStore:
         if array.dtype == np.complex128:
             pytest.skip("the format has no complex128")
         before, behind = torch.zeros(5, dtype=torch.float64), torch.arange(13, dtype=torch.uint8)
@@ -46,7 +46,7 @@ class TestSafetensors(StoreTests):
             tmp_path / "x.safetensors",
             metadata={"format": "pt", "odd": "é" * len(array.shape)},
         )
-        return MmapStore.safetensors(tmp_path / "x.safetensors", "x", mode="r+")
+        return NpyStore.safetensors(tmp_path / "x.safetensors", "x", mode="r+")
 
 
 def test_a_tensor_in_shards(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_tensor_in_shards(tmp_path: Path) -> None:
         save_file(
             {"x": torch_of(array[start:stop]), "y": torch.zeros(i)}, tmp_path / f"x-{i}.safetensors"
         )
-    with MmapStore.safetensors(tmp_path / "x-*.safetensors", "x") as store:
+    with NpyStore.safetensors(tmp_path / "x-*.safetensors", "x") as store:
         wanted = np.random.default_rng(0).integers(0, 13, 50)
         np.testing.assert_array_equal(gathered(store, wanted), array[wanted])
 
@@ -92,12 +92,12 @@ def test_tensors_at_odd_addresses(tmp_path: Path) -> None:
     path = odd_file(tmp_path / "x.safetensors", tensors)
     for name, array in tensors.items():
         if len(array):
-            with MmapStore.safetensors(path, name) as store:
+            with NpyStore.safetensors(path, name) as store:
                 wanted = np.random.default_rng(0).integers(0, len(array), 20)
                 np.testing.assert_array_equal(gathered(store, wanted), array[wanted])
                 np.testing.assert_array_equal(gathered(store, np.arange(len(array))), array)
     with pytest.raises(errors.StoreError, match="has no rows"):
-        MmapStore.safetensors(path, "none")
+        NpyStore.safetensors(path, "none")
 
 
 def test_a_write_to_one_tensor_leaves_the_others(tmp_path: Path) -> None:
@@ -107,10 +107,10 @@ def test_a_write_to_one_tensor_leaves_the_others(tmp_path: Path) -> None:
         "c": np.ones(7, np.float32),
     }
     path = odd_file(tmp_path / "x.safetensors", tensors)
-    with MmapStore.safetensors(path, "b", mode="r+") as store:
+    with NpyStore.safetensors(path, "b", mode="r+") as store:
         store.scatter(np.arange(8), -tensors["b"])
     for name, sign in (("a", 1), ("b", -1), ("c", 1)):
-        with MmapStore.safetensors(path, name) as store:
+        with NpyStore.safetensors(path, name) as store:
             np.testing.assert_array_equal(
                 gathered(store, np.arange(store.n_rows)), sign * tensors[name].astype(store.dtype)
             )
@@ -139,17 +139,17 @@ def model(tmp_path: Path) -> Path:
 )
 def test_tensors_that_cannot_be_served(model: Path, name: str, message: str) -> None:
     with pytest.raises(errors.StoreError, match=rf"x\.safetensors.*{message}"):
-        MmapStore.safetensors(model, name)
+        NpyStore.safetensors(model, name)
 
 
 def test_not_every_name_of_a_large_model_is_listed(tmp_path: Path) -> None:
     save_file({f"layer{i}": torch.zeros(1) for i in range(1000)}, tmp_path / "x.safetensors")
     with pytest.raises(errors.StoreError, match="and 980 more") as caught:
-        MmapStore.safetensors(tmp_path / "x.safetensors", "x")
+        NpyStore.safetensors(tmp_path / "x.safetensors", "x")
     assert len(str(caught.value)) < 600
     save_file({}, tmp_path / "x.safetensors")
     with pytest.raises(errors.StoreError, match="it has no tensors"):
-        MmapStore.safetensors(tmp_path / "x.safetensors", "x")
+        NpyStore.safetensors(tmp_path / "x.safetensors", "x")
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_not_every_name_of_a_large_model_is_listed(tmp_path: Path) -> None:
 def test_damaged_safetensors_files_are_refused(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / "x.safetensors").write_bytes(damage)
     with pytest.raises(errors.StoreError, match="is not a safetensors file, or it is damaged"):
-        MmapStore.safetensors(tmp_path / "x.safetensors", "x")
+        NpyStore.safetensors(tmp_path / "x.safetensors", "x")
 
 
 def test_every_truncation_of_a_safetensors_file_is_noticed(model: Path) -> None:
@@ -168,7 +168,7 @@ def test_every_truncation_of_a_safetensors_file_is_noticed(model: Path) -> None:
     for size in range(0, len(content), 7):
         model.write_bytes(content[:size])
         with pytest.raises(errors.StoreError, match="damaged"):
-            MmapStore.safetensors(model, "w")
+            NpyStore.safetensors(model, "w")
 
 
 @settings(deadline=None, max_examples=150)
@@ -182,7 +182,7 @@ def test_one_damaged_byte_of_a_safetensors_file(
     content[position % len(content)] = byte
     path.write_bytes(content)
     try:
-        with MmapStore.safetensors(path, "w") as store:
+        with NpyStore.safetensors(path, "w") as store:
             gathered(store, np.arange(store.n_rows))
     except errors.StoreError:
         pass
@@ -190,15 +190,15 @@ def test_one_damaged_byte_of_a_safetensors_file(
 
 def test_safetensors_of_missing_files_and_directories(tmp_path: Path) -> None:
     with pytest.raises(errors.FileMissing, match=r"x\.safetensors: no such file"):
-        MmapStore.safetensors(tmp_path / "x.safetensors", "x")
+        NpyStore.safetensors(tmp_path / "x.safetensors", "x")
     with pytest.raises(errors.StoreError, match="is a directory"):
-        MmapStore.safetensors(tmp_path, "x")
+        NpyStore.safetensors(tmp_path, "x")
 
 
 def test_packages_that_are_not_installed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(errors.MissingDependency, match=r'pip install "safetensors>=0\.4"'):
-        MmapStore.safetensors(model, "w")
+        NpyStore.safetensors(model, "w")
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with pytest.raises(errors.MissingDependency, match=r'pip install "fsspec>=2024\.2"'):
         RemoteStore("memory://x.npy")

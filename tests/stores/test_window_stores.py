@@ -14,7 +14,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from support.stores import gathered, saved
 from support.unwrapped import unwrapped
 
-from pinfeed import Config, Feeder, KiB, MiB, MmapStore, StoreError, errors, rows
+from pinfeed import Config, Feeder, KiB, MiB, NpyStore, StoreError, errors, rows
 from pinfeed.errors import UnknownArgument
 from pinfeed.readahead.resident_file import InMemoryCopy, MappedFile
 from pinfeed.readahead.select import choose
@@ -29,13 +29,13 @@ class TestWindowsThatTouch(ReadOnlyStoreTests):
     row_shapes = tuple(shape for shape in ROW_SHAPES if shape)
     step_more = 0
 
-    def make(self, array: np.ndarray, tmp_path: Path) -> MmapStore:
+    def make(self, array: np.ndarray, tmp_path: Path) -> NpyStore:
         n, length = array.shape[:2]
         step = length + self.step_more
         series = np.zeros((n, step, *array.shape[2:]), array.dtype)
         series[:, self.step_more :] = array
         np.save(tmp_path / "x.npy", series.reshape(n * step, *array.shape[2:]))
-        return MmapStore.windows(
+        return NpyStore.windows(
             tmp_path / "x.npy", length=length, step=step, start=self.step_more, dtype=array.dtype
         )
 
@@ -86,11 +86,11 @@ def test_windows_are_those_of_the_files(
     files = [folder / f"{i}.npy" for i in range(len(sizes))]
     if not len(whole):
         with pytest.raises(errors.StoreError, match="items; expected at least"):
-            MmapStore.windows(files, length=length, step=step, start=start, span=span)
+            NpyStore.windows(files, length=length, step=step, start=start, span=span)
         return
     numbers = np.array(data.draw(st.lists(st.integers(0, len(whole) - 1), max_size=60)), np.int64)
     places = np.random.default_rng(0).permutation(len(numbers) + 3)[: len(numbers)]
-    with MmapStore.windows(files, length=length, step=step, start=start, span=span) as store:
+    with NpyStore.windows(files, length=length, step=step, start=start, span=span) as store:
         assert store.n_rows == len(whole)
         mapped = store.map_rows()
         mapped.populate(0, len(whole))
@@ -118,7 +118,7 @@ def path(tokens: np.ndarray, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("offset", [0, 6])
 def test_a_file_without_a_header(path: Path, tokens: np.ndarray, step: int, offset: int) -> None:
     expected = sliding_window_view(tokens[offset // 2 :], 33)[::step]
-    with MmapStore.windows(path, length=33, step=step, dtype="uint16", offset=offset) as store:
+    with NpyStore.windows(path, length=33, step=step, dtype="uint16", offset=offset) as store:
         assert (store.n_rows, store.row_shape, store.dtype) == (len(expected), (33,), np.uint16)
         assert not store.writable
         np.testing.assert_array_equal(gathered(store, np.arange(len(expected))), expected)
@@ -132,7 +132,7 @@ def test_long_runs_are_read_in_parts(
     monkeypatch.setattr(mapped_store, "_PIECE_BYTES", 100)
     expected = sliding_window_view(tokens, 33)[::3]
     shuffled = np.random.default_rng(0).permutation(len(expected))
-    with MmapStore.windows(path, length=33, step=3, dtype="uint16") as store:
+    with NpyStore.windows(path, length=33, step=3, dtype="uint16") as store:
         source = store.map_rows() if memory_map else store
         for wanted in (np.arange(len(expected)), shuffled):
             np.testing.assert_array_equal(gathered(source, wanted), expected[wanted])
@@ -147,7 +147,7 @@ def test_long_windows_are_copied_one_by_one(
     rng = np.random.default_rng(0)
     wanted = rng.integers(0, len(expected), 300)
     places = rng.permutation(310)[:300]
-    with MmapStore.windows(path, length=33, dtype="uint16") as store:
+    with NpyStore.windows(path, length=33, dtype="uint16") as store:
         mapped = store.map_rows()
         np.testing.assert_array_equal(gathered(mapped, wanted), expected[wanted])
         out = np.zeros((310, 33), np.uint16)
@@ -174,7 +174,7 @@ def test_a_feeder_gives_the_windows_at_any_depth(
 ) -> None:
     expected = sliding_window_view(tokens, 33)
     with (
-        MmapStore.windows(path, length=33, dtype="uint16", memory_map=memory_map) as store,
+        NpyStore.windows(path, length=33, dtype="uint16", memory_map=memory_map) as store,
         Feeder(store, batch_size=500, rows=order, depth=depth) as feeder,
     ):
         numbers = order.bind(len(expected), 0)(np.arange(order.length(len(expected))))
@@ -188,8 +188,8 @@ def test_stores_with_the_same_span_have_the_same_rows(tmp_path: Path) -> None:
         saved(tmp_path / f"{i}.npy", 1000.0 * i + np.arange(n)[:, None] + [0, 0.5])
     files = str(tmp_path / "*.npy")
     with (
-        MmapStore.windows(files, length=8, span=12, step=3) as past,
-        MmapStore.windows(files, length=4, start=8, span=12, step=3) as future,
+        NpyStore.windows(files, length=8, span=12, step=3) as past,
+        NpyStore.windows(files, length=4, start=8, span=12, step=3) as future,
         Feeder({"x": past, "y": future}, batch_size=8, shuffle=True, seed=0) as feeder,
     ):
         # The second file is too short.
@@ -208,7 +208,7 @@ def strategy_of(store: Any, order: Any, free: int) -> ReadStrategy:
 
 
 def test_the_plan_counts_the_file_once(path: Path) -> None:
-    with MmapStore.windows(path, length=1024, dtype="uint16") as store:
+    with NpyStore.windows(path, length=1024, dtype="uint16") as store:
         assert store.nbytes == os.path.getsize(path)
         strategy = strategy_of(store, rows.shuffled(0), KiB(100))
         assert isinstance(strategy, MappedFile)
@@ -221,8 +221,8 @@ def test_the_plan_counts_the_file_once(path: Path) -> None:
 def test_the_plan_counts_a_file_of_inputs_and_targets_once(path: Path) -> None:
     how: dict[str, Any] = {"dtype": "uint16", "span": 120}
     with (
-        MmapStore.windows(path, length=96, **how) as past,
-        MmapStore.windows(path, length=24, start=96, **how) as future,
+        NpyStore.windows(path, length=96, **how) as past,
+        NpyStore.windows(path, length=24, start=96, **how) as future,
     ):
         plan = choose([past, future], rows.shuffled(0), 300, FreeMemory(0, 12_100))
         assert [type(strategy) for strategy in plan.strategies] == [MappedFile, MappedFile]
@@ -233,7 +233,7 @@ def test_the_plan_counts_a_file_of_inputs_and_targets_once(path: Path) -> None:
 
 
 def test_a_shard_that_is_given_twice_is_counted_once(path: Path) -> None:
-    with MmapStore.windows([path, path], length=4, dtype="uint16") as store:
+    with NpyStore.windows([path, path], length=4, dtype="uint16") as store:
         assert (store.n_rows, store.nbytes) == (2 * 5997, 12_000)
 
 
@@ -248,9 +248,7 @@ def test_a_shard_that_is_given_twice_is_counted_once(path: Path) -> None:
 )
 def test_windows_that_overlap_are_not_copied(tmp_path: Path, order: Any, expected: type) -> None:
     np.arange(1 << 18, dtype=np.uint16).tofile(tmp_path / "x.bin")
-    with MmapStore.windows(
-        tmp_path / "x.bin", length=64, dtype="uint16", memory_map=False
-    ) as store:
+    with NpyStore.windows(tmp_path / "x.bin", length=64, dtype="uint16", memory_map=False) as store:
         strategy = strategy_of(store, order, MiB(100))
         assert type(strategy) is expected
         assert strategy.items == ()
@@ -258,7 +256,7 @@ def test_windows_that_overlap_are_not_copied(tmp_path: Path, order: Any, expecte
 
 def test_windows_that_do_not_overlap_are_read_as_other_rows(tmp_path: Path) -> None:
     np.arange(1 << 18, dtype=np.uint16).tofile(tmp_path / "x.bin")
-    with MmapStore.windows(
+    with NpyStore.windows(
         tmp_path / "x.bin", length=64, step=64, dtype="uint16", memory_map=False
     ) as store:
         assert isinstance(strategy_of(store, rows.shuffled(0), MiB(100)), InMemoryCopy)
@@ -271,7 +269,7 @@ def test_a_gather_takes_memory_for_a_part_of_the_rows(tmp_path: Path) -> None:
     np.zeros(1 << 23, np.uint8).tofile(tmp_path / "x.bin")
     numbers = np.random.default_rng(0).permutation(1 << 22)[:1024]
     out = np.empty((len(numbers), 1024), np.uint8)
-    with MmapStore.windows(tmp_path / "x.bin", length=1024, dtype="uint8") as store:
+    with NpyStore.windows(tmp_path / "x.bin", length=1024, dtype="uint8") as store:
         mapped = store.map_rows()
         tracemalloc.start()
         for source in (store, mapped):
@@ -286,7 +284,7 @@ def test_a_gather_takes_memory_for_a_part_of_the_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("memory_map", [True, False])
 def test_a_file_that_shrinks_is_an_error(path: Path, memory_map: bool) -> None:
-    with MmapStore.windows(path, length=33, dtype="uint16") as store:
+    with NpyStore.windows(path, length=33, dtype="uint16") as store:
         source = store.map_rows() if memory_map else store
         last = [store.n_rows - 1]
         gathered(source, last)
@@ -298,7 +296,7 @@ def test_a_file_that_shrinks_is_an_error(path: Path, memory_map: bool) -> None:
 
 def test_a_store_of_windows_can_be_pickled(path: Path, tokens: np.ndarray) -> None:
     with (
-        MmapStore.windows(path, length=33, step=2, dtype="uint16") as store,
+        NpyStore.windows(path, length=33, step=2, dtype="uint16") as store,
         pickle.loads(pickle.dumps(store)) as copy,
     ):
         numbers = [5, 0, 2983]
@@ -308,7 +306,7 @@ def test_a_store_of_windows_can_be_pickled(path: Path, tokens: np.ndarray) -> No
 
 
 def test_windows_cannot_be_written(path: Path) -> None:
-    with MmapStore.windows(path, length=33, dtype="uint16") as store:
+    with NpyStore.windows(path, length=33, dtype="uint16") as store:
         with pytest.raises(errors.WriteBackError, match="read-only"):
             store.scatter(np.array([0]), np.zeros((1, 33), np.uint16))
         with pytest.raises(errors.StoreError, match="cannot be filled"), store.mapped():
@@ -335,11 +333,11 @@ def test_windows_cannot_be_written(path: Path) -> None:
 )
 def test_arguments_that_are_refused(path: Path, how: dict[str, Any], message: str) -> None:
     with pytest.raises((errors.ArgumentError, errors.StoreError), match=message):
-        MmapStore.windows(path, **{"dtype": "uint16", **how})
+        NpyStore.windows(path, **{"dtype": "uint16", **how})
 
 
 def test_a_step_may_be_longer_than_the_file(path: Path, tokens: np.ndarray) -> None:
-    with MmapStore.windows(path, length=8, step=1 << 80, dtype="uint16") as store:
+    with NpyStore.windows(path, length=8, step=1 << 80, dtype="uint16") as store:
         np.testing.assert_array_equal(gathered(store, [0]), tokens[None, :8])
 
 
@@ -361,14 +359,14 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     ]
     for file, how, message in cases:
         with pytest.raises((errors.ArgumentError, errors.StoreError), match=message):
-            MmapStore.windows(file, length=4, **how)
+            NpyStore.windows(file, length=4, **how)
 
 
 def test_a_npy_file_may_have_any_name(tmp_path: Path) -> None:
     with open(tmp_path / "x.bin", "wb") as file:
         np.save(file, np.arange(9))
     for dtype in (None, "int64"):
-        with MmapStore.windows(tmp_path / "x.bin", length=4, dtype=dtype) as store:
+        with NpyStore.windows(tmp_path / "x.bin", length=4, dtype=dtype) as store:
             np.testing.assert_array_equal(gathered(store, [5]), [[5, 6, 7, 8]])
 
 
@@ -376,20 +374,20 @@ def test_windows_of_any_two_files_do_not_mix(tmp_path: Path) -> None:
     saved(tmp_path / "0.npy", np.zeros(50, np.float32))
     saved(tmp_path / "1.npy", np.zeros(50, np.float64))
     with pytest.raises(errors.StoreError, match="shards do not match"):
-        MmapStore.windows(str(tmp_path / "*.npy"), length=4)
+        NpyStore.windows(str(tmp_path / "*.npy"), length=4)
 
 
 def test_arguments_of_other_libraries_are_explained(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.arange(20.0))
-    with pytest.raises(UnknownArgument, match=r"MmapStore\.windows has no argument 'block_size'"):
-        MmapStore.windows(tmp_path / "x.npy", block_size=3)  # type: ignore[call-arg]
-    with pytest.raises(UnknownArgument, match=r"MmapStore\.windows\(path, length=\.\.\.\)"):
-        MmapStore.windows(tmp_path / "x.npy", 3)  # type: ignore[misc]
+    with pytest.raises(UnknownArgument, match=r"NpyStore\.windows has no argument 'block_size'"):
+        NpyStore.windows(tmp_path / "x.npy", block_size=3)  # type: ignore[call-arg]
+    with pytest.raises(UnknownArgument, match=r"NpyStore\.windows\(path, length=\.\.\.\)"):
+        NpyStore.windows(tmp_path / "x.npy", 3)  # type: ignore[misc]
 
 
 def test_inputs_and_targets_without_a_common_span(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.arange(20.0))
-    inputs = MmapStore.windows(tmp_path / "x.npy", length=4)
-    targets = MmapStore.windows(tmp_path / "x.npy", length=2, start=4)
+    inputs = NpyStore.windows(tmp_path / "x.npy", length=4)
+    targets = NpyStore.windows(tmp_path / "x.npy", length=2, start=4)
     with inputs, targets, pytest.raises(StoreError, match="windows of one series the same span="):
         Feeder((inputs, targets), batch_size=4)

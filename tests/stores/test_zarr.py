@@ -146,7 +146,7 @@ def test_sources_that_cannot_be_served(tmp_path: Path, monkeypatch: pytest.Monke
         ZarrStore(tmp_path / "x.zarr")
 
 
-def test_a_gather_that_runs_while_the_store_is_closed_does_not_open_the_array_again(
+def test_a_gather_during_close_does_not_open_the_array_again(
     tmp_path: Path,
 ) -> None:
     written(str(tmp_path / "x.zarr"), X, 50)

@@ -96,7 +96,7 @@ def test_a_pool_that_is_dropped_ends_its_threads() -> None:
         assert not thread.is_alive()
 
 
-def test_calls_of_a_thread_that_could_not_be_prepared_have_its_error() -> None:
+def test_calls_of_an_unprepared_thread_have_its_error() -> None:
     def prepare() -> None:
         raise OSError("no device")
 

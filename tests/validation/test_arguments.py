@@ -17,7 +17,7 @@ from pinfeed import (
     Feeder,
     HostEmbedding,
     HostEmbeddingBag,
-    MmapStore,
+    NpyStore,
     PinnedStore,
     Ranks,
     RemoteStore,
@@ -227,7 +227,7 @@ def test_per_rank_refuses_objects_that_are_no_orders() -> None:
             "drop_last",
         ),
         (
-            lambda overwrite: MmapStore.create("is-not-made.npy", (3, 3), overwrite=overwrite),
+            lambda overwrite: NpyStore.create("is-not-made.npy", (3, 3), overwrite=overwrite),
             "overwrite",
         ),
         (
@@ -255,7 +255,7 @@ def test_a_string_is_no_flag(make: Callable[..., Any], name: str) -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [MmapStore.create, lambda path, shape, **flags: HostEmbedding(*shape, store=path, **flags)],
+    [NpyStore.create, lambda path, shape, **flags: HostEmbedding(*shape, store=path, **flags)],
 )
 def test_a_string_as_overwrite_replaces_no_file(tmp_path: Path, make: Callable[..., Any]) -> None:
     path = tmp_path / "x.npy"
@@ -265,7 +265,7 @@ def test_a_string_as_overwrite_replaces_no_file(tmp_path: Path, make: Callable[.
         make(path, (10, 2), overwrite="no")
     assert path.read_bytes() == before
     with pytest.raises(ArgumentError, match="keep_cache='no': expected True or False"):
-        MmapStore(path, keep_cache="no")  # type: ignore[arg-type]
+        NpyStore(path, keep_cache="no")  # type: ignore[arg-type]
 
 
 def normal(**arguments: Any) -> PinnedStore:
@@ -312,13 +312,13 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert normal(std=0, mean=np.float64(2)).array.tolist() == [[2, 2]] * 3
 
 
-def raw(path: Path, dtype: Any) -> MmapStore:
+def raw(path: Path, dtype: Any) -> NpyStore:
     path.write_bytes(bytes(64))
-    return MmapStore.raw(path, shape=(-1, 2), dtype=dtype)
+    return NpyStore.raw(path, shape=(-1, 2), dtype=dtype)
 
 
 DTYPE_TAKERS = [
-    lambda path, dtype: MmapStore.create(path, (3, 2), dtype),
+    lambda path, dtype: NpyStore.create(path, (3, 2), dtype),
     raw,
     lambda path, dtype: PinnedStore.zeros((3, 2), dtype, pin=False),
     lambda path, dtype: PinnedStore.normal((3, 2), dtype, pin=False),
@@ -362,7 +362,7 @@ def test_no_dtype_is_not_float64(tmp_path: Path, make: Callable[..., Any]) -> No
         make(tmp_path / "x.npy", None)
 
 
-PATH_TAKERS = [lambda path: MmapStore.create(path, (3, 2)), HostEmbedding(4, 2).export]
+PATH_TAKERS = [lambda path: NpyStore.create(path, (3, 2)), HostEmbedding(4, 2).export]
 
 
 @pytest.mark.parametrize("path", [None, 3, b"x.npy"], ids=repr)

@@ -23,7 +23,7 @@ from pinfeed import (
     ArrayStore,
     Feeder,
     HostEmbedding,
-    MmapStore,
+    NpyStore,
     ParquetStore,
     RowDataset,
     StoreError,
@@ -248,7 +248,7 @@ WRITE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "x.safetensors": (
         lambda path: path.write_bytes(bytes(64)),
-        "give pinfeed.MmapStore.safetensors(path, name)",
+        "give pinfeed.NpyStore.safetensors(path, name)",
     ),
     "x.h5": (
         lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(64)),
@@ -291,7 +291,7 @@ def test_the_advice_for_a_file_of_columns_works(
 
 def test_the_advice_for_a_lazy_array_works(tmp_path: Path) -> None:
     lazy = Lazy(X)
-    store = MmapStore.create(tmp_path / "x.npy", lazy.shape, dtype=lazy.dtype)
+    store = NpyStore.create(tmp_path / "x.npy", lazy.shape, dtype=lazy.dtype)
     for i in range(0, lazy.shape[0], 3):
         piece = np.asarray(lazy[i : i + 3])
         store.scatter(np.arange(i, i + len(piece)), piece)

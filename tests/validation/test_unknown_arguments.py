@@ -20,7 +20,7 @@ from pinfeed import (
     Feeder,
     HostEmbedding,
     HostEmbeddingBag,
-    MmapStore,
+    NpyStore,
     PinnedStore,
     RowDataset,
     errors,
@@ -166,10 +166,10 @@ def test_arguments_of_torch_and_numpy_are_explained(tmp_path: Path) -> None:
             ),
         ),
         (
-            lambda: MmapStore(path, mmap_mode="r"),
-            "MmapStore has no argument 'mmap_mode'; give mode='r' to read",
+            lambda: NpyStore(path, mmap_mode="r"),
+            "NpyStore has no argument 'mmap_mode'; give mode='r' to read",
         ),  # type: ignore[call-arg]
-        (lambda: MmapStore(path, "r+"), "give the others by name: MmapStore(path, mode=...)"),  # type: ignore[misc]
+        (lambda: NpyStore(path, "r+"), "give the others by name: NpyStore(path, mode=...)"),  # type: ignore[misc]
         (
             lambda: PinnedStore(path, pinned=True),
             "PinnedStore has no argument 'pinned'; give pin=True",

@@ -25,7 +25,7 @@ from pinfeed.compat.speedtorch.tables import (
     new_tables,
 )
 from pinfeed.errors import RowIndexError, StoreError, WriteBackError, described
-from pinfeed.stores import ArrayStore, MmapStore, PinnedStore, Store
+from pinfeed.stores import ArrayStore, NpyStore, PinnedStore, Store
 from pinfeed.tensors.numpy_torch import TORCH, memory_of
 
 
@@ -170,7 +170,7 @@ class DataGadgetMM(DataGadget):
 
     def _table_of(self, source: Any) -> Table:
         if isinstance(source, (str, os.PathLike)):
-            store = MmapStore(os.path.abspath(source), mode="r+")
+            store = NpyStore(os.path.abspath(source), mode="r+")
             if len(store.paths) > 1 or np.load(store.paths[0], mmap_mode="r").dtype != store.dtype:
                 raise StoreError(
                     f"{source}: DataGadgetMM writes to the file in place; expected one file in "

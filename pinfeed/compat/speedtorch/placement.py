@@ -13,7 +13,7 @@ import torch
 
 from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.rows.orders import Rows
-from pinfeed.stores import ArrayStore, MmapStore, PinnedStore, Store
+from pinfeed.stores import ArrayStore, NpyStore, PinnedStore, Store
 from pinfeed.tensors.dtypes import BFLOAT16, DTYPES, check_dtype, numpy_dtype_of
 from pinfeed.tensors.numpy_torch import TORCH, memory_of, to_torch
 
@@ -75,7 +75,7 @@ class MemoryTable(StoreTable):
 class FileTable(StoreTable):
     """Rows in one .npy file."""
 
-    store: MmapStore
+    store: NpyStore
 
     @property
     def files(self) -> Sequence[str]:
@@ -162,7 +162,7 @@ class Place:
             # The name has the first unused number.
             paths = (f"{self.file_name}{i}.memmap{key}.cpy.npy" for i in itertools.count())
             free_path = next(path for path in paths if not os.path.exists(path))
-            return FileTable(MmapStore.create(free_path, shape, dtype))
+            return FileTable(NpyStore.create(free_path, shape, dtype))
         device = torch.device(self.device_type)
         if device.type == "cuda" and torch.cuda.is_available():
             return DeviceTable(torch.zeros(shape, dtype=TORCH[dtype], device=device))

@@ -12,7 +12,7 @@ import torch
 
 from pinfeed.compat.speedtorch.placement import Place, Table, table_dtype
 from pinfeed.errors import ArgumentError, ClosedError, FileMissing, StoreError
-from pinfeed.stores import ArrayStore, MmapStore, Store
+from pinfeed.stores import ArrayStore, NpyStore, Store
 from pinfeed.tensors.dtypes import BFLOAT16
 from pinfeed.tensors.numpy_torch import TORCH, memory_of
 from pinfeed.training.row_file import atomic_write, row_chunks
@@ -189,7 +189,7 @@ class SingleTable(Tables):
         """
         # A .npy file cannot name bfloat16.
         dtype = BFLOAT16 if self.datatype == BFLOAT16 else None
-        with MmapStore(find_file(loadFileName, ".npy"), dtype=dtype) as store:
+        with NpyStore(find_file(loadFileName, ".npy"), dtype=dtype) as store:
             self._load(store)
 
     def saveTorch(self, saveFileName: FileName) -> None:

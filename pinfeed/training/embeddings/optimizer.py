@@ -181,7 +181,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 "unchanged; expected checkpoint.resume, which replaces the state, before the "
                 "optimizer is used; to start with new state, give the table overwrite=True or "
                 "remove the file; to use the existing state, give as state= a function that opens "
-                "it: MmapStore(..., mode='r+')"
+                "it: NpyStore(..., mode='r+')"
             )
 
     def parameters(self) -> list[nn.Parameter]:

@@ -18,7 +18,7 @@ from torch.nn import functional
 from pinfeed.errors import ClosedError, StoreError
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
-from pinfeed.stores import MmapStore, Store
+from pinfeed.stores import NpyStore, Store
 from pinfeed.stores.pinned import Pin
 from pinfeed.tensors.numpy_torch import to_torch
 from pinfeed.training.embeddings.batch_rows import BatchRows, position_in
@@ -366,7 +366,7 @@ class HostEmbedding(nn.Module):
             StoreError: If they are in an existing file, and ``checkpoint.resume`` has not replaced
                 them.
         """
-        if self.awaits_resume and isinstance(self._store, MmapStore):
+        if self.awaits_resume and isinstance(self._store, NpyStore):
             path = self._store.paths[0]
             raise StoreError(
                 f"{path} existed before {self.name} was made, and its rows are unchanged; expected "
@@ -393,7 +393,7 @@ class HostEmbedding(nn.Module):
         check_file_to_make(path)
         self.require_resumed()
         self.flush_writes()
-        own_files = self._store.paths if isinstance(self._store, MmapStore) else ()
+        own_files = self._store.paths if isinstance(self._store, NpyStore) else ()
         if os.path.exists(path) and any(os.path.samefile(path, own) for own in own_files):
             raise StoreError(
                 f"export to {os.fspath(path)!r}, which is the file of {self.name} and already has "

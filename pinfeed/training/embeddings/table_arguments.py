@@ -16,8 +16,8 @@ from torch import nn
 
 from pinfeed.errors import ArgumentError, RowIndexError, StoreError, described
 from pinfeed.memory.units import parse_size
-from pinfeed.stores import ArrayStore, MmapStore, PinnedStore, Store
-from pinfeed.stores.file import open_created
+from pinfeed.stores import ArrayStore, NpyStore, PinnedStore, Store
+from pinfeed.stores.npy_store import open_created
 from pinfeed.stores.pinned import Pin, check_pin
 from pinfeed.stores.store import shape_to_make
 from pinfeed.tensors.dtypes import dtype_of
@@ -226,7 +226,7 @@ def open_table_store(
         return PinnedStore.empty(shape, found, pin=pin), False
     if os.path.lexists(store) and not overwrite:
         return open_created(store, shape, found), True
-    return MmapStore.create(store, shape, found, overwrite=overwrite), False
+    return NpyStore.create(store, shape, found, overwrite=overwrite), False
 
 
 def open_pretrained(embeddings: Any, *, freeze: bool, pin: Pin) -> Store:
@@ -241,7 +241,7 @@ def open_pretrained(embeddings: Any, *, freeze: bool, pin: Pin) -> Store:
     if pin is True:
         return PinnedStore(embeddings, pin=True)
     if isinstance(embeddings, (str, os.PathLike)):
-        return MmapStore(embeddings, mode="r" if freeze else "r+")
+        return NpyStore(embeddings, mode="r" if freeze else "r+")
     if isinstance(embeddings, Store):
         return embeddings
     return ArrayStore(embeddings, name="embeddings")
@@ -272,7 +272,7 @@ def fill_store(store: Store, fill: Fill, name: str) -> None:
     with torch.no_grad(), contextlib.ExitStack() as stack:
         if isinstance(store, ArrayStore) and store.writable:
             array = store.array
-        elif isinstance(store, MmapStore) and store.writable:
+        elif isinstance(store, NpyStore) and store.writable:
             array = stack.enter_context(store.mapped())
         else:
             raise StoreError(

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from pinfeed.errors import ArgumentError, StoreError
-from pinfeed.stores import MmapStore, PinnedStore, Store
-from pinfeed.stores.file import open_created
+from pinfeed.stores import NpyStore, PinnedStore, Store
+from pinfeed.stores.npy_store import open_created
 from pinfeed.stores.overlap import share_rows
 from pinfeed.tensors.numpy_torch import NUMPY, TORCH
 from pinfeed.training.embeddings.optimizer_state import RowState, StateLayout
@@ -229,14 +229,14 @@ def _zeros(
 ) -> Store:
     """Make a store of zeros, of the same kind as the table's store."""
     if path is not None:
-        return MmapStore.create(path, shape, dtype, overwrite=table.overwrite)
+        return NpyStore.create(path, shape, dtype, overwrite=table.overwrite)
     pin = isinstance(table.store, PinnedStore) and table.store.page_locked
     return PinnedStore.zeros(shape, dtype, pin=pin)
 
 
 def _path_next_to(table: HostEmbedding, key: str) -> pathlib.Path | None:
     """Return the path for state of a table in a file; None for a table in memory."""
-    if not isinstance(table.store, MmapStore):
+    if not isinstance(table.store, NpyStore):
         return None
     path = pathlib.Path(table.store.paths[0])
     return path.with_name(f"{path.stem}.{key}.npy")
@@ -245,5 +245,5 @@ def _path_next_to(table: HostEmbedding, key: str) -> pathlib.Path | None:
 def _remove(store: Store) -> None:
     """Close a new store and remove its file, because the next attempt would refuse the file."""
     store.close()
-    if isinstance(store, MmapStore):
+    if isinstance(store, NpyStore):
         os.remove(store.paths[0])

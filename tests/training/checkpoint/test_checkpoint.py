@@ -96,7 +96,7 @@ def test_a_table_in_a_file_returns_to_its_saved_rows(tmp_path: pathlib.Path) -> 
         training.rows.close()
 
 
-def test_files_of_a_run_that_is_not_resumed_are_neither_used_nor_changed(
+def test_files_of_a_run_that_is_not_resumed_stay_as_they_are(
     tmp_path: pathlib.Path,
 ) -> None:
     before = Training(path=tmp_path).run(1)

@@ -76,7 +76,7 @@ def test_a_run_resumes_at_the_last_save_of_all_ranks(tmp_path: Path) -> None:
     ]
 
 
-def test_a_table_in_files_of_the_ranks_is_resumed_by_the_program_that_began(tmp_path: Path) -> None:
+def test_a_table_in_files_of_ranks_is_resumed_by_its_program(tmp_path: Path) -> None:
     ranks, store = RankThreads(2), tmp_path / "users.npy"
     want = ranks.run(lambda rank: saved(ranks, rank, tmp_path / "whole", 6))
     ranks.run(lambda rank: saved(ranks, rank, tmp_path / "parts", 2, store=store))

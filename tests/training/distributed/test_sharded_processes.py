@@ -72,7 +72,7 @@ def test_process_groups_end_with_the_group_of_the_user(monkeypatch: pytest.Monke
     assert len(set(n_open[1:])) == 1, "threads of destroyed groups remain"
 
 
-def test_process_groups_have_the_timeout_of_the_group_of_the_user(
+def test_process_groups_have_the_timeout_of_the_users_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(process_groups, "_rank_groups", {})

@@ -17,7 +17,7 @@ from support.resumable_training import Training
 from support.schedules import corners, randomly
 from support.table_runs import MIXED, OPTIMIZERS, Ids, check, looked_up
 
-from pinfeed import ArrayStore, HostEmbedding, MmapStore, RowOptimizer, checkpoint, train_rows
+from pinfeed import ArrayStore, HostEmbedding, NpyStore, RowOptimizer, checkpoint, train_rows
 from pinfeed.devices.row_copies import MAX_COPIES
 from pinfeed.errors import BudgetError
 from pinfeed.pipeline import row_cache
@@ -196,7 +196,7 @@ def test_frozen_tables(tmp_path: Path, size: float, depth: int) -> None:
 
     rows = np.arange(N * DIM, dtype=np.float32).reshape(N, DIM)
     np.save(tmp_path / "table.npy", rows)
-    with MmapStore(tmp_path / "table.npy") as file:
+    with NpyStore(tmp_path / "table.npy") as file:
         for store in (Unwritten(rows.copy()), file):
             table = HostEmbedding.from_pretrained(store, device_cache=size)
             for _ in range(2):
@@ -265,7 +265,7 @@ class Full(SimTorchDevice):
         return super().empty(nbytes, stream)
 
 
-def test_a_cache_that_has_no_memory_is_an_error_that_says_what_to_lower() -> None:
+def test_a_cache_without_memory_is_refused_with_what_to_lower() -> None:
     device = Full()
     table = HostEmbedding(1000, DIM, name="words", init="zeros", device_cache=1.0)
     with device.factories():

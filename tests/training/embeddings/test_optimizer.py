@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pinfeed import HostEmbedding, MmapStore, RowOptimizer, errors
+from pinfeed import HostEmbedding, NpyStore, RowOptimizer, errors
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "amsgrad": {"kind": Adam, "amsgrad": True, "weight_decay": 0.1},
@@ -92,7 +92,7 @@ def test_tables_that_cannot_be_trained(tmp_path: Path) -> None:
         HostEmbedding(N, DIM, name="old").requires_grad_(False),
     )
     np.save(tmp_path / "words.npy", np.zeros((N, DIM), np.float32))
-    read_only = HostEmbedding(N, DIM, store=MmapStore(tmp_path / "words.npy"), name="words")
+    read_only = HostEmbedding(N, DIM, store=NpyStore(tmp_path / "words.npy"), name="words")
     for tables, match in [
         ([], r"tables is empty; .* give the tables themselves, such as \[users\]"),
         ([frozen], "old is frozen"),
@@ -117,7 +117,7 @@ def test_tables_that_cannot_be_trained(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_every_optimizer_is_the_dense_one_if_every_batch_has_every_row(name: str) -> None:
+def test_every_optimizer_equals_the_dense_one_on_whole_batches(name: str) -> None:
     options = dict(OPTIONS[name])
     # SparseAdam adds the gradients of repeated ids in another order, so it gets distinct ids.
     loader = [ids[:N] for ids in all_rows(10)] if name == "SparseAdam" else all_rows(10)

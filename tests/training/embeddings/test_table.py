@@ -16,7 +16,7 @@ from pinfeed import (
     ArrayStore,
     HostEmbedding,
     HostEmbeddingBag,
-    MmapStore,
+    NpyStore,
     PinnedStore,
     RowOptimizer,
     errors,
@@ -185,7 +185,7 @@ def test_from_pretrained_refuses_other_arrays(tmp_path: Path) -> None:
         HostEmbedding.from_pretrained(tmp_path / "none.npy")
 
 
-def test_from_pretrained_closes_its_file_if_the_table_cannot_be_made(tmp_path: Path) -> None:
+def test_from_pretrained_closes_its_file_if_it_fails(tmp_path: Path) -> None:
     class Refusing(HostEmbedding):
         def __init__(self, *shape: int, **options: Any) -> None:
             super().__init__(*shape, **options)
@@ -275,7 +275,7 @@ def test_the_store_of_a_file_is_closed(tmp_path: Path) -> None:
     table.close()
     with pytest.raises(errors.ClosedError):
         table.read([0])
-    with MmapStore(tmp_path / "t.npy") as store:
+    with NpyStore(tmp_path / "t.npy") as store:
         HostEmbedding.from_pretrained(store).close()
         assert store.gather(np.array([1]), np.empty((1, DIM), np.float32)) is None
 

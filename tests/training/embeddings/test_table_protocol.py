@@ -273,7 +273,7 @@ def test_a_step_that_changes_its_stream_before_its_lookups(corner: str, i: int) 
     check(device, 2, "momentum", GROWING, switch_in=i, caches=caches)
 
 
-def test_rows_that_another_stream_looks_up_must_be_shared_with_it() -> None:
+def test_rows_looked_up_on_another_stream_are_shared_with_it() -> None:
     class Forgetful(SimTorchDevice):
         def share(self, tensor: Any, stream: Any) -> None:
             if sys._getframe(1).f_code.co_name != "_share_rows":

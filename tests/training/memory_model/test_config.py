@@ -472,7 +472,7 @@ def test_an_existing_model_is_not_counted_twice() -> None:
     ],
     ids=["limit", "limit and model", "device", "no GPU limit", "CPU", "batches on a device"],
 )
-def test_the_plan_of_a_feeder_on_the_cpu_says_that_gpu_limits_have_no_effect(
+def test_a_plan_on_the_cpu_says_that_gpu_limits_have_no_effect(
     config: Config, device: Any, note: str
 ) -> None:
     with pinfeed.Feeder(np.zeros((100, 64), "float32"), config=config, device=device) as feeder:

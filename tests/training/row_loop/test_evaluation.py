@@ -21,7 +21,7 @@ from pinfeed import (
     ArrayStore,
     HostEmbedding,
     HostEmbeddingBag,
-    MmapStore,
+    NpyStore,
     RowOptimizer,
     ShardedEmbedding,
     checkpoint,
@@ -468,7 +468,7 @@ def test_no_cache_is_made_inside_evaluating(tmp_path: Path) -> None:
                 checkpoint.save(tmp_path, table=table, loop=loop, optimizer=optimizer)
     looked_up(table, reads)
     assert reads.stats.cache_lookups > 0
-    with MmapStore(next(tmp_path.rglob("table.npy"))) as saved:
+    with NpyStore(next(tmp_path.rglob("table.npy"))) as saved:
         rows = np.empty((N, DIM), np.float32)
         saved.gather(np.arange(N), rows)
     np.testing.assert_allclose(rows[:5, 0], [0.9, 0.8, 0.8, 1, 0.8], rtol=1e-6)

@@ -357,7 +357,7 @@ def test_a_forked_process_does_not_continue_a_loop(way: str) -> None:
     np.testing.assert_array_equal(training.array, synchronous(12))
 
 
-def test_a_loop_that_is_synchronous_by_choice_names_its_slow_stage(
+def test_a_synchronous_loop_by_choice_names_its_slow_stage(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The warning names the stage that takes the time; with a given depth of 0, it is the depth."""

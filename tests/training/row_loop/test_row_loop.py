@@ -16,7 +16,7 @@ from pinfeed import (
     Feeder,
     HostEmbedding,
     HostEmbeddingBag,
-    MmapStore,
+    NpyStore,
     RowOptimizer,
     checkpoint,
     train_rows,
@@ -115,7 +115,7 @@ def test_a_table_is_not_filled_anew_in_a_loop() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_loop_that_the_garbage_collector_ends_in_the_writers_thread(depth: int) -> None:
+def test_a_loop_that_is_collected_in_the_writers_thread(depth: int) -> None:
     class Collecting(ArrayStore):
         def scatter(self, rows: Any, values: Any) -> None:
             super().scatter(rows, values)
@@ -182,7 +182,7 @@ def test_a_model_is_copied_in_a_training_step() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_a_loop_that_was_closed_before_it_began_or_by_another_thread(depth: int) -> None:
+def test_a_loop_closed_before_it_began_or_by_another_thread(depth: int) -> None:
     table = table_of_zeros()
     optimizer = sgd(table)
 
@@ -392,7 +392,7 @@ def test_a_checkpoint_in_a_loop_has_all_completed_batches(kind: str, tmp_path: P
                 break
     loop.close()
     array[...] = 5
-    with MmapStore(tmp_path / "c" / "00000001" / "store.npy") as saved:
+    with NpyStore(tmp_path / "c" / "00000001" / "store.npy") as saved:
         rows = np.empty((8, 1), np.float32)
         saved.gather(np.arange(8), rows)
     assert rows[:, 0].tolist() == [-1] * 6 + [0] * 2

@@ -16,7 +16,7 @@ from support.row_optimizers import itself, train_rows
 from pinfeed import (
     ArrayStore,
     HostEmbedding,
-    MmapStore,
+    NpyStore,
     PinnedStore,
     RowOptimizer,
     errors,
@@ -69,7 +69,7 @@ SHARED: dict[str, Callable[[Path], Pair]] = {
     "store": lambda _: (a := ArrayStore(ones()), a),
     "pinned": lambda _: (a := PinnedStore(ones(), pin=False), copy.copy(a)),
     "shared tensor": lambda _: (a := torch.ones(N, DIM).share_memory_(), a.numpy()),
-    "path": lambda path: (written(path), MmapStore(path, mode="r+")),
+    "path": lambda path: (written(path), NpyStore(path, mode="r+")),
     "hard link": lambda path: (written(path), hard_link(path)),
     "path and map": lambda path: (opened(written(path)), path),
     "path and tensor of a map": lambda path: (torch.from_numpy(opened(written(path))), path),
@@ -157,7 +157,7 @@ def test_separate_rows_are_trained_together(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_a_table_with_the_rows_of_a_trained_one_reads_them_as_they_are_now(depth: int) -> None:
+def test_a_table_that_shares_trained_rows_reads_their_values(depth: int) -> None:
     array = ones()
     trained, frozen = tables_of((array, array), False, True)
     unrelated = HostEmbedding(N, DIM)
@@ -233,7 +233,7 @@ def test_state_has_rows_of_its_own() -> None:
 def test_rows_that_overlap_themselves_are_not_trained(tmp_path: Path) -> None:
     numbers = np.arange(20, dtype=np.float32)
     np.save(tmp_path / "numbers.npy", numbers)
-    windows = MmapStore.windows(tmp_path / "numbers.npy", length=4)
+    windows = NpyStore.windows(tmp_path / "numbers.npy", length=4)
     rows: Any
     for rows in (
         np.lib.stride_tricks.sliding_window_view(numbers, 4, writeable=True),
@@ -253,7 +253,7 @@ def test_rows_that_overlap_themselves_are_not_trained(tmp_path: Path) -> None:
     assert np.load(tmp_path / "numbers.npy").tolist() == list(range(20))
 
 
-def test_evaluating_ends_no_loop_that_reads_the_rows_of_a_frozen_table() -> None:
+def test_evaluating_ends_no_loop_over_a_frozen_table() -> None:
     rows = np.arange(N * DIM, dtype=np.float32).reshape(N, DIM)
     frozen, other = (HostEmbedding.from_pretrained(rows, name=name) for name in ("one", "other"))
     trained = HostEmbedding(N, DIM, name="trained")
@@ -269,7 +269,7 @@ def test_evaluating_ends_no_loop_that_reads_the_rows_of_a_frozen_table() -> None
     assert [batch["id"].item() for batch in reading] == [1, 2]
 
 
-def test_the_garbage_collector_may_end_a_loop_while_tables_are_compared() -> None:
+def test_a_loop_may_be_collected_while_tables_are_compared() -> None:
     """The collector may run anywhere, so no lock may be held there."""
     table = HostEmbedding(N, DIM, name="table")
     has_waited = []

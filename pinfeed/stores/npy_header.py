@@ -110,8 +110,7 @@ def create(path: str, shape: tuple[int, ...], dtype: np.dtype[Any], *, overwrite
         file = open(made, "wb" if overwrite else "xb")  # noqa: SIM115
     except FileExistsError:
         raise StoreError(
-            f"{made} exists; open it (MmapStore, from_pretrained), remove it, or give "
-            "overwrite=True"
+            f"{made} exists; open it (NpyStore, from_pretrained), remove it, or give overwrite=True"
         ) from None
     try:
         with file:
@@ -162,7 +161,7 @@ def strange(path: str, start: bytes) -> str:
         return f"{path} is not a .npy file; it looks like {found}"
     return (
         f"{path} is not a .npy file (it starts with {start[:6]!r}); expected a file of "
-        "numpy.save; for other files, see MmapStore.raw and MmapStore.windows"
+        "numpy.save; for other files, see NpyStore.raw and NpyStore.windows"
     )
 
 
@@ -270,7 +269,7 @@ def _item_dtype(path: str, saved: np.dtype[Any], wanted: np.dtype[Any] | None) -
         if saved.kind == "V" and saved.names is None and saved.subdtype is None:
             raise StoreError(
                 f"{path}: dtype {saved} does not say what the items are; if they are bfloat16, "
-                'give MmapStore(path, dtype="bfloat16")'
+                'give NpyStore(path, dtype="bfloat16")'
             )
         check_dtype(saved, path)
         return saved

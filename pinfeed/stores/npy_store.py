@@ -1,4 +1,4 @@
-"""MmapStore: rows of a file on disk, or of several shards, which are never read as a whole.
+"""NpyStore: rows of a file on disk, or of several shards, which are never read as a whole.
 
 ``gather`` reads from the page cache straight into the output, by pread. Therefore, no part of the
 file stays resident in the process, and a file that shrinks is an error. If the files fit the page
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from pinfeed.errors import StoreError
 from pinfeed.stores.local_file import LocalFileStore
-from pinfeed.stores.npy import create, holds, read_header
+from pinfeed.stores.npy_header import create, holds, read_header
 from pinfeed.stores.paths import Path, local_path, local_paths
 from pinfeed.stores.raw_layouts import Windows, raw_layout, series_layout
 from pinfeed.stores.row_layout import RowLayout
@@ -37,7 +37,7 @@ HINTS = {
     ),
     **dict.fromkeys(
         ("shape", "offset"),
-        "a .npy file contains it; for a file without a header, use MmapStore.raw(path, shape=..., "
+        "a .npy file contains it; for a file without a header, use NpyStore.raw(path, shape=..., "
         "dtype=...)",
     ),
     **dict.fromkeys(("filename", "file"), "the path is the first positional argument"),
@@ -60,7 +60,7 @@ _WINDOW_HINTS = {
 }
 
 
-class MmapStore(LocalFileStore):
+class NpyStore(LocalFileStore):
     """Rows of a .npy file; ``raw``, ``windows`` and ``safetensors`` open other files.
 
     Args:
@@ -90,7 +90,7 @@ class MmapStore(LocalFileStore):
         >>> np.save("features-0.npy", np.zeros((1000, 8), "float32"))
         >>> np.save("features-1.npy", np.ones((500, 8), "float32"))
         >>> with (
-        ...     pinfeed.MmapStore("features-*.npy") as store,
+        ...     pinfeed.NpyStore("features-*.npy") as store,
         ...     pinfeed.Feeder(store, batch_size=100, shuffle=True) as feeder,
         ... ):
         ...     n_batches = len(list(feeder))
@@ -106,7 +106,7 @@ class MmapStore(LocalFileStore):
         keep_cache: bool | None = None,
         memory_map: bool = True,
     ) -> None:
-        items = None if dtype is None else dtype_of(dtype, "MmapStore")
+        items = None if dtype is None else dtype_of(dtype, "NpyStore")
         layouts = [read_header(p, items) for p in local_paths(path)]
         super().__init__(layouts, mode, keep_cache, memory_map)
 
@@ -117,7 +117,7 @@ class MmapStore(LocalFileStore):
         mode: str,
         keep_cache: bool | None,
         memory_map: bool,
-    ) -> MmapStore:
+    ) -> NpyStore:
         """Open files with known layouts."""
         store = cls.__new__(cls)
         LocalFileStore.__init__(store, layouts, mode, keep_cache, memory_map)
@@ -134,7 +134,7 @@ class MmapStore(LocalFileStore):
         mode: str = "r",
         keep_cache: bool | None = None,
         memory_map: bool = True,
-    ) -> MmapStore:
+    ) -> NpyStore:
         """Open a file without a header, or with a header of ``offset`` bytes.
 
         Args:
@@ -170,7 +170,7 @@ class MmapStore(LocalFileStore):
         offset: int = 0,
         keep_cache: bool | None = None,
         memory_map: bool = True,
-    ) -> MmapStore:
+    ) -> NpyStore:
         """Open windows of consecutive items of a flat file, such as tokens or a time series.
 
         Row i contains the items ``[i * step + start, i * step + start + length)`` of the file.
@@ -202,8 +202,8 @@ class MmapStore(LocalFileStore):
         Example::
 
             # Inputs and targets of a forecast of 24 hours from 96 hours.
-            past = MmapStore.windows("series.npy", length=96, span=120)
-            future = MmapStore.windows("series.npy", length=24, start=96, span=120)
+            past = NpyStore.windows("series.npy", length=96, span=120)
+            future = NpyStore.windows("series.npy", length=24, start=96, span=120)
             feeder = Feeder((past, future), batch_size=64, shuffle=True)
         """
         windows = Windows(length, step, start, span)
@@ -219,7 +219,7 @@ class MmapStore(LocalFileStore):
         mode: str = "r",
         keep_cache: bool | None = None,
         memory_map: bool = True,
-    ) -> MmapStore:
+    ) -> NpyStore:
         """Open one tensor of a safetensors file; the safetensors library reads the header.
 
         Args:
@@ -248,7 +248,7 @@ class MmapStore(LocalFileStore):
         dtype: npt.DTypeLike = "float32",
         *,
         overwrite: bool = False,
-    ) -> MmapStore:
+    ) -> NpyStore:
         """Create a .npy file of zeros and open it for writing.
 
         The file occupies disk space as it is written. If the call fails, no file is created or
@@ -268,7 +268,7 @@ class MmapStore(LocalFileStore):
             ArgumentError: If ``path`` is not a path, or ``overwrite`` is not True or False.
         """
         check_flag(overwrite, "overwrite")
-        items = dtype_of(dtype, "MmapStore")
+        items = dtype_of(dtype, "NpyStore")
         name = check_file_to_make(local_path(check_path(path)))
         sizes = shape_to_make(shape, items, name)
         if min(sizes) < 1:
@@ -281,7 +281,7 @@ class MmapStore(LocalFileStore):
     @safe_repr
     def __repr__(self) -> str:
         paths = self.paths[0] if len(self.paths) == 1 else self.paths
-        return f"MmapStore({paths!r}, mode={self._mode!r})"
+        return f"NpyStore({paths!r}, mode={self._mode!r})"
 
     @contextlib.contextmanager
     def mapped(self) -> Iterator[Array]:
@@ -308,17 +308,17 @@ class MmapStore(LocalFileStore):
             array.flush()
 
 
-def open_created(path: Path, shape: tuple[int, ...], dtype: npt.DTypeLike) -> MmapStore:
-    """Open for writing a file that ``MmapStore.create`` made with this shape and dtype.
+def open_created(path: Path, shape: tuple[int, ...], dtype: npt.DTypeLike) -> NpyStore:
+    """Open for writing a file that ``NpyStore.create`` made with this shape and dtype.
 
     Raises:
         StoreError: If the file has another shape or dtype, or is truncated.
     """
-    items = dtype_of(dtype, "MmapStore")
+    items = dtype_of(dtype, "NpyStore")
     name = local_path(path)
     if not holds(name, shape, items):
         raise StoreError(
             f"{name} exists, but is not a .npy file of shape {shape}, {items}; expected another "
             "path, or overwrite=True to replace the file"
         )
-    return MmapStore(name, mode="r+", dtype=items)
+    return NpyStore(name, mode="r+", dtype=items)
