@@ -12,11 +12,13 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "pinfeed").rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 MOST_LAYERS = 11
 MOST_FUNCTION_LINES = 60
 MOST_CLASS_LINES = 200
 MOST_TEST_LINES = 600
+MOST_TEST_NAME_LENGTH = 60
 MOST_EXPLAINED_PARAMETERS = 20
 MOST_PUBLIC_PARAMETERS = 12
 MOST_PARAMETERS = 6
@@ -197,8 +199,14 @@ def test_functions_have_few_parameters() -> None:
 
 
 def test_test_files_are_short() -> None:
-    lengths = {path: len(path.read_text().splitlines()) for path in ROOT.glob("tests/**/*.py")}
+    lengths = {path: len(path.read_text().splitlines()) for path in TESTS}
     refuse([path.name for path, n in lengths.items() if n > MOST_TEST_LINES])
+
+
+def test_names_of_tests_are_short() -> None:
+    names = [name for path in TESTS for name in re.findall(r"def (test_\w+)", path.read_text())]
+    assert len(names) > 1000
+    refuse([name for name in names if len(name) > MOST_TEST_NAME_LENGTH])
 
 
 def test_a_statement_sets_one_attribute() -> None:
