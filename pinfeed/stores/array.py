@@ -90,14 +90,8 @@ class ArrayStore:
                 f"{name} is in Fortran order, in which the items of a row are scattered over "
                 "memory; expected C order; convert with np.ascontiguousarray"
             )
-        self._keep(array)
+        self._array: Array = array
         self._shares_itself = shares_itself(array)
-
-    def _keep(self, array: Array) -> None:
-        self._array = array
-        self.n_rows = len(array)
-        self.row_shape = array.shape[1:]
-        self.dtype = array.dtype
 
     @safe_repr
     def __repr__(self) -> str:
@@ -108,6 +102,18 @@ class ArrayStore:
     def array(self) -> Array:
         """The rows themselves, shape (n_rows, *row_shape)."""
         return self._array
+
+    @property
+    def n_rows(self) -> int:
+        return len(self._array)
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        return self._array.shape[1:]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self._array.dtype
 
     @property
     def writable(self) -> bool:

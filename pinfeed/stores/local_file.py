@@ -121,6 +121,11 @@ class LocalFileStore(ShardedStore):
             self._keep_cache = self.nbytes <= free.page_cache
 
     @property
+    def is_native(self) -> bool:
+        """Whether the rows are in the byte order of this machine."""
+        return not self._swapped
+
+    @property
     def can_map(self) -> bool:
         """Whether rows may be gathered from memory maps of the files.
 
@@ -177,7 +182,7 @@ class LocalFileStore(ShardedStore):
         step = max(1, _CHUNK_BYTES // max(1, self.row_nbytes))
         for i in range(0, len(rows), step):
             chunk = values[i : i + step]
-            source = as_bytes(np.ascontiguousarray(chunk if self.is_native else chunk.byteswap()))
+            source = as_bytes(np.ascontiguousarray(chunk.byteswap() if self._swapped else chunk))
             for number, written in self._by_shard(Runs.of_rows(rows[i : i + step])):
                 is_whole = len(written.places) == len(source)
                 self._write(number, written.starts, source if is_whole else source[written.places])

@@ -62,7 +62,7 @@ class MappedStore(ShardedStore):
         super().__init__(layouts)
         self._maps = maps
         self._memory_rows: MemoryRows | None = None
-        if self.is_native and maps[0].memory_rows is not None:
+        if not self._swapped and maps[0].memory_rows is not None:
             self._memory_rows = joined_rows(maps)
 
     def gather(self, rows: Rows, out: Array) -> None:
@@ -76,7 +76,7 @@ class MappedStore(ShardedStore):
         """
         if self._memory_rows is not None:
             return self._memory_rows.gather
-        if len(self._maps) == 1 and self.is_native:
+        if len(self._maps) == 1 and not self._swapped:
             return self._maps[0].read_all
         return self._gather_in_order
 

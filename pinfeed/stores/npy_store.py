@@ -294,7 +294,7 @@ class NpyStore(LocalFileStore):
             StoreError: If the store has several files, or is not open for writing.
             OSError: If the disk is full.
         """
-        if len(self._layouts) > 1 or not self.writable or not self.is_native:
+        if len(self._layouts) > 1 or not self.writable or self._swapped:
             raise StoreError(
                 f"{self!r} cannot be filled as a whole; expected one file, open for writing, in "
                 "this machine's byte order"

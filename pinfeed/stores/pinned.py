@@ -259,7 +259,7 @@ class PinnedStore(ArrayStore):
                 "free memory; use fewer or smaller rows, or keep them in a file: "
                 "NpyStore.create(path, shape, dtype), HostEmbedding(..., store=path)"
             ) from error
-        self._keep(memory[:nbytes].view(dtype).reshape(shape))
+        self._array: Array = memory[:nbytes].view(dtype).reshape(shape)
 
     def _locked(self, nbytes: int, runtime: Any, pin: Pin) -> Bytes:
         try:

@@ -14,7 +14,13 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.errors import ArgumentError, FileMissing, MissingDependency, StoreError, described
+from pinfeed.errors import (
+    ArgumentError,
+    FileMissing,
+    MissingDependency,
+    StoreError,
+    described,
+)
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.byte_ranges import (
     RANGE_BYTES,
@@ -130,7 +136,7 @@ class RemoteStore(ShardedStore):
     def _fetch(self, window: list[ByteRange], target: npt.NDArray[np.uint8]) -> None:
         for byte_range, answer in answers_of(window, fetch, self._attempts):
             values = np.frombuffer(answer, np.uint8)
-            if not self.is_native:
+            if self._swapped:
                 values = values.view(self._layouts[0].dtype).byteswap().view(np.uint8)
             byte_range.copy(values, target)
 

@@ -40,10 +40,7 @@ class ShardedStore(FileStore):
             shape = (first.n_rows, *first.row_shape)
             raise StoreError(f"{first.path} has no rows (shape {shape}); expected at least one")
         self._layouts = layouts
-        self.is_native = first.dtype.isnative
-        """Whether the rows are in the byte order of this machine."""
-        self.overlaps = any(layout.gap < 0 for layout in layouts)
-        """Whether consecutive rows share bytes of a file, as overlapping windows do."""
+        self._swapped = not first.dtype.isnative
         self.nbytes = covered_nbytes(layouts)
         paths = [layout.path for layout in layouts]
         label = os.path.basename(first.path)
@@ -61,11 +58,16 @@ class ShardedStore(FileStore):
         found = [layout for store in others for layout in store._layouts]
         return covered_nbytes([*found, *self._layouts]) - covered_nbytes(found)
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether consecutive rows share bytes of a file, as overlapping windows do."""
+        return any(layout.gap < 0 for layout in self._layouts)
+
     def gather_runs(self, runs: Runs, out: Array) -> None:
         target = as_bytes(out)
         for number, part in self._by_shard(runs):
             self._reader(number).read_runs(part, target)
-        if not self.is_native:
+        if self._swapped:
             positions = runs.target or runs.positions()
             out[positions] = out[positions].byteswap()
 
