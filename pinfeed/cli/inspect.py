@@ -209,9 +209,9 @@ def _read_directory(found: Found) -> None:
 def _kind_of_directory(path: str) -> str:
     """Say what kind of directory this is, if it has no files that ``inspect`` reads."""
     kind = of_file(os.path.normpath(path))
-    if kind is None:
+    if not kind:
         return "it contains no .npy files and no checkpoint"
-    return f"it looks like {kind[0]}: {kind[1]}{shell_hint(path)}"
+    return f"it looks like {kind}{shell_hint(path)}"
 
 
 def _together(shards: Sequence[Found]) -> tuple[dict[str, Any] | None, list[str]]:

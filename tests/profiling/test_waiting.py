@@ -69,10 +69,11 @@ class SlowPool(BufferPool):
     def __init__(self, clock: Clock) -> None:
         super().__init__(4)
         self._clock = clock
+        self._give_at_once, self._give = self._give, self._give_slowly
 
-    def _give(self, memory: Any) -> None:
+    def _give_slowly(self, loan: Any) -> None:
         self._clock.pass_s(FREE_S)
-        super()._give(memory)
+        self._give_at_once(loan)
 
 
 class SteppedDevice(HostDevice):

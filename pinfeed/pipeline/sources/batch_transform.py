@@ -52,6 +52,7 @@ class BatchTransform:
         seed: Numbers that seed the generators.
         device: Name of the device that the generators draw on.
         after_call: Called after each call that returns; None for nothing.
+        now: Clock of the times of the calls.
     """
 
     name: str
@@ -59,6 +60,7 @@ class BatchTransform:
     seed: Seed
     device: str
     after_call: Callable[[], object] | None = None
+    now: Callable[[], float] = time.perf_counter
     returned_nbytes: int = field(default=0, init=False)
     """Largest number of bytes of tensors that a call has returned so far."""
     new_nbytes: int = field(default=0, init=False)
@@ -90,7 +92,7 @@ class BatchTransform:
         if self.takes_generator:
             generator = seeded_generator(self.device, self.seed.entropy(epoch, number))
             function = functools.partial(function, generator=generator)
-        start_s = time.perf_counter()
+        start_s = self.now()
         try:
             with no_grad():
                 made = guarded(function, batch)
@@ -102,7 +104,7 @@ class BatchTransform:
         finally:
             # An error's traceback keeps this frame, which must not keep the batch.
             del batch
-            self._calls.append(TransformCall(number, start_s, time.perf_counter()))
+            self._calls.append(TransformCall(number, start_s, self.now()))
         if made is None:
             raise ArgumentError(
                 f"{which} returned None; expected a batch; return the batch at the end of the "
