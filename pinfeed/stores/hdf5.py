@@ -26,8 +26,8 @@ _PIECE_BYTES = 256 << 10
 _N_SHOWN = 8
 
 _HINTS = {
-    **dict.fromkeys(("path", "file", "filename"), "the path is the first positional argument"),
-    **dict.fromkeys(("dataset", "key"), "the name of the dataset is name="),
+    "path file filename": "the path is the first positional argument",
+    "dataset key": "the name of the dataset is name=",
     "mode": "an HDF5Store is read-only; leave it out",
 }
 

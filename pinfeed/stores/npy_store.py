@@ -31,30 +31,21 @@ from pinfeed.validation.arguments import (
 from pinfeed.validation.safe_repr import safe_repr
 
 HINTS = {
-    **dict.fromkeys(
-        ("mmap_mode", "readonly", "writable"),
-        "give mode='r' to read, or mode='r+' to write rows back to the file",
-    ),
-    **dict.fromkeys(
-        ("shape", "offset"),
-        "a .npy file contains it; for a file without a header, use NpyStore.raw(path, shape=..., "
-        "dtype=...)",
-    ),
-    **dict.fromkeys(("filename", "file"), "the path is the first positional argument"),
+    "mmap_mode readonly writable": "give mode='r' to read, or mode='r+' to write rows back to the "
+    "file",
+    "shape offset": "a .npy file contains it; for a file without a header, use "
+    "NpyStore.raw(path, shape=..., dtype=...)",
+    "filename file": "the path is the first positional argument",
 }
 """Advice for arguments that numpy has under these names."""
 
 _WINDOW_HINTS = {
     **HINTS,
-    **dict.fromkeys(
-        ("window", "window_size", "size", "seq_len", "block_size", "context_length"),
-        "the number of items per window is length=",
-    ),
-    **dict.fromkeys(("stride", "hop", "hop_length"), "the distance between windows is step="),
-    **dict.fromkeys(
-        ("horizon", "target_length", "prediction_length"),
-        "give inputs length= and span=, and targets length=, start= and the same span=",
-    ),
+    "window window_size size seq_len block_size context_length": "the number of items per window "
+    "is length=",
+    "stride hop hop_length": "the distance between windows is step=",
+    "horizon target_length prediction_length": "give inputs length= and span=, and targets "
+    "length=, start= and the same span=",
     "shape": "the file has one axis of items; give length= and dtype=",
     "mode": "windows are read-only, because they may overlap; leave it out",
 }

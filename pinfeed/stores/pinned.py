@@ -33,10 +33,8 @@ _BY_SHAPE = (
     "PinnedStore.empty(shape, dtype)"
 )
 HINTS = {
-    **dict.fromkeys(
-        ("pinned", "pin_memory", "page_locked"), "give pin=True, pin=False or pin='auto'"
-    ),
-    **dict.fromkeys(("shape", "dtype"), _BY_SHAPE),
+    "pinned pin_memory page_locked": "give pin=True, pin=False or pin='auto'",
+    "shape dtype": _BY_SHAPE,
 }
 """Advice for arguments that torch has under these names."""
 

@@ -95,8 +95,6 @@ class Evaluator:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error) or n == 1:
                 raise
-        # This is after the except block, because within the block the traceback keeps the
-        # tensors of the failed frames alive.
         release_cached_memory()
         halves = ((0, n // 2), (n // 2, n))
         return concatenate([self._outputs(slice_samples(inputs, *half)) for half in halves])

@@ -35,33 +35,18 @@ from pinfeed.training.large_batch.strategy_selector import StrategyChoice
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
 
 _HINTS = {
-    **dict.fromkeys(
-        ("epochs", "n_epochs", "num_epochs", "max_epochs"),
-        "give it to train(): trainer.train(n_epochs)",
-    ),
+    "epochs n_epochs num_epochs max_epochs": "give it to train(): trainer.train(n_epochs)",
     "batch_size": "give batch_size to the loader; chunk_size= is the number of samples that are "
     "computed at a time",
-    **dict.fromkeys(
-        ("dataset", "data", "train_loader", "train_dataloader"),
-        "give a loader of batches: DataLoader(dataset, batch_size=...)",
-    ),
-    **dict.fromkeys(
-        ("lr", "learning_rate", "weight_decay"),
-        "give it to the optimizer: torch.optim.SGD(model.parameters(), lr=...)",
-    ),
-    **dict.fromkeys(
-        ("metrics", "val_loader", "eval_loader"),
-        "give it to evaluate(): trainer.evaluate(loader, metrics)",
-    ),
-    **dict.fromkeys(("amp", "precision", "dtype"), "give autocast=torch.bfloat16"),
-    **dict.fromkeys(("lr_scheduler", "schedulers"), "give it as scheduler="),
-    **dict.fromkeys(
-        ("gpu_memory_limit", "cpu_memory_limit"),
-        "give both limits in a Config: config=pinfeed.Config(...)",
-    ),
-    **dict.fromkeys(
-        ("max_norm", "grad_clip", "max_grad_norm", "gradient_clip_val"), "give it as clip_norm="
-    ),
+    "dataset data train_loader train_dataloader": "give a loader of batches: DataLoader(dataset, "
+    "batch_size=...)",
+    "lr learning_rate weight_decay": "give it to the optimizer: "
+    "torch.optim.SGD(model.parameters(), lr=...)",
+    "metrics val_loader eval_loader": "give it to evaluate(): trainer.evaluate(loader, metrics)",
+    "amp precision dtype": "give autocast=torch.bfloat16",
+    "lr_scheduler schedulers": "give it as scheduler=",
+    "gpu_memory_limit cpu_memory_limit": "give both limits in a Config: config=pinfeed.Config(...)",
+    "max_norm grad_clip max_grad_norm gradient_clip_val": "give it as clip_norm=",
 }
 """Hints for names that other trainers use."""
 

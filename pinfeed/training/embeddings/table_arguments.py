@@ -24,12 +24,6 @@ from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.tensors.numpy_torch import TORCH, to_torch
 from pinfeed.validation.arguments import whole_number
 
-_WEIGHT_HINT = "give the rows to HostEmbedding.from_pretrained(rows, freeze=False)"
-_FREEZE_HINT = (
-    "give it to HostEmbedding.from_pretrained(rows, freeze=...), or call requires_grad_(False)"
-)
-_PATH_HINT = "give the file of the rows as store="
-
 HINTS = {
     "sparse": (
         "pinfeed always moves and trains only the rows of a batch; leave it out, and train the "
@@ -40,17 +34,13 @@ HINTS = {
         "the table stays in host memory or in a file; the device of the loop is "
         "train_rows(..., device=...)"
     ),
-    "_weight": _WEIGHT_HINT,
-    "weight": _WEIGHT_HINT,
-    "freeze": _FREEZE_HINT,
-    "_freeze": _FREEZE_HINT,
+    "weight _weight": "give the rows to HostEmbedding.from_pretrained(rows, freeze=False)",
+    "freeze _freeze": "give it to HostEmbedding.from_pretrained(rows, freeze=...), or call "
+    "requires_grad_(False)",
     "mode": "for bags of rows, use HostEmbeddingBag(num_embeddings, embedding_dim, mode=...)",
-    "path": _PATH_HINT,
-    "filename": _PATH_HINT,
-    **dict.fromkeys(
-        ("cache", "cache_size", "cache_ratio", "cache_load_factor", "gpu_cache"),
-        "give the size of a cache on the device as device_cache=",
-    ),
+    "path filename": "give the file of the rows as store=",
+    "cache cache_size cache_ratio cache_load_factor gpu_cache": "give the size of a cache on the "
+    "device as device_cache=",
 }
 """Advice for arguments of torch or other libraries that HostEmbedding does not have."""
 

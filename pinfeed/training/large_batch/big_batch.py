@@ -49,16 +49,11 @@ from pinfeed.validation.arguments import check_flag, explain_arguments, whole_nu
 _HINTS = {
     "batch_size": "backward() takes a batch of any size; chunk_size= is the number of samples that "
     "are computed at a time",
-    **dict.fromkeys(
-        ("micro_batch_size", "microbatch_size", "n_chunks", "chunks"),
-        "chunk_size= is the number of samples that are computed at a time",
-    ),
+    "micro_batch_size microbatch_size n_chunks chunks": "chunk_size= is the number of samples "
+    "that are computed at a time",
     "optimizer": "call optimizer.step() after backward(), as without pinfeed",
     "device": "move the model to the device: model.to(device)",
-    **dict.fromkeys(
-        ("gpu_memory_limit", "cpu_memory_limit"),
-        "give both limits in a Config: config=pinfeed.Config(...)",
-    ),
+    "gpu_memory_limit cpu_memory_limit": "give both limits in a Config: config=pinfeed.Config(...)",
 }
 """Hints for argument names that users try."""
 

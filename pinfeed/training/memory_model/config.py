@@ -28,16 +28,13 @@ from pinfeed.validation.arguments import explain_arguments, whole_number
 
 _M_MMAP_THRESHOLD = -3  # mallopt(3)
 _MMAP_THRESHOLD_BYTES = 1 << 20
-_GPU_HINT = "give gpu_memory_limit=, in bytes: pinfeed.GiB(8)"
-_CPU_HINT = "give cpu_memory_limit=, in bytes: pinfeed.GiB(8)"
 _HINTS = {
     "batch_size": "give batch_size= to the feeder; preferred_batch_size= is the upper bound of the "
     "largest batch that fits",
-    **dict.fromkeys(("gpu_memory", "gpu_limit", "gpu_mem", "vram", "max_gpu_memory"), _GPU_HINT),
-    **dict.fromkeys(
-        ("cpu_memory", "cpu_limit", "memory", "memory_limit", "host_memory", "ram", "max_memory"),
-        _CPU_HINT,
-    ),
+    "gpu_memory gpu_limit gpu_mem vram max_gpu_memory": "give gpu_memory_limit=, in bytes: "
+    "pinfeed.GiB(8)",
+    "cpu_memory cpu_limit memory memory_limit host_memory ram max_memory": "give "
+    "cpu_memory_limit=, in bytes: pinfeed.GiB(8)",
     "chunk_size": "give chunk_size= to the Trainer or the BigBatch, instead of config=",
 }
 """Hints for argument names that users try."""
