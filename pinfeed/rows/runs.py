@@ -98,27 +98,33 @@ class Runs(NamedTuple):
             ends: Row after the last one of each part, shape (n_parts,).
         """
         if len(self.lengths) == 1:
-            yield from self._one_by_part(ends)
+            start, length, place = (numbers.item(0) for numbers in self)
+            for number, first, n in cut_run(start, start + length, ends):
+                yield number, Runs.one(first, n, place)
+                place += n
             return
         cut, parts = self._cut(ends)
         # numpy sorts integers of 8 and 16 bits by their digits, in a quarter of the time.
         order = np.argsort(parts.astype(np.min_scalar_type(len(ends))), kind="stable")
+        starts, lengths, places = cut.take(order)
         counts = np.bincount(parts)
         numbers = np.flatnonzero(counts)
-        groups = np.split(order, np.cumsum(counts[numbers])[:-1])
-        for number, group in zip(numbers.tolist(), groups, strict=False):
-            yield number, cut.take(group)
+        begin = 0
+        for number, n in zip(numbers.tolist(), counts[numbers].tolist(), strict=True):
+            group = slice(begin, begin + n)
+            yield number, Runs(starts[group], lengths[group], places[group])
+            begin += n
 
     def _cut(self, ends: Rows) -> tuple[Runs, Rows]:
         """Cut runs at the ends of parts, and return the part of each run, too."""
         starts, lengths, places = self
         if (lengths == 1).all():
-            parts = np.searchsorted(ends, starts, side="right")
+            parts = ends.searchsorted(starts, side="right")
             return Runs(starts - _begins(ends)[parts], lengths, places), parts
         runs = self.take(np.flatnonzero(lengths))
         stops = runs.starts + runs.lengths
-        first = np.searchsorted(ends, runs.starts, side="right")
-        last = np.searchsorted(ends, stops, side="left")
+        first = ends.searchsorted(runs.starts, side="right")
+        last = ends.searchsorted(stops, side="left")
         counts = last - first + 1
         parts = _expanded(first, counts)
         begins = _begins(ends)[parts]
@@ -127,19 +133,27 @@ class Runs(NamedTuple):
         places = np.repeat(runs.places - runs.starts, counts) + starts
         return Runs(starts - begins, lengths, places), parts
 
-    def _one_by_part(self, ends: Rows) -> Iterator[tuple[int, Runs]]:
-        """Cut a single run at the ends of parts, in less time than ``by_part`` needs for many."""
-        start, length, place = (numbers.item(0) for numbers in self)
-        stop = start + length
-        number = int(np.searchsorted(ends, start, side="right"))
-        while start < stop:
-            n = min(stop, ends.item(number)) - start
-            if n:
-                first = start - (ends.item(number - 1) if number else 0)
-                yield number, Runs.one(first, n, place)
-            start += n
-            place += n
-            number += 1
+
+def cut_run(start: int, stop: int, ends: Rows) -> Iterator[tuple[int, int, int]]:
+    """Cut the rows [start, stop) at the ends of parts, such as files.
+
+    This takes less time than ``Runs.by_part``, which cuts many runs.
+
+    Args:
+        start: First row.
+        stop: Row after the last one.
+        ends: Row after the last one of each part, shape (n_parts,).
+
+    Yields:
+        The number of the part, the first row counted from that of the part, and the number of rows.
+    """
+    number = int(ends.searchsorted(start, side="right"))
+    while start < stop:
+        n = min(stop, ends.item(number)) - start
+        if n:
+            yield number, start - (ends.item(number - 1) if number else 0), n
+        start += n
+        number += 1
 
 
 def _begins(ends: Rows) -> Rows:

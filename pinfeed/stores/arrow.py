@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pinfeed.errors import StoreError, WriteBackError
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
-from pinfeed.rows.runs import Runs
+from pinfeed.rows.runs import Runs, cut_run
 from pinfeed.stores.array import COPIED_BYTES, copy_runs
 from pinfeed.stores.host_rows import gather_rows
 from pinfeed.stores.libraries import imported
@@ -125,7 +125,7 @@ class ArrowStore:
             rows = check_rows(numbers, self._n_stored, f"{self._name}: its indices")
         run = run_of(rows)
         if run is not None:
-            self._copy(Runs.one(run.start, len(rows)), out)
+            self._copy_run(run, out)
         elif len(self.arrays) < len(self._chunks):
             self._copy(Runs.of_rows(rows), out)
         elif len(self._chunks) == 1:
@@ -158,9 +158,19 @@ class ArrowStore:
     def close(self) -> None:
         """Do nothing, because the column belongs to the caller."""
 
+    def _copy_run(self, run: slice, out: Array) -> None:
+        done = 0
+        for number, first, n in cut_run(run.start, run.stop, self._ends):
+            copy_run(self._chunks[number], first, out[done : done + n])
+            done += n
+
     def _copy(self, runs: Runs, out: Array) -> None:
         for number, part in runs.merged().by_part(self._ends):
-            copy_chunk_runs(self._chunks[number], part, out)
+            chunk = self._chunks[number]
+            if isinstance(chunk, PackedBooleans):
+                chunk.copy_runs(part, out)
+            else:
+                copy_runs(chunk, part, out)
 
     def _collect(self, rows: Rows, out: Array) -> None:
         """Gather rows in any order: first by chunk, then each row to its position."""
@@ -231,12 +241,12 @@ def rows_of_chunk(array: Any, name: str) -> Array | PackedBooleans:
             return _numbers(array, shape[:-1] + tail if tail else shape, name)
 
 
-def copy_chunk_runs(chunk: Array | PackedBooleans, runs: Runs, out: Array) -> None:
-    """Copy runs of rows of a chunk to their places in ``out``."""
+def copy_run(chunk: Array | PackedBooleans, start: int, out: Array) -> None:
+    """Copy the rows of a chunk from ``start`` on into ``out``."""
     if isinstance(chunk, PackedBooleans):
-        chunk.copy_runs(runs, out)
+        chunk.copy_runs(Runs.one(start, len(out)), out)
     else:
-        copy_runs(chunk, runs, out)
+        out[...] = chunk[start : start + len(out)]
 
 
 def values_of(array: Any) -> Array:

@@ -175,10 +175,13 @@ class ChunkedStore(FileStore):
         # Whole chunks, as the first row, the row after the last one, and the position in ``out``.
         # Those that follow each other are decoded in one call.
         whole: list[tuple[int, int, int]] = []
-        for number, part in runs.merged().by_part(self.bounds[1:]):
+        for number, part in runs.by_part(self.bounds[1:]):
             start = self.bounds.item(number)
             stop = self.bounds.item(number + 1)
-            if len(part.lengths) > 1 or part.lengths.item(0) != stop - start:
+            # Only a part that begins with the first row of the chunk can be the whole chunk.
+            if not part.starts.item(0):
+                part = part.merged()
+            if len(part.lengths) > 1 or part.lengths.item(0) < stop - start:
                 with self._kept.use(number) as chunk:
                     copy_runs(chunk, part, out)
                 continue
@@ -292,7 +295,8 @@ class KeptChunks:
         A thread uses one chunk at a time, because it may wait until other threads release one.
         """
         with self._unused:
-            self._unused.wait_for(lambda: number in self._chunks or self._make_room())
+            if number not in self._chunks:
+                self._unused.wait_for(lambda: number in self._chunks or self._make_room())
             is_new = number not in self._chunks
             if is_new:
                 spare = self._spare.pop() if self._spare else None

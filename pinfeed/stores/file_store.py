@@ -96,31 +96,34 @@ class FileStore:
             RowIndexError: If a row is out of range or negative.
             ArgumentError: If ``out`` has another shape, dtype or layout, or is read-only.
         """
-        rows = checked_gather(self, rows, out)
-        self.gather_at(rows, out, np.arange(len(rows)))
+        self.gather_at(checked_gather(self, rows, out), out)
 
-    def gather_at(self, rows: Rows, out: Array, positions: Rows) -> None:
+    def gather_at(self, rows: Rows, out: Array, positions: Rows | None = None) -> None:
         """Copy rows into ``out[positions]``. The caller has checked all arguments.
 
         Args:
             rows: Row indices, shape (m,).
             out: C-contiguous, shape (n, *row_shape), of the store's dtype.
-            positions: Positions in ``out``, shape (m,).
+            positions: Positions in ``out``, shape (m,); None for all of them in ascending order.
 
         Raises:
             ReadError: As for ``gather``.
             ClosedError: As for ``gather``.
         """
-        run = run_of(rows)
-        place = None if run is None else run_of(positions)
-        if run is not None and place is not None:
-            self.gather_runs(Runs.one(run.start, len(rows), place.start), out)
-            return
-        if (positions[1:] < positions[:-1]).any():
+        if (run := run_of(rows)) is not None:
+            target = slice(len(out)) if positions is None else run_of(positions)
+            if target is not None:
+                self._gather_run(run, out[target])
+                return
+        if positions is not None and (positions[1:] < positions[:-1]).any():
             order = np.argsort(positions)
             rows = rows[order]
             positions = positions[order]
         self.gather_runs(Runs.of_rows(rows, positions), out)
+
+    def _gather_run(self, run: slice, out: Array) -> None:
+        """Copy consecutive rows into ``out``, of as many rows."""
+        self.gather_runs(Runs.one(run.start, len(out)), out)
 
     def gather_runs(self, runs: Runs, out: Array) -> None:
         """Copy runs of rows to their positions in ``out``. The caller has checked all arguments.

@@ -160,6 +160,15 @@ class LocalFileStore(ShardedStore):
         maps = [self._reader(number).map() for number in numbers]
         return MappedStore([self._layouts[number] for number in numbers], maps)
 
+    def _gather_run(self, run: slice, out: Array) -> None:
+        target = as_bytes(out)
+        done = 0
+        for number, first, n in self._parts(run.start, run.stop):
+            self._reader(number).read_run(first, target[done : done + n])
+            done += n
+        if not self.is_native:
+            out.byteswap(inplace=True)
+
     def will_gather(self, start: int, stop: int) -> None:
         """Advise the kernel to read the rows [start, stop) into the page cache."""
         for number, first, n_rows in self._parts(start, stop):

@@ -78,9 +78,9 @@ class MappedStore(ShardedStore):
             return self._memory_rows.gather
         if len(self._maps) == 1 and not self._swapped:
             return self._maps[0].read_all
-        return self._gather_in_order
+        return self.gather_at
 
-    def gather_at(self, rows: Rows, out: Array, positions: Rows) -> None:
+    def gather_at(self, rows: Rows, out: Array, positions: Rows | None = None) -> None:
         if self._memory_rows is not None:
             self._memory_rows.gather(rows, out, positions)
         else:
@@ -113,9 +113,6 @@ class MappedStore(ShardedStore):
         super().close()
         self._memory_rows = None
         self._maps = ()
-
-    def _gather_in_order(self, rows: Rows, out: Array) -> None:
-        self.gather_at(rows, out, np.arange(len(rows)))
 
     def _reader(self, number: int) -> FileMap:
         self._require_open()

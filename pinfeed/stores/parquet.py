@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from pinfeed.errors import ArgumentError, ReadError, StoreError
-from pinfeed.rows.runs import Runs
 from pinfeed.stores.arrow import (
     RAGGED_ADVICE,
-    copy_chunk_runs,
+    copy_run,
     nulls_error,
     ragged_error,
     rows_of_chunk,
@@ -132,9 +131,9 @@ class ParquetStore(ChunkedStore):
                 rows = rows_of_chunk(part, self.label)
                 if rows.shape[1:] != self.row_shape:
                     raise ragged_error(self.label, self.row_shape, rows.shape[1:])
-                whole = Runs.one(0, rows.shape[0], begin)
-                copy_chunk_runs(rows, whole, out)
-                begin += rows.shape[0]
+                end = begin + rows.shape[0]
+                copy_run(rows, 0, out[begin:end])
+                begin = end
         # Otherwise, each decoding thread would keep memory that no limit counts.
         default_memory_pool().release_unused()
 

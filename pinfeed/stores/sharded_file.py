@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from pinfeed.errors import StoreError
 from pinfeed.rows.orders import Rows
-from pinfeed.rows.runs import Runs
+from pinfeed.rows.runs import Runs, cut_run
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.row_layout import RowLayout, covered_nbytes
 from pinfeed.stores.store import Array
@@ -84,8 +84,7 @@ class ShardedStore(FileStore):
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield the shard, the first row within it and the number of rows of each part."""
-        for number, part in self._by_shard(Runs.one(start, stop - start)):
-            yield number, part.starts.item(0), part.lengths.item(0)
+        return cut_run(start, stop, self._ends)
 
 
 def as_bytes(array: Array) -> npt.NDArray[np.uint8]:
