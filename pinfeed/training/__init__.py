@@ -1,1 +1,1 @@
-"""Embedding tables, checkpoints, large batches, memory estimates and the trainer."""
+"""Embedding tables, checkpoints, large batches, offloaded activations, memory estimates."""

@@ -68,15 +68,28 @@ def test_tables_of_torch_have_every_dtype(dtype: str) -> None:
     ]
     + [("CPUPytorchModelFactory", {}, ("cpu", True))],
 )
-def test_where_tables_are(name: str, options: dict[str, Any], place: tuple[str, bool]) -> None:
+def test_where_tables_are(
+    monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any], place: tuple[str, bool]
+) -> None:
+    places: list[placement.Place] = []
+
+    def in_memory(place: placement.Place, *arguments: Any) -> placement.Table:
+        places.append(place)
+        return new_table(placement.Place("cpu"), *arguments)
+
+    new_table = placement.Place.new_table
+    monkeypatch.setattr(placement.Place, "new_table", in_memory)
     model = Model(2)
     weights = getattr(SpeedTorch, name)(model.inner.words, N, DIM, **options)
-    optimizer = LAZY["sgd"](model.inner.words.parameters())
+    optimizer = OTHERS["momentum"](model.inner.words.parameters())
     states = getattr(SpeedTorch, name.replace("Model", "Optimizer"))(
         optimizer, N, DIM, model, "inner.words", **options
     )
     counts = getattr(SpeedTorch, name.replace("ModelFactory", "COM"))(N, **options)
-    assert {each._place for each in (weights, states, counts)} == {placement.Place(*place)}
+    weights.zerosInit()
+    states.optInit()
+    counts.comInit()
+    assert places == [placement.Place(*place)] * 3
 
 
 def test_attributes_that_programs_read() -> None:
@@ -97,6 +110,8 @@ def test_attributes_that_programs_read() -> None:
     )
     torch_weights = SpeedTorch.CPUPytorchModelFactory(embedding, N, DIM)
     assert (torch_weights.deviceType, torch_weights.pinType) == ("cpu", True)
+    gpu_weights = SpeedTorch.GPUPytorchModelFactory(embedding, N, DIM)
+    assert (gpu_weights.deviceType, gpu_weights.pinType) == ("cuda", False)
     assert not hasattr(SpeedTorch.ModelFactory, "getCupyMM")
 
 

@@ -22,6 +22,14 @@ def _on_gpu_unless(CPUPinn: bool) -> Place:
     return Place("cpu" if CPUPinn else "cuda", CPUPinn)
 
 
+class _OnGPU:
+    """The place of the classes named GPU."""
+
+    deviceType = "cuda"
+    pinType = False
+    _place = Place("cuda")
+
+
 class _PageLocked:
     """The place of the classes named CPU."""
 
@@ -318,7 +326,7 @@ class PytorchCOM(CountTable):
         super().__init__(total_classes, datatype)
 
 
-class GPUPytorchModelFactory(WeightTable):
+class GPUPytorchModelFactory(_OnGPU, WeightTable):
     """A table of embeddings on the GPU, or in host memory without a GPU.
 
     Examples:
@@ -332,7 +340,7 @@ class GPUPytorchModelFactory(WeightTable):
     """
 
 
-class GPUPytorchOptimizerFactory(StateTables):
+class GPUPytorchOptimizerFactory(_OnGPU, StateTables):
     """Tables of an optimizer's row-wise state on the GPU, or in host memory without a GPU.
 
     Examples:
@@ -346,7 +354,7 @@ class GPUPytorchOptimizerFactory(StateTables):
     """
 
 
-class GPUPytorchCOM(CountTable):
+class GPUPytorchCOM(_OnGPU, CountTable):
     """A table of co-occurrence counts on the GPU, or in host memory without a GPU.
 
     Examples:

@@ -83,7 +83,7 @@ def new_tables() -> Iterator[dict[str, Table]]:
 class Tables:
     """Base of one table, or of several tables by key, that are shown and closed together."""
 
-    _place = Place()
+    _place: Place
     _tables: dict[str, Table] | None = None
     _init_method = "zerosInit()"
     """The method that creates the tables, for error messages."""

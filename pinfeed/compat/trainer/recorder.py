@@ -14,6 +14,7 @@ import torch
 
 from pinfeed.compat.trainer.history import History, Record
 from pinfeed.errors import ArgumentError
+from pinfeed.feeders.loader_feeder import STATE_METHODS
 from pinfeed.memory.host import resident_bytes
 from pinfeed.tensors import rng_state
 
@@ -180,8 +181,7 @@ class Recorder:
 
 def has_state(loader: Any) -> bool:
     """Return whether a loader can save and load its position."""
-    methods = ("state_dict", "load_state_dict")
-    return all(callable(getattr(loader, name, None)) for name in methods)
+    return all(callable(getattr(loader, name, None)) for name in STATE_METHODS)
 
 
 def load_position(loader: Any, state: Any, done: PartialEpoch) -> None:

@@ -31,7 +31,7 @@ class Exchanged(NamedTuple):
     gradients: int = 0
     """Gradients of rows that other ranks own."""
     control_bytes: int = 0
-    """Messages in which ranks agree on each exchange."""
+    """Messages in which ranks agree on each exchange, and a byte for each id: late row or not."""
 
 
 class RankLoop:

@@ -51,7 +51,9 @@ def loops_over(
         reads: Whether the caller reads the rows without training them.
         writes: Whether the caller writes to the stores.
     """
-    found = [] if table._training is None else [table._training]
+    # Read once, because the loop of another thread may end now.
+    training = table._training
+    found = [] if training is None else [training]
     if not reads:
         found += table._readers
     every = [reference() for reference in _registered.copy()] if _registered else []

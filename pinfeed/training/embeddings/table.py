@@ -484,7 +484,9 @@ class HostEmbedding(nn.Module):
     @property
     def _is_in_evaluation(self) -> bool:
         """Whether the training step of the table's loop is inside ``evaluating()``."""
-        session = None if self._training is None else self._training.session
+        # Read once, because the loop of another thread may end now.
+        training = self._training
+        session = None if training is None else training.session
         return session is not None and session.is_evaluating
 
     @property

@@ -20,7 +20,7 @@ import contextlib
 import enum
 import threading
 import weakref
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from types import GeneratorType
 from typing import Any, cast
 
@@ -137,7 +137,7 @@ class TableSession:
                 "and its thread, where batches is the loop that train_rows returned"
             )
 
-    def iterate(self, begin: Any) -> Iterator[Any]:
+    def iterate(self, begin: Callable[[], object]) -> Iterator[Any]:
         """Return the iterator of a new loop.
 
         Args:

@@ -23,6 +23,7 @@ from pinfeed import (
 )
 from pinfeed.devices.cpu import HostDevice
 from pinfeed.errors import ArgumentError, ClosedError, StoreError
+from pinfeed.training.row_loop.synchronous_rows import SynchronousRows
 
 N = 9
 
@@ -309,11 +310,16 @@ def test_a_frozen_table_is_renormalised(writable: bool) -> None:
 
 
 def test_the_data_of_verification_is_released_with_the_loop() -> None:
+    def n_copies() -> int:
+        return sum(type(each) is SynchronousRows for each in gc.get_objects())
+
     table = table_of_zeros()
+    n_before = n_copies()
     loop = train_rows(ids_of([0], [1]), {table: same}, device="cpu", verify=True)
     for _ in loop:
-        assert loop._session._reference is not None
-    assert loop._session._reference is None
+        assert n_copies() == n_before + 1
+    assert n_copies() == n_before
+    assert not loop.is_running
 
 
 def test_changes_can_be_flushed_in_the_loop() -> None:
