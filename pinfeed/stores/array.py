@@ -230,8 +230,8 @@ def put_rows(target: Array, rows: Rows, values: Array) -> None:
         and values.flags.c_contiguous
         and values.dtype == target.dtype
     ):
-        # If each row is one item, numpy copies a row at once, in about half the time, but takes some
-        # us more to begin. mode="clip" only avoids a check, because the rows are in range.
+        # If each row is one item, numpy copies a row at once, in about half the time, but takes
+        # some us more to begin. mode="clip" only avoids a check, because the rows are in range.
         item = np.dtype((np.void, nbytes))
         np.put(target.reshape(-1).view(item), rows, values.reshape(-1).view(item), mode="clip")
     else:
