@@ -104,7 +104,7 @@ class ArrowStore:
             None if indices is None else ArrowStore(indices, name=f"{name}: its indices")
         )
         self._n_stored = int(self._ends[-1])
-        self.n_rows = self._n_stored if self._indices is None else self._indices.n_rows
+        self.n_rows: int = self._n_stored if self._indices is None else self._indices.n_rows
 
     @safe_repr
     def __repr__(self) -> str:
