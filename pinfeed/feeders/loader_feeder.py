@@ -302,14 +302,14 @@ class FetchStores:
                     )
             self.stores: list[Store] = [store for tree in trees.values() for store in tree.stores]
             self._read_plan = plan_reads_by_id(self.stores, config)
+            for strategy in self._read_plan.strategies:
+                stack.callback(strategy.close)
             strategies = iter(self._read_plan.strategies)
             self._specs = []
             for key, tree in trees.items():
                 ids_of = ids_function(fetch[key][1], f"fetch[{key!r}]")
                 reads = list(itertools.islice(strategies, len(tree.stores)))
                 self._specs.append(FetchSpec(key, ids_of, tree.stores, reads, tree.rebuild))
-            for strategy in self._read_plan.strategies:
-                stack.callback(strategy.close)
             self._opened = stack.pop_all()
 
     def on(self, device: Device) -> RowFetch:

@@ -199,9 +199,9 @@ def wrap_loader(
             "config was given without fetch; it limits the memory for rows of files behind fetch=, "
             "and the loader decides the size of its batches; leave out config"
         )
-    feeder, batches = LoaderFeeder, LoaderSource(loader)
-    if all(callable(getattr(loader, name, None)) for name in STATE_METHODS):
-        feeder, batches = StatefulLoaderFeeder, StatefulSource(loader)
+    has_state = all(callable(getattr(loader, name, None)) for name in STATE_METHODS)
+    feeder = StatefulLoaderFeeder if has_state else LoaderFeeder
+    batches = StatefulSource(loader) if has_state else LoaderSource(loader)
     batches.keeps_errors = on_error == "next"
     stores = None if fetch is None else FetchStores(fetch, config)
     try:
