@@ -285,13 +285,13 @@ def _measured(path: str, what: str, start: int, row_nbytes: int) -> Disk:
     """
     span = min(os.stat(path).st_size, _SPAN_BYTES)
     before = cached_share([path], span)
-    drop([path], span)
-    cached = cached_share([path], span)
     sequential = max(sequential_rates(path, stop=span, seconds=_READ_S).values())
+    drop([path], span)
+    # Pages that stay now were not dropped before the other reads either.
+    cached = cached_share([path], span)
     n_rows = (span - start) // max(1, row_nbytes)
     at_random = None
     if row_nbytes and n_rows >= 4 * _N_RANDOM:
-        drop([path], span)
         rows = np.random.default_rng(0).permutation(n_rows)
         batches = np.array_split(rows, max(1, n_rows // 1024))
         at_random = random_rate(path, start, row_nbytes, batches, _N_RANDOM, seconds=_READ_S)
