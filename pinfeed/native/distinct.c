@@ -1,4 +1,4 @@
-/* Distinct row indices, with their positions: pinfeed/rows/distinct.py describes them.
+/* Distinct row indices, with their positions: pinfeed/rows/indices.py describes them.
  *
  * A key has a row index in its high bits and its position in the others. A sort of the keys by the
  * row index alone gives both, and equal rows keep their order. It is a radix sort from the lowest

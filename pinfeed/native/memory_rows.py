@@ -126,13 +126,6 @@ class MemoryRows:
         if self._copy(self._pack(*request, *self.description)):
             raise self.error()
 
-    def read_run(self, first: int, out: npt.NDArray[Any]) -> None:
-        """Copy the rows from ``first`` on into ``out``."""
-        n = len(out)
-        request = (0, first, n, out.ctypes.data, n, self.row_nbytes, 0, 0)
-        if self._copy(self._pack(*request, *self.description)):
-            raise self.error()
-
     def gather_runs(
         self, starts: Indices, lengths: Indices, places: Indices, out: npt.NDArray[Any]
     ) -> None:

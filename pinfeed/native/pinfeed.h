@@ -133,7 +133,7 @@ enum { PF_READ, PF_READ_CACHED, PF_WRITE };
 void pf_request_each(int fd, int kind, const int64_t *addresses, const int64_t *offsets,
                      const int64_t *nbytes, int64_t n, int64_t *results);
 
-/* distinct.c: the functions of pinfeed/rows/distinct.py.
+/* distinct.c: the functions of pinfeed/rows/indices.py.
  *
  * rows: the row indices, shape (n,)
  *

@@ -101,7 +101,7 @@ def memory_rows_of(store: Gatherable) -> MemoryRows | None:
 
 
 class StoreRows:
-    """Rows of one store that a batch needs: a ``UnreadPart`` that gathers them.
+    """Rows of one store that a batch needs: an ``UnreadPart`` that gathers them.
 
     Args:
         store: The store, or other rows that can be gathered.
@@ -144,7 +144,7 @@ RunGather = Callable[[Runs, Array], None]
 
 
 class RunRows:
-    """Runs of rows that a batch needs: a ``UnreadPart`` that gathers them.
+    """Runs of rows that a batch needs: an ``UnreadPart`` that gathers them.
 
     Args:
         gather: Function that gathers runs of the store.

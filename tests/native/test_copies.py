@@ -119,9 +119,6 @@ def test_rows_of_several_parts_equal_those_of_numpy(
         places = rng.permutation(len(rows))
         joined.gather(rows, out, places)
         np.testing.assert_array_equal(out[places], whole[rows])
-    out = np.zeros((n_rows - begin, row_nbytes), np.uint8)
-    joined.read_run(begin, out)
-    np.testing.assert_array_equal(out, whole[begin:])
     out = np.zeros((n_rows, row_nbytes), np.uint8)
     run = [np.array([i], np.int64) for i in (begin, n_rows - begin, begin)]
     joined.gather_runs(*run, out)

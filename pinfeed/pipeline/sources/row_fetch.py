@@ -53,7 +53,7 @@ class FetchSpec:
 
 
 class RepeatedRows:
-    """Rows of a batch that repeat: a ``UnreadPart`` that gathers each distinct row once.
+    """Rows of a batch that repeat: an ``UnreadPart`` that gathers each distinct row once.
 
     Args:
         distinct: The distinct rows, m of them, in the order in which they first occur.

@@ -60,7 +60,7 @@ class RowGroup(NamedTuple):
 
 
 class ArrayPart:
-    """An array on the host: a ``UnreadPart`` that is copied."""
+    """An array on the host: an ``UnreadPart`` that is copied."""
 
     def __init__(self, array: npt.NDArray[Any]) -> None:
         self._array = array
