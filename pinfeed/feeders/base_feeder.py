@@ -96,7 +96,7 @@ class BaseFeeder(Generic[T_co]):
 
     @property
     def depth_reason(self) -> str:
-        """Depth of the loop and the measured times behind it; empty if the depth is not measured.
+        """Depth of the loop and the times that decided it; empty if the depth is not measured.
 
         Without a ``depth``, ``Feeder`` and ``wrap_loader`` measure on the CPU whether short batches
         are faster in the synchronous loop. They keep the faster depth while batches stay short. A
