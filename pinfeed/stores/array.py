@@ -26,7 +26,8 @@ from pinfeed.validation.safe_repr import safe_repr
 # have gaps. A slice costs about 400 ns per run.
 _SHORT_RUN = 192
 _SHORT_RUN_WITH_GAPS = 64
-# From this number of rows on, numpy assigns rows faster if each is one item.
+# From this number of rows on, numpy assigns them faster if each is one item, which takes some us
+# to prepare.
 _MANY_ROWS = 192
 # Rows that are copied by row index at once, so that the indices stay in the CPU cache.
 _PIECE_ROWS = 1 << 15
@@ -216,16 +217,15 @@ def shares_itself(array: Array) -> bool:
 
 def put_rows(target: Array, rows: Rows, values: Array) -> None:
     """Assign ``target[rows] = values``, for row indices that are in range."""
-    nbytes = target.dtype.itemsize * math.prod(target.shape[1:])
     if (
-        nbytes
-        and len(rows) >= _MANY_ROWS
+        len(rows) >= _MANY_ROWS
+        and (nbytes := target.dtype.itemsize * math.prod(target.shape[1:]))
         and target.flags.c_contiguous
         and values.flags.c_contiguous
         and values.dtype == target.dtype
     ):
-        # If each row is one item, numpy copies a row at once, in about half the time, but takes some
-        # us more to begin. mode="clip" only avoids a check, because the rows are in range.
+        # If each row is one item, numpy copies a row at once, in about half the time. mode="clip"
+        # only avoids a check, because the rows are in range.
         item = np.dtype((np.void, nbytes))
         np.put(target.reshape(-1).view(item), rows, values.reshape(-1).view(item), mode="clip")
     else:
