@@ -233,7 +233,7 @@ def put_rows(target: Array, rows: Rows, values: Array) -> None:
 
 
 def copy_runs(array: Array, runs: Runs, out: Array) -> None:
-    """Copy runs of rows of an array into ``out``, shape (m, *row_shape); the runs are merged."""
+    """Copy runs, each of at least one row, of an array into ``out``, shape (m, *row_shape)."""
     n_rows = runs.n_rows
     n_runs = len(runs.lengths)
     most_rows = min(_PIECE_ROWS, COPIED_BYTES * len(array) // max(1, array.nbytes))
