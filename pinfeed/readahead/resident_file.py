@@ -72,8 +72,12 @@ class ResidentFile(ReadStrategy):
         self.dtype = store.dtype
         self._waits_always = waits
         self._chunk_rows = store.rows_in(CHUNK_BYTES)
-        self._starts = _chunk_starts(store, self._chunk_rows)
-        self._is_even = not isinstance(store, ChunkedStore)
+        self._starts = even_bounds(store.n_rows, self._chunk_rows)
+        self._is_even = True
+        if isinstance(store, ChunkedStore):
+            # Chunks in which a file stores its rows are not divided.
+            self._starts = np.unique(store.bounds[np.searchsorted(store.bounds, self._starts)])
+            self._is_even = False
         n_chunks = len(self._starts) - 1
         self._is_loaded = np.zeros(n_chunks, np.bool_)
         self._complete = False
@@ -344,14 +348,3 @@ class MappedFile(ResidentFile):
 
     def _load(self, start: int, stop: int) -> None:
         self._rows.populate(start, stop)
-
-
-def _chunk_starts(store: FileStore, n_rows: int) -> Rows:
-    """Return the first row of each chunk that is loaded at once, and the number of rows.
-
-    A chunk has ``n_rows`` rows. Chunks in which a file stores its rows are not divided.
-    """
-    even = even_bounds(store.n_rows, n_rows)
-    if not isinstance(store, ChunkedStore):
-        return even
-    return np.unique(store.bounds[np.searchsorted(store.bounds, even)])

@@ -118,7 +118,7 @@ class Runs(NamedTuple):
     def _cut(self, ends: Rows) -> tuple[Runs, Rows]:
         """Cut runs at the ends of parts, and return the part of each run, too."""
         starts, lengths, places = self
-        if (lengths == 1).all():
+        if _are_ones(lengths):
             parts = ends.searchsorted(starts, side="right")
             return Runs(starts - _begins(ends)[parts], lengths, places), parts
         runs = self.take(np.flatnonzero(lengths))
@@ -156,6 +156,13 @@ def cut_run(start: int, stop: int, ends: Rows) -> Iterator[tuple[int, int, int]]
         number += 1
 
 
+def _are_ones(lengths: Rows) -> bool:
+    """Return whether each run has one row; the extremes take less time than a comparison."""
+    if not len(lengths):
+        return False
+    return bool(lengths.item(lengths.argmin()) == lengths.item(lengths.argmax()) == 1)
+
+
 def _begins(ends: Rows) -> Rows:
     """Return the first row of each part."""
     return np.concatenate(([0], ends[:-1]))
@@ -163,7 +170,7 @@ def _begins(ends: Rows) -> Rows:
 
 def _expanded(starts: Rows, lengths: Rows) -> Rows:
     """Return the row indices or positions of all runs, concatenated."""
-    if (lengths == 1).all():
+    if _are_ones(lengths):
         return starts
     numbers = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
     numbers += np.arange(len(numbers))

@@ -26,7 +26,8 @@ from pinfeed.validation.safe_repr import safe_repr
 # have gaps. A slice costs about 400 ns per run.
 _SHORT_RUN = 192
 _SHORT_RUN_WITH_GAPS = 64
-# From this number of rows on, numpy assigns rows faster if each is one item.
+# From this number of rows on, numpy assigns them faster if each is one item, which takes some us
+# to prepare.
 _MANY_ROWS = 192
 # Rows that are copied by row index at once, so that the indices stay in the CPU cache.
 _PIECE_ROWS = 1 << 15
@@ -222,16 +223,15 @@ def shares_itself(array: Array) -> bool:
 
 def put_rows(target: Array, rows: Rows, values: Array) -> None:
     """Assign ``target[rows] = values``, for row indices that are in range."""
-    nbytes = target.dtype.itemsize * math.prod(target.shape[1:])
     if (
-        nbytes
-        and len(rows) >= _MANY_ROWS
+        len(rows) >= _MANY_ROWS
+        and (nbytes := target.dtype.itemsize * math.prod(target.shape[1:]))
         and target.flags.c_contiguous
         and values.flags.c_contiguous
         and values.dtype == target.dtype
     ):
-        # If each row is one item, numpy copies a row at once, in about half the time, but takes
-        # some us more to begin. mode="clip" only avoids a check, because the rows are in range.
+        # If each row is one item, numpy copies a row at once, in about half the time. mode="clip"
+        # only avoids a check, because the rows are in range.
         item = np.dtype((np.void, nbytes))
         np.put(target.reshape(-1).view(item), rows, values.reshape(-1).view(item), mode="clip")
     else:
@@ -239,7 +239,7 @@ def put_rows(target: Array, rows: Rows, values: Array) -> None:
 
 
 def copy_runs(array: Array, runs: Runs, out: Array) -> None:
-    """Copy runs of rows of an array into ``out``, shape (m, *row_shape); the runs are merged."""
+    """Copy runs, each of at least one row, of an array into ``out``, shape (m, *row_shape)."""
     n_rows = runs.n_rows
     n_runs = len(runs.lengths)
     most_rows = min(_PIECE_ROWS, COPIED_BYTES * len(array) // max(1, array.nbytes))

@@ -203,8 +203,11 @@ def fetch(ranges: list[ByteRange]) -> list[Any]:
     answers: dict[ByteRange, Any] = {}
     for fs in {id(wanted.file.fs): wanted.file.fs for wanted in ranges}.values():
         of_fs = [wanted for wanted in ranges if wanted.file.fs is fs]
-        ask = _ask_web_server if of_fs[0].file.is_http else _ask_file_system
-        answers |= zip(of_fs, ask(fs, of_fs), strict=True)
+        if of_fs[0].file.is_http:
+            found = _at_the_same_time(fs, [_get(fs, wanted) for wanted in of_fs])
+        else:
+            found = _ask_file_system(fs, of_fs)
+        answers |= zip(of_fs, found, strict=True)
     return [_checked(wanted, answers[wanted]) for wanted in ranges]
 
 
@@ -233,10 +236,6 @@ def _infos(fs: Any, files: Sequence[RemoteFile]) -> list[Any]:
     if not getattr(fs, "async_impl", False):
         return [result_or_error(fs.info, file.path) for file in files]
     return _at_the_same_time(fs, [fs._info(file.path) for file in files])
-
-
-def _ask_web_server(fs: Any, ranges: list[ByteRange]) -> list[Any]:
-    return _at_the_same_time(fs, [_get(fs, wanted) for wanted in ranges])
 
 
 def _at_the_same_time(fs: Any, coroutines: Sequence[Any]) -> list[Any]:

@@ -96,27 +96,28 @@ class FileStore:
             RowIndexError: If a row is out of range or negative.
             ArgumentError: If ``out`` has another shape, dtype or layout, or is read-only.
         """
-        self.gather_at(checked_gather(self, rows, out), out)
+        rows = checked_gather(self, rows, out)
+        self.gather_at(rows, out, np.arange(len(rows)))
 
-    def gather_at(self, rows: Rows, out: Array, positions: Rows | None = None) -> None:
+    def gather_at(self, rows: Rows, out: Array, positions: Rows) -> None:
         """Copy rows into ``out[positions]``. The caller has checked all arguments.
 
         Args:
             rows: Row indices, shape (m,).
             out: C-contiguous, shape (n, *row_shape), of the store's dtype.
-            positions: Positions in ``out``, shape (m,); None for all of them in ascending order.
+            positions: Positions in ``out``, shape (m,).
 
         Raises:
             ReadError: As for ``gather``.
             ClosedError: As for ``gather``.
         """
-        if (run := run_of(rows)) is not None:
-            target = slice(len(out)) if positions is None else run_of(positions)
-            if target is not None:
-                self._gather_run(run, out[target])
-                return
-        if positions is not None and (positions[1:] < positions[:-1]).any():
-            order = np.argsort(positions)
+        run = run_of(rows)
+        place = None if run is None else run_of(positions)
+        if run is not None and place is not None:
+            self._gather_run(run, out[place])
+            return
+        if (positions[1:] < positions[:-1]).any():
+            order = positions.argsort()
             rows = rows[order]
             positions = positions[order]
         self.gather_runs(Runs.of_rows(rows, positions), out)

@@ -15,7 +15,7 @@ from pinfeed.errors import ArgumentError, WriteBackError
 from pinfeed.memory.host import FreeHostMemory, free_host_memory
 from pinfeed.memory.proc_maps import file_key
 from pinfeed.rows.orders import Rows
-from pinfeed.rows.runs import Runs
+from pinfeed.rows.runs import Runs, cut_run
 from pinfeed.stores.file_reader import SPAN_BYTES, FileReader
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.mapped_store import MappedStore, is_safe_to_map
@@ -163,7 +163,7 @@ class LocalFileStore(ShardedStore):
     def _gather_run(self, run: slice, out: Array) -> None:
         target = as_bytes(out)
         done = 0
-        for number, first, n in self._parts(run.start, run.stop):
+        for number, first, n in cut_run(run.start, run.stop, self._ends):
             self._reader(number).read_run(first, target[done : done + n])
             done += n
         if not self.is_native:
@@ -171,7 +171,7 @@ class LocalFileStore(ShardedStore):
 
     def will_gather(self, start: int, stop: int) -> None:
         """Advise the kernel to read the rows [start, stop) into the page cache."""
-        for number, first, n_rows in self._parts(start, stop):
+        for number, first, n_rows in cut_run(start, stop, self._ends):
             self._reader(number).will_read(first, n_rows)
 
     def scatter(self, rows: Rows, values: Array) -> None:

@@ -18,7 +18,7 @@ from pinfeed.memory.pages import PAGE, POPULATE_READ, advise_huge_pages
 from pinfeed.native.library import library, packing
 from pinfeed.native.memory_rows import MemoryPart, MemoryRows
 from pinfeed.rows.orders import Rows
-from pinfeed.rows.runs import Runs
+from pinfeed.rows.runs import Runs, cut_run
 from pinfeed.stores.array import copy_runs
 from pinfeed.stores.host_rows import Gather
 from pinfeed.stores.page_cache import can_tell
@@ -84,7 +84,7 @@ class MappedStore(ShardedStore):
         if self._memory_rows is not None:
             self._memory_rows.gather(rows, out, positions)
         else:
-            super().gather_at(rows, out, positions)
+            super().gather_at(rows, out, np.arange(len(rows)) if positions is None else positions)
 
     @property
     def memory_rows(self) -> MemoryRows | None:
@@ -97,14 +97,14 @@ class MappedStore(ShardedStore):
         Raises:
             OSError: If a file has shrunk or cannot be read.
         """
-        for number, first, n_rows in self._parts(start, stop):
+        for number, first, n_rows in cut_run(start, stop, self._ends):
             self._reader(number).populate(first, n_rows)
 
     def is_cached(self, start: int, stop: int) -> bool | None:
         """Return whether the page cache holds the rows [start, stop); None if unknown."""
         found = [
             self._reader(number).is_cached(first, n_rows)
-            for number, first, n_rows in self._parts(start, stop)
+            for number, first, n_rows in cut_run(start, stop, self._ends)
         ]
         return None if None in found else all(found)
 
@@ -140,7 +140,6 @@ class FileMap:
 
     def __init__(self, fd: int, layout: RowLayout, check_size: Callable[[], None]) -> None:
         self._fd = fd
-        self._end = layout.end
         self._layout = layout
         self._check_size = check_size
         self._can_tell = can_tell(fd)
@@ -180,7 +179,7 @@ class FileMap:
         if not len(rows):
             return
         # This is faster than check_size, which is called for its error.
-        if os.lseek(self._fd, 0, os.SEEK_END) < self._end:
+        if os.lseek(self._fd, 0, os.SEEK_END) < self._layout.end:
             self._check_size()
         out = as_bytes(out)
         if out.nbytes > SMALL_GATHER_BYTES and (run := run_of(rows)) is not None:

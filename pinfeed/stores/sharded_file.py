@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import StoreError
-from pinfeed.rows.orders import Rows
-from pinfeed.rows.runs import Runs, cut_run
+from pinfeed.rows.runs import Runs
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.row_layout import RowLayout, covered_nbytes
 from pinfeed.stores.store import Array
@@ -33,9 +32,7 @@ class ShardedStore(FileStore):
     def __init__(self, layouts: Sequence[RowLayout]) -> None:
         first = layouts[0]
         _check_shards(layouts)
-        n_rows = [layout.n_rows for layout in layouts]
-        self._ends = np.cumsum(n_rows)
-        self._starts: Rows = self._ends - np.asarray(n_rows)
+        self._ends = np.cumsum([layout.n_rows for layout in layouts])
         if self._ends[-1] == 0:
             shape = (first.n_rows, *first.row_shape)
             raise StoreError(f"{first.path} has no rows (shape {shape}); expected at least one")
@@ -81,10 +78,6 @@ class ShardedStore(FileStore):
     def _by_shard(self, runs: Runs) -> Iterable[tuple[int, Runs]]:
         """Cut runs by shard: the number of each shard, and the runs of rows within it."""
         return [(0, runs)] if len(self._layouts) == 1 else runs.by_part(self._ends)
-
-    def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the shard, the first row within it and the number of rows of each part."""
-        return cut_run(start, stop, self._ends)
 
 
 def as_bytes(array: Array) -> npt.NDArray[np.uint8]:
