@@ -13,10 +13,9 @@ from pinfeed.compat.infinitybatch.forward import BatchForward
 from pinfeed.compat.trainer.evaluate import pair_of
 from pinfeed.errors import ArgumentError
 from pinfeed.memory import limits
-from pinfeed.tensors.pytree import flatten
 from pinfeed.training.large_batch.batches import as_tensors, n_samples
 from pinfeed.training.large_batch.strategy_selector import StrategyChoice
-from pinfeed.training.memory_model.tensor_specs import to_device
+from pinfeed.training.memory_model.tensor_specs import map_tensors, to_device
 from pinfeed.validation.arguments import whole_number
 
 
@@ -215,12 +214,7 @@ class InfinityBatch:
         loss.backward()
         # Detached outputs free the graph of the backward pass.
         for outputs in self.outputs[-1]:
-            leaves, rebuild = flatten(outputs)
-            self.outputs[-1].append(
-                rebuild(
-                    leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves
-                )
-            )
+            self.outputs[-1].append(map_tensors(torch.Tensor.detach, outputs))
 
     def step(self) -> None:
         """Run a step of the optimizer."""

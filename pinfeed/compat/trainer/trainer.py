@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
@@ -32,6 +33,7 @@ from pinfeed.pipeline.sources.loader_source import check_loader
 from pinfeed.training.large_batch.batches import as_tensors, n_samples
 from pinfeed.training.large_batch.big_batch import BigBatch, StrategyOptions, check_step
 from pinfeed.training.large_batch.strategy_selector import StrategyChoice
+from pinfeed.training.memory_model.training_step import autocast_context
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
 
 _HINTS = {
@@ -377,8 +379,10 @@ class Trainer:
                 "give the metric another name"
             )
         begin = time.perf_counter()
+        autocast = self._strategy_options.autocast
+        context = functools.partial(autocast_context, self._device.type, autocast)
         evaluator = Evaluator(
-            self.model, self._loss, self._device, self._evaluation_size(), self._context
+            self.model, self._loss, self._device, self._evaluation_size(), context
         )
         found, n = evaluator.run(loader, metrics, _is_feeder(loader))
         seconds = time.perf_counter() - begin
@@ -425,11 +429,6 @@ class Trainer:
                 "another loop over this trainer is running; end that loop, or close() its "
                 f"iterator, before calling {call}"
             )
-
-    def _context(self) -> contextlib.AbstractContextManager[Any]:
-        if self._strategy_options.autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self._device.type, self._strategy_options.autocast)
 
 
 def _is_feeder(loader: Any) -> bool:

@@ -12,7 +12,7 @@ import torch
 from pinfeed.errors import ArgumentError
 from pinfeed.tensors.numpy_torch import to_torch
 from pinfeed.tensors.pytree import flatten
-from pinfeed.training.memory_model.tensor_specs import SampleSpec
+from pinfeed.training.memory_model.tensor_specs import SampleSpec, map_tensors
 
 _MOST_FIRST = 8
 """Most batches of a source that are read before the first one is computed."""
@@ -59,14 +59,12 @@ def n_samples(batch: Any) -> int:
 
 def slice_samples(batch: Any, start: int, stop: int) -> Any:
     """Return samples [start, stop) of a batch as views; leaves without rows stay as they are."""
-    leaves, rebuild = flatten(batch)
-    return rebuild(leaf[start:stop] if _has_rows(leaf) else leaf for _, leaf in leaves)
+    return map_tensors(lambda tensor: tensor[start:stop] if tensor.ndim else tensor, batch)
 
 
 def select_samples(batch: Any, rows: torch.Tensor) -> Any:
     """Return the samples with these row indices; leaves without rows stay as they are."""
-    leaves, rebuild = flatten(batch)
-    return rebuild(leaf[rows.to(leaf.device)] if _has_rows(leaf) else leaf for _, leaf in leaves)
+    return map_tensors(lambda one: one[rows.to(one.device)] if one.ndim else one, batch)
 
 
 def check_output_rows(outputs: Any, n: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ from pinfeed.training.large_batch.strategy_selector import (
     StrategySelector,
 )
 from pinfeed.training.memory_model.tensor_specs import to_device
-from pinfeed.training.memory_model.training_step import check_autocast
+from pinfeed.training.memory_model.training_step import autocast_context, check_autocast
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
 
 _HINTS = {
@@ -199,7 +200,7 @@ class BigBatch:
             modules=(model, *([loss] if isinstance(loss, nn.Module) else []), *modules),
             reduction=reduction or reduction_of(loss),
             count=count or count_of(loss),
-            context=self._context,
+            context=functools.partial(autocast_context, self._device.type, autocast),
             scale=(lambda loss: loss) if scaler is None else scaler.scale,
         )
         self._selector = StrategySelector(self._spec, self._device, options)
@@ -340,11 +341,6 @@ class BigBatch:
     def _require_open(self) -> None:
         if self._is_closed:
             raise ClosedError("this BigBatch is closed; make another one")
-
-    def _context(self) -> contextlib.AbstractContextManager[Any]:
-        if self._options.autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self._device.type, self._options.autocast)
 
 
 def _checked_modules(modules: Any) -> tuple[nn.Module, ...]:

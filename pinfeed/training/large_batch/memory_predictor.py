@@ -23,6 +23,7 @@ from pinfeed.training.large_batch.verifier import MOST_COMPARED
 from pinfeed.training.memory_model.budget import largest_that_fits
 from pinfeed.training.memory_model.estimate import StepEstimator
 from pinfeed.training.memory_model.models import bytes_on_device
+from pinfeed.training.memory_model.tensor_specs import map_tensors
 from pinfeed.training.memory_model.training_step import Step, StepRun, plain_step
 
 _N_AHEAD = 2
@@ -154,8 +155,7 @@ def memory_predictor_for(
     limit = config.gpu_memory_limit
     host_limit = config.host_limit(free_host_bytes() + (0 if is_gpu else model_bytes))
     if is_gpu and limit is None:
-        free_bytes = resolve(device, n_spare=0).free_bytes() + model_bytes
-        limit = int(free_bytes * (1 - config.headroom))
+        limit = config.device_limit(resolve(device, n_spare=0).free_bytes() + model_bytes)
     if optimizer is None:
         optimizer = getattr(config, "optimizer", None)
     estimator = StepEstimator(
@@ -271,8 +271,10 @@ class _OffloadStep:
 
 def _outputs_of_batch(outputs: Any, n: int, size: int) -> Any:
     """Return empty outputs for ``n`` samples, given the outputs of ``size`` samples."""
-    leaves, rebuild = flatten(outputs)
-    return rebuild(
-        leaf.new_empty((len(leaf) * n // size, *leaf.shape[1:])) if leaf.ndim else leaf
-        for _, leaf in leaves
-    )
+
+    def of_batch(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.ndim:
+            return tensor
+        return tensor.new_empty((len(tensor) * n // size, *tensor.shape[1:]))
+
+    return map_tensors(of_batch, outputs)

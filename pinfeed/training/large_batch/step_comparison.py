@@ -52,6 +52,7 @@ from pinfeed.training.large_batch.step_spec import StepSpec, gradients_set_aside
 from pinfeed.training.large_batch.two_pass import backward_two_pass
 from pinfeed.training.memory_model.models import call_model
 from pinfeed.training.memory_model.out_of_memory import is_out_of_memory
+from pinfeed.training.memory_model.tensor_specs import map_tensors
 
 ONE_BY_ONE = "accumulate one by one"
 """``"accumulate"`` for batches that arrive one by one; their term count is known at the end."""
@@ -353,11 +354,7 @@ def _edges(n: int) -> Iterator[tuple[int, int]]:
 
 def _cloned(batch: Any) -> Any:
     """Return a copy of the batch in memory of its own, because a model may change its inputs."""
-    leaves, rebuild = flatten(batch)
-    return rebuild(
-        leaf.detach().clone().requires_grad_(leaf.requires_grad) if _is_tensor(leaf) else leaf
-        for _, leaf in leaves
-    )
+    return map_tensors(lambda one: one.detach().clone().requires_grad_(one.requires_grad), batch)
 
 
 class _RandomLoss:
@@ -376,13 +373,10 @@ class _RandomLoss:
     def __call__(self, outputs: Any, rows: torch.Tensor) -> torch.Tensor:
         if self._is_cut:
             check_output_rows(outputs, len(rows))
-        leaves, rebuild = flatten(outputs)
-        self.outputs.append(
-            rebuild(leaf.detach() if _is_tensor(leaf) else leaf for _, leaf in leaves)
-        )
+        self.outputs.append(map_tensors(torch.Tensor.detach, outputs))
         # Outputs may need no gradient, but the backward pass of a loss must be possible.
         total = torch.zeros((), dtype=torch.float64, requires_grad=True)
-        for i, (_, leaf) in enumerate(leaves):
+        for i, (_, leaf) in enumerate(flatten(outputs)[0]):
             if is_differentiable(leaf):
                 values = torch.view_as_real(leaf) if leaf.is_complex() else leaf
                 products = values * _random_rows(i, values, int(rows[0]))

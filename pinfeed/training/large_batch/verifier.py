@@ -33,7 +33,7 @@ from pinfeed.training.large_batch.step_comparison import (
 from pinfeed.training.large_batch.step_spec import StepSpec
 from pinfeed.training.memory_model.models import call_model
 from pinfeed.training.memory_model.out_of_memory import is_out_of_memory, release_cached_memory
-from pinfeed.training.memory_model.tensor_specs import to_device
+from pinfeed.training.memory_model.tensor_specs import map_tensors, to_device
 
 MOST_COMPARED = 3
 """Most samples on which a strategy is compared with the plain step."""
@@ -226,14 +226,10 @@ def _spec_in_float64(spec: StepSpec) -> StepSpec:
 def _in_float64(samples: Callable[[int], Samples]) -> Callable[[int], Samples]:
     """Return a function that returns the same samples in float64."""
 
-    def wide(most: int) -> Any:
-        leaves, rebuild = flatten(samples(most))
-        return rebuild(
-            leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-            for _, leaf in leaves
-        )
+    def wide(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.double() if tensor.is_floating_point() else tensor
 
-    return wide
+    return lambda most: map_tensors(wide, samples(most))
 
 
 @contextlib.contextmanager

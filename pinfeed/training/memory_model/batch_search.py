@@ -132,10 +132,9 @@ class BatchSearch:
     def _largest(self, seen: float | None) -> Budget | None:
         """Return the budget of the largest batch that fits; None if there is none."""
         one_read = self.one_read_count
-        at_reads = functools.cache(lambda n_reads: self.at(n_reads * one_read, seen))
 
         def need(n_reads: int) -> float:
-            budget = at_reads(max(n_reads, self._least // one_read))
+            budget = self.at(max(n_reads * one_read, self._least), seen)
             gpu_share = 0.0
             if self.gpu_limit is not None:
                 gpu_share = budget.gpu_bytes / self.gpu_limit
@@ -151,7 +150,7 @@ class BatchSearch:
             # Without this bound, a small model on a large machine would get a batch that is too
             # large for training.
             found = min(found, max(1, limits.MOST_ROWS // one_read))
-        return at_reads(found) if found else None
+        return self.at(found * one_read, seen) if found else None
 
     @functools.cached_property
     def _least(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -157,39 +158,30 @@ def largest_that_fits(need: Callable[[int], float], limit: float, most: int | No
     a few calls, and halving the interval bounds the number of calls.
 
     Args:
-        need: Function that returns bytes or a share for ``n``. It may be called several times for
-            the same ``n``.
+        need: Function that returns bytes or a share for ``n``. It is called once for each ``n``.
         limit: Largest result of ``need`` that fits.
         most: Largest ``n`` to try; None for no bound.
     """
-    at_fits = need(1)
-    if at_fits > limit or most == 0:
+    need = functools.cache(need)
+    if need(1) > limit or most == 0:
         return 0
     fits = 1
-    if most is not None:
-        if most == 1 or need(most) <= limit:
+    too_many = most or 2
+    while need(too_many) <= limit:
+        if too_many == most:
             return most
-        too_many = most
-        at_too_many = need(most)
-    else:
-        too_many = 2
-        at_too_many = need(2)
-        while at_too_many <= limit:
-            fits = too_many
-            at_fits = at_too_many
-            too_many *= 4
-            at_too_many = need(too_many)
+        fits = too_many
+        too_many *= 4
     halve = False
     while too_many - fits > 1:
-        share = 0.5 if halve else (limit - at_fits) / (at_too_many - at_fits)
+        share = 0.5 if halve else (limit - need(fits)) / (need(too_many) - need(fits))
         guess = min(max(fits + int(share * (too_many - fits)), fits + 1), too_many - 1)
-        nbytes = need(guess)
-        if nbytes <= limit:
-            halve = not halve and (too_many - guess) > (guess - fits)
+        has_space = need(guess) <= limit
+        excluded = guess - fits if has_space else too_many - guess
+        # If the guess excluded less than half of the interval, the next guess halves it.
+        halve = not halve and 2 * excluded < too_many - fits
+        if has_space:
             fits = guess
-            at_fits = nbytes
         else:
-            halve = not halve and (guess - fits) > (too_many - guess)
             too_many = guess
-            at_too_many = nbytes
     return fits

@@ -319,9 +319,9 @@ class Config(limits.MemoryLimits):
         if self._kind == "cpu":
             return self.host_limit(free_host_bytes() + model_on_host), None
         gpu = self.gpu_memory_limit
-        if not gpu:
+        if gpu is None:
             model_on_gpu = bytes_on_device(self._model, torch.device("cuda"))
-            gpu = self._limit(None, _free_on_gpu(self.device) + model_on_gpu)
+            gpu = self.device_limit(_free_on_gpu(self.device) + model_on_gpu)
         return self.host_limit(free_host_bytes()), gpu
 
     def __getstate__(self) -> dict[str, Any]:

@@ -23,12 +23,13 @@ def call_model(model: Callable[..., Any], inputs: Any) -> Any:
     return model(inputs)
 
 
-def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield parameters, buffers, and tensors that are plain attributes."""
-    yield from module.parameters()
-    yield from module.buffers()
-    for one in module.modules():
-        yield from (value for value in vars(one).values() if isinstance(value, torch.Tensor))
+def tensors_of(*models: Any) -> Iterator[torch.Tensor]:
+    """Yield parameters, buffers, and tensors that are plain attributes of all that are modules."""
+    for module in (one for one in models if isinstance(one, nn.Module)):
+        yield from module.parameters()
+        yield from module.buffers()
+        for one in module.modules():
+            yield from (value for value in vars(one).values() if isinstance(value, torch.Tensor))
 
 
 def require_initialized(model: nn.Module) -> None:
@@ -64,20 +65,30 @@ def copies_without_data(model: Any, loss: Any) -> tuple[nn.Module, Any, dict[int
     Returns:
         The model in training mode, the loss, and the fake tensors by the id of the original.
     """
-    fakes: dict[int, torch.Tensor] = {}
-    for module in (given for given in (model, loss) if isinstance(given, nn.Module)):
-        for tensor in tensors_of(module):
-            if id(tensor) not in fakes:
-                fakes[id(tensor)] = _fake_of(tensor)
-    # deepcopy replaces each tensor by its entry in the memo.
-    memo = dict(fakes)
+    fakes = {id(tensor): tensor for tensor in tensors_of(model, loss)}
+    fakes = {key: _fake_of(tensor) for key, tensor in fakes.items()}
+    return *copies(model, loss, dict(fakes)), fakes
+
+
+def copies(model: Any, loss: Any, memo: dict[int, Any]) -> tuple[nn.Module, Any]:
+    """Copy model and loss; a model that is a class or function makes one instead.
+
+    Args:
+        model: A module, or a class or function that makes one.
+        loss: A loss, which is copied if it is a module.
+        memo: Replacements of tensors in the copies, by the id of the original. It receives all
+            other objects that were copied.
+
+    Returns:
+        The model in training mode, and the loss.
+    """
     made = copy.deepcopy(model, memo) if isinstance(model, nn.Module) else model()
     if not isinstance(made, nn.Module):
         raise ArgumentError(
             f"model={model!r} returned a {type(made).__name__}; expected a torch module"
         )
     made_loss = copy.deepcopy(loss, memo) if isinstance(loss, nn.Module) else loss
-    return made if made.training else made.train(), made_loss, fakes
+    return made if made.training else made.train(), made_loss
 
 
 def _fake_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 import itertools
 import pathlib
@@ -17,7 +16,7 @@ from pinfeed.errors import EstimateError
 from pinfeed.memory.host import resident_bytes, trim_heap
 from pinfeed.tensors import rng_state
 from pinfeed.training.memory_model.cuda_step import clear_workspaces
-from pinfeed.training.memory_model.models import call_model, tensors_of
+from pinfeed.training.memory_model.models import call_model, copies, tensors_of
 from pinfeed.training.memory_model.out_of_memory import is_out_of_memory
 from pinfeed.training.memory_model.tensor_specs import to_device
 from pinfeed.training.memory_model.training_step import TrainingStep
@@ -171,26 +170,19 @@ def _copies(
     model: Any, loss: Any, device: torch.device
 ) -> tuple[nn.Module, Any, dict[int, torch.Tensor]]:
     """Return copies of model and loss on the device, and their tensors by the originals' ids."""
-    memo: dict[int, Any] = {
-        id(tensor): tensor.detach().clone() for tensor in _activations(model, loss)
-    }
-    made = copy.deepcopy(model, memo) if isinstance(model, nn.Module) else model()
-    made_loss = copy.deepcopy(loss, memo).to(device) if isinstance(loss, nn.Module) else loss
-    made = made.to(device)
+    # Modules may keep tensors of a graph, which deepcopy refuses.
+    of_graph = [tensor for tensor in tensors_of(model, loss) if not tensor.is_leaf]
+    made, made_loss = copies(model, loss, {id(one): one.detach().clone() for one in of_graph})
     stand_ins: dict[int, torch.Tensor] = {}
     for old, new in ((model, made), (loss, made_loss)):
+        if isinstance(new, nn.Module):
+            new.to(device)
         if isinstance(old, nn.Module):
             originals = (*old.parameters(), *old.buffers())
-            copies = (*new.parameters(), *new.buffers())
-            pairs = zip(originals, copies, strict=True)
+            copied = (*new.parameters(), *new.buffers())
+            pairs = zip(originals, copied, strict=True)
             stand_ins |= {id(before): after for before, after in pairs}
-    return made if made.training else made.train(), made_loss, stand_ins
-
-
-def _activations(*modules: Any) -> Iterator[torch.Tensor]:
-    """Yield tensors of a graph that modules keep, which deepcopy refuses."""
-    for module in (module for module in modules if isinstance(module, nn.Module)):
-        yield from (tensor for tensor in tensors_of(module) if not tensor.is_leaf)
+    return made, made_loss, stand_ins
 
 
 def _random_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

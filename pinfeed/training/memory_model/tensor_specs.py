@@ -93,10 +93,13 @@ def samples_of(shape: Any, dtype: Any, name: str) -> SampleSpec:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return a batch with its tensors on a device."""
+    return map_tensors(lambda tensor: tensor.to(device), batch)
+
+
+def map_tensors(change: Callable[[torch.Tensor], Any], batch: Any) -> Any:
+    """Return a batch with ``change(tensor)`` for each tensor; other leaves stay as they are."""
     leaves, rebuild = flatten(batch)
-    return rebuild(
-        leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves
-    )
+    return rebuild(change(leaf) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves)
 
 
 class _Shape:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -59,9 +59,7 @@ class TrainingStep:
 
     def autocast(self, device_type: str = "cpu") -> contextlib.AbstractContextManager[Any]:
         """Return the context in which forward passes and losses run."""
-        if self.autocast_dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(device_type, self.autocast_dtype)
+        return autocast_context(device_type, self.autocast_dtype)
 
     def batch(
         self, n: int, make: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
@@ -138,13 +136,11 @@ class StepRun:
         self.tracker.label((p.grad for p in self.model.parameters()), "gradients")
 
 
-class Step(Protocol):
-    """Function that computes the gradients of a batch.
+Step = Callable[[StepRun, int], Any]
+"""Function that computes the gradients of a batch of a size.
 
-    Its result lives until the next step, as the variables of a training loop do.
-    """
-
-    def __call__(self, run: StepRun, batch_size: int) -> Any: ...
+Its result lives until the next step, as the variables of a training loop do.
+"""
 
 
 def plain_step(run: StepRun, batch_size: int) -> Any:
@@ -157,6 +153,13 @@ def plain_step(run: StepRun, batch_size: int) -> Any:
     run.held = (outputs, loss) if run.tracker.is_cpu else ()
     run.backward(loss)
     return inputs, targets, outputs, loss
+
+
+def autocast_context(
+    device_type: str, dtype: torch.dtype | None
+) -> contextlib.AbstractContextManager[Any]:
+    """Return the context of autocast to a dtype; None is no autocast."""
+    return contextlib.nullcontext() if dtype is None else torch.autocast(device_type, dtype)
 
 
 def check_autocast(dtype: Any) -> None:
