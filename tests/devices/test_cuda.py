@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.internals import mover_of
 from torch.utils.data import DataLoader, TensorDataset
 
 from pinfeed import (
@@ -249,7 +250,7 @@ def test_equal_to_the_synchronous_loop(
     got = []
     with Feeder(store, rows=batches, depth=depth, device="cuda", route=route) as feeder:
         assert route is None or feeder.plan.route == route
-        transfer = feeder._loop._transfer
+        transfer = mover_of(feeder)
         for batch in feeder.batches():
             for name, stream in (
                 ("compute", feeder._device.current_stream()),
@@ -476,8 +477,8 @@ def test_no_memory_is_allocated_once_it_runs(route: str) -> None:
     ) as feeder:
         streams = [
             feeder._device.current_stream(),
-            feeder._loop._transfer._read,
-            feeder._loop._transfer._write,
+            mover_of(feeder)._read,
+            mover_of(feeder)._write,
         ]
 
         def allocated(lateness: list[Any]) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.internals import runner_of
 from support.loaders import queues_closed
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -86,7 +87,7 @@ def test_a_new_loop_ends_the_one_before_as_break_does(kind: str, depth: int) -> 
         first = iter(feeder)
         got = [taken(first, 2)]
         second = iter(feeder)
-        assert feeder._loop.epoch == 1
+        assert runner_of(feeder).epoch == 1
         with pytest.raises(ClosedError, match=ANOTHER):
             next(first)
         got.append(taken(second, 2))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.lib.stride_tricks import sliding_window_view
 from support.feeders import DEPTHS
+from support.internals import runner_of
 
 from pinfeed import ArrayStore, Feeder, NpyStore, errors
 from pinfeed.devices.cpu import HostDevice
@@ -93,7 +94,7 @@ def test_close_while_another_thread_waits_for_a_batch(x: np.ndarray) -> None:
     thread = threading.Thread(target=run)
     thread.start()
     asked.wait()
-    while not feeder._loop._active.generator().gi_running:  # type: ignore[union-attr]
+    while not runner_of(feeder)._active.generator().gi_running:
         pass
     feeder.close()
     go_on.set()

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.depth_choices import script
+from support.internals import counters_of, runner_of
 from support.simulated_loops import Clock, simulated
 from support.unwrapped import unwrapped
 
@@ -124,7 +125,7 @@ def run(
     """Iterate an epoch whose batches take given times; return which were synchronous."""
     ways = []
     for _, _ in zip(range(n), feeder, strict=False):
-        ways.append(feeder._loop._choice.is_synchronous)
+        ways.append(runner_of(feeder)._choice.is_synchronous)
         clock.pass_s(synchronous_s if ways[-1] else ahead_s)
     return ways
 
@@ -132,7 +133,7 @@ def run(
 def measured_feeder(**options: Any) -> tuple[Feeder, Clock]:
     clock = Clock()
     feeder = Feeder(rows_of(), batch_size=SIZE, device="cpu", **options)
-    feeder._loop._counters.now = clock
+    counters_of(feeder).now = clock
     return feeder, clock
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.internals import runner_of
 from support.loaders import DEPTHS, SIZE, CopyingDevice, N, Numbers, Stream, queues_closed, same
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -71,8 +72,8 @@ def test_batches_and_errors_are_those_of_the_loader(kind: str, depth: int | None
     found = events(loader)
     assert same([list(one) for one in found], [list(one) for one in events(LOADERS[kind]())])
     assert loader.stats.batches == sum(isinstance(event, torch.Tensor) for event, _ in found)
-    assert loader._loop._position.batch == 0
-    assert loader._loop.epoch == 1
+    assert runner_of(loader)._position.batch == 0
+    assert runner_of(loader).epoch == 1
 
 
 def test_errors_of_workers() -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.internals import runner_of
 
 import pinfeed
 from pinfeed.native import library as native
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 
 
 def loop_of(feeder: Any) -> Any:
-    return feeder._loop._last_loop
+    return runner_of(feeder)._last_loop
 
 
 def feeder_of(source: Any, **options: Any) -> Any:

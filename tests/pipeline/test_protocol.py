@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.depth_choices import script
+from support.internals import mover_of
 from support.schedules import SLOTS, STREAMS, corners, next_stream, randomly, switch
 
 from pinfeed import ArrayStore, Feeder
@@ -413,7 +414,7 @@ def test_copies_of_a_failed_fill_end_before_the_next_try(corner: str) -> None:
     own: list[Any] = []
     with Feeder((ArrayStore(x), ArrayStore(y)), batch_size=size, device=device) as feeder:
         # Each of eight batches: the refused one is the fourth of the second slot.
-        assert len(feeder._loop._transfer.slots) == 4
+        assert len(mover_of(feeder).slots) == 4
         sizes = [n * size * 8 for n in (1, 3, 8)]
         with pytest.raises(RuntimeError, match="the copy is refused"):
             for i, (batch, _) in enumerate(feeder):

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.internals import mover_of
 from support.schedules import corners, next_stream, randomly
 
 from pinfeed import ArrayStore, Feeder
@@ -32,7 +33,7 @@ def check(
     seen: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     with Feeder((ArrayStore(X), ArrayStore(Y)), batch_size=SIZE, device=device) as feeder:
         for i, (x, y) in enumerate(feeder):
-            assert feeder._loop._transfer._batches_per_slot == 8
+            assert mover_of(feeder)._batches_per_slot == 8
             device.launch(lambda x, y, i=i: seen.__setitem__(i, (x.copy(), y.copy())), x, y)
             del x, y
             for array in [device.array((1024,), "u1") for _ in range(3)]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.internals import runner_of
 from support.simulated_loops import Clock, simulated
 from torch.utils.data import DataLoader
 
@@ -274,7 +275,7 @@ def test_no_depth_is_advised_for_rows_of_an_iterator(rows: Any, is_cautious: boo
     late = dataclasses.replace(found, depth=2, read_s=1.0)
     overhead = dataclasses.replace(late, wait_s=0.0, overhead_s=6.0)
     with pinfeed.Feeder(np.zeros((1000, 2)), rows=rows, batch_size=10, depth=0) as feeder:
-        source = feeder._loop.source
+        source = runner_of(feeder).source
         texts = [
             explanation(totals, str, source.depth_caution) for totals in (found, late, overhead)
         ]
@@ -311,7 +312,7 @@ def test_more_readers_than_cores_are_not_advised(monkeypatch: pytest.MonkeyPatch
             n_readers=n_readers,
             device="cpu",
         )
-        hints.append(feeder._loop.source.hint(0.0))
+        hints.append(runner_of(feeder).source.hint(0.0))
         feeder.close()
     assert ["Raise n_readers" in hint for hint in hints] == [True, False, False]
     assert "n_readers=2 already uses all 2 cores" in hints[1]
@@ -364,15 +365,15 @@ def test_sources_know_what_to_change(tmp_path: Path) -> None:
     feeder = wrap_readers(
         [1], [1], read_input=lambda i: [i], get_output=lambda i: [i], batch_size=2, device="cpu"
     )
-    assert "Raise n_readers (now 1" in feeder._loop.source.hint(0.0)
+    assert "Raise n_readers (now 1" in runner_of(feeder).source.hint(0.0)
     feeder.close()
     feeder = wrap_readers(
         [1], [1], read_input=lambda i: [i], get_output=lambda i: [i], batch_size=1, device="cpu"
     )
-    assert "n_readers has no effect" in feeder._loop.source.hint(0.0)
+    assert "n_readers has no effect" in runner_of(feeder).source.hint(0.0)
     feeder.close()
     loop = pinfeed.train_rows(
         [], {pinfeed.HostEmbedding(5, 2, name="users"): "ids"}, device=HostDevice()
     )
-    assert "Gathering rows of users" in loop._loop.source.hint(0.2)
-    assert "loader (list)" in loop._loop.source.hint(0.8)
+    assert "Gathering rows of users" in runner_of(loop).source.hint(0.2)
+    assert "loader (list)" in runner_of(loop).source.hint(0.8)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.internals import counters_of
 from support.simulated_loops import Clock, simulated
 from support.unwrapped import unwrapped
 
@@ -145,7 +146,7 @@ def test_without_depth_a_loop_waits_for_each_write_back(
         device=SimDevice(favour(*fast), now=clock),
         timeline=True,
     ) as feeder:
-        feeder._loop._counters.now = clock
+        counters_of(feeder).now = clock
         for batch in feeder.batches():
             batch.write_back(batch.data)
         assert (feeder.stats.write_wait_s, feeder.stats.compute_s) == (counted_s, 3.0 - counted_s)
@@ -164,7 +165,7 @@ def test_readers_that_the_device_holds_up() -> None:
     clock = Clock()
     device = Copying(favour("compute"), now=clock)
     with Feeder(np.zeros((100, 3), np.float32), batch_size=10, depth=2, device=device) as feeder:
-        feeder._loop._counters.now = clock
+        counters_of(feeder).now = clock
         for batch in feeder:
             device.launch(lambda _: None, batch)
         assert feeder.stats.copy_wait_s >= 5.0

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.internals import counters_of
 from support.simulated_loops import Clock, a_run, simulated
 from torch.utils.data import DataLoader
 
@@ -123,7 +124,7 @@ def test_times_of_the_device_are_its_own() -> None:
     batch = next(loop)
     device.launch(lambda _: clock.pass_s(5.0), batch)
     clock.pass_s(1.0)
-    recorded = feeder._loop._counters.timeline
+    recorded = counters_of(feeder).timeline
     # The device has done nothing yet, and no thread waits for it.
     assert {span.lane for span in recorded.spans} == {"read", "wait", "lend"}
     next(loop)
@@ -199,7 +200,7 @@ def test_the_time_of_a_loader_counts_as_reading() -> None:
             yield torch.zeros(4)
 
     loader = wrap_loader(slowly(), device="cpu", depth=0, timeline=True)
-    loader._loop._counters.now = clock
+    counters_of(loader).now = clock
     list(loader)
     assert loader.stats.source_s == loader.stats.read_s == loader.stats.wait_s == 10.0
     assert [span.end_s - span.start_s for span in loader.timeline.spans if span.lane == "read"] == [

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.internals import counters_of
 from support.simulated_loops import Clock
 from support.unwrapped import unwrapped
 
@@ -19,7 +20,7 @@ from pinfeed.testing import SimDevice, favour, lazy
 
 def timed(feeder: Any, clock: Clock) -> Any:
     """Return a feeder whose counters and functions have a simulated clock."""
-    feeder._loop._counters.now = clock
+    counters_of(feeder).now = clock
     for function in (feeder._transforms.host, feeder._transforms.device):
         if function is not None:
             function.now = clock

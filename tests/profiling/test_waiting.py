@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.internals import counters_of, runner_of
 from support.simulated_loops import Clock, Slow, simulated
 
 from pinfeed import Feeder
@@ -103,7 +104,7 @@ class Loop:
         self.feeder = Feeder(
             store, batch_size=10, depth=depth, device=self.device, timeline=True, progress=True
         )
-        self.feeder._loop._counters.now = self.clock
+        counters_of(self.feeder).now = self.clock
         self.waited_s = 0.0
 
     def batches(self) -> Iterator[Any]:
@@ -114,7 +115,7 @@ class Loop:
             return lent.take()
 
         asked = self.clock.s
-        for batch in self.feeder._loop.run(hand_over):
+        for batch in runner_of(self.feeder).run(hand_over):
             self.waited_s += self.clock.s - asked
             yield batch
             asked = self.clock.s

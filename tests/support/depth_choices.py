@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from support.internals import runner_of
+
 from pinfeed.pipeline.depth_choice import DepthChoice
 
 
@@ -34,6 +36,6 @@ class ScriptedChoice(DepthChoice):
 def script(feeder: Any, ways: Iterable[bool]) -> None:
     """Let the loops over a feeder change as ``ways`` says, whether or not they write rows back."""
     ways = list(ways)
-    planned = feeder._loop._schedule
+    planned = runner_of(feeder)._schedule
     for schedule in {planned, getattr(feeder, "_write_schedule", planned)}:
-        feeder._loop._choices[schedule] = ScriptedChoice(schedule, ways)
+        runner_of(feeder)._choices[schedule] = ScriptedChoice(schedule, ways)

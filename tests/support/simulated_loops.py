@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import numpy as np
+from support.internals import counters_of
 
 from pinfeed import ArrayStore, Feeder
 from pinfeed.profiling.timeline import Timeline
@@ -51,7 +52,7 @@ def simulated(
     device = SimDevice(choose, now=clock)
     store = Slow(np.zeros((10 * n, 3), np.float32), clock, gather_s, scatter_s)
     feeder = Feeder(store, batch_size=10, device=device, **{"depth": 2, **kwargs})
-    feeder._loop._counters.now = clock
+    counters_of(feeder).now = clock
     return feeder, clock, device
 
 

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.depth_choices import script
+from support.internals import choice_of, counters_of
 from support.schedules import corners
 from support.simranks import RankThreads
 from support.simulated_loops import Clock
@@ -109,8 +110,8 @@ def test_a_loop_keeps_the_faster_way(
     caplog.set_level(logging.INFO, "pinfeed")
     training = Training(60)
     loop = training.loop
-    loop._loop._counters.now = clock = Clock()
-    choice = loop._loop._choices[loop._loop._schedule]
+    counters_of(loop).now = clock = Clock()
+    choice = choice_of(loop)
     assert loop.depth_reason == "depth=2, not measured yet"
     for batch in loop:
         clock.pass_s(synchronous_s if choice.is_synchronous else ahead_s)
@@ -365,7 +366,7 @@ def test_a_synchronous_loop_by_choice_names_its_slow_stage(
         caplog.clear()
         training = Training(200, depth)
         loop = training.loop
-        loop._loop._counters.now = clock = Clock()
+        counters_of(loop).now = clock = Clock()
         store = training.table.store
         gather = store.gather
 
@@ -375,7 +376,7 @@ def test_a_synchronous_loop_by_choice_names_its_slow_stage(
             gather(rows, out)
 
         store.gather = slow
-        choice = loop._loop._choices[loop._loop._schedule]
+        choice = choice_of(loop)
         for batch in loop:
             clock.pass_s(0.5 if choice.is_synchronous else 2.0)
             training.step(batch)
