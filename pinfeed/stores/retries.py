@@ -55,7 +55,7 @@ def answers_of(
     Args:
         asked: Subjects of the requests, as error messages name them.
         ask: Makes requests, and returns an answer or an error for each.
-        attempts: Most attempts for one request.
+        attempts: Maximum attempts per request.
 
     Raises:
         ReadError: If a request fails with an error for which a further attempt is useless, or
