@@ -241,6 +241,9 @@ def put_rows(target: Array, rows: Rows, values: Array) -> None:
 def copy_runs(array: Array, runs: Runs, out: Array) -> None:
     """Copy runs, each of at least one row, of an array into ``out``, shape (m, *row_shape)."""
     n_rows = runs.n_rows
+    # The bytes of an array without rows have another shape.
+    if not n_rows:
+        return
     n_runs = len(runs.lengths)
     most_rows = min(_PIECE_ROWS, COPIED_BYTES * len(array) // max(1, array.nbytes))
     is_contiguous = array.flags.c_contiguous
