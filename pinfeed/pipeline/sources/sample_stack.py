@@ -54,10 +54,11 @@ class SampleStack:
         if self.stacks is None:
             self._begin(sample)
         value = self._layout.leaves(sample) if self.stacks else sample
-        with self._lock:
-            if self._places is None:
-                self.kept[position] = value
-                return
+        if self._places is None:
+            with self._lock:
+                if self._places is None:
+                    self.kept[position] = value
+                    return
         self._layout.write(value, position, self._places)
 
     def place(self, arrays: Sequence[Array]) -> None:
