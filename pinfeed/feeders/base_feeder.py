@@ -205,23 +205,24 @@ class ResumableFeeder(BaseFeeder[T_co]):
         self._loop.load_state(state)
 
 
-def check_transform_threads(n_threads: Any, host_transform: Any) -> None:
-    """Check the number of threads that call ``host_transform``.
+def check_transform_threads(n_threads: Any, host_transform: Any) -> int | None:
+    """Return the number of threads that call ``host_transform`` as an int, or None.
 
     Raises:
         ArgumentError: If it is neither None nor a whole number from 1 to ``MAX_TRANSFORM_THREADS``,
             or is given without ``host_transform``.
     """
     if n_threads is None:
-        return
+        return None
     note = ", or None for one thread; more threads than cores have no benefit"
-    whole_number(n_threads, "transform_threads", most=MAX_TRANSFORM_THREADS, note=note)
+    number = whole_number(n_threads, "transform_threads", most=MAX_TRANSFORM_THREADS, note=note)
     if host_transform is None:
         raise ArgumentError(
             f"transform_threads={n_threads!r} was given without host_transform, which these "
             "threads call; expected both; give host_transform, or leave out transform_threads "
             "(device_transform is called for one batch at a time)"
         )
+    return number
 
 
 @dataclass(frozen=True)
@@ -249,7 +250,8 @@ class LoopOptions:
         check_choice(self.again, "again", ("end", "refuse"))
         check_function(self.host_transform, "host_transform")
         check_function(self.device_transform, "device_transform")
-        check_transform_threads(self.transform_threads, self.host_transform)
+        n_threads = check_transform_threads(self.transform_threads, self.host_transform)
+        object.__setattr__(self, "transform_threads", n_threads)
 
     @property
     def has_transforms(self) -> bool:
