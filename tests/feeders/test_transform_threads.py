@@ -344,7 +344,7 @@ def test_bad_arguments_are_refused() -> None:
 
 
 def test_tables_with_a_cache_need_batches_in_order() -> None:
-    table = HostEmbedding(13, 2, device_cache=4)
+    table = HostEmbedding(13, 2, device_cache=0.5)
     for make in (train_rows, read_rows):
         options: Any = {"device": "cpu", "host_transform": abs}
         with pytest.raises(ArgumentError, match=r"device_cache.*wrap the loader first"):
