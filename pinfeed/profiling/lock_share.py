@@ -4,7 +4,9 @@ A sampler thread sleeps for random times. When it wakes up, it needs the lock. I
 holds the lock, the operating system counts one more voluntary context switch of the sampler,
 because it waits. This count does not depend on how long the machine takes to wake the sampler.
 
-A sample costs the other threads some microseconds, and about a thousand are taken in a second.
+A sample costs the other threads some microseconds, and at most two hundred are taken in a second.
+More of them would change what they measure, because a thread that is asked for the lock may have to
+wait for a core before it holds the lock again.
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ import time
 
 from pinfeed.threads.pool import ThreadPool
 
-_LEAST_SLEEP_S = 0.2e-3
-_MOST_SLEEP_S = 1.8e-3
+_LEAST_SLEEP_S = 0.5e-3
+_MOST_SLEEP_S = 9.5e-3
 # A shorter time gives no share within a tenth.
-_LEAST_S = 0.1
+_LEAST_S = 0.3
 # With a share of 0.6, a second thread gains a little.
 _ROUNDING = 0.5
-SAMPLED_S = 0.5
+SAMPLED_S = 0.8
 """Seconds for which a sampler runs, unless it is stopped before."""
 
 
