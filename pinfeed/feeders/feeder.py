@@ -127,7 +127,13 @@ class Feeder(ResumableFeeder[T_co]):
             ``generator`` receives a new ``torch.Generator`` for every batch, whose seed is a
             function of (seed, epoch, batch), as the guide to batch transforms describes it.
         device_transform: Function that takes each batch on the device, and returns what the loop
-            receives. It is called in the same way. Its work on a GPU runs in a side stream.
+            receives. One thread calls it for one batch at a time, in order, with the same kind of
+            generator. Its work on a GPU runs in a side stream.
+        transform_threads: Number of threads that call ``host_transform``, each for another batch,
+            from 1 to 64. The loop receives the batches in order, with the same results. In addition
+            to ``depth`` finished batches, up to ``transform_threads - 1`` more are prefetched, and
+            ``plan`` counts them. Several threads help if the function releases the interpreter's
+            lock. None is one thread. The synchronous loop has no threads.
 
     Raises:
         ArgumentError: If an argument is invalid, two arguments conflict, or ``seed`` is given
@@ -218,12 +224,21 @@ class Feeder(ResumableFeeder[T_co]):
         timeline: bool = False,
         host_transform: Callable[..., Any] | None = None,
         device_transform: Callable[..., Any] | None = None,
+        transform_threads: int | None = None,
         verify: bool = False,
     ) -> None:
         batch_size = None if batch_size is None else whole_number(batch_size, "batch_size")
         depth = check_optional_depth(depth)
         selection = RowSelection(batch_size, config, rows, shuffle, seed, drop_last, ranks)
-        options = LoopOptions(again, progress, timeline, host_transform, device_transform, seed)
+        options = LoopOptions(
+            again,
+            progress,
+            timeline,
+            host_transform,
+            device_transform,
+            seed,
+            transform_threads,
+        )
         _check_transforms(options, verify, route)
         self._verify = verify
         self._begin = functools.partial(note_workers, ranks, selection.all_rows)
@@ -360,6 +375,7 @@ class Feeder(ResumableFeeder[T_co]):
         )
         if options.has_transforms:
             schedule = _schedule_of_single_batches(schedule)
+        schedule = options.in_threads(schedule, are_readers=False)
         # A loop that writes back prefetches single batches.
         write_depth = schedule.depth if schedule.batches_per_slot == 1 else DEFAULT_DEPTH
         n_batches = schedule.n_slots + 1 + n_held(write_depth)

@@ -42,6 +42,7 @@ class LoopArguments(TypedDict, total=False):
     again: Again
     progress: bool
     timeline: bool
+    transform_threads: int | None
 
 
 class FeederArguments(LoopArguments, total=False):

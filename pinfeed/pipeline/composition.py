@@ -7,7 +7,7 @@
 | has several readers, or a source that calls ``host_transform`` | draws in turns |
 | writes rows back, or has caches | also a writer and its queue |
 | writes rows that may recur | also draws that compare rows |
-| calls transforms | a filler that does so |
+| calls transforms | a filler that does so, in one thread or in several |
 | records a timeline | also a wrapper that records reads, and names calls for a GPU's profiler |
 | measures its depth | a loop that changes between prefetching and the synchronous loop |
 """
@@ -116,7 +116,7 @@ def make_loop(
     if isinstance(filler, TransformingFiller):
         parts.stop = functools.partial(_stop, source, filler.stop)
         parts.fill_now = functools.partial(filler.fill_now, fill)
-        parts.transform = filler.transform if transforms.are_called_in_loop else None
+        _add_transforms(parts, filler, transforms)
         parts.lend = functools.partial(_lend_transformed, mover.counters, moves.lend)
     if timeline is not None and not mover.device.unified:
         _name_calls(parts)
@@ -125,6 +125,22 @@ def make_loop(
     if schedule.measures_depth:
         return MeasuredLoop(parts, choice)
     return PrefetchLoop(parts) if schedule.depth else SynchronousLoop(parts)
+
+
+def _add_transforms(
+    parts: FillParts, filler: TransformingFiller, transforms: LoopTransforms
+) -> None:
+    """Add the calls of the transforms, unless the source makes all of them."""
+    if not transforms.are_called_in_loop:
+        return
+    parts.n_transform_threads = 1
+    parts.transform = filler.transform
+    # The source calls ``host_transform`` in reader threads, unless the loop reads the rows for it.
+    if parts.schedule.n_transform_threads > 1 and transforms.gather is not None:
+        parts.n_transform_threads = parts.schedule.n_transform_threads
+        parts.transform = filler.transform_on_host
+        if transforms.device is not None:
+            parts.transform_on_device = filler.transform_on_device
 
 
 def _crew_loop(
@@ -222,6 +238,9 @@ def _name_calls(parts: FillParts) -> None:
     def of_turn(slot: Any, turn: int) -> int:
         return first + turn * step
 
+    def of_slot(slot: Slot) -> int:
+        return slot.number
+
     def in_order() -> Callable[..., int]:
         numbers = itertools.count(first, step)
         return lambda *args: next(numbers)
@@ -229,10 +248,12 @@ def _name_calls(parts: FillParts) -> None:
     parts.is_named = True
     parts.fill = named("read", of_turn, parts.fill)
     parts.fill_now = named("read", of_turn, parts.fill_now)
-    parts.lend = named("lend", lambda slot: int(slot.number), parts.lend)
+    parts.lend = named("lend", of_slot, parts.lend)
     parts.wait = named("wait", in_order(), parts.wait)
     if parts.transform is not None:
-        parts.transform = named("transform", in_order(), parts.transform)
+        parts.transform = named("transform", of_slot, parts.transform)
+    if parts.transform_on_device is not None:
+        parts.transform_on_device = named("transform", of_slot, parts.transform_on_device)
 
 
 def _call_numbered(

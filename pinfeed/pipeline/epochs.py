@@ -298,6 +298,7 @@ class EpochRunner:
         counters.enter(
             choice.depth,
             choice.schedule.n_readers if choice.depth else 1,
+            n_transform_threads=choice.schedule.n_transform_threads if choice.depth else 1,
             asynchronous=not self._transfer.device.unified,
             measured_depth=choice.measured_depth if choice.schedule.measures_depth else None,
         )

@@ -11,7 +11,6 @@ from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Cancelled, Slot
 from pinfeed.pipeline.sources.source import HostBatch, failed_batch
 from pinfeed.profiling.spans import Lane
-from pinfeed.threads.call import Pending
 
 
 class Filler:
@@ -139,24 +138,6 @@ class TransformingFiller(Filler):
         slot.rows_s = self._mover.counters.now() - source_done_s
         return slot
 
-    def transform(self, filled: Pending[Slot | None]) -> Slot | None:
-        """Call the transforms on the batch of a slot, and return the slot.
-
-        One thread calls this, in the order of batches.
-
-        Args:
-            filled: Call of ``fill``.
-        """
-        try:
-            slot = filled.result()
-        finally:
-            # The error's traceback keeps this frame, which must not keep the call, because the call
-            # keeps the error.
-            del filled
-        if slot is not None:
-            self._transform(slot)
-        return slot
-
     def fill_now(
         self, fill: Callable[[Slot, int], Slot | None], slot: Slot, turn: int
     ) -> Slot | None:
@@ -166,41 +147,51 @@ class TransformingFiller(Filler):
         with modes_of_a_new_thread():
             filled = fill(slot, turn)
             if filled is not None:
-                self._transform(filled)
+                self.transform(filled)
         return filled
 
-    def _transform(self, slot: Slot) -> None:
+    def transform(self, slot: Slot) -> None:
+        """Call the transforms on the batch of a slot. One thread does so, in order."""
+        if self._transforms.gather is not None:
+            self.transform_on_host(slot)
+        if self._transforms.device is not None:
+            self.transform_on_device(slot)
+
+    def transform_on_host(self, slot: Slot) -> None:
+        """Call ``host_transform`` alone. Several threads may do so at the same time."""
         transforms = self._transforms
         counters = self._mover.counters
-        number = slot.number
-        if transforms.gather is not None:
-            assert transforms.host is not None
-            rows = slot.rows
-            batch = slot.batch
-            assert batch is not None
-            slot.rows = None
-            self._mover.check_stop()
-            made = transforms.on_rows(rows, batch, number)
-            # Only the function may keep the memory of these rows.
-            del rows, batch
-            slot.host_transform_s = count_calls(
-                counters, "host_transform", transforms.host.take_calls()
-            )
-            slot.source_done_s = counters.now()
-            self._gather(slot, made, number)
-        if transforms.device is not None:
-            call = transforms.on_device(slot.tensors, number)
-            batch = slot.batch
-            assert batch is not None
-            try:
-                self._mover.transform(slot, call)
-            except Cancelled:
+        rows = slot.rows
+        batch = slot.batch
+        assert transforms.host is not None
+        assert batch is not None
+        slot.rows = None
+        self._mover.check_stop()
+        made = transforms.on_rows(rows, batch, slot.number)
+        # Only the function may keep the memory of these rows.
+        del rows, batch
+        slot.host_transform_s = count_calls(
+            counters, "host_transform", transforms.host.take_calls()
+        )
+        slot.source_done_s = counters.now()
+        self._gather(slot, made, slot.number)
+
+    def transform_on_device(self, slot: Slot) -> None:
+        """Call ``device_transform`` alone. One thread does so, in order."""
+        transforms = self._transforms
+        call = transforms.on_device(slot.tensors, slot.number)
+        batch = slot.batch
+        assert transforms.device is not None
+        assert batch is not None
+        try:
+            self._mover.transform(slot, call)
+        except Cancelled:
+            raise
+        except Exception as error:
+            if not batch.keeps_errors:
                 raise
-            except Exception as error:
-                if not batch.keeps_errors:
-                    raise
-                self._fail(slot, batch, error, number)
-            calls = transforms.device.take_calls()
-            # On an asynchronous device, the Transfer records the work that the transform queues.
-            lane: Lane | None = "device_transform" if self._mover.device.unified else None
-            slot.device_transform_s = count_calls(counters, lane, calls)
+            self._fail(slot, batch, error, slot.number)
+        calls = transforms.device.take_calls()
+        # On an asynchronous device, the Transfer records the work that the transform queues.
+        lane: Lane | None = "device_transform" if self._mover.device.unified else None
+        slot.device_transform_s = count_calls(self._mover.counters, lane, calls)

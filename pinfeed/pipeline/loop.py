@@ -74,10 +74,20 @@ class FillParts(LoopParts):
     """Does the same in the thread of the loop, with ``reserve`` and the transforms."""
     reserve: Callable[[Slot], object] | None = None
     """Makes a slot ready for ``fill``; None if nothing has to be done."""
-    transform: Callable[[Any], Slot | None] | None = None
-    """Calls the transforms on the batch of a slot, in a thread of their own; None for none."""
+    transform: Callable[[Slot], object] | None = None
+    """Calls the transforms on the batch of a full slot, in threads of its own; None for none.
+
+    If these threads are several, the function calls ``host_transform`` only.
+    """
+    n_transform_threads: int = 0
+    """Number of threads that call ``transform``."""
+    transform_on_device: Callable[[Slot], object] | None = None
+    """Calls ``device_transform`` after ``transform``, in a thread of its own.
+
+    None if ``transform`` does so, or if there is none.
+    """
     wait: Callable[[Pending[Slot | None]], Slot | None] = operator.methodcaller("result")
-    """Waits for a call of ``fill`` or ``transform``."""
+    """Waits for the last call for a slot."""
     may_help: bool = False
     """Whether the thread of the loop may fill a slot that no reader thread has begun to fill."""
 

@@ -47,7 +47,10 @@ class PrefetchLoop(Loop):
     def _start_readers(self) -> None:
         """Start the reader threads, which ``end`` joins."""
         parts = self._parts
-        self.threads.start_readers(calls_transforms=parts.transform is not None)
+        self.threads.start_readers(
+            n_transform_threads=parts.n_transform_threads,
+            transforms_on_device=parts.transform_on_device is not None,
+        )
         self._submit = self.threads.reader.submit
         if parts.may_help and isinstance(self.threads.reader, ThreadPool):
             # Waking a reader thread takes longer than filling a small slot.
@@ -75,7 +78,10 @@ class PrefetchLoop(Loop):
                 parts.reserve(slot)
             filled = self._submit(parts.fill, slot, next(self._turns))
             if parts.transform is not None:
-                filled = self.threads.transformer.submit(parts.transform, filled)
+                threads = self.threads
+                filled = threads.transformer.submit(apply, parts.transform, filled)
+                if (transform := parts.transform_on_device) is not None:
+                    filled = threads.device_transformer.submit(apply, transform, filled)
             self._filling.append(filled)
         return self._result(self._filling.popleft())
 
@@ -129,3 +135,16 @@ class MeasuredLoop(PrefetchLoop):
         self._parts.draws.compare(depth)
         if depth != self._counters.depth:
             self._counters.change_depth(depth)
+
+
+def apply(function: Callable[[Slot], object], pending: Pending[Slot | None]) -> Slot | None:
+    """Call a function on the slot that another call returns, if any, and return the slot."""
+    try:
+        slot = pending.result()
+    finally:
+        # The error's traceback keeps this frame, which must not keep the call, because the call
+        # keeps the error.
+        del pending
+    if slot is not None:
+        function(slot)
+    return slot

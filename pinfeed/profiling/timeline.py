@@ -72,6 +72,7 @@ class Timeline:
         # When each depth began, on the clock.
         self._depths: list[tuple[float, int]] = []
         self._n_readers = 1
+        self._n_transform_threads = 1
         self._measured_depth: Callable[[], int | None] | None = None
 
     @safe_repr
@@ -140,6 +141,7 @@ class Timeline:
         depth: int,
         n_readers: int,
         measured_depth: Callable[[], int | None] | None = None,
+        n_transform_threads: int = 1,
     ) -> None:
         """Record that a loop begins; times count from the beginning of the first loop.
 
@@ -148,11 +150,13 @@ class Timeline:
             depth: Number of batches that are prefetched.
             n_readers: Number of reader threads.
             measured_depth: Returns the depth that was chosen by measurement; None until then.
+            n_transform_threads: Number of threads that call ``host_transform``.
         """
         if self._loop < 0:
             self._zero_s = now
         self._loop += 1
         self._n_readers = n_readers
+        self._n_transform_threads = n_transform_threads
         self._measured_depth = measured_depth
         self.change_depth(now, depth)
 
@@ -261,6 +265,7 @@ class Timeline:
         measured_depth = self._measured_depth
         return dataclasses.replace(
             found,
+            n_transform_threads=self._n_transform_threads,
             measures_depth=measured_depth is not None,
             is_measured=measured_depth is not None and measured_depth() == depth,
         )

@@ -87,6 +87,11 @@ class ThreadedLoaderSource(LoaderSource):
         self._number += 1
         return next_batch(batches)
 
+    @property
+    def _draw(self) -> Callable[[Any], BatchThunk]:
+        # Thunks always call ``host_transform``.
+        return self.draw
+
     def draw(self, batch: Any) -> BatchThunk:
         """Let threads begin to make the samples of a batch, given their indices."""
         from torch.utils.data import default_collate
