@@ -217,6 +217,8 @@ class LoopOptions:
     device_transform: Callable[..., Any] | None = None
     seed: int | None = None
     """Seed of the generators of the transforms; None for 0."""
+    continuous: bool | None = None
+    """Whether a loop that only reads may read the next epoch before one ends; None is False."""
 
     def __post_init__(self) -> None:
         check_flag(self.progress, "progress")
@@ -224,6 +226,8 @@ class LoopOptions:
         check_choice(self.again, "again", ("end", "refuse"))
         check_function(self.host_transform, "host_transform")
         check_function(self.device_transform, "device_transform")
+        if self.continuous is not None:
+            check_flag(self.continuous, "continuous")
 
     @property
     def has_transforms(self) -> bool:
@@ -244,6 +248,26 @@ class LoopOptions:
                 f"seed={self.seed!r} was given, but no function with a parameter generator; "
                 "expected a host_transform or device_transform that has it; to seed the order, "
                 "give the DataLoader generator=torch.Generator().manual_seed(seed)"
+            )
+
+    def require_continuous(self, depth: int | None, reason: str = "") -> None:
+        """Check that ``continuous=True`` does not conflict with other arguments.
+
+        Args:
+            depth: Number of batches to prefetch; None if it is not fixed.
+            reason: Why the loop cannot be continuous, with what to do; empty if it can.
+
+        Raises:
+            ArgumentError: If it conflicts.
+        """
+        if not self.continuous:
+            return
+        if depth == 0:
+            reason = "depth=0 reads nothing ahead; give another depth"
+        if reason:
+            raise ArgumentError(
+                f"continuous=True reads the next epoch before one ends, but {reason}, or leave out "
+                "continuous"
             )
 
     def transforms(
@@ -277,7 +301,10 @@ class LoopOptions:
         transforms: LoopTransforms = NO_TRANSFORMS,
         capacity: Sequence[int] = (),
     ) -> EpochRunner:
-        """Return the runner of the epochs of a feeder; see ``EpochRunner``."""
+        """Return the runner of the epochs of a feeder; see ``EpochRunner``.
+
+        ``continuous`` decides whether its loops may continue, as the feeder has set it.
+        """
         return EpochRunner(
             source,
             device,
@@ -287,4 +314,5 @@ class LoopOptions:
             timeline=self.timeline,
             again=self.again,
             transforms=transforms,
+            continuous=bool(self.continuous),
         )

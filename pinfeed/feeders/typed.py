@@ -56,6 +56,7 @@ class FeederArguments(LoopArguments, total=False):
     ranks: Ranks | Literal["pad", "drop", "join", "all"] | None
     route: str | None
     verify: bool
+    continuous: bool | None
 
 
 class LoaderArguments(LoopArguments, total=False):
