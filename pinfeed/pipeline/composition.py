@@ -78,14 +78,31 @@ def make_loop(
         continuous: Whether the loop may read the next epoch before it ends this one.
     """
     schedule = choice.schedule
-    first = position.batch
-    epochs = None
     if isinstance(mover, HostTransfer) and isinstance(source, RowSource) and not transforms:
         crew_loop = _crew_loop(mover, source, position, schedule)
         if crew_loop is not None:
             return crew_loop
         # Until the rows are in memory, each epoch may be the last one that needs reader threads.
         continuous = continuous and not _may_have_crew(source, schedule)
+    parts = _fill_parts(mover, source, position, choice, transforms, continuous=continuous)
+    if schedule.measures_depth:
+        return MeasuredLoop(parts, choice)
+    return PrefetchLoop(parts) if schedule.depth else SynchronousLoop(parts)
+
+
+def _fill_parts(
+    mover: Mover,
+    source: Source,
+    position: EpochPosition,
+    choice: DepthChoice,
+    transforms: LoopTransforms,
+    *,
+    continuous: bool,
+) -> FillParts:
+    """Return the parts of a loop whose slots are filled by calls in Python."""
+    schedule = choice.schedule
+    first = position.batch
+    epochs = None
     # Reader threads iterate over the batches, one at a time.
     if continuous and schedule.depth and not schedule.has_writer:
         epochs = EpochsAhead(source, position, schedule, choice.may_continue)
@@ -130,9 +147,7 @@ def make_loop(
         _name_calls_of_loop(parts)
     if epochs is not None:
         epochs.fill_epoch = functools.partial(_fill_epoch, parts, filler, transforms)
-    if schedule.measures_depth:
-        return MeasuredLoop(parts, choice)
-    return PrefetchLoop(parts) if schedule.depth else SynchronousLoop(parts)
+    return parts
 
 
 def _fill_by(

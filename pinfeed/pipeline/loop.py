@@ -148,8 +148,6 @@ class Loop:
         counters = self._counters
         mover: Any = self._parts.mover
         threads = self.threads
-        lend = self._parts.lend
-        number = self._parts.first
         is_unified = mover.device.unified
         self.consumer = threading.get_ident()
         exit_hook.loops.add(self._reference)
@@ -166,16 +164,16 @@ class Loop:
                     if not self._pause():
                         break
                     yield EPOCH_END
-                    number = 0
                     continue
                 batch = slot.batch
                 if batch is None:
                     # Another thread closes the feeder now.
                     raise Cancelled
                 idle = is_unified or mover.is_idle()
-                tensors = lend(slot)
+                tensors = self._parts.lend(slot)
                 slot.batch = None
                 slot.tensors = []
+                number = slot.number
                 n_batches = len(tensors)
                 nbytes = slot.nbytes // n_batches
                 counters.read_s += slot.read_s

@@ -83,8 +83,8 @@ def file(tmp_path: Path) -> Path:
 def of_file(path: Path, **options: Any) -> Any:
     """Return a feeder of a file, whose rows reader threads copy, because it has ranks."""
     ranks = Ranks("pad", rank=0, world_size=1)
-    defaults = {"batch_size": SIZE, "depth": 2, "device": "cpu", "ranks": ranks}
-    return Feeder(str(path), **defaults | options)
+    defaults: dict[str, Any] = {"batch_size": SIZE, "depth": 2, "device": "cpu", "ranks": ranks}
+    return Feeder(str(path), **(defaults | options))
 
 
 # ---- what is read ahead --------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def test_only_files_are_read_ahead_by_default(file: Path) -> None:
         (str(file), {"rows": rows.block_shuffled(0, block_rows=4)}, True),
         (str(file), {"ranks": Ranks("pad", rank=1, world_size=2)}, True),
         ({"x": str(file), "y": NpyStore(file)}, {}, True),
-        (str(file), {"rows": torch.utils.data.SequentialSampler(range(N))}, False),  # type: ignore[arg-type]
+        (str(file), {"rows": torch.utils.data.SequentialSampler(range(N))}, False),
         (str(file), {"again": "refuse"}, False),
         (str(file), {"verify": True}, False),
         (str(file), {"host_transform": lambda batch: batch}, False),
@@ -415,7 +415,7 @@ class Program:
             ),
         }
         if rng.random() < 0.4:
-            uneven = "pad" if options["drop_last"] else rng.choice(["pad", "drop", "join"])
+            uneven: Any = "pad" if options["drop_last"] else rng.choice(["pad", "drop", "join"])
             world_size = rng.choice([1, 2, 3])
             options["ranks"] = Ranks(uneven, rank=world_size - 1, world_size=world_size)
         if rng.random() < 0.4:
