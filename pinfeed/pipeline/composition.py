@@ -105,7 +105,8 @@ def _fill_parts(
     epochs = None
     # Reader threads iterate over the batches, one at a time.
     if continuous and schedule.depth and not schedule.has_writer:
-        epochs = EpochsAhead(source, position, schedule, choice.may_continue)
+        begin = (position.epoch, position.batch, position.checksum)
+        epochs = EpochsAhead(source, begin, schedule, choice.may_continue)
         thunks = epochs.thunks()
     else:
         thunks = source.epoch(

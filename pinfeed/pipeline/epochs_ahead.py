@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from pinfeed.pipeline.draws import Thunks
-from pinfeed.pipeline.position import EpochPosition
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Slot
 from pinfeed.pipeline.sources.source import Source
@@ -23,7 +22,7 @@ class EpochsAhead:
 
     Args:
         source: Source of the batches.
-        position: Epoch, and first batch.
+        first: Epoch, first batch, and checksum of the batches before it.
         schedule: Schedule of the loop.
         may_continue: Returns whether the next epoch may be read now (consumer).
     """
@@ -31,7 +30,7 @@ class EpochsAhead:
     def __init__(
         self,
         source: Source,
-        position: EpochPosition,
+        first: tuple[int, int, int],
         schedule: PrefetchSchedule,
         may_continue: Callable[[], bool],
     ) -> None:
@@ -41,11 +40,11 @@ class EpochsAhead:
         self.fill_epoch: Callable[[int, int, int], None] = lambda epoch, turn, n_ahead: None
         """Makes later calls fill slots with another epoch, given its number, the number of its
         first call, and the number of epochs until then (consumer)."""
-        self._first = (position.epoch, position.batch, position.checksum)
+        self._first = first
         # The epoch that the loop receives, and the one that the next call of a reader fills.
-        self._received = self._filled = position.epoch
+        self._received = self._filled = first[0]
         # Slots that the loop has not received yet, of its epoch and of each later one.
-        self._n_first = self._n_slots(position.epoch, position.batch)
+        self._n_first = self._n_slots(*first[:2])
         self._n_left = deque([self._n_first])
         # Later epochs that the readers have not opened yet.
         self._to_open: deque[int] = deque()

@@ -174,7 +174,7 @@ class Loop:
                 slot.batch = None
                 slot.tensors = []
                 number = slot.number
-                n_batches = len(tensors)
+                self._n_lent = n_batches = len(tensors)
                 nbytes = slot.nbytes // n_batches
                 counters.read_s += slot.read_s
                 counters.source_s += slot.source_s
@@ -198,7 +198,6 @@ class Loop:
                 if slot.error is not None:
                     _raise_error(slot)
                 self._free.append(slot)
-                self._n_lent = n_batches
         except Cancelled:
             raise ClosedError(_CLOSED_WHILE_WAITING) from None
         finally:
