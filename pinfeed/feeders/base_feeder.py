@@ -243,6 +243,8 @@ class LoopOptions:
     """Seed of the generators of the transforms; None for 0."""
     transform_threads: int | None = None
     """Number of threads that call ``host_transform``; None for one."""
+    continuous: bool | None = None
+    """Whether a loop that only reads may read the next epoch before one ends; None is False."""
 
     def __post_init__(self) -> None:
         check_flag(self.progress, "progress")
@@ -252,6 +254,8 @@ class LoopOptions:
         check_function(self.device_transform, "device_transform")
         n_threads = check_transform_threads(self.transform_threads, self.host_transform)
         object.__setattr__(self, "transform_threads", n_threads)
+        if self.continuous is not None:
+            check_flag(self.continuous, "continuous")
 
     @property
     def has_transforms(self) -> bool:
@@ -281,6 +285,26 @@ class LoopOptions:
                 f"seed={self.seed!r} was given, but no function with a parameter generator; "
                 "expected a host_transform or device_transform that has it; to seed the order, "
                 "give the DataLoader generator=torch.Generator().manual_seed(seed)"
+            )
+
+    def require_continuous(self, depth: int | None, reason: str = "") -> None:
+        """Check that ``continuous=True`` does not conflict with other arguments.
+
+        Args:
+            depth: Number of batches to prefetch; None if it is not fixed.
+            reason: Why the loop cannot be continuous, with what to do; empty if it can.
+
+        Raises:
+            ArgumentError: If it conflicts.
+        """
+        if not self.continuous:
+            return
+        if depth == 0:
+            reason = "depth=0 reads nothing ahead; give another depth"
+        if reason:
+            raise ArgumentError(
+                f"continuous=True reads the next epoch before one ends, but {reason}, or leave out "
+                "continuous"
             )
 
     def transforms(
@@ -314,7 +338,10 @@ class LoopOptions:
         transforms: LoopTransforms = NO_TRANSFORMS,
         capacity: Sequence[int] = (),
     ) -> EpochRunner:
-        """Return the runner of the epochs of a feeder; see ``EpochRunner``."""
+        """Return the runner of the epochs of a feeder; see ``EpochRunner``.
+
+        ``continuous`` decides whether its loops may continue, as the feeder has set it.
+        """
         return EpochRunner(
             source,
             device,
@@ -324,4 +351,5 @@ class LoopOptions:
             timeline=self.timeline,
             again=self.again,
             transforms=transforms,
+            continuous=bool(self.continuous),
         )

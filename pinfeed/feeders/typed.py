@@ -57,6 +57,7 @@ class FeederArguments(LoopArguments, total=False):
     ranks: Ranks | Literal["pad", "drop", "join", "all"] | None
     route: str | None
     verify: bool
+    continuous: bool | None
 
 
 class LoaderArguments(LoopArguments, total=False):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pinfeed.pipeline.draws import BatchDraws, Mover
 from pinfeed.pipeline.loop_transforms import LoopTransforms, count_calls
@@ -11,6 +13,9 @@ from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Cancelled, Slot
 from pinfeed.pipeline.sources.source import HostBatch, failed_batch
 from pinfeed.profiling.spans import Lane
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Filler:
@@ -37,6 +42,17 @@ class Filler:
         self._make = draws.make
         self._first = first
         self._batches_per_slot = schedule.batches_per_slot
+
+    def of_epoch(self, epoch: int, turn: int) -> Self:
+        """Return a filler for a later epoch of the same loop.
+
+        Args:
+            epoch: Number of the epoch.
+            turn: Number of the call of ``fill`` for its first batches.
+        """
+        filler = copy.copy(self)
+        filler._first = -turn * self._batches_per_slot
+        return filler
 
     def fill(self, slot: Slot, turn: int) -> Slot | None:
         """Fill a slot with the next batches; return None after the last one.
@@ -111,6 +127,11 @@ class TransformingFiller(Filler):
         self._transforms = transforms
         if transforms.gather is not None:
             transforms.gather.begin(schedule)
+
+    def of_epoch(self, epoch: int, turn: int) -> Self:
+        filler = super().of_epoch(epoch, turn)
+        filler._transforms = dataclasses.replace(self._transforms, epoch=epoch)
+        return filler
 
     def stop(self) -> None:
         """End every fill at its next step, because the loop has ended. Any thread may call this."""
