@@ -240,20 +240,43 @@ def wrap_loader(
         schedule = measured_schedule() if depth is None else PrefetchSchedule(depth)
         if stores is not None:
             schedule = dataclasses.replace(schedule, n_readers=n_id_readers(schedule.depth))
-        feeder: type[LoaderFeeder[Any]] = LoaderFeeder
-        batches = LoaderSource(loader)
-        if n_threads is not None:
-            feeder = ThreadedLoaderFeeder
-            skipped = SkippedSamples(max_skipped) if on_error == "skip" else None
-            batches = ThreadedLoaderSource(loader, n_threads if depth else 0, skipped)
+        batches = _source_of(loader, n_threads, schedule, on_error == "skip", max_skipped)
+        if isinstance(batches, ThreadedLoaderSource):
             schedule = batches.schedule(schedule)
-        elif all(callable(getattr(loader, name, None)) for name in STATE_METHODS):
-            feeder = StatefulLoaderFeeder
-            batches = StatefulSource(loader)
         batches.keeps_errors = on_error == "next"
         schedule = options.in_threads(schedule, are_readers=True)
-        return feeder(batches, device=device, schedule=schedule, options=options, fetch=stores)
+        make = _FEEDERS[type(batches)]
+        return make(batches, device=device, schedule=schedule, options=options, fetch=stores)
     except BaseException:
         if stores is not None:
             stores.close()
         raise
+
+
+_FEEDERS: Mapping[type[LoaderSource], type[LoaderFeeder[Any]]] = {
+    LoaderSource: LoaderFeeder,
+    StatefulSource: StatefulLoaderFeeder,
+    ThreadedLoaderSource: ThreadedLoaderFeeder,
+}
+"""Feeder of each kind of source."""
+
+
+def _source_of(
+    loader: Any, n_threads: int | None, schedule: PrefetchSchedule, skips: bool, max_skipped: int
+) -> LoaderSource:
+    """Return the source of the batches of a loader.
+
+    Args:
+        loader: The user's loader.
+        n_threads: Number of threads that make its samples; None if it makes its own batches.
+        schedule: Schedule of the loop.
+        skips: Whether to leave out samples that fail.
+        max_skipped: Number of samples that a loop may leave out.
+    """
+    if n_threads is not None:
+        skipped = SkippedSamples(max_skipped) if skips else None
+        # The synchronous loop has no threads.
+        return ThreadedLoaderSource(loader, n_threads if schedule.depth else 0, skipped)
+    if all(callable(getattr(loader, name, None)) for name in STATE_METHODS):
+        return StatefulSource(loader)
+    return LoaderSource(loader)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from abc import ABC, abstractmethod
@@ -224,6 +225,10 @@ class Source(ABC):
         It may then write rows without a new ``rows_version``. Any thread may call this.
         """
         return False
+
+    def several_epochs(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which a loop opens several epochs, one after another."""
+        return contextlib.nullcontext()
 
     @abstractmethod
     def epoch(

@@ -15,8 +15,8 @@ from pinfeed.pipeline.sources.sample_batch import NoSamples, SampleBatch
 from pinfeed.pipeline.sources.sample_source import (
     BegunBatches,
     SampleMaker,
+    SampleThreads,
     sample_hint,
-    sample_threads,
     with_sample_readers,
 )
 from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
@@ -133,7 +133,7 @@ class ThreadedLoaderSource(LoaderSource):
         return samples.reporting(self.fetch.add(batch, self.fetch.ids(batch)))
 
     def _draws(self, batches: Iterator[Any]) -> Generator[BatchThunk, None, None]:
-        with sample_threads(self.worker, self._n_threads) as self._workers:
+        with SampleThreads(self.worker, self._n_threads).running() as self._workers:
             yield from super()._draws(batches)
 
 
