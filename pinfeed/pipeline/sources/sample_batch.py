@@ -6,14 +6,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import add_note
 from pinfeed.pipeline.slot import Cancelled
-from pinfeed.pipeline.sources.guarded import guarded
+from pinfeed.pipeline.sources.guarded import drop_frames, guarded
 from pinfeed.pipeline.sources.host_leaves import host_batch_of
 from pinfeed.pipeline.sources.source import HostBatch
 from pinfeed.stores.host_rows import CheckStop, never
@@ -34,7 +34,7 @@ class SampleBatch:
     """A batch of samples, which several threads make in order.
 
     Samples that ``default_collate`` would stack are written straight into the memory of the batch.
-    The first sample gives its layout.
+    The first sample that does not fail gives its layout.
 
     Args:
         make_samples: Begins to make samples in a thread.
@@ -58,27 +58,26 @@ class SampleBatch:
         self._positions = deque(range(n))
         self._is_stopped = False
         self._check_stop: CheckStop = never
+        # Empty if the thread of the loop makes the samples.
         self._calls: list[Pending[None]] = []
-        self._is_inline = True
-        # Guards the next four attributes.
+        # Guards the next five attributes.
         self._lock = threading.Lock()
         self._layout: Any = None
+        # Position of the first sample that has not failed, while there is no layout.
+        self._first = 0
         # For each leaf its array or list; None until the memory of the batch is known.
         self._places: list[Any] | None = None
-        # Samples by position: all if ``collate`` makes the batch, otherwise those that were made
-        # before the memory was known, as leaves.
+        # Samples by position, while their places are not known.
         self._samples: dict[int, Any] = {}
-        self._errors: dict[int, Exception] = {}
-        # Set when a sample has given the layout, and when a thread finds no position left.
-        self._has_begun = threading.Event()
+        self._errors: dict[int, BaseException] = {}
         self._arrays: list[Array] = []
 
-    def begin(self, workers: Workers | None, n_threads: int) -> None:
-        """Make threads begin with the samples; without ``workers``, ``host_batch`` makes them."""
-        if workers is not None:
-            self._is_inline = False
-            n = min(n_threads, self._n)
-            self._calls = [workers.submit(self._work) for _ in range(n)]
+    def begin(self, workers: Workers, n_threads: int) -> None:
+        """Make threads begin with the samples; otherwise, ``host_batch`` makes them."""
+        if self._collate is None:
+            # This call ends as soon as the layout is known.
+            self._calls.append(workers.submit(self._work, True))
+        self._calls += [workers.submit(self._work) for _ in range(min(n_threads, self._n))]
 
     def stop(self) -> None:
         """Make no more samples, because the loop has ended. Any thread may call this."""
@@ -90,20 +89,24 @@ class SampleBatch:
         Raises:
             Exception: If a sample failed, and is not left out; the error of the first one.
         """
-        if self._is_inline:
-            self._work(only_first=True)
-        self._has_begun.wait()
-        if self._collate is None and self._layout is None:
-            # All samples so far have failed.
-            self._wait()
+        if self._collate is None:
+            if not self._calls:
+                self._work(only_first=True)
+            for call in self._calls:
+                if self._layout is not None:
+                    break
+                call.result()
+            if self._layout is None:
+                # All samples have failed.
+                self._wait()
         if self._collate is not None:
             return self.reporting(host_batch_of(self.batch()))
         if self._layout is None:
-            return HostBatch([], self._rebuild, [(0, 0)])
+            return self.reporting(HostBatch([], lambda tensors: NoSamples(), [(0, 0)]))
         columns = [column for column in self._layout.columns if column is not None]
         parts = [_ColumnPart(self, (self._n, *shape), dtype) for shape, dtype, _ in columns]
         self._sizes = [(self._n, 0)]
-        return HostBatch(parts, self._rebuild, self._sizes)
+        return self.reporting(HostBatch(parts, self._rebuild, self._sizes))
 
     def read(self, out: Array, check_stop: CheckStop) -> None:
         """Take the memory of the next column, and with the last one complete the batch (reader)."""
@@ -118,11 +121,9 @@ class SampleBatch:
                 [None] * self._n if column is None else next(arrays)
                 for column in self._layout.columns
             ]
-            waiting = self._samples
-            self._samples = {}
-        for position, leaves in waiting.items():
-            self._write(position, leaves)
-        if self._is_inline:
+        while self._samples:
+            self._write(*self._samples.popitem())
+        if not self._calls:
             self._work()
         self._wait()
         check_stop()
@@ -131,65 +132,77 @@ class SampleBatch:
 
     def _work(self, only_first: bool = False) -> None:
         """Make samples until none is left, or only until one has given the layout."""
-        try:
-            with self._make_samples() as make:
-                while not self._is_stopped and not (only_first and self._has_begun.is_set()):
-                    try:
-                        self._check_stop()
-                        position = self._positions.popleft()
-                    except Exception:
-                        # Either no position is left, or the loop has ended.
-                        break
-                    try:
-                        sample = guarded(make, position)
-                        self._put(position, sample)
-                    except Exception as error:
-                        self._fail(position, error)
-                    # The sample must not be held while the next one is made.
-                    sample = None
-        finally:
-            self._has_begun.set()
+        with self._make_samples() as make:
+            while not self._is_stopped and not (only_first and self._layout is not None):
+                try:
+                    self._check_stop()
+                    position = self._positions.popleft()
+                except Exception:
+                    # Either no position is left, or the loop has ended.
+                    break
+                try:
+                    self._put(position, guarded(make, position))
+                except BaseException as error:
+                    self._fail(position, error)
 
     def _put(self, position: int, sample: Any) -> None:
         """Write a sample to its place, or keep it until its place is known."""
-        if self._collate is None:
-            layout = self._layout or self._begun_with(sample)
-            # Samples of some layouts cannot be stacked in place.
-            value = layout.leaves(sample) if layout.stacks else sample
-        else:
-            value = sample
         with self._lock:
             if self._places is None:
-                self._samples[position] = value
-                self._has_begun.set()
+                self._samples[position] = sample
+                self._find_layout()
                 return
-        self._layout.write(value, position, self._places)
+        self._write(position, sample)
 
-    def _begun_with(self, sample: Any) -> Any:
-        """Return the layout of the batch, which its first sample gives."""
+    def _write(self, position: int, sample: Any) -> None:
+        try:
+            self._layout.write(self._layout.leaves(sample), position, self._places)
+        except Exception as error:
+            self._fail(position, error)
+
+    def _fail(self, position: int, error: BaseException) -> None:
+        with self._lock:
+            self._note(position, error)
+            self._find_layout()
+
+    def _note(self, position: int, error: BaseException) -> None:
+        """Note the error of a sample (with the lock)."""
+        self._errors[position] = error
+        if self._may_skip(error):
+            # Its frames would keep the batch as long as the error.
+            drop_frames(error)
+        else:
+            self._is_stopped = True
+
+    def _may_skip(self, error: BaseException) -> bool:
+        return self._skipped is not None and isinstance(error, Exception)
+
+    def _find_layout(self) -> None:
+        """Let the first sample that has not failed give the layout, if it was made (with the lock).
+
+        The first sample to be ready may be another one in every run.
+        """
+        if self._collate is not None or self._layout is not None:
+            return
         from torch.utils.data import default_collate
 
         from pinfeed.pipeline.sources.sample_layout import SampleLayout
 
-        with self._lock:
-            if self._layout is None:
-                layout = SampleLayout(sample)
-                if not layout.stacks:
-                    self._collate = default_collate
-                self._layout = layout
-            return self._layout
-
-    def _write(self, position: int, leaves: Sequence[Any]) -> None:
-        try:
-            self._layout.write(leaves, position, self._places)
-        except Exception as error:
-            self._fail(position, error)
-
-    def _fail(self, position: int, error: Exception) -> None:
-        with self._lock:
-            self._errors[position] = error
-        if self._skipped is None:
-            self._is_stopped = True
+        while True:
+            while self._first in self._errors:
+                self._first += 1
+            if self._first not in self._samples:
+                return
+            try:
+                layout = SampleLayout(self._samples[self._first])
+            except Exception as error:
+                del self._samples[self._first]
+                self._note(self._first, error)
+                continue
+            if not layout.stacks:
+                self._collate = default_collate
+            self._layout = layout
+            return
 
     def _wait(self) -> None:
         """Wait until the threads have made all samples.
@@ -200,8 +213,9 @@ class SampleBatch:
         for call in self._calls:
             call.result()
         # Positions are taken in order, so that no earlier sample can fail later.
-        if self._errors and self._skipped is None:
-            error = self._errors[min(self._errors)]
+        fatal = [at for at, error in self._errors.items() if not self._may_skip(error)]
+        if fatal:
+            error = self._errors[min(fatal)]
             self._errors = {}
             try:
                 raise error
@@ -218,11 +232,11 @@ class SampleBatch:
             Exception: If a sample failed, and is not left out; the error of the first one.
         """
         assert self._collate is not None
-        if self._is_inline:
+        if not self._calls:
             self._work()
         self._wait()
         samples = [self._samples.pop(position) for position in sorted(self._samples)]
-        if not samples:
+        if not samples and self._errors:
             return NoSamples()
         try:
             return guarded(self._collate, samples)
@@ -232,14 +246,8 @@ class SampleBatch:
 
     def reporting(self, batch: HostBatch) -> HostBatch:
         """Return a HostBatch that reports the samples left out when the loop receives it."""
-        if self._errors:
-            rebuild = batch.rebuild
-
-            def report_and_rebuild(tensors: Iterator[Any]) -> Any:
-                self._report()
-                return rebuild(tensors)
-
-            batch.rebuild = report_and_rebuild
+        if self._skipped is not None:
+            batch.complete = self._report
         return batch
 
     def _close_gaps(self) -> None:
@@ -255,23 +263,21 @@ class SampleBatch:
 
     def _rebuild(self, tensors: Iterator[Any]) -> Any:
         """Return the batch in the structure that ``default_collate`` gives it."""
-        n_kept = self._n - len(self._errors)
-        if self._errors:
-            self._report()
-        if not n_kept:
-            return NoSamples()
         assert self._places is not None
         stacked = [
             place if column is None else next(tensors)
             for place, column in zip(self._places, self._layout.columns, strict=True)
         ]
         if self._errors:
+            n_kept = self._n - len(self._errors)
             stacked = [column[:n_kept] for column in stacked]
         return self._layout.rebuild(stacked)
 
-    def _report(self) -> None:
+    def _report(self, batch: Any, tensors: Sequence[Any]) -> Any:
+        """Report the samples that were left out, and return the batch."""
         assert self._skipped is not None
-        self._skipped(sorted(self._errors.items()))
+        self._skipped(cast("Failures", sorted(self._errors.items())))
+        return batch
 
 
 class _ColumnPart:
