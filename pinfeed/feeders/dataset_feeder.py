@@ -83,7 +83,7 @@ def wrap_dataset(
     - A ``transform`` with a parameter ``generator`` gets a new ``torch.Generator``, and one with a
       parameter ``rng`` a new ``numpy.random.Generator``.
     - Functions of torch without ``generator=``, as in transforms of torchvision, draw from the
-      generator of the sample, too.
+      generator of the sample, too. In ``collate_fn``, they draw from one of the batch.
     - Python's ``random`` module and the global generator of numpy are shared by all threads. A
       sample that draws from them is refused, unless ``reproducible`` is False.
 
@@ -170,6 +170,8 @@ def wrap_dataset(
         depth = DEFAULT_DEPTH if config is None or config.depth is None else config.depth
     if continuous is None:
         continuous = again == "end" and depth > 0
+    if on_error == "skip":
+        device_transform = SkippedSamples.passing(device_transform)
     options = LoopOptions(
         again, progress, timeline, None, device_transform, seed, continuous=continuous
     )
@@ -204,8 +206,10 @@ class DatasetFeeder(ResumableFeeder[T_co]):
     ) -> None:
         is_limited = selection.config is not None
         first = None
-        if samples.n and (is_limited or not samples.may_fail):
-            first = first_sample(samples.maker)
+        if samples.n:
+            # A loop that continues after errors may begin with one.
+            may_fail = samples.may_fail and not is_limited
+            first = first_sample(samples.maker, may_fail=may_fail)
         self._samples = samples
         self._selection = selection
         on = self._open_device(device, n_spare=depth + 2)
@@ -312,18 +316,27 @@ def _check_dataset(dataset: Any) -> None:
         )
 
 
-def first_sample(maker: SampleMaker) -> Any:
+def first_sample(maker: SampleMaker, *, may_fail: bool = False) -> Any:
     """Return ``dataset[0]`` as a sample of epoch 0; global generators stay as they are.
+
+    Args:
+        maker: Makes the sample.
+        may_fail: Whether to return None if the sample fails.
 
     Raises:
         ArgumentError: If it draws from a global generator, but samples must be reproducible.
         Exception: If the sample fails; its error.
     """
     from pinfeed.tensors.sample_random import global_draws
-    from pinfeed.tensors.transform_calls import modes_of_a_new_thread, trial
+    from pinfeed.tensors.transform_calls import trial
 
-    with trial("cpu"), modes_of_a_new_thread(), maker.in_thread(0, [0], [0]) as make:
-        sample, drawn = global_draws(functools.partial(guarded, make, 0))
+    with trial("cpu"), maker.in_thread(0, [0], [0]) as make:
+        try:
+            sample, drawn = global_draws(functools.partial(guarded, make, 0))
+        except Exception:
+            if not may_fail:
+                raise
+            return None
     if drawn and maker.reproducible:
         raise ArgumentError(
             f"dataset[0] draws from the global generator of {' and '.join(drawn)}, which all "

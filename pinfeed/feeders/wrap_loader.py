@@ -23,7 +23,11 @@ from pinfeed.pipeline.schedule import PrefetchSchedule, measured_schedule, n_id_
 from pinfeed.pipeline.sources.loader_source import LoaderSource, StatefulSource
 from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
 from pinfeed.pipeline.sources.threaded_loader_source import ThreadedLoaderSource
-from pinfeed.validation.arguments import check_choice, explain_arguments, whole_number
+from pinfeed.validation.arguments import (
+    check_choice,
+    explain_arguments,
+    whole_number,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -213,6 +217,8 @@ def wrap_loader(
         NotEnoughCPUMemory: If the limits of ``config`` cannot hold the chunks that reading needs.
         UnknownArgument: If an argument does not exist. The message says where it belongs.
     """
+    if on_error == "skip":
+        device_transform = SkippedSamples.passing(device_transform)
     options = LoopOptions(
         again, progress, timeline, host_transform, device_transform, seed, transform_threads
     )

@@ -7,9 +7,10 @@ ones.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from pinfeed.pipeline.host_transfer import HostTransfer
@@ -214,6 +215,15 @@ class Turns:
         self._next = 0
         self._is_shared = is_shared
         self._has_changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def taken(self, turn: int) -> Iterator[None]:
+        """Run code in a turn."""
+        self.wait_for(turn)
+        try:
+            yield
+        finally:
+            self.end()
 
     def wait_for(self, turn: int) -> None:
         """Wait until all earlier turns have ended."""

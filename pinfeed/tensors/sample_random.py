@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,22 +23,45 @@ from pinfeed.tensors.transform_calls import seeded_generator
 _FUNCTIONS = (
     *("bernoulli", "multinomial", "normal", "poisson", "rand", "rand_like", "randint"),
     *("randint_like", "randn", "randn_like", "randperm", "_sample_dirichlet", "_standard_gamma"),
-    "binomial",
+    *("binomial", "rrelu", "rrelu_"),
 )
 _METHODS = (
     *("bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_"),
     *("multinomial", "normal_", "random_", "uniform_"),
 )
+# Inside a function of this module, torch calls no mode.
+_INITIALIZERS = ("kaiming_uniform_", "normal_", "uniform_")
 _DRAWS = frozenset(
     getattr(owner, name)
-    for owner, names in ((torch, _FUNCTIONS), (torch.Tensor, _METHODS))
+    for owner, names in (
+        (torch, _FUNCTIONS),
+        (torch.Tensor, _METHODS),
+        (torch.nn.init, _INITIALIZERS),
+    )
     for name in names
 )
 """Functions of torch that take a generator, and draw from the global one without it."""
 _DROPOUTS = frozenset(
-    getattr(torch.nn.functional, name)
-    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d")
-) | {torch.dropout}
+    getattr(owner, name)
+    for owner, names in (
+        (
+            torch.nn.functional,
+            (
+                *("alpha_dropout", "dropout", "dropout1d", "dropout2d", "dropout3d"),
+                *("feature_alpha_dropout", "gumbel_softmax", "rrelu"),
+            ),
+        ),
+        (
+            torch,
+            (
+                *("alpha_dropout", "alpha_dropout_", "dropout", "dropout_", "feature_dropout"),
+                *("feature_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_"),
+                "native_dropout",
+            ),
+        ),
+    )
+    for name in names
+)
 """Functions of torch that always draw from the global generator, unless training is False."""
 
 
@@ -77,29 +100,34 @@ class SampleRandom(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if func in _DRAWS and _is_on_cpu(args, kwargs) and not (kwargs or {}).get("generator"):
-            return func(*args, **{**(kwargs or {}), "generator": self.generator()})
-        if func in _DROPOUTS and _is_training(args, kwargs):
+        given = kwargs or {}
+        if func in _DRAWS and _takes_own(args, given):
+            return func(*args, **{**given, "generator": self.generator()})
+        if func in _DROPOUTS and _is_training(args, given):
             raise ArgumentError(
                 f"a sample called {func.__name__}, which always draws from torch's global "
                 "generator, so its numbers would depend on other threads; multiply with a mask "
-                "from torch.bernoulli instead, or give reproducible=False"
+                "from torch.bernoulli instead, or give wrap_dataset reproducible=False"
             )
-        return func(*args, **(kwargs or {}))
+        return func(*args, **given)
 
 
-def _is_on_cpu(args: Sequence[Any], kwargs: Any) -> bool:
-    """Return whether a random function makes numbers on the CPU, where the generator is."""
-    device = (kwargs or {}).get("device")
-    if device is not None:
-        return torch.device(device).type == "cpu"
-    tensors = [value for value in args[:2] if isinstance(value, torch.Tensor)]
-    return all(tensor.is_cpu for tensor in tensors)
+def _takes_own(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a random function draws on the CPU, and was given no generator."""
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type != "cpu":
+        return False
+    return not any(
+        isinstance(value, torch.Generator) or (isinstance(value, torch.Tensor) and not value.is_cpu)
+        for value in (*args, *kwargs.values())
+    )
 
 
-def _is_training(args: Sequence[Any], kwargs: Any) -> bool:
+def _is_training(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a dropout, given an input, p and training, draws numbers."""
-    return bool(args[2] if len(args) > 2 else (kwargs or {}).get("training", True))
+    if len(args) > 2:
+        return bool(args[2])
+    return bool(kwargs.get("training", kwargs.get("train", True)))
 
 
 def global_draws(make: Callable[[], Any]) -> tuple[Any, list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pinfeed.errors import WorkerError
+from pinfeed.errors import PinfeedError, WorkerError, add_note
 
 
 def guarded(fn: Callable[..., Any], *args: Any) -> Any:
@@ -43,6 +43,18 @@ def raise_if_silent(error: BaseException) -> None:
         f"{_where(cause)} raised {cause!r}, which would end the loop without an error; raise "
         "another exception that says what is wrong"
     ) from cause
+
+
+def drop_frames(error: BaseException) -> None:
+    """Drop the frames of an error that is kept for a long time, and note where it was raised."""
+    if error.__traceback__ is not None and not isinstance(error, PinfeedError):
+        add_note(error, f"raised in {_where(error)}")
+    chain: list[BaseException | None] = [error]
+    while chain:
+        one = chain.pop()
+        if one is not None and one.__traceback__ is not None:
+            one.__traceback__ = None
+            chain += [one.__cause__, one.__context__]
 
 
 def _where(error: BaseException) -> str:

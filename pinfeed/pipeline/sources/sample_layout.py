@@ -37,6 +37,7 @@ class _Marker:
 
     def __init__(self, i: int) -> None:
         self.i = i
+        self.kind: type = list
 
 
 class SampleLayout:
@@ -59,7 +60,9 @@ class SampleLayout:
         self._names = [name for name, _ in leaves]
         self._types = [type(leaf) for _, leaf in leaves]
         self._type = type(sample)
-        self._is_flat = self._type in (tuple, list) and len(sample) == len(leaves)
+        self._is_flat = self._type in (tuple, list) and self._names == [
+            f"[{i}]" for i in range(len(sample))
+        ]
         self.columns = [_column(default_collate([leaf])) for _, leaf in leaves]
         self.stacks = any(column is not None for column in self.columns) and all(
             column is not None or kind in (str, bytes)
@@ -69,6 +72,8 @@ class SampleLayout:
         marked = rebuild(iter([_Marker(i) for i in range(len(leaves))]))
         markers, self._rebuild = flatten(collate([marked], collate_fn_map={_Marker: _only}))
         self._order = [marker.i for _, marker in markers]
+        # The strings of a batch are a list, or a tuple if they are in a tuple or list.
+        self._lists = [marker.kind for _, marker in markers]
 
     def leaves(self, sample: Any) -> list[Any]:
         """Return the leaves of another sample.
@@ -119,7 +124,10 @@ class SampleLayout:
         Args:
             columns: The stacked tensor or the list of each leaf.
         """
-        return self._rebuild(iter([columns[i] for i in self._order]))
+        leaves = []
+        for i, kind in zip(self._order, self._lists, strict=True):
+            leaves.append(kind(columns[i]) if self.columns[i] is None else columns[i])
+        return self._rebuild(iter(leaves))
 
 
 def _column(collated: Any) -> Column | None:
@@ -133,10 +141,13 @@ def _column(collated: Any) -> Column | None:
 
 
 def _only(batch: Sequence[Any], *, collate_fn_map: Any) -> Any:
+    batch[0].kind = type(batch)
     return batch[0]
 
 
 def _write_tensor(leaf: torch.Tensor, place: Array, position: int, *, is_small: bool) -> None:
+    if leaf.requires_grad:
+        raise _unlike("a tensor that requires a gradient", "a tensor without a gradient")
     # numpy has no lazily conjugated or negated arrays.
     if is_small and not leaf.is_conj() and not leaf.is_neg():
         place[position] = leaf.numpy()

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,13 +17,15 @@ from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.sample_batch import SampleBatch
 from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
 from pinfeed.pipeline.sources.source import BatchThunk, Source, made_or_failed
-from pinfeed.rows.batches import EpochHooks, OrderBatches
+from pinfeed.rows.batches import EpochHooks, OrderBatches, RowIndices
 from pinfeed.rows.rank_batches import RankBatches
 from pinfeed.threads.call import Workers
 from pinfeed.validation.arguments import takes_parameter
 
 _OF_SAMPLES = 2
 """Number in the seeds of samples; 0 and 1 are in those of batch transforms."""
+_OF_COLLATE = 3
+"""Number in the seeds of ``collate_fn``."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class SampleMaker:
             A function that makes the sample at a position of ``items``.
         """
         from pinfeed.tensors.sample_random import SampleRandom, one_compute_thread
+        from pinfeed.tensors.transform_calls import modes_of_a_new_thread
 
         random = SampleRandom()
         read = self.read
@@ -81,8 +85,34 @@ class SampleMaker:
                     add_note(error, f"in the sample of dataset[{items[position]!r}], epoch {epoch}")
                     raise
 
-        with one_compute_thread():
+        with modes_of_a_new_thread(), one_compute_thread():
             yield make
+
+    def collating(
+        self, collate: Callable[[Any], Any], epoch: int, keys: Sequence[int]
+    ) -> Callable[[Any], Any]:
+        """Return a function that collates a batch, with random numbers of the batch.
+
+        Args:
+            collate: Makes a batch from a list of samples.
+            epoch: Number of the epoch.
+            keys: Number of each sample of the batch in its seed.
+        """
+        if not self.reproducible:
+            return collate
+        return functools.partial(
+            self._collate, collate, (self.seed % 2**64, epoch, *keys[:1], _OF_COLLATE)
+        )
+
+    @staticmethod
+    def _collate(collate: Callable[[Any], Any], entropy: Sequence[int], samples: Any) -> Any:
+        from pinfeed.tensors.sample_random import SampleRandom
+        from pinfeed.tensors.transform_calls import modes_of_a_new_thread
+
+        random = SampleRandom()
+        random.begin(entropy)
+        with modes_of_a_new_thread(), random:
+            return collate(samples)
 
 
 class BegunBatches:
@@ -90,16 +120,29 @@ class BegunBatches:
 
     def __init__(self) -> None:
         self._batches: weakref.WeakSet[SampleBatch] = weakref.WeakSet()
+        self._is_stopped = False
+        # A reader may begin a batch while another thread, or a signal handler, ends the loop.
+        self._lock = threading.RLock()
+
+    def start(self) -> None:
+        """Note that a loop begins."""
+        self._is_stopped = False
 
     def begin(self, batch: SampleBatch, workers: Workers | None, n_threads: int) -> None:
         """Let threads begin with a batch; without ``workers``, its ``host_batch`` makes it."""
-        self._batches.add(batch)
-        batch.begin(workers, n_threads)
+        with self._lock:
+            self._batches.add(batch)
+            if self._is_stopped:
+                batch.stop()
+        if workers is not None:
+            batch.begin(workers, n_threads)
 
     def stop(self) -> None:
         """Make no more samples, because the loop has ended. Any thread may call this."""
-        for batch in list(self._batches):
-            batch.stop()
+        with self._lock:
+            self._is_stopped = True
+            for batch in self._batches:
+                batch.stop()
 
 
 @dataclass(frozen=True)
@@ -169,16 +212,24 @@ class SampleSource(Source):
         self, number: int, start: int, checksum: int, batches_per_slot: int
     ) -> Generator[BatchThunk, None, None]:
         """Yield the batches of an epoch from ``start`` on, one per thunk."""
+        self._begun.start()
+        return self._draws(number, self.batches.epoch(number, start, checksum))
+
+    def _draws(
+        self, epoch: int, batches: Iterator[RowIndices]
+    ) -> Generator[BatchThunk, None, None]:
         samples = self.samples
+        maker = samples.maker
         skipped = samples.skipped
+        collate = samples.collate
         with self.threads.running() as workers:
-            for row_indices in self.batches.epoch(number, start, checksum):
+            for row_indices in batches:
                 indices = row_indices.rows().tolist()
                 batch = SampleBatch(
-                    functools.partial(samples.maker.in_thread, number, indices, indices),
+                    functools.partial(maker.in_thread, epoch, indices, indices),
                     len(indices),
-                    samples.collate,
-                    None if skipped is None else skipped.of(number, indices),
+                    None if collate is None else maker.collating(collate, epoch, indices),
+                    None if skipped is None else skipped.of(epoch, indices),
                 )
                 self._begun.begin(batch, workers, samples.n_threads)
                 yield made_or_failed(batch.host_batch) if samples.keeps_errors else batch.host_batch

@@ -43,11 +43,26 @@ class SkippedSamples:
 
     def without_empty(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches that have samples."""
+        given = []
         for batch in batches:
             if type(batch) is not NoSamples:
-                yield batch
-            # The loop alone keeps the batch.
+                given.append(batch)
             del batch
+            if given:
+                # From now on, the loop alone keeps the batch.
+                yield given.pop()
+
+    @staticmethod
+    def passing(function: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        """Return ``device_transform`` as a function that passes batches without samples."""
+        if not callable(function):
+            return function
+
+        @functools.wraps(getattr(function, "forward", function))
+        def transform(batch: Any, **given: Any) -> Any:
+            return batch if type(batch) is NoSamples else function(batch, **given)
+
+        return transform
 
     def _add(self, epoch: int, indices: Sequence[Any], failures: Failures) -> None:
         """Note failures.
@@ -55,6 +70,8 @@ class SkippedSamples:
         Raises:
             ReadError: If the loop has left out too many samples.
         """
+        if not failures:
+            return
         for position, error in failures:
             index = indices[position]
             self.found.append((epoch, index, error))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from pinfeed.errors import ArgumentError
+from pinfeed.pipeline.draws import Turns
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.pipeline.sources.host_leaves import host_batch_of
@@ -51,11 +52,13 @@ class ThreadedLoaderSource(LoaderSource):
         self._n_threads = n_threads
         self.skipped = skipped
         # Some datasets make a whole batch in one call.
-        makes_batches = getattr(loader.dataset, "__getitems__", None)
-        self._is_batch_one_call = loader.batch_sampler is None or bool(makes_batches)
+        self._is_batch_one_call = loader.batch_sampler is None or _makes_batches(loader.dataset)
         self._seed = 0
         # Number of samples of the epoch so far.
         self._n_drawn = 0
+        # Number of batches that ``host_transform`` and ``fetch`` have taken or will take.
+        self._n_changed = 0
+        self._turns = Turns(is_shared=True)
         self._workers: Workers | None = None
         self._batches = BegunBatches()
 
@@ -73,6 +76,9 @@ class ThreadedLoaderSource(LoaderSource):
         seed = torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         self._seed = int(seed.item())
         self._n_drawn = 0
+        self._n_changed = 0
+        self._turns = Turns(is_shared=True)
+        self._batches.start()
 
     def stop(self) -> None:
         self._batches.stop()
@@ -107,11 +113,14 @@ class ThreadedLoaderSource(LoaderSource):
         else:
             indices = list(batch)
             read = dataset.__getitem__
-            if self.host_transform is None and self.fetch is None:
-                collate = None if collate is default_collate else collate
+            in_place = self.host_transform is None and self.fetch is None and indices
+            if in_place and collate is default_collate:
+                collate = None
         keys = range(self._n_drawn, self._n_drawn + len(indices))
         self._n_drawn += len(indices)
         maker = SampleMaker(read, None, self._seed, reproducible=True)
+        if collate is not None:
+            collate = maker.collating(collate, self._epoch, keys)
         samples = SampleBatch(
             functools.partial(maker.in_thread, self._epoch, indices, keys),
             len(indices),
@@ -121,20 +130,43 @@ class ThreadedLoaderSource(LoaderSource):
         self._batches.begin(samples, self._workers, self._n_threads)
         if self.host_transform is None and self.fetch is None:
             return samples.host_batch
-        return functools.partial(self._changed, samples, self._number - 1)
+        turn = self._n_changed
+        self._n_changed += 1
+        return functools.partial(self._changed, samples, self._number - 1, turn)
 
-    def _changed(self, samples: SampleBatch, number: int) -> HostBatch:
-        """Return a batch after ``host_transform``, with the rows of its ids (reader)."""
-        batch = samples.batch()
-        if self.host_transform is not None and type(batch) is not NoSamples:
-            batch = self.host_transform(batch, self._epoch, number)
-        if self.fetch is None or type(batch) is NoSamples:
+    def _changed(self, samples: SampleBatch, number: int, turn: int) -> HostBatch:
+        """Return a batch after ``host_transform``, with the rows of its ids (reader).
+
+        The functions of the user take one batch at a time, in order.
+        """
+        try:
+            batch = samples.batch()
+        except BaseException:
+            # The next batch waits for this turn, too.
+            with self._turns.taken(turn):
+                raise
+        fetch = None if type(batch) is NoSamples else self.fetch
+        with self._turns.taken(turn):
+            if self.host_transform is not None and type(batch) is not NoSamples:
+                batch = self.host_transform(batch, self._epoch, number)
+            ids = () if fetch is None else fetch.ids(batch)
+        if fetch is None:
             return samples.reporting(host_batch_of(batch))
-        return samples.reporting(self.fetch.add(batch, self.fetch.ids(batch)))
+        return samples.reporting(fetch.add(batch, ids))
 
     def _draws(self, batches: Iterator[Any]) -> Generator[BatchThunk, None, None]:
         with SampleThreads(self.worker, self._n_threads).running() as self._workers:
             yield from super()._draws(batches)
+
+
+def _makes_batches(dataset: Any) -> bool:
+    """Return whether a dataset makes the samples of a batch in one call."""
+    from torch.utils.data import Subset
+
+    # A Subset passes the indices on, and otherwise reads one sample after the other.
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return bool(getattr(dataset, "__getitems__", None))
 
 
 def _collate_only(collate: Callable[[Any], Any], samples: list[Any]) -> Any:
