@@ -70,6 +70,10 @@ def test_augment_images() -> None:
     example("augment_images").main(n_images=200, n_epochs=2)
 
 
+def test_images() -> None:
+    example("images").main(n_images=120, n_epochs=2)
+
+
 def test_tokenize_lines() -> None:
     example("tokenize_lines").main(n_lines=200)
 

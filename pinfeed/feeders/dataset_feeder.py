@@ -84,8 +84,8 @@ def wrap_dataset(
       parameter ``rng`` a new ``numpy.random.Generator``.
     - Functions of torch without ``generator=``, as in transforms of torchvision, draw from the
       generator of the sample, too. In ``collate_fn``, they draw from one of the batch.
-    - Python's ``random`` module and the global generator of numpy are shared by all threads. A
-      sample that draws from them is refused, unless ``reproducible`` is False.
+    - Python's ``random`` module and the global generator of numpy are shared by all threads. If
+      ``dataset[0]`` draws from them, it is refused, unless ``reproducible`` is False.
 
     The dataset and the functions must be thread-safe. A file position and an open HDF5 file are
     not; open one for each thread, in a ``threading.local``.
@@ -106,9 +106,9 @@ def wrap_dataset(
 
     Args:
         dataset: Anything with ``__getitem__`` and ``__len__``: a ``torch.utils.data.Dataset``, or a
-            list of paths. It must not change while a loop runs.
-        transform: Function that takes an item of the dataset and returns a sample; None if the
-            items are the samples.
+            list of paths or of pairs of a path and a label. It must not change while a loop runs.
+        transform: Function that takes an item of the dataset, such as a pair, as one argument, and
+            returns a sample; None if the items are the samples.
         batch_size: Samples per batch. Give either this or ``config``.
         config: A ``pinfeed.Config`` with memory limits, from which pinfeed computes the batch size.
             It makes ``dataset[0]``, and calls ``device_transform`` on batches of it, to predict
@@ -144,7 +144,7 @@ def wrap_dataset(
 
     Raises:
         ArgumentError: If an argument is invalid, two arguments conflict, the dataset has no items
-            by index, or a sample draws from a global generator.
+            by index, or ``dataset[0]`` draws from a global generator.
         UnknownArgument: If an argument does not exist. The message names the one to use.
         BudgetError: If the limits of ``config`` cannot hold batches of one sample.
         DeviceError: If the device does not exist.
