@@ -27,6 +27,7 @@ from pinfeed.errors import (
     WriteBackError,
 )
 from pinfeed.feeders.batch import Batch
+from pinfeed.feeders.dataset_feeder import wrap_dataset
 from pinfeed.feeders.feeder import Feeder
 from pinfeed.feeders.reader_feeder import wrap_readers
 from pinfeed.feeders.restartable import restartable
@@ -139,6 +140,7 @@ __all__ = [
     "restartable",
     "rows",
     "train_rows",
+    "wrap_dataset",
     "wrap_loader",
     "wrap_readers",
 ]

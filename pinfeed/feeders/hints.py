@@ -83,6 +83,20 @@ READ_LOOP_HINTS = {
 }
 """Advice for ``read_rows``."""
 
+SAMPLE_HINTS = {
+    **FEEDER_HINTS,
+    "num_workers workers n_workers n_readers num_threads": "samples are made in threads of this "
+    "process; give their number as threads=",
+    "sampler batch_sampler": "give an order of pinfeed.rows as rows=, or use "
+    "pinfeed.wrap_loader(DataLoader(dataset, {name}=...), threads=...)",
+    "source data": "give the dataset as the first argument, without a name",
+    "host_transform": "give transform= for single samples, or collate_fn= for a list of them",
+    "dtype": "batches have the dtype of the samples; convert them in transform=",
+    "worker_init_fn": "there are no worker processes; keep what a thread needs in a "
+    "threading.local, which the dataset fills when a thread first asks",
+}
+"""Advice for ``wrap_dataset``."""
+
 DATASET_HINTS = {
     f"{_BATCHES} {_WORKERS} {_MEMORY} prefetch_factor": "a RowDataset has rows, not batches; use "
     "DataLoader(RowDataset(source), {name}=...) or Feeder(source, ...)",

@@ -34,6 +34,7 @@ class RowSelection:
         batch_size: Rows per batch of this process; None if ``config`` or ``order`` decides it.
         config: Memory limits of this process; None if there are none.
         drop_last: Whether to leave out a last batch that is not full.
+        ranks: The user's rule by which ranks share the rows.
         rank_batches: Batches of this rank, without ``n_rows``; None if the process has all rows.
         rank: Number of this rank; None if the process has all rows.
 
@@ -64,6 +65,7 @@ class RowSelection:
         if config is not None:
             size, size_name = config.preferred_batch_size, "preferred_batch_size"
         self.drop_last = drop_last
+        self.ranks = ranks
         self._given_config = config
         self.all_rows = rows
         self.order: Order | Iterable[Any] = rows

@@ -118,6 +118,7 @@ def make_loop(
         parts.fill_now = functools.partial(filler.fill_now, fill)
         parts.transform = filler.transform if transforms.are_called_in_loop else None
         parts.lend = functools.partial(_lend_transformed, mover.counters, moves.lend)
+    parts.stop = functools.partial(_stop, source, parts.stop)
     if timeline is not None and not mover.device.unified:
         _name_calls(parts)
     if parts.reserve is not None:
@@ -171,6 +172,11 @@ def _draws(
     if writer is not None and schedule.writes and schedule.repeats:
         return ComparedDraws(draws, writer, first, schedule)
     return draws
+
+
+def _stop(source: Source, stop_fills: Callable[[], object]) -> None:
+    source.stop()
+    stop_fills()
 
 
 def _reserve_and_fill(

@@ -160,12 +160,17 @@ def check_function(value: Any, name: str) -> None:
 
 def takes_generator(function: Any) -> bool:
     """Return whether a function has an unbound parameter named ``generator``."""
-    if isinstance(function, functools.partial) and "generator" in function.keywords:
+    return takes_parameter(function, "generator")
+
+
+def takes_parameter(function: Any, name: str) -> bool:
+    """Return whether a function has an unbound parameter of a name."""
+    if isinstance(function, functools.partial) and name in function.keywords:
         return False
     # A torch module is called through its method forward.
     target = getattr(function, "forward", function)
     try:
-        parameter = inspect.signature(target).parameters.get("generator")
+        parameter = inspect.signature(target).parameters.get(name)
     except (TypeError, ValueError):
         return False
     return parameter is not None and parameter.kind in (
@@ -262,6 +267,9 @@ def _require_few_positional(
 def _require_shuffle_with_seed(known: Sequence[str], given: Mapping[str, Any]) -> None:
     """Raise ArgumentError if a seed is given that shuffles nothing."""
     if "seed" not in given or "shuffle" in given or "shuffle" not in known:
+        return
+    if "reproducible" in known:
+        # The random numbers of samples use the seed.
         return
     if any(takes_generator(given.get(name)) for name in ("host_transform", "device_transform")):
         return

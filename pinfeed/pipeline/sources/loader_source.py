@@ -15,7 +15,14 @@ from pinfeed.pipeline.sources.batch_transform import BatchTransform
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.pipeline.sources.host_leaves import host_batch_of
 from pinfeed.pipeline.sources.row_fetch import RowFetch
-from pinfeed.pipeline.sources.source import BatchThunk, HostBatch, Source, drawn_early, failed_batch
+from pinfeed.pipeline.sources.source import (
+    BatchThunk,
+    HostBatch,
+    Source,
+    drawn_early,
+    failed_batch,
+    made_or_failed,
+)
 from pinfeed.rows.batches import EpochHooks
 from pinfeed.validation.suggestions import is_array_like
 
@@ -223,7 +230,7 @@ class LoaderSource(Source):
             thunk = None if batch is END else guarded(self.draw, batch)
         except Exception as error:
             return functools.partial(failed_batch, error)
-        return None if thunk is None else functools.partial(_made_or_failed, thunk)
+        return None if thunk is None else made_or_failed(thunk)
 
 
 class _OwnPosition(EpochHooks):
@@ -294,13 +301,3 @@ def is_end(stop: StopIteration) -> bool:
 
     users = {_MapDatasetFetcher.fetch.__code__, ExceptionWrapper.reraise.__code__}
     return all(frame.f_code not in users for frame, _ in traceback.walk_tb(stop.__traceback__))
-
-
-def _made_or_failed(thunk: BatchThunk) -> HostBatch:
-    """Make a HostBatch, or a failed batch with the error, so that the loop can continue."""
-    try:
-        batch: HostBatch = guarded(thunk)
-    except Exception as error:
-        return failed_batch(error)
-    batch.keeps_errors = True
-    return batch

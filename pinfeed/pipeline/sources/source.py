@@ -14,6 +14,7 @@ import numpy.typing as npt
 from pinfeed.devices.device import Tensor
 from pinfeed.pipeline.cache_decisions import CachedRows
 from pinfeed.pipeline.forwarding import SharedRows
+from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.readahead.strategy import UnreadRows
 from pinfeed.rows.batches import EpochHooks
 from pinfeed.rows.orders import Rows
@@ -135,6 +136,14 @@ class HostBatch:
         )
 
 
+BatchThunk = Callable[[], HostBatch]
+"""Makes a batch when it is called, in any reader thread.
+
+A source makes thunks one at a time. The thunk does the work that may run in parallel, such as
+computing row indices.
+"""
+
+
 def drawn_early(what: str) -> str:
     """Return why no depth is advised for batches that come from an iterator of the user.
 
@@ -152,17 +161,23 @@ def failed_batch(error: Exception) -> HostBatch:
     return HostBatch([], functools.partial(_raise, [error]), [(0, 0)], keeps_errors=True)
 
 
+def made_or_failed(thunk: BatchThunk) -> BatchThunk:
+    """Return a thunk that makes a failed batch with the error of another thunk, if it fails."""
+    return functools.partial(_made_or_failed, thunk)
+
+
+def _made_or_failed(thunk: BatchThunk) -> HostBatch:
+    try:
+        batch: HostBatch = guarded(thunk)
+    except Exception as error:
+        return failed_batch(error)
+    batch.keeps_errors = True
+    return batch
+
+
 def _raise(errors: list[Exception], tensors: Iterator[Tensor]) -> NoReturn:
     # The error's traceback keeps this frame, which must not keep the error.
     raise errors.pop()
-
-
-BatchThunk = Callable[[], HostBatch]
-"""Makes a batch when it is called, in any reader thread.
-
-A source makes thunks one at a time. The thunk does the work that may run in parallel, such as
-computing row indices.
-"""
 
 
 class Source(ABC):
@@ -200,6 +215,9 @@ class Source(ABC):
             checksum: Checksum, from a state, of the batches before ``start``.
             batches_per_slot: Maximum number of batches per thunk.
         """
+
+    def stop(self) -> None:
+        """Make no more batches, because the loop has ended. Any thread may call this."""
 
     @abstractmethod
     def hint(self, source_share: float) -> str:

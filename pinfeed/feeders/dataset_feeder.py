@@ -1,0 +1,338 @@
+"""wrap_dataset(): prefetched batches of the samples of a dataset, which threads make."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+from pinfeed.errors import ArgumentError, ReadError
+from pinfeed.feeders.base_feeder import LoopOptions, ResumableFeeder, T_co
+from pinfeed.feeders.hints import SAMPLE_HINTS
+from pinfeed.feeders.row_selection import RowSelection, warn_if_empty
+from pinfeed.memory.depth import check_depth
+from pinfeed.pipeline.lent_batch import LentBatch
+from pinfeed.pipeline.schedule import PrefetchSchedule
+from pinfeed.pipeline.sources.guarded import guarded
+from pinfeed.pipeline.sources.sample_batch import NoSamples
+from pinfeed.pipeline.sources.sample_source import SampleMaker, SampleSource
+from pinfeed.rows.batches import OrderBatches
+from pinfeed.rows.orders import Order
+from pinfeed.rows.rank_batches import RankBatches, note_workers
+from pinfeed.rows.ranks import Ranks
+from pinfeed.validation.arguments import (
+    check_choice,
+    check_flag,
+    check_function,
+    explain_arguments,
+    whole_number,
+)
+from pinfeed.validation.safe_repr import safe_repr
+
+MAX_THREADS = 1024
+"""Maximum number of samples that are made at the same time."""
+
+logger = logging.getLogger("pinfeed")
+
+
+@explain_arguments(SAMPLE_HINTS)
+def wrap_dataset(
+    dataset: Any,
+    transform: Callable[..., Any] | None = None,
+    *,
+    batch_size: int,
+    threads: int | None = None,
+    rows: Order | None = None,
+    shuffle: bool = False,
+    seed: int = 0,
+    drop_last: bool = False,
+    ranks: Ranks | Literal["pad", "drop", "join", "all"] | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    device_transform: Callable[..., Any] | None = None,
+    on_error: Literal["raise", "next", "skip"] = "raise",
+    max_skipped: int = 100,
+    reproducible: bool = True,
+    depth: int = 2,
+    device: Any = "auto",
+    again: Literal["end", "refuse"] = "end",
+    progress: bool = False,
+    timeline: bool = False,
+) -> DatasetFeeder[Any]:
+    """Wrap a dataset whose samples take work, such as images, and prefetch batches to the device.
+
+    Threads of this process make the samples, instead of worker processes: nothing is pickled, the
+    dataset exists once, and the first batch does not wait for processes to start. Threads run at
+    the same time while a function reads files, decodes, or computes in torch or numpy, because this
+    code releases the interpreter's lock. They cannot speed up functions of pure Python code.
+
+    Batches, and the random numbers of each sample, do not depend on the number of threads, ranks or
+    batches, nor on where an epoch was resumed. The random numbers are a function of (seed, epoch,
+    index of the sample):
+
+    - A ``transform`` with a parameter ``generator`` gets a new ``torch.Generator``, and one with a
+      parameter ``rng`` a new ``numpy.random.Generator``.
+    - Functions of torch without ``generator=``, as in transforms of torchvision, draw from the
+      generator of the sample, too.
+    - Python's ``random`` module and the global generator of numpy are shared by all threads. A
+      sample that draws from them is refused, unless ``reproducible`` is False.
+
+    The dataset and the functions must be thread-safe. A file position and an open HDF5 file are
+    not; open one for each thread, in a ``threading.local``.
+
+    Samples that torch's ``default_collate`` would stack are written straight into their place in a
+    batch, which is page-locked (pinned) for a GPU.
+
+    Examples:
+        >>> images = [np.full((3, 8, 8), i, np.uint8) for i in range(100)]
+        >>> def augment(image, generator):
+        ...     flips = torch.rand((), generator=generator) < 0.5
+        ...     image = torch.from_numpy(image).float() / 255
+        ...     return image.flip(-1) if flips else image
+        >>> for batch in pinfeed.wrap_dataset(images, augment, batch_size=32, shuffle=True):
+        ...     loss = batch.mean()
+        >>> batch.shape
+        torch.Size([4, 3, 8, 8])
+
+    Args:
+        dataset: Anything with ``__getitem__`` and ``__len__``: a ``torch.utils.data.Dataset``, or a
+            list of paths. It must not change while a loop runs.
+        transform: Function that takes an item of the dataset and returns a sample; None if the
+            items are the samples.
+        batch_size: Samples per batch.
+        threads: Number of threads that make samples, each computing with one torch thread, at most
+            1,024. None is the number of cores that this process may use.
+        rows: Order of the samples, one of ``pinfeed.rows``. None is the order of the dataset.
+        shuffle: Whether every epoch has a new order, as for ``Feeder``.
+        seed: Seed of the shuffle and of the random numbers of the samples, a whole number.
+        drop_last: Whether to leave out a last batch that is not full.
+        ranks: Rule by which the processes of a job share the samples, as for ``Feeder``.
+        collate_fn: Function that makes a batch from a list of samples. None is torch's
+            ``default_collate``.
+        device_transform: Function that takes each batch on the device, as for ``Feeder``.
+        on_error: Effect of an error. With ``"raise"``, the loop ends with the error of the first
+            sample that failed. With ``"next"``, ``next()`` of the loop's iterator raises it, and
+            another ``next()`` returns the next batch. With ``"skip"``, bad samples are left out,
+            logged, and listed in ``skipped``. Their batch is shorter, and the loop has no batch
+            without samples, so that the order, ``len`` and states do not depend on errors.
+        max_skipped: Number of samples in a loop that may be skipped; another one raises ReadError.
+        reproducible: Whether random numbers depend on the sample alone. False also permits global
+            generators.
+        depth: Number of batches to prefetch, at most 1,024; 0 is the synchronous loop.
+        device: Target device, as for ``Feeder``.
+        again: Rule for a loop that begins before an older loop has ended, as for ``Feeder``.
+        progress: Whether to show a progress bar.
+        timeline: Whether to record how long each stage of each batch takes.
+
+    Raises:
+        ArgumentError: If an argument is invalid, two arguments conflict, the dataset has no items
+            by index, or a sample draws from a global generator.
+        UnknownArgument: If an argument does not exist. The message names the one to use.
+        DeviceError: If the device does not exist.
+        Exception: If the first sample fails; its error.
+    """
+    _check_dataset(dataset)
+    for name, function in (("transform", transform), ("collate_fn", collate_fn)):
+        check_function(function, name)
+    check_choice(on_error, "on_error", ("raise", "next", "skip"))
+    check_flag(reproducible, "reproducible")
+    if rows is not None and not isinstance(rows, Order):
+        raise ArgumentError(
+            f"rows={rows!r}: expected an order of pinfeed.rows; for a sampler, use "
+            "pinfeed.wrap_loader(DataLoader(dataset, sampler=...), threads=...)"
+        )
+    batch_size = whole_number(batch_size, "batch_size")
+    max_skipped = whole_number(max_skipped, "max_skipped", least=0)
+    n_threads = check_threads(threads)
+    depth = check_depth(depth)
+    selection = RowSelection(batch_size, None, rows, shuffle, seed, drop_last, ranks)
+    options = LoopOptions(again, progress, timeline, None, device_transform, seed)
+    maker = SampleMaker(dataset, transform, seed, reproducible)
+    if on_error == "raise" and len(dataset):
+        _try_first(maker)
+    return DatasetFeeder(
+        maker,
+        selection,
+        options,
+        n_threads=n_threads if depth else 0,
+        collate=collate_fn,
+        on_error=on_error,
+        max_skipped=max_skipped,
+        depth=depth,
+        device=device,
+    )
+
+
+class DatasetFeeder(ResumableFeeder[T_co]):
+    """Batches of the samples of a dataset, prefetched to the device; from ``wrap_dataset``.
+
+    Examples:
+        >>> feeder = pinfeed.wrap_dataset(range(4), lambda i: i * i, batch_size=2)
+        >>> [batch.tolist() for batch in feeder]
+        [[0, 1], [4, 9]]
+
+    Attributes:
+        skipped: Epoch, index and error of each sample that loops have left out, in order.
+    """
+
+    def __init__(
+        self,
+        maker: SampleMaker,
+        selection: RowSelection,
+        options: LoopOptions,
+        *,
+        n_threads: int,
+        collate: Callable[[list[Any]], Any] | None,
+        on_error: str,
+        max_skipped: int,
+        depth: int,
+        device: Any,
+    ) -> None:
+        self.skipped: list[tuple[int, int, Exception]] = []
+        self._max_skipped = max_skipped
+        # Number of samples that the running loop has left out.
+        self._n_skipped = 0
+        self._on_error = on_error
+        self._begin_ranks = functools.partial(note_workers, selection.ranks, selection.all_rows)
+        device = self._open_device(device, n_spare=depth + 2)
+        source = SampleSource(
+            maker,
+            _batches_of(selection, len(maker.dataset)),
+            device.worker,
+            n_threads,
+            collate,
+            self._skip if on_error == "skip" else None,
+            keeps_errors=on_error == "next",
+        )
+        # While the threads make the last samples of a batch, another reader begins the next one.
+        n_readers = min(depth + 1, 1 + -(-n_threads // source.batches.batch_size))
+        schedule = PrefetchSchedule(depth, n_readers=n_readers)
+        transforms = options.transforms(device.name, selection.rank, is_limited=False)
+        self._loop = options.runner(source, device, schedule, transforms)
+
+    @safe_repr
+    def __repr__(self) -> str:
+        found = self._loop.source.fingerprint
+        return (
+            f"<DatasetFeeder: {found['n_samples']:,} samples; batches of {found['batch_size']:,} "
+            f"on {self.device}, {self._loop}>"
+        )
+
+    def __iter__(self) -> Iterator[T_co]:
+        """Begin the next epoch.
+
+        Returns:
+            Iterator over batches on the device. ``next()`` raises the error of a sample in place of
+            its batch, with its own traceback and a note with the index.
+
+        Raises:
+            ClosedError: If the feeder is closed, or an older loop over it runs and cannot be ended.
+        """
+        batches = self._loop.run(
+            LentBatch.take,
+            begin=self._begin,
+            through=_not_empty if self._on_error == "skip" else lambda batches: batches,
+            keeps_errors=self._on_error == "next",
+        )
+        return batches
+
+    def _begin(self) -> None:
+        self._begin_ranks()
+        self._n_skipped = 0
+
+    def _skip(self, epoch: int, failures: list[tuple[int, Exception]]) -> None:
+        """Note the samples that a batch leaves out, when the loop receives the batch.
+
+        Raises:
+            ReadError: If the loop has left out more than ``max_skipped`` samples.
+        """
+        for index, error in failures:
+            self.skipped.append((epoch, index, error))
+            logger.warning("skipped dataset[%d] in epoch %d: %r", index, epoch, error)
+        self._n_skipped += len(failures)
+        if self._n_skipped > self._max_skipped:
+            index, error = failures[-1]
+            raise ReadError(
+                f"{self._n_skipped} samples of epoch {epoch} failed; expected at most "
+                f"max_skipped={self._max_skipped}; the last one is dataset[{index}]: {error!r}"
+            ) from error
+
+
+def check_threads(threads: int | None) -> int:
+    """Return the number of threads that make samples; None is the number of cores.
+
+    Raises:
+        ArgumentError: If it is not a whole number from 1 to ``MAX_THREADS``.
+    """
+    if threads is None:
+        return len(os.sched_getaffinity(0))
+    note = ", or None for one per core; each is a thread that makes samples"
+    return whole_number(threads, "threads", most=MAX_THREADS, note=note)
+
+
+def _check_dataset(dataset: Any) -> None:
+    """Raise ArgumentError unless a dataset has a length, and items by index."""
+    kind = type(dataset).__name__
+    if isinstance(dataset, (str, bytes, os.PathLike)):
+        raise ArgumentError(
+            f"dataset={dataset!r} is a path; expected a dataset, or a list of paths and a "
+            "transform that reads one; to stream the rows of a file, use pinfeed.Feeder(path)"
+        )
+    if hasattr(dataset, "batch_sampler"):
+        raise ArgumentError(
+            f"dataset is a {kind}, a loader; expected a dataset; use "
+            "pinfeed.wrap_loader(loader, threads=...)"
+        )
+    if isinstance(dataset, Mapping) or hasattr(dataset, "iloc"):
+        raise ArgumentError(
+            f"dataset is a {kind}, which has items by key; expected items by index; give a list of "
+            "its values"
+        )
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise ArgumentError(
+            f"dataset is a {kind}; expected an object with __getitem__ and __len__; for an "
+            "iterable of batches, use pinfeed.wrap_loader"
+        )
+
+
+def _try_first(maker: SampleMaker) -> None:
+    """Make the first sample, so that its errors are raised now.
+
+    Raises:
+        ArgumentError: If it draws from a global generator, but samples must be reproducible.
+    """
+    from pinfeed.tensors.sample_random import global_draws
+    from pinfeed.tensors.transform_calls import modes_of_a_new_thread, trial
+
+    with trial("cpu"), modes_of_a_new_thread(), maker.in_thread(0, [0], [0]) as make:
+        _, drawn = global_draws(functools.partial(guarded, make, 0))
+    if drawn and maker.reproducible:
+        raise ArgumentError(
+            f"dataset[0] draws from the global generator of {' and '.join(drawn)}, which all "
+            "threads share, so its numbers would depend on the other threads; expected random "
+            "numbers from a parameter of transform named generator (torch.Generator) or rng "
+            "(numpy.random.Generator), or from functions of torch; give reproducible=False for "
+            "numbers that differ in every run"
+        )
+
+
+def _batches_of(selection: RowSelection, n_samples: int) -> OrderBatches | RankBatches:
+    """Return the indices of each batch of this process, and warn if there are none."""
+    if selection.rank_batches is not None:
+        of_rank = dataclasses.replace(selection.rank_batches, n_rows=n_samples)
+        warn_if_empty(of_rank.batches(), "samples")
+        return of_rank
+    assert selection.batch_size is not None
+    batches = OrderBatches(selection.all_rows, n_samples, selection.batch_size, selection.drop_last)
+    warn_if_empty(batches, "samples")
+    return batches
+
+
+def _not_empty(batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield the batches that have samples."""
+    for batch in batches:
+        if type(batch) is not NoSamples:
+            yield batch
+        del batch

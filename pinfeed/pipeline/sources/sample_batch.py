@@ -1,0 +1,281 @@
+"""SampleBatch: a batch of samples that threads make, each of them written to its place."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pinfeed.errors import add_note
+from pinfeed.pipeline.slot import Cancelled
+from pinfeed.pipeline.sources.guarded import guarded
+from pinfeed.pipeline.sources.host_leaves import host_batch_of
+from pinfeed.pipeline.sources.source import HostBatch
+from pinfeed.stores.host_rows import CheckStop, never
+from pinfeed.threads.call import Pending, Workers
+
+Array = npt.NDArray[Any]
+MakeSamples = Callable[[], AbstractContextManager[Callable[[int], Any]]]
+"""Returns a context of a thread, with a function that makes the sample at a position."""
+Failures = list[tuple[int, Exception]]
+"""Positions of the samples that were left out, in order, each with its error."""
+
+
+class NoSamples:
+    """What stands in the place of a batch if all of its samples were left out."""
+
+
+class SampleBatch:
+    """A batch of samples, which several threads make in order.
+
+    Samples that ``default_collate`` would stack are written straight into the memory of the batch.
+    The first sample gives its layout.
+
+    Args:
+        make_samples: Begins to make samples in a thread.
+        n: Number of samples.
+        collate: Makes a batch from a list of samples; None is ``default_collate``.
+        skipped: Receives the samples that failed and were left out, when the loop receives the
+            batch; None to raise the error of the first sample that fails.
+    """
+
+    def __init__(
+        self,
+        make_samples: MakeSamples,
+        n: int,
+        collate: Callable[[list[Any]], Any] | None,
+        skipped: Callable[[Failures], object] | None,
+    ) -> None:
+        self._make_samples = make_samples
+        self._n = n
+        self._collate = collate
+        self._skipped = skipped
+        self._positions = deque(range(n))
+        self._is_stopped = False
+        self._check_stop: CheckStop = never
+        self._calls: list[Pending[None]] = []
+        self._is_inline = True
+        # Guards the next four attributes.
+        self._lock = threading.Lock()
+        self._layout: Any = None
+        # For each leaf its array or list; None until the memory of the batch is known.
+        self._places: list[Any] | None = None
+        # Samples by position: all if ``collate`` makes the batch, otherwise those that were made
+        # before the memory was known, as leaves.
+        self._samples: dict[int, Any] = {}
+        self._errors: dict[int, Exception] = {}
+        # Set when a sample has given the layout, and when a thread finds no position left.
+        self._has_begun = threading.Event()
+        self._arrays: list[Array] = []
+
+    def begin(self, workers: Workers | None, n_threads: int) -> None:
+        """Make threads begin with the samples; without ``workers``, ``host_batch`` makes them."""
+        if workers is not None:
+            self._is_inline = False
+            n = min(n_threads, self._n)
+            self._calls = [workers.submit(self._work) for _ in range(n)]
+
+    def stop(self) -> None:
+        """Make no more samples, because the loop has ended. Any thread may call this."""
+        self._is_stopped = True
+
+    def host_batch(self) -> HostBatch:
+        """Return the batch, and make its samples when its parts are read (reader).
+
+        Raises:
+            Exception: If a sample failed, and is not left out; the error of the first one.
+        """
+        if self._is_inline:
+            self._work(only_first=True)
+        self._has_begun.wait()
+        if self._collate is None and self._layout is None:
+            # All samples so far have failed.
+            self._wait()
+        if self._collate is not None:
+            return self._collated()
+        if self._layout is None:
+            return HostBatch([], self._rebuild, [(0, 0)])
+        columns = [column for column in self._layout.columns if column is not None]
+        parts = [_ColumnPart(self, (self._n, *shape), dtype) for shape, dtype, _ in columns]
+        self._sizes = [(self._n, 0)]
+        return HostBatch(parts, self._rebuild, self._sizes)
+
+    def read(self, out: Array, check_stop: CheckStop) -> None:
+        """Take the memory of the next column, and with the last one complete the batch (reader)."""
+        self._arrays.append(out)
+        n_columns = sum(column is not None for column in self._layout.columns)
+        if len(self._arrays) < n_columns:
+            return
+        self._check_stop = check_stop
+        arrays = iter(self._arrays)
+        with self._lock:
+            self._places = [
+                [None] * self._n if column is None else next(arrays)
+                for column in self._layout.columns
+            ]
+            waiting = self._samples
+            self._samples = {}
+        for position, leaves in waiting.items():
+            self._write(position, leaves)
+        if self._is_inline:
+            self._work()
+        self._wait()
+        check_stop()
+        if self._errors:
+            self._close_gaps()
+
+    def _work(self, only_first: bool = False) -> None:
+        """Make samples until none is left, or only until one has given the layout."""
+        try:
+            with self._make_samples() as make:
+                while not self._is_stopped and not (only_first and self._has_begun.is_set()):
+                    try:
+                        self._check_stop()
+                        position = self._positions.popleft()
+                    except Exception:
+                        # Either no position is left, or the loop has ended.
+                        break
+                    try:
+                        sample = guarded(make, position)
+                        self._put(position, sample)
+                    except Exception as error:
+                        self._fail(position, error)
+                    # The sample must not be held while the next one is made.
+                    sample = None
+        finally:
+            self._has_begun.set()
+
+    def _put(self, position: int, sample: Any) -> None:
+        """Write a sample to its place, or keep it until its place is known."""
+        if self._collate is None:
+            layout = self._layout or self._begun_with(sample)
+            # Samples of some layouts cannot be stacked in place.
+            value = layout.leaves(sample) if layout.stacks else sample
+        else:
+            value = sample
+        with self._lock:
+            if self._places is None:
+                self._samples[position] = value
+                self._has_begun.set()
+                return
+        self._layout.write(value, position, self._places)
+
+    def _begun_with(self, sample: Any) -> Any:
+        """Return the layout of the batch, which its first sample gives."""
+        from torch.utils.data import default_collate
+
+        from pinfeed.pipeline.sources.sample_layout import SampleLayout
+
+        with self._lock:
+            if self._layout is None:
+                layout = SampleLayout(sample)
+                if not layout.stacks:
+                    self._collate = default_collate
+                self._layout = layout
+            return self._layout
+
+    def _write(self, position: int, leaves: Sequence[Any]) -> None:
+        try:
+            self._layout.write(leaves, position, self._places)
+        except Exception as error:
+            self._fail(position, error)
+
+    def _fail(self, position: int, error: Exception) -> None:
+        with self._lock:
+            self._errors[position] = error
+        if self._skipped is None:
+            self._is_stopped = True
+
+    def _wait(self) -> None:
+        """Wait until the threads have made all samples.
+
+        Raises:
+            Exception: If a sample failed, and is not left out; the error of the first one.
+        """
+        for call in self._calls:
+            call.result()
+        # Positions are taken in order, so that no earlier sample can fail later.
+        if self._errors and self._skipped is None:
+            error = self._errors[min(self._errors)]
+            self._errors = {}
+            try:
+                raise error
+            finally:
+                # The error's traceback keeps this frame, which must not keep the error.
+                del error
+        if self._is_stopped:
+            raise Cancelled
+
+    def _collated(self) -> HostBatch:
+        """Return the batch that ``collate`` makes from all samples."""
+        assert self._collate is not None
+        if self._is_inline:
+            self._work()
+        self._wait()
+        samples = [self._samples.pop(position) for position in sorted(self._samples)]
+        if not samples:
+            return HostBatch([], self._rebuild, [(0, 0)])
+        try:
+            batch = guarded(self._collate, samples)
+        except Exception as error:
+            add_note(error, f"in collate_fn of {len(samples)} samples")
+            raise
+        host_batch = host_batch_of(batch)
+        if self._errors:
+            rebuild = host_batch.rebuild
+
+            def report_and_rebuild(tensors: Iterator[Any]) -> Any:
+                self._report()
+                return rebuild(tensors)
+
+            host_batch.rebuild = report_and_rebuild
+        return host_batch
+
+    def _close_gaps(self) -> None:
+        """Move the samples together, because some were left out."""
+        assert self._places is not None
+        kept = [position for position in range(self._n) if position not in self._errors]
+        for place in self._places:
+            for i, position in enumerate(kept):
+                if i != position:
+                    place[i] = place[position]
+        # The HostBatch has this list.
+        self._sizes[:] = [(len(kept), 0)]
+
+    def _rebuild(self, tensors: Iterator[Any]) -> Any:
+        """Return the batch in the structure that ``default_collate`` gives it."""
+        n_kept = self._n - len(self._errors)
+        if self._errors:
+            self._report()
+        if not n_kept:
+            return NoSamples()
+        assert self._places is not None
+        stacked = [
+            place if column is None else next(tensors)
+            for place, column in zip(self._places, self._layout.columns, strict=True)
+        ]
+        if self._errors:
+            stacked = [column[:n_kept] for column in stacked]
+        return self._layout.rebuild(stacked)
+
+    def _report(self) -> None:
+        assert self._skipped is not None
+        self._skipped(sorted(self._errors.items()))
+
+
+class _ColumnPart:
+    """A column of a batch, as a part; the last one that is read makes the samples of all."""
+
+    def __init__(self, batch: SampleBatch, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self._batch = batch
+        self.shape = shape
+        self.dtype = dtype
+
+    def read(self, out: Array, check_stop: CheckStop = never) -> None:
+        """Fill ``out``, at the latest when the last column of the batch is read."""
+        self._batch.read(out, check_stop)

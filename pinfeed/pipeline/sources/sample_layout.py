@@ -1,0 +1,152 @@
+"""SampleLayout: how the samples of a batch are stacked, as torch's ``default_collate`` does it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import default_collate
+from torch.utils.data._utils.collate import collate
+
+from pinfeed.errors import ArgumentError
+from pinfeed.tensors.numpy_torch import NUMPY, memory_of, to_torch
+from pinfeed.tensors.pytree import flatten
+
+Array = npt.NDArray[Any]
+
+# numpy keeps the interpreter's lock while it copies a smaller value. torch would release it, and
+# the thread would have to wait for it again.
+_SMALL_NBYTES = 64 << 10
+
+
+class Column(NamedTuple):
+    """One leaf of all samples, stacked in an array of shape (n, *shape)."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    of_torch: torch.dtype
+
+
+class _Marker:
+    """Stands for leaf ``i`` of a sample."""
+
+    def __init__(self, i: int) -> None:
+        self.i = i
+
+
+class SampleLayout:
+    """The structure of a batch, given by one sample; all other samples must be like it.
+
+    Args:
+        sample: The sample.
+
+    Attributes:
+        columns: The leaves of a sample; None for a leaf of which a batch has a list, as of strings.
+        stacks: Whether each leaf of a batch is a column or a list, and there is a column.
+            Otherwise, ``default_collate`` must make the batch.
+
+    Raises:
+        TypeError: If ``default_collate`` refuses the sample.
+    """
+
+    def __init__(self, sample: Any) -> None:
+        leaves, rebuild = flatten(sample)
+        self._names = [name for name, _ in leaves]
+        self._types = [type(leaf) for _, leaf in leaves]
+        self._type = type(sample)
+        self._is_flat = self._type in (tuple, list) and len(sample) == len(leaves)
+        self.columns = [_column(default_collate([leaf])) for _, leaf in leaves]
+        self.stacks = any(column is not None for column in self.columns) and all(
+            column is not None or kind in (str, bytes)
+            for column, kind in zip(self.columns, self._types, strict=True)
+        )
+        # The structure of a batch may differ from that of a sample: tuples become lists.
+        marked = rebuild(iter([_Marker(i) for i in range(len(leaves))]))
+        markers, self._rebuild = flatten(collate([marked], collate_fn_map={_Marker: _only}))
+        self._order = [marker.i for _, marker in markers]
+
+    def leaves(self, sample: Any) -> list[Any]:
+        """Return the leaves of another sample.
+
+        Raises:
+            ArgumentError: If its structure or the types of its leaves differ.
+        """
+        if self._names == [""]:
+            leaves = [sample]
+        elif self._is_flat and type(sample) is self._type:
+            leaves = list(sample)
+        else:
+            named, _ = flatten(sample)
+            leaves = [leaf for _, leaf in named]
+            if [name for name, _ in named] != self._names:
+                raise _unlike(f"the leaves {[name for name, _ in named]}", f"{self._names}")
+        types = [type(leaf) for leaf in leaves]
+        if types != self._types:
+            raise _unlike(_names_of(types), _names_of(self._types))
+        return leaves
+
+    def write(self, leaves: Sequence[Any], position: int, places: Sequence[Any]) -> None:
+        """Write the leaves of a sample to its position in a batch.
+
+        Args:
+            leaves: The leaves.
+            position: The position.
+            places: For each leaf, the array or the list of the batch.
+
+        Raises:
+            ArgumentError: If the shape or the dtype of a leaf differs from that of its column.
+        """
+        for leaf, place, column in zip(leaves, places, self.columns, strict=True):
+            if column is None:
+                place[position] = leaf
+                continue
+            shape = getattr(leaf, "shape", ())
+            dtype = getattr(leaf, "dtype", column.dtype)
+            if shape != column.shape or dtype not in (column.dtype, column.of_torch):
+                found = f"a leaf of shape {tuple(shape)} and {dtype}"
+                raise _unlike(found, f"{column.shape} and {column.dtype}")
+            _write(leaf, place, position)
+
+    def rebuild(self, columns: Sequence[Any]) -> Any:
+        """Return a batch in the structure that ``default_collate`` gives it.
+
+        Args:
+            columns: The stacked tensor or the list of each leaf.
+        """
+        return self._rebuild(iter([columns[i] for i in self._order]))
+
+
+def _column(collated: Any) -> Column | None:
+    """Return the column of a leaf that ``default_collate`` has stacked; None for others."""
+    if type(collated) is not torch.Tensor or collated.layout is not torch.strided:
+        return None
+    if not collated.is_cpu or collated.requires_grad or collated.dtype not in NUMPY:
+        return None
+    return Column(tuple(collated.shape[1:]), NUMPY[collated.dtype], collated.dtype)
+
+
+def _only(batch: Sequence[Any], *, collate_fn_map: Any) -> Any:
+    return batch[0]
+
+
+def _write(leaf: Any, place: Array, position: int) -> None:
+    if not isinstance(leaf, torch.Tensor):
+        place[position] = leaf
+    elif leaf.nbytes > _SMALL_NBYTES or leaf.is_conj() or leaf.is_neg():
+        to_torch(place[position : position + 1])[0].copy_(leaf)
+    else:
+        place[position] = memory_of(leaf)
+
+
+def _names_of(types: Sequence[type]) -> str:
+    return ", ".join(kind.__name__ for kind in types)
+
+
+def _unlike(found: str, expected: str) -> ArgumentError:
+    return ArgumentError(
+        f"got {found}; expected {expected}, as of another sample of the batch; give collate_fn=, "
+        "which makes a batch from a list of samples"
+    )

@@ -1,0 +1,181 @@
+"""SampleSource: batches of the samples of a dataset, which threads make."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pinfeed.errors import add_note
+from pinfeed.pipeline.sources.sample_batch import Failures, SampleBatch
+from pinfeed.pipeline.sources.source import BatchThunk, HostBatch, Source, made_or_failed
+from pinfeed.rows.batches import EpochHooks, OrderBatches
+from pinfeed.rows.rank_batches import RankBatches
+from pinfeed.threads.call import Workers
+from pinfeed.validation.arguments import takes_parameter
+
+_OF_SAMPLES = 2
+"""Number in the seeds of samples; 0 and 1 are in those of batch transforms."""
+
+
+@dataclass(frozen=True)
+class SampleMaker:
+    """Makes the samples of a dataset, each with random numbers of its own.
+
+    Args:
+        dataset: Returns an item for an index.
+        transform: Function of an item; None for the items themselves.
+        seed: Seed of the random numbers.
+        reproducible: Whether torch's functions draw from the generator of the sample.
+    """
+
+    dataset: Any
+    transform: Callable[..., Any] | None
+    seed: int
+    reproducible: bool
+
+    @contextlib.contextmanager
+    def in_thread(
+        self, epoch: int, items: Sequence[Any], keys: Sequence[int]
+    ) -> Iterator[Callable[[int], Any]]:
+        """Make samples in the calling thread.
+
+        Args:
+            epoch: Number of the epoch.
+            items: Index of each sample in the dataset.
+            keys: Number of each sample in its seed.
+
+        Yields:
+            A function that makes the sample at a position of ``items``.
+        """
+        from pinfeed.tensors.sample_random import SampleRandom, one_compute_thread
+
+        random = SampleRandom()
+        seed = self.seed % 2**64
+        transform = self.transform
+        takes_generator = transform is not None and takes_parameter(transform, "generator")
+        takes_rng = transform is not None and takes_parameter(transform, "rng")
+
+        def make(position: int) -> Any:
+            random.begin((seed, epoch, keys[position], _OF_SAMPLES))
+            with random if self.reproducible else contextlib.nullcontext():
+                try:
+                    sample = self.dataset[items[position]]
+                    if transform is None:
+                        return sample
+                    given: dict[str, Any] = {}
+                    if takes_generator:
+                        given["generator"] = random.generator()
+                    if takes_rng:
+                        given["rng"] = random.rng()
+                    return transform(sample, **given)
+                except Exception as error:
+                    add_note(error, f"in the sample of dataset[{items[position]!r}], epoch {epoch}")
+                    raise
+
+        with one_compute_thread():
+            yield make
+
+
+@dataclass(frozen=True)
+class SampleSource(Source):
+    """Batches of the samples of a dataset, in an order.
+
+    Args:
+        maker: Makes the samples.
+        batches: Indices of the samples, batch by batch.
+        worker: Makes a pool of threads, given their name and number.
+        n_threads: Number of threads that make samples; 0 if the loop's own thread makes them.
+        collate: Makes a batch from a list of samples; None is torch's ``default_collate``.
+        skipped: Receives the epoch, and index and error of each sample that was left out; None if
+            no sample is left out.
+        keeps_errors: Whether the loop continues after the error of a batch.
+    """
+
+    maker: SampleMaker
+    batches: OrderBatches | RankBatches
+    worker: Callable[[str, int], Workers]
+    n_threads: int
+    collate: Callable[[list[Any]], Any] | None = None
+    skipped: Callable[[int, list[tuple[int, Exception]]], object] | None = None
+    keeps_errors: bool = False
+    # Batches that are being made.
+    _begun: weakref.WeakSet[SampleBatch] = field(default_factory=weakref.WeakSet, init=False)
+
+    @property
+    def fingerprint(self) -> Mapping[str, Any]:
+        found = dict(self.batches.fingerprint)
+        found["n_samples"] = found.pop("n_rows")
+        if self.maker.reproducible:
+            found["seed of samples"] = self.maker.seed
+        return found
+
+    @property
+    def epoch_hooks(self) -> EpochHooks:
+        return self.batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def epoch(
+        self, number: int, start: int, checksum: int, batches_per_slot: int
+    ) -> Generator[BatchThunk, None, None]:
+        """Yield the batches of an epoch from ``start`` on, one per thunk."""
+        with sample_threads(self.worker, self.n_threads) as workers:
+            for row_indices in self.batches.epoch(number, start, checksum):
+                indices = row_indices.rows().tolist()
+                batch = SampleBatch(
+                    functools.partial(self.maker.in_thread, number, indices, indices),
+                    len(indices),
+                    self.collate,
+                    self._reports(number, indices),
+                )
+                self._begun.add(batch)
+                batch.begin(workers, self.n_threads)
+                yield made_or_failed(batch.host_batch) if self.keeps_errors else batch.host_batch
+
+    def stop(self) -> None:
+        for batch in list(self._begun):
+            batch.stop()
+
+    def hint(self, source_share: float) -> str:
+        """Return what to change if a loop stalls on the samples."""
+        n_cores = len(os.sched_getaffinity(0))
+        if self.n_threads < n_cores:
+            change = (
+                f"Raise threads (now {self.n_threads}; this process may use {n_cores} cores), if "
+                "the functions release the interpreter's lock, as decoders do"
+            )
+        else:
+            change = (
+                f"threads={self.n_threads} already uses all {n_cores} cores of this process. More "
+                "threads help only if the samples wait for files or a network"
+            )
+        return f"The loop waits for the samples. {change}, or make the samples cheaper."
+
+    def _reports(
+        self, epoch: int, indices: Sequence[int]
+    ) -> Callable[[Failures], object] | None:
+        if self.skipped is None:
+            return None
+        skipped = self.skipped
+        return lambda failures: skipped(epoch, [(indices[i], error) for i, error in failures])
+
+
+@contextlib.contextmanager
+def sample_threads(
+    worker: Callable[[str, int], Workers], n_threads: int
+) -> Iterator[Workers | None]:
+    """Start threads that make samples, and join them at the end; none if ``n_threads`` is 0."""
+    if not n_threads:
+        yield None
+        return
+    pool = worker("pinfeed-sample", n_threads)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=True)
