@@ -15,7 +15,7 @@ HEIGHT = 600
 QUALITY = 90
 _LEAST_BYTES = 100_000
 # Photographs have amplitudes of about 1 / frequency. A smaller exponent has more detail.
-_EXPONENT = 1.15
+_EXPONENT = 1.3
 _CONTRAST = 55.0
 
 
