@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
-from pinfeed.errors import ArgumentError, ReadError
+from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base_feeder import LoopOptions, ResumableFeeder, T_co
 from pinfeed.feeders.hints import SAMPLE_HINTS
 from pinfeed.feeders.row_selection import RowSelection, warn_if_empty
@@ -17,8 +16,8 @@ from pinfeed.memory.depth import check_depth
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.guarded import guarded
-from pinfeed.pipeline.sources.sample_batch import NoSamples
-from pinfeed.pipeline.sources.sample_source import SampleMaker, SampleSource
+from pinfeed.pipeline.sources.sample_source import SampleMaker, SampleSource, with_sample_readers
+from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Order
 from pinfeed.rows.rank_batches import RankBatches, note_workers
@@ -34,8 +33,6 @@ from pinfeed.validation.safe_repr import safe_repr
 
 MAX_THREADS = 1024
 """Maximum number of samples that are made at the same time."""
-
-logger = logging.getLogger("pinfeed")
 
 
 @explain_arguments(SAMPLE_HINTS)
@@ -149,11 +146,12 @@ def wrap_dataset(
     depth = check_depth(depth)
     selection = RowSelection(batch_size, None, rows, shuffle, seed, drop_last, ranks)
     options = LoopOptions(again, progress, timeline, None, device_transform, seed)
-    maker = SampleMaker(dataset, transform, seed, reproducible)
+    maker = SampleMaker(dataset.__getitem__, transform, seed, reproducible)
     if on_error == "raise" and len(dataset):
         _try_first(maker)
     return DatasetFeeder(
         maker,
+        len(dataset),
         selection,
         options,
         n_threads=n_threads if depth else 0,
@@ -172,14 +170,12 @@ class DatasetFeeder(ResumableFeeder[T_co]):
         >>> feeder = pinfeed.wrap_dataset(range(4), lambda i: i * i, batch_size=2)
         >>> [batch.tolist() for batch in feeder]
         [[0, 1], [4, 9]]
-
-    Attributes:
-        skipped: Epoch, index and error of each sample that loops have left out, in order.
     """
 
     def __init__(
         self,
         maker: SampleMaker,
+        n_samples: int,
         selection: RowSelection,
         options: LoopOptions,
         *,
@@ -190,25 +186,21 @@ class DatasetFeeder(ResumableFeeder[T_co]):
         depth: int,
         device: Any,
     ) -> None:
-        self.skipped: list[tuple[int, int, Exception]] = []
-        self._max_skipped = max_skipped
-        # Number of samples that the running loop has left out.
-        self._n_skipped = 0
         self._on_error = on_error
+        self._skipped = SkippedSamples(max_skipped)
         self._begin_ranks = functools.partial(note_workers, selection.ranks, selection.all_rows)
         device = self._open_device(device, n_spare=depth + 2)
         source = SampleSource(
             maker,
-            _batches_of(selection, len(maker.dataset)),
+            _batches_of(selection, n_samples),
             device.worker,
             n_threads,
             collate,
-            self._skip if on_error == "skip" else None,
+            self._skipped if on_error == "skip" else None,
             keeps_errors=on_error == "next",
         )
-        # While the threads make the last samples of a batch, another reader begins the next one.
-        n_readers = min(depth + 1, 1 + -(-n_threads // source.batches.batch_size))
-        schedule = PrefetchSchedule(depth, n_readers=n_readers)
+        size = source.batches.batch_size
+        schedule = with_sample_readers(PrefetchSchedule(depth), n_threads, size)
         transforms = options.transforms(device.name, selection.rank, is_limited=False)
         self._loop = options.runner(source, device, schedule, transforms)
 
@@ -230,34 +222,21 @@ class DatasetFeeder(ResumableFeeder[T_co]):
         Raises:
             ClosedError: If the feeder is closed, or an older loop over it runs and cannot be ended.
         """
-        batches = self._loop.run(
+        return self._loop.run(
             LentBatch.take,
             begin=self._begin,
-            through=_not_empty if self._on_error == "skip" else lambda batches: batches,
+            through=self._skipped.without_empty if self._on_error == "skip" else lambda it: it,
             keeps_errors=self._on_error == "next",
         )
-        return batches
+
+    @property
+    def skipped(self) -> list[tuple[int, int, Exception]]:
+        """Epoch, index and error of each sample that loops have left out, in order."""
+        return self._skipped.found
 
     def _begin(self) -> None:
         self._begin_ranks()
-        self._n_skipped = 0
-
-    def _skip(self, epoch: int, failures: list[tuple[int, Exception]]) -> None:
-        """Note the samples that a batch leaves out, when the loop receives the batch.
-
-        Raises:
-            ReadError: If the loop has left out more than ``max_skipped`` samples.
-        """
-        for index, error in failures:
-            self.skipped.append((epoch, index, error))
-            logger.warning("skipped dataset[%d] in epoch %d: %r", index, epoch, error)
-        self._n_skipped += len(failures)
-        if self._n_skipped > self._max_skipped:
-            index, error = failures[-1]
-            raise ReadError(
-                f"{self._n_skipped} samples of epoch {epoch} failed; expected at most "
-                f"max_skipped={self._max_skipped}; the last one is dataset[{index}]: {error!r}"
-            ) from error
+        self._skipped.begin()
 
 
 def check_threads(threads: int | None) -> int:
@@ -328,11 +307,3 @@ def _batches_of(selection: RowSelection, n_samples: int) -> OrderBatches | RankB
     batches = OrderBatches(selection.all_rows, n_samples, selection.batch_size, selection.drop_last)
     warn_if_empty(batches, "samples")
     return batches
-
-
-def _not_empty(batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield the batches that have samples."""
-    for batch in batches:
-        if type(batch) is not NoSamples:
-            yield batch
-        del batch

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base_feeder import LoopOptions
+from pinfeed.feeders.dataset_feeder import check_threads
 from pinfeed.feeders.hints import LOADER_HINTS
 from pinfeed.feeders.loader_feeder import (
     STATE_METHODS,
@@ -15,11 +16,14 @@ from pinfeed.feeders.loader_feeder import (
     LoaderFeeder,
     StatefulLoaderFeeder,
 )
-from pinfeed.memory.depth import check_optional_depth
+from pinfeed.feeders.threaded_loader_feeder import ThreadedLoaderFeeder
+from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.pipeline.schedule import PrefetchSchedule, measured_schedule, n_id_readers
 from pinfeed.pipeline.sources.loader_source import LoaderSource, StatefulSource
-from pinfeed.validation.arguments import check_choice, explain_arguments
+from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
+from pinfeed.pipeline.sources.threaded_loader_source import ThreadedLoaderSource
+from pinfeed.validation.arguments import check_choice, explain_arguments, whole_number
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -95,7 +99,9 @@ def wrap_loader(
     timeline: bool = False,
     host_transform: Callable[..., Any] | None = None,
     device_transform: Callable[..., Any] | None = None,
-    on_error: Literal["raise", "next"] = "raise",
+    threads: int | None = None,
+    on_error: Literal["raise", "next", "skip"] = "raise",
+    max_skipped: int = 100,
     seed: int | None = None,
 ) -> LoaderFeeder[Any]:
     """Wrap a loader, and prefetch its batches to the device.
@@ -118,6 +124,14 @@ def wrap_loader(
     and mix with its own; with ``depth=None`` on the CPU, this may hold for some batches only. Give
     such objects a generator of their own. In the reader thread, they also run without the caller's
     ``torch.no_grad()`` and similar modes, as they do in worker processes.
+
+    With ``threads``, threads of this process make the samples of a DataLoader, in place of its
+    worker processes: its own dataset, sampler and ``collate_fn``, without a copy of the dataset in
+    each process, pickling and shared memory. Batches equal those of the loader with
+    ``num_workers=0``, if an item depends on its index alone. Functions of torch that draw random
+    numbers in an item draw them from a generator of the sample, so that they depend on
+    ``torch.manual_seed`` and not on the number of threads. The dataset must be thread-safe, as for
+    ``wrap_dataset``, which can also be resumed.
 
     If the loader has ``state_dict`` and ``load_state_dict``, as torchdata's StatefulDataLoader
     does, the feeder has them too. During a training step, ``state_dict`` returns the state that the
@@ -167,11 +181,15 @@ def wrap_loader(
             limit is reserved for the batches. None is the free memory. Its ``depth`` is used if
             ``depth`` is None.
         again: Rule for a loop that begins before an older loop has ended, as for ``Feeder``.
+        threads: Number of threads that make the samples of a DataLoader, each computing with one
+            torch thread, as for ``wrap_dataset``. None leaves them to the loader.
         on_error: Effect of an error of a batch in the loader, a function, ``fetch`` or the copy to
             the device. With ``"raise"``, the loop ends with the error. With ``"next"``, ``next()``
             of the loop's iterator raises the error, and another ``next()`` returns the next batch,
             as for the iterator of a DataLoader. If the loader is a generator, which cannot continue
-            after an error, the loop ends.
+            after an error, the loop ends. With ``"skip"``, which needs ``threads``, bad samples are
+            left out and listed in ``skipped``, as for ``wrap_dataset``.
+        max_skipped: Number of samples in a loop that may be skipped; another one raises ReadError.
         progress: Whether to show a progress bar.
         timeline: Whether to record how long each stage of each batch takes.
         host_transform: Function that takes each batch of the loader, before its ids are read, and
@@ -192,24 +210,40 @@ def wrap_loader(
     """
     options = LoopOptions(again, progress, timeline, host_transform, device_transform, seed)
     options.require_generator_for_seed()
-    check_choice(on_error, "on_error", ("raise", "next"))
+    check_choice(on_error, "on_error", ("raise", "next", "skip"))
+    if on_error == "skip" and threads is None:
+        raise ArgumentError(
+            "on_error='skip' was given without threads; expected threads=..., because a loader "
+            "that makes its own batches cannot leave out single samples"
+        )
+    n_threads = None if threads is None else check_threads(threads)
+    max_skipped = whole_number(max_skipped, "max_skipped", least=0)
     depth = check_optional_depth(depth)
     if config is not None and fetch is None:
         raise ArgumentError(
             "config was given without fetch; it limits the memory for rows of files behind fetch=, "
             "and the loader decides the size of its batches; leave out config"
         )
-    has_state = all(callable(getattr(loader, name, None)) for name in STATE_METHODS)
-    feeder = StatefulLoaderFeeder if has_state else LoaderFeeder
-    batches = StatefulSource(loader) if has_state else LoaderSource(loader)
-    batches.keeps_errors = on_error == "next"
     stores = None if fetch is None else FetchStores(fetch, config)
     try:
         if depth is None and config is not None:
             depth = config.depth
+        if depth is None and n_threads is not None:
+            depth = DEFAULT_DEPTH
         schedule = measured_schedule() if depth is None else PrefetchSchedule(depth)
         if stores is not None:
             schedule = dataclasses.replace(schedule, n_readers=n_id_readers(schedule.depth))
+        feeder: type[LoaderFeeder[Any]] = LoaderFeeder
+        batches = LoaderSource(loader)
+        if n_threads is not None:
+            feeder = ThreadedLoaderFeeder
+            skipped = SkippedSamples(max_skipped) if on_error == "skip" else None
+            batches = ThreadedLoaderSource(loader, n_threads if depth else 0, skipped)
+            schedule = batches.schedule(schedule)
+        elif all(callable(getattr(loader, name, None)) for name in STATE_METHODS):
+            feeder = StatefulLoaderFeeder
+            batches = StatefulSource(loader)
+        batches.keeps_errors = on_error == "next"
         return feeder(batches, device=device, schedule=schedule, options=options, fetch=stores)
     except BaseException:
         if stores is not None:

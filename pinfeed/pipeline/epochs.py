@@ -268,6 +268,7 @@ class EpochRunner:
         generator = self._active.generator()
         if generator is not None and generator.gi_running:
             # Another thread waits for a batch, or this signal handler has interrupted the wait.
+            self.source.stop()
             self._transfer.stop()
             return
         # A run that has not begun raises ClosedError when it begins, and a run of another thread

@@ -36,7 +36,8 @@ _DRAWS = frozenset(
 )
 """Functions of torch that take a generator, and draw from the global one without it."""
 _DROPOUTS = frozenset(
-    getattr(torch.nn.functional, name) for name in ("dropout", "dropout1d", "dropout2d", "dropout3d")
+    getattr(torch.nn.functional, name)
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d")
 ) | {torch.dropout}
 """Functions of torch that always draw from the global generator, unless training is False."""
 

@@ -97,7 +97,7 @@ class SampleBatch:
             # All samples so far have failed.
             self._wait()
         if self._collate is not None:
-            return self._collated()
+            return self.reporting(host_batch_of(self.batch()))
         if self._layout is None:
             return HostBatch([], self._rebuild, [(0, 0)])
         columns = [column for column in self._layout.columns if column is not None]
@@ -211,30 +211,36 @@ class SampleBatch:
         if self._is_stopped:
             raise Cancelled
 
-    def _collated(self) -> HostBatch:
-        """Return the batch that ``collate`` makes from all samples."""
+    def batch(self) -> Any:
+        """Return what ``collate`` makes from all samples; NoSamples if all failed (reader).
+
+        Raises:
+            Exception: If a sample failed, and is not left out; the error of the first one.
+        """
         assert self._collate is not None
         if self._is_inline:
             self._work()
         self._wait()
         samples = [self._samples.pop(position) for position in sorted(self._samples)]
         if not samples:
-            return HostBatch([], self._rebuild, [(0, 0)])
+            return NoSamples()
         try:
-            batch = guarded(self._collate, samples)
+            return guarded(self._collate, samples)
         except Exception as error:
             add_note(error, f"in collate_fn of {len(samples)} samples")
             raise
-        host_batch = host_batch_of(batch)
+
+    def reporting(self, batch: HostBatch) -> HostBatch:
+        """Return a HostBatch that reports the samples left out when the loop receives it."""
         if self._errors:
-            rebuild = host_batch.rebuild
+            rebuild = batch.rebuild
 
             def report_and_rebuild(tensors: Iterator[Any]) -> Any:
                 self._report()
                 return rebuild(tensors)
 
-            host_batch.rebuild = report_and_rebuild
-        return host_batch
+            batch.rebuild = report_and_rebuild
+        return batch
 
     def _close_gaps(self) -> None:
         """Move the samples together, because some were left out."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import weakref
@@ -11,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pinfeed.errors import add_note
-from pinfeed.pipeline.sources.sample_batch import Failures, SampleBatch
-from pinfeed.pipeline.sources.source import BatchThunk, HostBatch, Source, made_or_failed
+from pinfeed.pipeline.schedule import PrefetchSchedule
+from pinfeed.pipeline.sources.sample_batch import SampleBatch
+from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
+from pinfeed.pipeline.sources.source import BatchThunk, Source, made_or_failed
 from pinfeed.rows.batches import EpochHooks, OrderBatches
 from pinfeed.rows.rank_batches import RankBatches
 from pinfeed.threads.call import Workers
@@ -27,13 +30,13 @@ class SampleMaker:
     """Makes the samples of a dataset, each with random numbers of its own.
 
     Args:
-        dataset: Returns an item for an index.
+        read: Returns the item of an index.
         transform: Function of an item; None for the items themselves.
         seed: Seed of the random numbers.
         reproducible: Whether torch's functions draw from the generator of the sample.
     """
 
-    dataset: Any
+    read: Callable[[Any], Any]
     transform: Callable[..., Any] | None
     seed: int
     reproducible: bool
@@ -55,6 +58,7 @@ class SampleMaker:
         from pinfeed.tensors.sample_random import SampleRandom, one_compute_thread
 
         random = SampleRandom()
+        read = self.read
         seed = self.seed % 2**64
         transform = self.transform
         takes_generator = transform is not None and takes_parameter(transform, "generator")
@@ -64,7 +68,7 @@ class SampleMaker:
             random.begin((seed, epoch, keys[position], _OF_SAMPLES))
             with random if self.reproducible else contextlib.nullcontext():
                 try:
-                    sample = self.dataset[items[position]]
+                    sample = read(items[position])
                     if transform is None:
                         return sample
                     given: dict[str, Any] = {}
@@ -81,6 +85,23 @@ class SampleMaker:
             yield make
 
 
+class BegunBatches:
+    """The batches of a source that threads make at present."""
+
+    def __init__(self) -> None:
+        self._batches: weakref.WeakSet[SampleBatch] = weakref.WeakSet()
+
+    def begin(self, batch: SampleBatch, workers: Workers | None, n_threads: int) -> None:
+        """Let threads begin with a batch; without ``workers``, its ``host_batch`` makes it."""
+        self._batches.add(batch)
+        batch.begin(workers, n_threads)
+
+    def stop(self) -> None:
+        """Make no more samples, because the loop has ended. Any thread may call this."""
+        for batch in list(self._batches):
+            batch.stop()
+
+
 @dataclass(frozen=True)
 class SampleSource(Source):
     """Batches of the samples of a dataset, in an order.
@@ -91,8 +112,7 @@ class SampleSource(Source):
         worker: Makes a pool of threads, given their name and number.
         n_threads: Number of threads that make samples; 0 if the loop's own thread makes them.
         collate: Makes a batch from a list of samples; None is torch's ``default_collate``.
-        skipped: Receives the epoch, and index and error of each sample that was left out; None if
-            no sample is left out.
+        skipped: Notes the samples that are left out; None if none is left out.
         keeps_errors: Whether the loop continues after the error of a batch.
     """
 
@@ -101,10 +121,9 @@ class SampleSource(Source):
     worker: Callable[[str, int], Workers]
     n_threads: int
     collate: Callable[[list[Any]], Any] | None = None
-    skipped: Callable[[int, list[tuple[int, Exception]]], object] | None = None
+    skipped: SkippedSamples | None = None
     keeps_errors: bool = False
-    # Batches that are being made.
-    _begun: weakref.WeakSet[SampleBatch] = field(default_factory=weakref.WeakSet, init=False)
+    _begun: BegunBatches = field(default_factory=BegunBatches, init=False)
 
     @property
     def fingerprint(self) -> Mapping[str, Any]:
@@ -132,38 +151,49 @@ class SampleSource(Source):
                     functools.partial(self.maker.in_thread, number, indices, indices),
                     len(indices),
                     self.collate,
-                    self._reports(number, indices),
+                    None if self.skipped is None else self.skipped.of(number, indices),
                 )
-                self._begun.add(batch)
-                batch.begin(workers, self.n_threads)
+                self._begun.begin(batch, workers, self.n_threads)
                 yield made_or_failed(batch.host_batch) if self.keeps_errors else batch.host_batch
 
     def stop(self) -> None:
-        for batch in list(self._begun):
-            batch.stop()
+        self._begun.stop()
 
     def hint(self, source_share: float) -> str:
-        """Return what to change if a loop stalls on the samples."""
-        n_cores = len(os.sched_getaffinity(0))
-        if self.n_threads < n_cores:
-            change = (
-                f"Raise threads (now {self.n_threads}; this process may use {n_cores} cores), if "
-                "the functions release the interpreter's lock, as decoders do"
-            )
-        else:
-            change = (
-                f"threads={self.n_threads} already uses all {n_cores} cores of this process. More "
-                "threads help only if the samples wait for files or a network"
-            )
-        return f"The loop waits for the samples. {change}, or make the samples cheaper."
+        return sample_hint(self.n_threads)
 
-    def _reports(
-        self, epoch: int, indices: Sequence[int]
-    ) -> Callable[[Failures], object] | None:
-        if self.skipped is None:
-            return None
-        skipped = self.skipped
-        return lambda failures: skipped(epoch, [(indices[i], error) for i, error in failures])
+
+def sample_hint(n_threads: int) -> str:
+    """Return what to change if a loop stalls on samples that threads make."""
+    n_cores = len(os.sched_getaffinity(0))
+    if n_threads < n_cores:
+        change = (
+            f"Raise threads (now {n_threads}; this process may use {n_cores} cores), if the "
+            "functions release the interpreter's lock, as decoders do"
+        )
+    else:
+        change = (
+            f"threads={n_threads} already uses all {n_cores} cores of this process. More threads "
+            "help only if the samples wait for files or a network"
+        )
+    return f"The loop waits for the samples. {change}, or make the samples cheaper."
+
+
+def with_sample_readers(
+    schedule: PrefetchSchedule, n_threads: int, batch_size: int
+) -> PrefetchSchedule:
+    """Return a schedule with enough reader threads to keep the threads of the samples busy.
+
+    A reader thread waits for the samples of one batch. While threads make its last samples, others
+    make the first ones of the next batch.
+
+    Args:
+        schedule: Schedule of the loop.
+        n_threads: Number of threads that make samples.
+        batch_size: Samples of a batch.
+    """
+    n_readers = min(schedule.depth + 1, 1 + -(-n_threads // batch_size))
+    return dataclasses.replace(schedule, n_readers=max(schedule.n_readers, n_readers))
 
 
 @contextlib.contextmanager

@@ -217,7 +217,8 @@ class Source(ABC):
         """
 
     def stop(self) -> None:
-        """Make no more batches, because the loop has ended. Any thread may call this."""
+        """Make no more samples, because the loop has ended. Any thread may call this."""
+        return
 
     @abstractmethod
     def hint(self, source_share: float) -> str:

@@ -1,0 +1,159 @@
+"""ThreadedLoaderSource: the batches of a DataLoader, with samples that threads make."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+from pinfeed.errors import ArgumentError
+from pinfeed.pipeline.schedule import PrefetchSchedule
+from pinfeed.pipeline.sources.guarded import guarded
+from pinfeed.pipeline.sources.host_leaves import host_batch_of
+from pinfeed.pipeline.sources.loader_source import LoaderSource, next_batch
+from pinfeed.pipeline.sources.sample_batch import NoSamples, SampleBatch
+from pinfeed.pipeline.sources.sample_source import (
+    BegunBatches,
+    SampleMaker,
+    sample_hint,
+    sample_threads,
+    with_sample_readers,
+)
+from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
+from pinfeed.pipeline.sources.source import BatchThunk, HostBatch
+from pinfeed.threads.call import Workers
+
+
+class ThreadedLoaderSource(LoaderSource):
+    """The batches of a DataLoader, whose dataset threads of this process read.
+
+    Seeds and indices are drawn from the loader's generators as the loader itself draws them.
+
+    Args:
+        loader: The DataLoader.
+        n_threads: Number of threads that make samples; 0 if the loop's own thread makes them.
+        skipped: Notes the samples that are left out; None if none is left out.
+
+    Attributes:
+        worker: Makes a pool of threads, given their name and number. It is set before the first
+            epoch.
+
+    Raises:
+        ArgumentError: If ``loader`` is no DataLoader of a dataset with items by index, or has a
+            state of its own.
+    """
+
+    worker: Callable[[str, int], Workers]
+
+    def __init__(self, loader: Any, n_threads: int, skipped: SkippedSamples | None) -> None:
+        super().__init__(loader)
+        _check_loader(loader)
+        self._n_threads = n_threads
+        self.skipped = skipped
+        # Some datasets make a whole batch in one call.
+        makes_batches = getattr(loader.dataset, "__getitems__", None)
+        self._is_batch_one_call = loader.batch_sampler is None or bool(makes_batches)
+        self._seed = 0
+        # Number of samples of the epoch so far.
+        self._n_drawn = 0
+        self._workers: Workers | None = None
+        self._batches = BegunBatches()
+
+    def schedule(self, schedule: PrefetchSchedule) -> PrefetchSchedule:
+        """Return a schedule with enough reader threads to keep all threads busy."""
+        size = 1 if self._is_batch_one_call else (self.loader.batch_size or 1)
+        return with_sample_readers(schedule, self._n_threads, size)
+
+    def begin(self) -> None:
+        import torch
+
+        loader = self.loader
+        indices = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        self._begun = guarded(iter, indices)
+        seed = torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        self._seed = int(seed.item())
+        self._n_drawn = 0
+
+    def stop(self) -> None:
+        self._batches.stop()
+
+    def hint(self, source_share: float) -> str:
+        if source_share < 0.5:
+            return super().hint(source_share)
+        return sample_hint(self._n_threads)
+
+    def next_batch(self, batches: Iterator[Any]) -> Any:
+        """Return the indices of the next batch; ``END`` after the last batch."""
+        self._number += 1
+        return next_batch(batches)
+
+    def draw(self, batch: Any) -> BatchThunk:
+        """Let threads begin to make the samples of a batch, given their indices."""
+        from torch.utils.data import default_collate
+
+        dataset = self.loader.dataset
+        collate = self.loader.collate_fn
+        if self._is_batch_one_call:
+            indices = [batch]
+            collate = functools.partial(_collate_only, collate)
+            read = dataset.__getitem__
+            if self.loader.batch_sampler is not None:
+                read = dataset.__getitems__
+        else:
+            indices = list(batch)
+            read = dataset.__getitem__
+            if self.host_transform is None and self.fetch is None:
+                collate = None if collate is default_collate else collate
+        keys = range(self._n_drawn, self._n_drawn + len(indices))
+        self._n_drawn += len(indices)
+        maker = SampleMaker(read, None, self._seed, reproducible=True)
+        samples = SampleBatch(
+            functools.partial(maker.in_thread, self._epoch, indices, keys),
+            len(indices),
+            collate,
+            None if self.skipped is None else self.skipped.of(self._epoch, indices),
+        )
+        self._batches.begin(samples, self._workers, self._n_threads)
+        if self.host_transform is None and self.fetch is None:
+            return samples.host_batch
+        return functools.partial(self._changed, samples, self._number - 1)
+
+    def _changed(self, samples: SampleBatch, number: int) -> HostBatch:
+        """Return a batch after ``host_transform``, with the rows of its ids (reader)."""
+        batch = samples.batch()
+        if self.host_transform is not None and type(batch) is not NoSamples:
+            batch = self.host_transform(batch, self._epoch, number)
+        if self.fetch is None or type(batch) is NoSamples:
+            return samples.reporting(host_batch_of(batch))
+        return samples.reporting(self.fetch.add(batch, self.fetch.ids(batch)))
+
+    def _draws(self, batches: Iterator[Any]) -> Generator[BatchThunk, None, None]:
+        with sample_threads(self.worker, self._n_threads) as self._workers:
+            yield from super()._draws(batches)
+
+
+def _collate_only(collate: Callable[[Any], Any], samples: list[Any]) -> Any:
+    """Make a batch from the only element of a list."""
+    return collate(samples[0])
+
+
+def _check_loader(loader: Any) -> None:
+    """Raise ArgumentError unless threads can make the samples of a loader."""
+    from torch.utils.data import DataLoader, IterableDataset
+
+    kind = type(loader).__name__
+    if not isinstance(loader, DataLoader):
+        raise ArgumentError(
+            f"threads was given with a {kind}; expected a torch DataLoader, whose dataset has "
+            "items by index; leave out threads, or use pinfeed.wrap_dataset(dataset, threads=...)"
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        raise ArgumentError(
+            f"threads was given with a DataLoader of a {type(loader.dataset).__name__}, which is "
+            "iterable and has no items by index; leave out threads, or give a map-style dataset"
+        )
+    if hasattr(loader, "state_dict"):
+        raise ArgumentError(
+            f"threads was given with a {kind}, whose state covers only batches that it makes "
+            "itself; use pinfeed.wrap_dataset(dataset, threads=...), which can be resumed too"
+        )
