@@ -18,10 +18,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 import pinfeed
+from pinfeed.rows.batches import OrderBatches
 
 BATCH_SIZE = 64
 N_WORKERS = 2
 N_AHEAD = 2
+ORDER = pinfeed.rows.shuffled(seed=1)
 _NEVER = 1 << 30
 
 Batches = Iterator[Any]
@@ -29,22 +31,24 @@ Batches = Iterator[Any]
 
 @dataclass(frozen=True)
 class Task:
-    """The batches that a contestant must yield.
+    """The batches that a contestant must yield, in the order of an epoch of pinfeed.
 
     Attributes:
         dataset: Samples by index.
-        indices: Indices of the samples, in order.
     """
 
     dataset: Dataset[Any]
-    indices: list[int]
 
+    @functools.cached_property
+    def indices(self) -> list[int]:
+        """Indices of the samples, in order."""
+        return [index for batch in self.index_batches for index in batch]
+
+    @functools.cached_property
     def index_batches(self) -> list[list[int]]:
-        """Return the indices of each batch."""
-        return [
-            self.indices[begin : begin + BATCH_SIZE]
-            for begin in range(0, len(self.indices), BATCH_SIZE)
-        ]
+        """Indices of the samples of each batch."""
+        batches = OrderBatches(ORDER, len(self.dataset), BATCH_SIZE, drop_last=False)
+        return [indices.rows().tolist() for indices in batches.epoch(0)]
 
     def batch(self, indices: list[int]) -> Any:
         """Return the batch that every contestant must yield for some indices."""
@@ -75,7 +79,7 @@ def wrap_dataset(task: Task) -> Batches:
         task.dataset,
         batch_size=BATCH_SIZE,
         threads=N_WORKERS,
-        rows=task.indices,
+        rows=ORDER,
         depth=N_AHEAD,
         device="cpu",
     ) as feeder:
@@ -121,7 +125,7 @@ def spdl_batches(task: Task) -> Batches:
 
     builder = (
         PipelineBuilder()
-        .add_source(task.index_batches())
+        .add_source(task.index_batches)
         .pipe(one_torch_thread(task.batch), concurrency=N_WORKERS, output_order="input")
         .add_sink(N_AHEAD)
     )
@@ -170,7 +174,7 @@ def grain_batches(task: Task) -> Batches:
     """Use Grain with threads that make whole batches."""
     import grain
 
-    source = Source(task.index_batches(), one_torch_thread(task.batch))
+    source = Source(task.index_batches, one_torch_thread(task.batch))
     options = grain.ReadOptions(N_WORKERS, N_AHEAD)
     yield from grain.MapDataset.source(source).to_iter_dataset(options)
 
@@ -198,7 +202,7 @@ def nodes_batches(task: Task) -> Batches:
 
     yield from Loader(
         ParallelMapper(
-            IterableWrapper(task.index_batches()),
+            IterableWrapper(task.index_batches),
             one_torch_thread(task.batch),
             num_workers=N_WORKERS,
             method="thread",
@@ -215,7 +219,6 @@ class Contestant:
     Attributes:
         batches: The function.
         module: A module that it needs.
-        is_ours: Whether it is pinfeed.
     """
 
     batches: Callable[[Task], Iterable[Any]]

@@ -19,7 +19,6 @@ from pinfeed.cli.conditions import memory_by_kind, read_through, touch_memory
 _N_CHECKED = 3
 _N_MEASURED = 12
 _TOUCHED_BYTES = 1 << 30
-_ORDER_SEED = 1
 
 Results = dict[str, Any]
 
@@ -33,30 +32,33 @@ def run_job(call: str, **arguments: Any) -> Any:
     return JOBS[call](**arguments)
 
 
-def image_task(n_files: int, decoder: str, n_images: int) -> Task:
-    """Return random images of the folder, with all files in the page cache."""
+def image_task(n_files: int, decoder: str) -> Task:
+    """Return the images of the folder, with all files in the page cache."""
     dataset = Images(n_files, decoder)
-    order = torch.randperm(n_files, generator=torch.Generator().manual_seed(_ORDER_SEED))
     read_through(dataset.paths)
-    return Task(dataset, order[:n_images].tolist())
+    return Task(dataset)
 
 
 def check(name: str, n_files: int, decoder: str) -> None:
-    """Compare every element of the first batches, and all ready tensors.
+    """Compare every element of the first batches of images, and of all batches of ready tensors.
 
     Raises:
         AssertionError: If they differ.
     """
-    tasks = [image_task(n_files, decoder, _N_CHECKED * BATCH_SIZE), Task(Ready(1000), range(1000))]
-    for task in tasks:
-        wanted = task.index_batches()
-        for indices, given in zip(wanted, CONTESTANTS[name].batches(task), strict=True):
-            expected = task.batch(indices)
-            pairs = [(given, expected)] if isinstance(given, torch.Tensor) else zip(given, expected)
-            for one, other in pairs:
-                assert torch.equal(one, other), f"{name}, {decoder}: another batch"
-                assert one.dtype == other.dtype
-                assert one.stride() == other.stride()
+    for task, n_batches in ((image_task(n_files, decoder), _N_CHECKED), (Task(Ready(1000)), None)):
+        wanted = task.index_batches[:n_batches]
+        batches = itertools.islice(CONTESTANTS[name].batches(task), n_batches)
+        for indices, batch in zip(wanted, batches, strict=True):
+            pairs = zip(parts_of(batch), parts_of(task.batch(indices)), strict=True)
+            for given, expected in pairs:
+                assert torch.equal(given, expected), f"{name}, {decoder}: another batch"
+                assert given.dtype == expected.dtype
+                assert given.is_contiguous()
+
+
+def parts_of(batch: Any) -> list[torch.Tensor]:
+    """Return the tensors of a batch."""
+    return [batch] if isinstance(batch, torch.Tensor) else list(batch)
 
 
 class Step:
@@ -112,13 +114,14 @@ def step_alone() -> Results:
     return {"seconds": sorted(times)[len(times) // 2]}
 
 
-def rate(name: str, n_files: int, decoder: str, n_images: int, *, computes: bool) -> Results:
+def rate(name: str, n_files: int, decoder: str, *, computes: bool) -> Results:
     """Return the images per second of an epoch, and the share of time that the loop waited."""
-    task = image_task(n_files, decoder, n_images)
+    task = image_task(n_files, decoder)
     step = Step() if computes else None
     if step is not None:
         # The first step chooses kernels.
         step(*task.batch(task.indices[:BATCH_SIZE]))
+    n_images = len(task.indices)
     touch_memory(_TOUCHED_BYTES)
     seen = []
     waited_s = 0.0
@@ -136,7 +139,8 @@ def rate(name: str, n_files: int, decoder: str, n_images: int, *, computes: bool
 
 def first_batch(name: str, n_files: int, decoder: str) -> Results:
     """Return the seconds from the construction of the loader to the first batch."""
-    task = image_task(n_files, decoder, 8 * BATCH_SIZE)
+    task = image_task(n_files, decoder)
+    assert task.indices
     touch_memory(_TOUCHED_BYTES)
     begin = time.perf_counter()
     next(iter(CONTESTANTS[name].batches(task)))
@@ -148,12 +152,12 @@ def memory(name: str, n_files: int, decoder: str) -> Results:
 
     It is anonymous and shared memory. Pages that several processes have are divided among them.
     """
-    task = image_task(n_files, decoder, _N_MEASURED * BATCH_SIZE)
+    task = image_task(n_files, decoder)
     # A first sample imports the decoder.
     task.batch(task.indices[:1])
     before = own_bytes()
     peak = before
-    for _ in CONTESTANTS[name].batches(task):
+    for _ in itertools.islice(CONTESTANTS[name].batches(task), _N_MEASURED):
         peak = max(peak, own_bytes())
     return {"nbytes": peak - before}
 
@@ -166,12 +170,13 @@ def own_bytes() -> int:
 
 def overhead(name: str, n_samples: int) -> Results:
     """Return the seconds per sample that exists already."""
-    task = Task(Ready(n_samples), list(range(n_samples)))
-    batches = CONTESTANTS[name].batches(task)
+    task = Task(Ready(n_samples))
+    n_expected = len(task.index_batches)
+    assert len(task.indices) == n_samples
     begin = time.perf_counter()
-    n_batches = sum(1 for _ in batches)
+    n_batches = sum(1 for _ in CONTESTANTS[name].batches(task))
     seconds = time.perf_counter() - begin
-    assert n_batches == len(task.index_batches())
+    assert n_batches == n_expected
     return {"us": seconds / n_samples * 1e6}
 
 

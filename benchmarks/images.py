@@ -67,7 +67,7 @@ def all_cells(n_files: int, decoders: list[str], *, quick: bool) -> Cells:
         for decoder in decoders:
             job = {"call": "rate", "n_files": n_files, "decoder": decoder}
             name = f"images per s, {decoder}{', training step' * step}"
-            cells[name] = job | {"n_images": n_files, "computes": step}
+            cells[name] = job | {"computes": step}
     for decoder in decoders[:2]:
         job = {"n_files": n_files, "decoder": decoder}
         cells[f"s to the first batch, {decoder}"] = job | {"call": "first_batch"}
