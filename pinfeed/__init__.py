@@ -28,6 +28,7 @@ from pinfeed.errors import (
 )
 from pinfeed.feeders.batch import Batch
 from pinfeed.feeders.dataset_feeder import wrap_dataset
+from pinfeed.feeders.endless import endless
 from pinfeed.feeders.feeder import Feeder
 from pinfeed.feeders.reader_feeder import wrap_readers
 from pinfeed.feeders.restartable import restartable
@@ -134,6 +135,7 @@ __all__ = [
     "WriteBackError",
     "ZarrStore",
     "checkpoint",
+    "endless",
     "errors",
     "estimate",
     "read_rows",

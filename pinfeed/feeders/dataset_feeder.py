@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -11,12 +10,21 @@ from typing import Any, Literal
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base_feeder import LoopOptions, ResumableFeeder, T_co
 from pinfeed.feeders.hints import SAMPLE_HINTS
-from pinfeed.feeders.row_selection import RowSelection, warn_if_empty
-from pinfeed.memory.depth import check_depth
+from pinfeed.feeders.row_selection import RowSelection
+from pinfeed.feeders.sample_plan import SamplePlanner
+from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth
+from pinfeed.memory.limits import MemoryLimits
+from pinfeed.memory.plan import Plan
 from pinfeed.pipeline.lent_batch import LentBatch
+from pinfeed.pipeline.loop_transforms import NO_TRANSFORMS, LoopTransforms
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.guarded import guarded
-from pinfeed.pipeline.sources.sample_source import SampleMaker, SampleSource, with_sample_readers
+from pinfeed.pipeline.sources.sample_source import (
+    SampleMaker,
+    Samples,
+    SampleSource,
+    with_sample_readers,
+)
 from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Order
@@ -40,7 +48,8 @@ def wrap_dataset(
     dataset: Any,
     transform: Callable[..., Any] | None = None,
     *,
-    batch_size: int,
+    batch_size: int | None = None,
+    config: MemoryLimits | None = None,
     threads: int | None = None,
     rows: Order | None = None,
     shuffle: bool = False,
@@ -52,7 +61,7 @@ def wrap_dataset(
     on_error: Literal["raise", "next", "skip"] = "raise",
     max_skipped: int = 100,
     reproducible: bool = True,
-    depth: int = 2,
+    depth: int | None = None,
     device: Any = "auto",
     again: Literal["end", "refuse"] = "end",
     progress: bool = False,
@@ -98,7 +107,10 @@ def wrap_dataset(
             list of paths. It must not change while a loop runs.
         transform: Function that takes an item of the dataset and returns a sample; None if the
             items are the samples.
-        batch_size: Samples per batch.
+        batch_size: Samples per batch. Give either this or ``config``.
+        config: A ``pinfeed.Config`` with memory limits, from which pinfeed computes the batch size.
+            It makes ``dataset[0]``, and calls ``device_transform`` on batches of it, to predict
+            their memory; all samples count as many bytes.
         threads: Number of threads that make samples, each computing with one torch thread, at most
             1,024. None is the number of cores that this process may use.
         rows: Order of the samples, one of ``pinfeed.rows``. None is the order of the dataset.
@@ -117,7 +129,8 @@ def wrap_dataset(
         max_skipped: Number of samples in a loop that may be skipped; another one raises ReadError.
         reproducible: Whether random numbers depend on the sample alone. False also permits global
             generators.
-        depth: Number of batches to prefetch, at most 1,024; 0 is the synchronous loop.
+        depth: Number of batches to prefetch, at most 1,024; 0 is the synchronous loop. None is
+            ``config.depth``, or 2.
         device: Target device, as for ``Feeder``.
         again: Rule for a loop that begins before an older loop has ended, as for ``Feeder``.
         progress: Whether to show a progress bar.
@@ -127,6 +140,7 @@ def wrap_dataset(
         ArgumentError: If an argument is invalid, two arguments conflict, the dataset has no items
             by index, or a sample draws from a global generator.
         UnknownArgument: If an argument does not exist. The message names the one to use.
+        BudgetError: If the limits of ``config`` cannot hold batches of one sample.
         DeviceError: If the device does not exist.
         Exception: If the first sample fails; its error.
     """
@@ -140,27 +154,24 @@ def wrap_dataset(
             f"rows={rows!r}: expected an order of pinfeed.rows; for a sampler, use "
             "pinfeed.wrap_loader(DataLoader(dataset, sampler=...), threads=...)"
         )
-    batch_size = whole_number(batch_size, "batch_size")
+    if batch_size is not None:
+        batch_size = whole_number(batch_size, "batch_size")
     max_skipped = whole_number(max_skipped, "max_skipped", least=0)
     n_threads = check_threads(threads)
-    depth = check_depth(depth)
-    selection = RowSelection(batch_size, None, rows, shuffle, seed, drop_last, ranks)
+    depth = check_optional_depth(depth)
+    selection = RowSelection(batch_size, config, rows, shuffle, seed, drop_last, ranks)
+    if depth is None:
+        depth = DEFAULT_DEPTH if config is None or config.depth is None else config.depth
     options = LoopOptions(again, progress, timeline, None, device_transform, seed)
-    maker = SampleMaker(dataset.__getitem__, transform, seed, reproducible)
-    if on_error == "raise" and len(dataset):
-        _try_first(maker)
-    return DatasetFeeder(
-        maker,
+    samples = Samples(
+        SampleMaker(dataset.__getitem__, transform, seed, reproducible),
         len(dataset),
-        selection,
-        options,
-        n_threads=n_threads if depth else 0,
-        collate=collate_fn,
-        on_error=on_error,
-        max_skipped=max_skipped,
-        depth=depth,
-        device=device,
+        n_threads if depth else 0,
+        collate_fn,
+        SkippedSamples(max_skipped) if on_error == "skip" else None,
+        keeps_errors=on_error == "next",
     )
+    return DatasetFeeder(samples, selection, options, depth, device)
 
 
 class DatasetFeeder(ResumableFeeder[T_co]):
@@ -174,35 +185,47 @@ class DatasetFeeder(ResumableFeeder[T_co]):
 
     def __init__(
         self,
-        maker: SampleMaker,
-        n_samples: int,
+        samples: Samples,
         selection: RowSelection,
         options: LoopOptions,
-        *,
-        n_threads: int,
-        collate: Callable[[list[Any]], Any] | None,
-        on_error: str,
-        max_skipped: int,
         depth: int,
         device: Any,
     ) -> None:
-        self._on_error = on_error
-        self._skipped = SkippedSamples(max_skipped)
-        self._begin_ranks = functools.partial(note_workers, selection.ranks, selection.all_rows)
-        device = self._open_device(device, n_spare=depth + 2)
-        source = SampleSource(
-            maker,
-            _batches_of(selection, n_samples),
-            device.worker,
-            n_threads,
-            collate,
-            self._skipped if on_error == "skip" else None,
-            keeps_errors=on_error == "next",
-        )
-        size = source.batches.batch_size
-        schedule = with_sample_readers(PrefetchSchedule(depth), n_threads, size)
-        transforms = options.transforms(device.name, selection.rank, is_limited=False)
-        self._loop = options.runner(source, device, schedule, transforms)
+        is_limited = selection.config is not None
+        first = None
+        if samples.n and (is_limited or not samples.may_fail):
+            first = first_sample(samples.maker)
+        self._samples = samples
+        self._selection = selection
+        on = self._open_device(device, n_spare=depth + 2)
+        self._schedule = PrefetchSchedule(depth)
+        self._transforms = options.transforms(on.name, selection.rank, is_limited=is_limited)
+        self._plan = Plan(selection.batch_size or 1, depth, "staged", ())
+        if is_limited and samples.n:
+            self._plan = self._planned(first, self._transforms)
+        batches = selection.batches(samples.n, self._plan)
+        assert isinstance(batches, (OrderBatches, RankBatches))
+        source = SampleSource(samples, batches, on.worker)
+        schedule = with_sample_readers(self._schedule, samples.n_threads, batches.batch_size)
+        self._loop = options.runner(source, on, schedule, self._transforms)
+
+    @property
+    def plan(self) -> Plan:
+        """Batch size and memory of every buffer; ``print(feeder.plan)`` explains them in words.
+
+        Without ``config``, this makes ``dataset[0]`` to measure the bytes of a sample.
+        """
+        if self._selection.config is not None:
+            return self._plan
+        if self._samples.n and not self._plan.items:
+            self._plan = self._planned(first_sample(self._samples.maker), NO_TRANSFORMS)
+        return self._transforms.with_measured(self._plan, unified=self._device.unified)
+
+    def _planned(self, first: Any, transforms: LoopTransforms) -> Plan:
+        """Return the plan, given the first sample."""
+        planner = SamplePlanner(self._samples, self._device, self._schedule, transforms)
+        plan = planner.plan(first, self._selection)
+        return self._selection.with_notes(plan, self._samples.n, unified=self._device.unified)
 
     @safe_repr
     def __repr__(self) -> str:
@@ -222,21 +245,23 @@ class DatasetFeeder(ResumableFeeder[T_co]):
         Raises:
             ClosedError: If the feeder is closed, or an older loop over it runs and cannot be ended.
         """
+        skipped = self._samples.skipped
         return self._loop.run(
             LentBatch.take,
             begin=self._begin,
-            through=self._skipped.without_empty if self._on_error == "skip" else lambda it: it,
-            keeps_errors=self._on_error == "next",
+            through=(lambda batches: batches) if skipped is None else skipped.without_empty,
+            keeps_errors=self._samples.keeps_errors,
         )
 
     @property
     def skipped(self) -> list[tuple[int, int, Exception]]:
         """Epoch, index and error of each sample that loops have left out, in order."""
-        return self._skipped.found
+        return [] if self._samples.skipped is None else self._samples.skipped.found
 
     def _begin(self) -> None:
-        self._begin_ranks()
-        self._skipped.begin()
+        note_workers(self._selection.ranks, self._selection.all_rows)
+        if self._samples.skipped is not None:
+            self._samples.skipped.begin()
 
 
 def check_threads(threads: int | None) -> int:
@@ -276,17 +301,18 @@ def _check_dataset(dataset: Any) -> None:
         )
 
 
-def _try_first(maker: SampleMaker) -> None:
-    """Make the first sample, so that its errors are raised now.
+def first_sample(maker: SampleMaker) -> Any:
+    """Return ``dataset[0]`` as a sample of epoch 0; global generators stay as they are.
 
     Raises:
         ArgumentError: If it draws from a global generator, but samples must be reproducible.
+        Exception: If the sample fails; its error.
     """
     from pinfeed.tensors.sample_random import global_draws
     from pinfeed.tensors.transform_calls import modes_of_a_new_thread, trial
 
     with trial("cpu"), modes_of_a_new_thread(), maker.in_thread(0, [0], [0]) as make:
-        _, drawn = global_draws(functools.partial(guarded, make, 0))
+        sample, drawn = global_draws(functools.partial(guarded, make, 0))
     if drawn and maker.reproducible:
         raise ArgumentError(
             f"dataset[0] draws from the global generator of {' and '.join(drawn)}, which all "
@@ -295,15 +321,4 @@ def _try_first(maker: SampleMaker) -> None:
             "(numpy.random.Generator), or from functions of torch; give reproducible=False for "
             "numbers that differ in every run"
         )
-
-
-def _batches_of(selection: RowSelection, n_samples: int) -> OrderBatches | RankBatches:
-    """Return the indices of each batch of this process, and warn if there are none."""
-    if selection.rank_batches is not None:
-        of_rank = dataclasses.replace(selection.rank_batches, n_rows=n_samples)
-        warn_if_empty(of_rank.batches(), "samples")
-        return of_rank
-    assert selection.batch_size is not None
-    batches = OrderBatches(selection.all_rows, n_samples, selection.batch_size, selection.drop_last)
-    warn_if_empty(batches, "samples")
-    return batches
+    return sample

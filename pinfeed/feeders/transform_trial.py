@@ -11,6 +11,7 @@ import numpy as np
 from pinfeed.devices.device import Device
 from pinfeed.errors import add_note
 from pinfeed.feeders.base_feeder import LoopOptions
+from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.host_transfer import rows_on_host
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.loop_transforms import LoopTransforms, TransformNbytes
@@ -52,9 +53,21 @@ def measure_transforms(
         small_rows, small = _run(tree, device, transforms, n_rows)
         large_rows, large = _run(tree, device, transforms, min(2 * n_rows, tree.n_rows))
 
+    return linear_nbytes((small_rows, small), (large_rows, large))
+
+
+def linear_nbytes(
+    small: tuple[int, TransformNbytes], large: tuple[int, TransformNbytes]
+) -> Callable[[int], TransformNbytes]:
+    """Return the memory of transforms as a linear function of the bytes of the rows of a batch.
+
+    Args:
+        small: Bytes of the rows of a batch, and the memory measured for it.
+        large: The same for a batch of as many rows, or more.
+    """
     lines = [
-        linear((small_rows, y), (large_rows, more_y))
-        for y, more_y in zip(small, large, strict=True)
+        linear((small[0], y), (large[0], more_y))
+        for y, more_y in zip(small[1], large[1], strict=True)
     ]
     return lambda rows_nbytes: TransformNbytes(*(line(rows_nbytes) for line in lines))
 
@@ -84,26 +97,43 @@ def _run(
     Returns:
         Bytes of the rows, and bytes that the transforms took.
     """
-    from pinfeed.tensors.transform_calls import trial
-
     reads = [DirectReads(store) for store in tree.stores]
     ragged = [RaggedReads(one, DirectReads(one.items), one.items) for one in tree.ragged]
     batches = OrderBatches(sequential(), n_rows, n_rows, False)
     source = RowSource(tree.stores, reads, tree.rebuild, batches, ragged)
     options = LoopOptions("refuse", progress=False, timeline=False)
     runner = options.runner(source, device, PrefetchSchedule(0), transforms)
-    with contextlib.closing(runner), trial(device.name) as peak:
-        try:
-            next(runner.run(LentBatch.take))
-        except Exception as error:
-            add_note(error, f"in a trial with the first {n_rows} rows, for the limits of config")
-            raise
-        peak_nbytes = peak()
+    what = f"in a trial with the first {n_rows} rows, for the limits of config"
+    took, peak_nbytes = run_trial(runner, device, transforms, what)
     rows_nbytes = n_rows * sum(map(row_nbytes, tree.stores))
     # The bounds of ragged rows do not count: their share is larger in small rows than in large
     # ones.
     rows_nbytes += sum(one.read(np.arange(n_rows))[0].nbytes for one in tree.ragged)
-    took = transforms.measured_nbytes
     moved = took.host_returned if transforms.host is not None else rows_nbytes
     working = max(0, peak_nbytes - moved - took.device_new)
     return rows_nbytes, took._replace(device_working=working)
+
+
+def run_trial(
+    runner: EpochRunner, device: Device, transforms: LoopTransforms, what: str
+) -> tuple[TransformNbytes, int]:
+    """Run the first batch of a loop as a trial, and end the loop.
+
+    Args:
+        runner: Runner of the loop.
+        device: Device of the batches.
+        transforms: The transforms of the loop.
+        what: Note for an error.
+
+    Returns:
+        Bytes that the transforms took, and the peak of GPU memory in bytes.
+    """
+    from pinfeed.tensors.transform_calls import trial
+
+    with contextlib.closing(runner), trial(device.name) as peak:
+        try:
+            next(runner.run(LentBatch.take))
+        except Exception as error:
+            add_note(error, what)
+            raise
+        return transforms.measured_nbytes, peak()

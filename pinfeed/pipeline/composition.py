@@ -106,7 +106,7 @@ def make_loop(
         fill=fill,
         fill_now=fill,
         lend=moves.lend,
-        stop=mover.stop,
+        stop=functools.partial(_stop, source, mover.stop),
         quiesce=moves.quiesce,
         reserve=getattr(moves, "reserve", None),
         writer=writer,
@@ -114,11 +114,10 @@ def make_loop(
         may_help=mover.device.unified and isinstance(source, RowSource) and not transforms,
     )
     if isinstance(filler, TransformingFiller):
-        parts.stop = filler.stop
+        parts.stop = functools.partial(_stop, source, filler.stop)
         parts.fill_now = functools.partial(filler.fill_now, fill)
         parts.transform = filler.transform if transforms.are_called_in_loop else None
         parts.lend = functools.partial(_lend_transformed, mover.counters, moves.lend)
-    parts.stop = functools.partial(_stop, source, parts.stop)
     if timeline is not None and not mover.device.unified:
         _name_calls(parts)
     if parts.reserve is not None:

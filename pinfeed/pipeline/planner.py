@@ -72,7 +72,7 @@ class Planner:
         preferred = config.preferred_batch_size if config is not None else None
         n_rows = self.batch_size or preferred or self._largest_given or 0
         why = self.device.choose_route(tree.stores, n_rows, route)
-        free = _free_memory([*tree.stores, *(store.items for store in tree.ragged)], config)
+        free = free_memory([*tree.stores, *(store.items for store in tree.ragged)], config)
         if config is None:
             size = min(self.batch_size or self._largest_given or 0, self._most_rows)
             plan = self._plan_of(size, self.schedule.depth)
@@ -245,7 +245,7 @@ def plan_reads_by_id(stores: Sequence[Store], config: MemoryLimits | None) -> Re
     Raises:
         NotEnoughCPUMemory: If half of the limit cannot hold the memory that stores need for a read.
     """
-    free = _free_memory(stores, config)
+    free = free_memory(stores, config)
     if config is not None:
         free = free._replace(memory=free.memory // 2, page_cache=free.page_cache // 2)
     # Two entries may have the same store.
@@ -271,7 +271,7 @@ def _resident(stores: Iterable[Store | RaggedStore]) -> Allocation:
     return Allocation("buffers and indices of the stores", "host", 1, nbytes)
 
 
-def _free_memory(stores: Sequence[Store], config: MemoryLimits | None) -> FreeMemory:
+def free_memory(stores: Sequence[Store], config: MemoryLimits | None) -> FreeMemory:
     """Return the host memory that batches and rows of files may take.
 
     Without a config, rows of files may take half of the free memory. The processes that torchrun

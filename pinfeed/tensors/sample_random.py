@@ -46,7 +46,7 @@ class SampleRandom(TorchFunctionMode):
     """Makes torch's random functions draw from the generator of one sample at a time, in a thread.
 
     Raises:
-        ArgumentError: In the thread, if a function that takes no generator draws random numbers.
+        ArgumentError: If a function that takes no generator draws random numbers in the thread.
     """
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ Failures = list[tuple[int, Exception]]
 
 
 class NoSamples:
-    """What stands in the place of a batch if all of its samples were left out."""
+    """Stands for a batch without samples, because all of them were left out."""
 
 
 class SampleBatch:

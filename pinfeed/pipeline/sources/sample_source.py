@@ -103,13 +103,12 @@ class BegunBatches:
 
 
 @dataclass(frozen=True)
-class SampleSource(Source):
-    """Batches of the samples of a dataset, in an order.
+class Samples:
+    """The samples of a dataset, and how batches are made of them.
 
     Args:
         maker: Makes the samples.
-        batches: Indices of the samples, batch by batch.
-        worker: Makes a pool of threads, given their name and number.
+        n: Number of samples.
         n_threads: Number of threads that make samples; 0 if the loop's own thread makes them.
         collate: Makes a batch from a list of samples; None is torch's ``default_collate``.
         skipped: Notes the samples that are left out; None if none is left out.
@@ -117,20 +116,40 @@ class SampleSource(Source):
     """
 
     maker: SampleMaker
-    batches: OrderBatches | RankBatches
-    worker: Callable[[str, int], Workers]
+    n: int
     n_threads: int
     collate: Callable[[list[Any]], Any] | None = None
     skipped: SkippedSamples | None = None
     keeps_errors: bool = False
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether the loop continues after the error of a sample."""
+        return self.keeps_errors or self.skipped is not None
+
+
+@dataclass(frozen=True)
+class SampleSource(Source):
+    """Batches of the samples of a dataset, in an order.
+
+    Args:
+        samples: The samples.
+        batches: Indices of the samples, batch by batch.
+        worker: Makes a pool of threads, given their name and number.
+    """
+
+    samples: Samples
+    batches: OrderBatches | RankBatches
+    worker: Callable[[str, int], Workers]
     _begun: BegunBatches = field(default_factory=BegunBatches, init=False)
 
     @property
     def fingerprint(self) -> Mapping[str, Any]:
         found = dict(self.batches.fingerprint)
         found["n_samples"] = found.pop("n_rows")
-        if self.maker.reproducible:
-            found["seed of samples"] = self.maker.seed
+        maker = self.samples.maker
+        if maker.reproducible:
+            found["seed of samples"] = maker.seed
         return found
 
     @property
@@ -144,23 +163,25 @@ class SampleSource(Source):
         self, number: int, start: int, checksum: int, batches_per_slot: int
     ) -> Generator[BatchThunk, None, None]:
         """Yield the batches of an epoch from ``start`` on, one per thunk."""
-        with sample_threads(self.worker, self.n_threads) as workers:
+        samples = self.samples
+        skipped = samples.skipped
+        with sample_threads(self.worker, samples.n_threads) as workers:
             for row_indices in self.batches.epoch(number, start, checksum):
                 indices = row_indices.rows().tolist()
                 batch = SampleBatch(
-                    functools.partial(self.maker.in_thread, number, indices, indices),
+                    functools.partial(samples.maker.in_thread, number, indices, indices),
                     len(indices),
-                    self.collate,
-                    None if self.skipped is None else self.skipped.of(number, indices),
+                    samples.collate,
+                    None if skipped is None else skipped.of(number, indices),
                 )
-                self._begun.begin(batch, workers, self.n_threads)
-                yield made_or_failed(batch.host_batch) if self.keeps_errors else batch.host_batch
+                self._begun.begin(batch, workers, samples.n_threads)
+                yield made_or_failed(batch.host_batch) if samples.keeps_errors else batch.host_batch
 
     def stop(self) -> None:
         self._begun.stop()
 
     def hint(self, source_share: float) -> str:
-        return sample_hint(self.n_threads)
+        return sample_hint(self.samples.n_threads)
 
 
 def sample_hint(n_threads: int) -> str:
