@@ -1,8 +1,8 @@
 """Contestants: functions that yield batches of a dataset, by pinfeed and its peers.
 
-Each peer has the settings that won a trial: whether the workers make samples or whole batches, the
-number of threads, and the length of its queues. All of them load ahead by about two batches, keep
-the order, and compute with one torch thread in each worker.
+The threads of SPDL, Grain and torchdata's nodes make samples, or whole batches in another variant.
+All contestants have two workers, load ahead by about two batches, keep the order, and compute with
+one torch thread in each worker.
 """
 
 from __future__ import annotations
@@ -229,15 +229,17 @@ class Contestant:
         return importlib.util.find_spec(self.module.partition(".")[0]) is not None
 
 
+WHOLE = ", whole batches"
+"""End of the name of a variant."""
 CONTESTANTS = {
     "pinfeed, wrap_dataset": Contestant(wrap_dataset, "pinfeed"),
     "pinfeed, wrap_loader": Contestant(wrap_loader, "pinfeed"),
     "DataLoader": Contestant(lambda task: dataloader(task, 0)),
     "DataLoader, 2 workers": Contestant(lambda task: dataloader(task, N_WORKERS)),
     "SPDL": Contestant(spdl_samples, "spdl.pipeline"),
-    "SPDL, whole batches": Contestant(spdl_batches, "spdl.pipeline"),
+    f"SPDL{WHOLE}": Contestant(spdl_batches, "spdl.pipeline"),
     "grain": Contestant(grain_samples, "grain"),
-    "grain, whole batches": Contestant(grain_batches, "grain"),
+    f"grain{WHOLE}": Contestant(grain_batches, "grain"),
     "torchdata.nodes": Contestant(nodes_samples, "torchdata.nodes"),
-    "torchdata.nodes, whole batches": Contestant(nodes_batches, "torchdata.nodes"),
+    f"torchdata.nodes{WHOLE}": Contestant(nodes_batches, "torchdata.nodes"),
 }

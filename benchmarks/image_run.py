@@ -18,6 +18,8 @@ from pinfeed.cli.conditions import memory_by_kind, read_through, touch_memory
 # The batches that are compared, and those after which the memory is measured.
 _N_CHECKED = 3
 _N_MEASURED = 12
+# A loop that is slower than the loaders, so that their queues are full.
+_SLOW_STEP_S = 0.5
 _TOUCHED_BYTES = 1 << 30
 
 Results = dict[str, Any]
@@ -150,7 +152,8 @@ def first_batch(name: str, n_files: int, decoder: str) -> Results:
 def memory(name: str, n_files: int, decoder: str) -> Results:
     """Return the largest growth of memory of this process and its workers, in bytes.
 
-    It is anonymous and shared memory. Pages that several processes have are divided among them.
+    It is anonymous and shared memory. Pages that several processes have are divided among them. The
+    loop is slow, so that the queues are full.
     """
     task = image_task(n_files, decoder)
     # A first sample imports the decoder.
@@ -158,6 +161,7 @@ def memory(name: str, n_files: int, decoder: str) -> Results:
     before = own_bytes()
     peak = before
     for _ in itertools.islice(CONTESTANTS[name].batches(task), _N_MEASURED):
+        time.sleep(_SLOW_STEP_S)
         peak = max(peak, own_bytes())
     return {"nbytes": peak - before}
 

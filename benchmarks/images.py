@@ -16,7 +16,9 @@ takes part if its import succeeds. Run it from the root of the repository:
     python -m benchmarks.images --report
 
 Every run is a process of its own, and each round begins with another contestant, because the speed
-of machines varies over time. The files are in the page cache. Figures are medians of the rounds:
+of machines varies over time. Threads of some libraries can make samples or whole batches. The first
+round measures both, and the others the better one. The files are in the page cache. Figures are
+medians of the rounds:
 
 - images per second of a loop that does nothing, and of one that trains a small network with all
   cores, construction and start of the loader included;
@@ -40,6 +42,7 @@ from benchmarks import image_report, image_run
 from benchmarks.environment import RESULTS, environment, machine, save
 from benchmarks.image_files import files_of
 from benchmarks.image_loaders import CONTESTANTS
+from benchmarks.image_report import merit, variants
 from benchmarks.image_samples import DECODERS, can_decode
 from benchmarks.processes import in_process
 
@@ -120,9 +123,21 @@ class Contest:
             n_runs = 1
             if job["call"] == "first_batch":
                 n_runs = N_FIRST_BATCHES if number == 0 else 0
-            for _ in range(n_runs):
-                for name in self.names[first:] + self.names[:first]:
-                    self._measure(cell, job, name)
+            names = [
+                name
+                for name in self.names[first:] + self.names[:first]
+                if number == 0 or name in self._better_variants(cell)
+            ]
+            for name in names * n_runs:
+                self._measure(cell, job, name)
+
+    def _better_variants(self, cell: str) -> list[str]:
+        """Return the better variant of each library in the first round of a cell."""
+        found = self.runs[cell]
+        return [
+            max(names, key=lambda name: merit(cell, found[name][:1]))
+            for names in variants(found).values()
+        ]
 
     def _measure(self, cell: str, job: dict[str, Any], name: str) -> None:
         try:
