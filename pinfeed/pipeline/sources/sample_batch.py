@@ -1,25 +1,24 @@
-"""SampleBatch: a batch of samples that threads make, each of them written to its place."""
+"""SampleBatch: a batch of samples that several threads make."""
 
 from __future__ import annotations
 
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from pinfeed.errors import add_note
 from pinfeed.pipeline.slot import Cancelled
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.pipeline.sources.host_leaves import host_batch_of
+from pinfeed.pipeline.sources.sample_stack import Array, SampleStack
 from pinfeed.pipeline.sources.source import HostBatch
 from pinfeed.stores.host_rows import CheckStop, never
 from pinfeed.threads.call import Pending, Workers
 
-Array = npt.NDArray[Any]
 MakeSamples = Callable[[], AbstractContextManager[Callable[[int], Any]]]
 """Returns a context of a thread, with a function that makes the sample at a position."""
 Failures = list[tuple[int, Exception]]
@@ -31,10 +30,7 @@ class NoSamples:
 
 
 class SampleBatch:
-    """A batch of samples, which several threads make in order.
-
-    Samples that ``default_collate`` would stack are written straight into the memory of the batch.
-    The first sample gives its layout.
+    """Batch of samples, which threads begin to make in the order of their positions.
 
     Args:
         make_samples: Begins to make samples in a thread.
@@ -55,161 +51,64 @@ class SampleBatch:
         self._n = n
         self._collate = collate
         self._skipped = skipped
+        self._stack = SampleStack(n, stacks=collate is None)
         self._positions = deque(range(n))
+        # Errors by position: of samples, and of samples that cannot be stacked with others.
+        self._failures: dict[int, Exception] = {}
+        self._misfits: dict[int, Exception] = {}
         self._is_stopped = False
         self._check_stop: CheckStop = never
         self._calls: list[Pending[None]] = []
         self._is_inline = True
-        # Guards the next four attributes.
-        self._lock = threading.Lock()
-        self._layout: Any = None
-        # For each leaf its array or list; None until the memory of the batch is known.
-        self._places: list[Any] | None = None
-        # Samples by position: all if ``collate`` makes the batch, otherwise those that were made
-        # before the memory was known, as leaves.
-        self._samples: dict[int, Any] = {}
-        self._errors: dict[int, Exception] = {}
-        # Set when a sample has given the layout, and when a thread finds no position left.
-        self._has_begun = threading.Event()
+        # Whether a sample was made.
+        self._has_begun = False
         self._arrays: list[Array] = []
+        self._sizes = [(n, 0)]
 
     def begin(self, workers: Workers | None, n_threads: int) -> None:
         """Make threads begin with the samples; without ``workers``, ``host_batch`` makes them."""
         if workers is not None:
             self._is_inline = False
-            n = min(n_threads, self._n)
-            self._calls = [workers.submit(self._work) for _ in range(n)]
+            # ``host_batch`` waits for the first call, so it makes no more than one sample.
+            only_first = [True, *[False] * min(n_threads, self._n)]
+            self._calls = [workers.submit(self._work, one) for one in only_first]
 
     def stop(self) -> None:
         """Make no more samples, because the loop has ended. Any thread may call this."""
         self._is_stopped = True
 
     def host_batch(self) -> HostBatch:
-        """Return the batch, and make its samples when its parts are read (reader).
+        """Return the batch; its samples are made at the latest when its parts are read (reader).
 
         Raises:
             Exception: If a sample failed, and is not left out; the error of the first one.
         """
         if self._is_inline:
             self._work(only_first=True)
-        self._has_begun.wait()
-        if self._collate is None and self._layout is None:
+        else:
+            self._calls[0].result()
+        if self._stack.stacks is None:
             # All samples so far have failed.
-            self._wait()
-        if self._collate is not None:
-            return self.reporting(host_batch_of(self.batch()))
-        if self._layout is None:
-            return HostBatch([], self._rebuild, [(0, 0)])
-        columns = [column for column in self._layout.columns if column is not None]
-        parts = [_ColumnPart(self, (self._n, *shape), dtype) for shape, dtype, _ in columns]
-        self._sizes = [(self._n, 0)]
-        return HostBatch(parts, self._rebuild, self._sizes)
+            self._complete()
+        if self._stack.stacks:
+            parts = [_ColumnPart(self, *column) for column in self._stack.columns]
+            return HostBatch(parts, self._rebuild, self._sizes)
+        return self.reporting(host_batch_of(self.batch()))
 
     def read(self, out: Array, check_stop: CheckStop) -> None:
         """Take the memory of the next column, and with the last one complete the batch (reader)."""
         self._arrays.append(out)
-        n_columns = sum(column is not None for column in self._layout.columns)
-        if len(self._arrays) < n_columns:
+        if len(self._arrays) < len(self._stack.columns):
             return
         self._check_stop = check_stop
-        arrays = iter(self._arrays)
-        with self._lock:
-            self._places = [
-                [None] * self._n if column is None else next(arrays)
-                for column in self._layout.columns
-            ]
-            waiting = self._samples
-            self._samples = {}
-        for position, leaves in waiting.items():
-            self._write(position, leaves)
-        if self._is_inline:
-            self._work()
-        self._wait()
+        self._stack.place(self._arrays)
+        self._complete()
         check_stop()
-        if self._errors:
-            self._close_gaps()
-
-    def _work(self, only_first: bool = False) -> None:
-        """Make samples until none is left, or only until one has given the layout."""
-        try:
-            with self._make_samples() as make:
-                while not self._is_stopped and not (only_first and self._has_begun.is_set()):
-                    try:
-                        self._check_stop()
-                        position = self._positions.popleft()
-                    except Exception:
-                        # Either no position is left, or the loop has ended.
-                        break
-                    try:
-                        sample = guarded(make, position)
-                        self._put(position, sample)
-                    except Exception as error:
-                        self._fail(position, error)
-                    # The sample must not be held while the next one is made.
-                    sample = None
-        finally:
-            self._has_begun.set()
-
-    def _put(self, position: int, sample: Any) -> None:
-        """Write a sample to its place, or keep it until its place is known."""
-        if self._collate is None:
-            layout = self._layout or self._begun_with(sample)
-            # Samples of some layouts cannot be stacked in place.
-            value = layout.leaves(sample) if layout.stacks else sample
-        else:
-            value = sample
-        with self._lock:
-            if self._places is None:
-                self._samples[position] = value
-                self._has_begun.set()
-                return
-        self._layout.write(value, position, self._places)
-
-    def _begun_with(self, sample: Any) -> Any:
-        """Return the layout of the batch, which its first sample gives."""
-        from torch.utils.data import default_collate
-
-        from pinfeed.pipeline.sources.sample_layout import SampleLayout
-
-        with self._lock:
-            if self._layout is None:
-                layout = SampleLayout(sample)
-                if not layout.stacks:
-                    self._collate = default_collate
-                self._layout = layout
-            return self._layout
-
-    def _write(self, position: int, leaves: Sequence[Any]) -> None:
-        try:
-            self._layout.write(leaves, position, self._places)
-        except Exception as error:
-            self._fail(position, error)
-
-    def _fail(self, position: int, error: Exception) -> None:
-        with self._lock:
-            self._errors[position] = error
-        if self._skipped is None:
-            self._is_stopped = True
-
-    def _wait(self) -> None:
-        """Wait until the threads have made all samples.
-
-        Raises:
-            Exception: If a sample failed, and is not left out; the error of the first one.
-        """
-        for call in self._calls:
-            call.result()
-        # Positions are taken in order, so that no earlier sample can fail later.
-        if self._errors and self._skipped is None:
-            error = self._errors[min(self._errors)]
-            self._errors = {}
-            try:
-                raise error
-            finally:
-                # The error's traceback keeps this frame, which must not keep the error.
-                del error
-        if self._is_stopped:
-            raise Cancelled
+        if self._failures:
+            kept = [position for position in range(self._n) if position not in self._failures]
+            self._stack.close_gaps(kept)
+            # The HostBatch has this list.
+            self._sizes[:] = [(len(kept), 0)]
 
     def batch(self) -> Any:
         """Return what ``collate`` makes from all samples; NoSamples if all failed (reader).
@@ -217,22 +116,22 @@ class SampleBatch:
         Raises:
             Exception: If a sample failed, and is not left out; the error of the first one.
         """
-        assert self._collate is not None
-        if self._is_inline:
-            self._work()
-        self._wait()
-        samples = [self._samples.pop(position) for position in sorted(self._samples)]
+        from torch.utils.data import default_collate
+
+        self._complete()
+        samples = [sample for _, sample in sorted(self._stack.kept.items())]
+        self._stack.kept = {}
         if not samples:
             return NoSamples()
         try:
-            return guarded(self._collate, samples)
+            return guarded(self._collate or default_collate, samples)
         except Exception as error:
             add_note(error, f"in collate_fn of {len(samples)} samples")
             raise
 
     def reporting(self, batch: HostBatch) -> HostBatch:
         """Return a HostBatch that reports the samples left out when the loop receives it."""
-        if self._errors:
+        if self._failures:
             rebuild = batch.rebuild
 
             def report_and_rebuild(tensors: Iterator[Any]) -> Any:
@@ -242,40 +141,80 @@ class SampleBatch:
             batch.rebuild = report_and_rebuild
         return batch
 
-    def _close_gaps(self) -> None:
-        """Move the samples together, because some were left out."""
-        assert self._places is not None
-        kept = [position for position in range(self._n) if position not in self._errors]
-        for place in self._places:
-            for i, position in enumerate(kept):
-                if i != position:
-                    place[i] = place[position]
-        # The HostBatch has this list.
-        self._sizes[:] = [(len(kept), 0)]
+    def _work(self, only_first: bool = False) -> None:
+        """Make samples until none is left, or only until one was made."""
+        with self._make_samples() as make:
+            while not self._is_stopped and not (only_first and self._has_begun):
+                try:
+                    self._check_stop()
+                    position = self._positions.popleft()
+                except Exception:
+                    # Either no position is left, or the loop has ended.
+                    break
+                self._make(make, position)
+
+    def _make(self, make: Callable[[int], Any], position: int) -> None:
+        """Make the sample at a position, and add it to the batch."""
+        try:
+            sample = guarded(make, position)
+        except Exception as error:
+            # Without this frame, a kept error does not keep the memory of the batch.
+            self._failures[position] = error.with_traceback(_inner(error.__traceback__))
+            if self._skipped is None:
+                self._is_stopped = True
+            return
+        try:
+            self._stack.put(position, sample)
+        except Exception as error:
+            add_note(error, f"in sample {position} of a batch of {self._n}")
+            self._misfits[position] = error.with_traceback(None)
+            self._is_stopped = True
+        else:
+            self._has_begun = True
+
+    def _complete(self) -> None:
+        """Wait until all samples are made, or make them.
+
+        Raises:
+            Exception: If a sample failed, and is not left out; the error of the first one.
+            Cancelled: If the loop has ended.
+        """
+        if self._is_inline:
+            self._work()
+        for call in self._calls:
+            call.result()
+        errors = self._misfits | (self._failures if self._skipped is None else {})
+        if errors:
+            # Positions are taken in order, so no earlier sample can fail later.
+            error = errors[min(errors)]
+            self._failures = {}
+            self._misfits = {}
+            try:
+                raise error
+            finally:
+                # The error's traceback keeps this frame, which must not keep the error.
+                del error, errors
+        if self._is_stopped:
+            raise Cancelled
 
     def _rebuild(self, tensors: Iterator[Any]) -> Any:
         """Return the batch in the structure that ``default_collate`` gives it."""
-        n_kept = self._n - len(self._errors)
-        if self._errors:
+        if self._failures:
             self._report()
-        if not n_kept:
-            return NoSamples()
-        assert self._places is not None
-        stacked = [
-            place if column is None else next(tensors)
-            for place, column in zip(self._places, self._layout.columns, strict=True)
-        ]
-        if self._errors:
-            stacked = [column[:n_kept] for column in stacked]
-        return self._layout.rebuild(stacked)
+        return self._stack.rebuild(tensors, self._sizes[0][0])
 
     def _report(self) -> None:
         assert self._skipped is not None
-        self._skipped(sorted(self._errors.items()))
+        self._skipped(sorted(self._failures.items()))
+
+
+def _inner(traceback: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without its outermost frame."""
+    return None if traceback is None else traceback.tb_next
 
 
 class _ColumnPart:
-    """A column of a batch, as a part; the last one that is read makes the samples of all."""
+    """A column of a batch, as a part; the last one that is read completes all samples."""
 
     def __init__(self, batch: SampleBatch, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         self._batch = batch

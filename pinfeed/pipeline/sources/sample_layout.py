@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import collate
 
 from pinfeed.errors import ArgumentError
-from pinfeed.tensors.numpy_torch import NUMPY, memory_of, to_torch
+from pinfeed.tensors.numpy_torch import NUMPY, to_torch
 from pinfeed.tensors.pytree import flatten
 
 Array = npt.NDArray[Any]
@@ -28,6 +28,8 @@ class Column(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     of_torch: torch.dtype
+    is_small: bool
+    """Whether numpy copies a value, and keeps the interpreter's lock while it does."""
 
 
 class _Marker:
@@ -102,13 +104,14 @@ class SampleLayout:
         for leaf, place, column in zip(leaves, places, self.columns, strict=True):
             if column is None:
                 place[position] = leaf
-                continue
-            shape = getattr(leaf, "shape", ())
-            dtype = getattr(leaf, "dtype", column.dtype)
-            if shape != column.shape or dtype not in (column.dtype, column.of_torch):
-                found = f"a leaf of shape {tuple(shape)} and {dtype}"
-                raise _unlike(found, f"{column.shape} and {column.dtype}")
-            _write(leaf, place, position)
+            elif isinstance(leaf, torch.Tensor):
+                if leaf.shape != column.shape or leaf.dtype is not column.of_torch:
+                    raise _unlike_column(leaf, column)
+                _write_tensor(leaf, place, position, is_small=column.is_small)
+            elif isinstance(leaf, np.ndarray) and (leaf.shape, leaf.dtype) != column[:2]:
+                raise _unlike_column(leaf, column)
+            else:
+                place[position] = leaf
 
     def rebuild(self, columns: Sequence[Any]) -> Any:
         """Return a batch in the structure that ``default_collate`` gives it.
@@ -125,24 +128,29 @@ def _column(collated: Any) -> Column | None:
         return None
     if not collated.is_cpu or collated.requires_grad or collated.dtype not in NUMPY:
         return None
-    return Column(tuple(collated.shape[1:]), NUMPY[collated.dtype], collated.dtype)
+    is_small = collated.nbytes <= _SMALL_NBYTES and collated.dtype is not torch.bfloat16
+    return Column(tuple(collated.shape[1:]), NUMPY[collated.dtype], collated.dtype, is_small)
 
 
 def _only(batch: Sequence[Any], *, collate_fn_map: Any) -> Any:
     return batch[0]
 
 
-def _write(leaf: Any, place: Array, position: int) -> None:
-    if not isinstance(leaf, torch.Tensor):
-        place[position] = leaf
-    elif leaf.nbytes > _SMALL_NBYTES or leaf.is_conj() or leaf.is_neg():
-        to_torch(place[position : position + 1])[0].copy_(leaf)
+def _write_tensor(leaf: torch.Tensor, place: Array, position: int, *, is_small: bool) -> None:
+    # numpy has no lazily conjugated or negated arrays.
+    if is_small and not leaf.is_conj() and not leaf.is_neg():
+        place[position] = leaf.numpy()
     else:
-        place[position] = memory_of(leaf)
+        to_torch(place[position : position + 1])[0].copy_(leaf)
 
 
 def _names_of(types: Sequence[type]) -> str:
     return ", ".join(kind.__name__ for kind in types)
+
+
+def _unlike_column(leaf: Any, column: Column) -> ArgumentError:
+    found = f"a leaf of shape {tuple(leaf.shape)} and {leaf.dtype}"
+    return _unlike(found, f"shape {column.shape} and {column.dtype}")
 
 
 def _unlike(found: str, expected: str) -> ArgumentError:
