@@ -41,7 +41,7 @@ from typing import Any
 from benchmarks import image_report, image_run
 from benchmarks.environment import RESULTS, environment, machine, save
 from benchmarks.image_files import files_of
-from benchmarks.image_loaders import CONTESTANTS
+from benchmarks.image_loaders import CONTESTANTS, WHOLE
 from benchmarks.image_report import merit, variants
 from benchmarks.image_samples import DECODERS, can_decode
 from benchmarks.processes import in_process
@@ -126,18 +126,21 @@ class Contest:
             names = [
                 name
                 for name in self.names[first:] + self.names[:first]
-                if number == 0 or name in self._better_variants(cell)
+                if self._takes_part(name, cell, number)
             ]
             for name in names * n_runs:
                 self._measure(cell, job, name)
 
-    def _better_variants(self, cell: str) -> list[str]:
-        """Return the better variant of each library in the first round of a cell."""
+    def _takes_part(self, name: str, cell: str, number: int) -> bool:
+        """Return whether a contestant is measured: after the first round, the better variants."""
+        if number == 0:
+            # A thread that makes the whole first batch takes longer than several.
+            return not (name.endswith(WHOLE) and self.cells[cell]["call"] == "first_batch")
         found = self.runs[cell]
-        return [
-            max(names, key=lambda name: merit(cell, found[name][:1]))
+        return any(
+            name == max(names, key=lambda name: merit(cell, found[name][:1]))
             for names in variants(found).values()
-        ]
+        )
 
     def _measure(self, cell: str, job: dict[str, Any], name: str) -> None:
         try:
