@@ -7,7 +7,7 @@ checked first. simplejpeg releases the interpreter's lock, Pillow holds it longe
 takes part if its import succeeds. Run it from the root of the repository:
 
     # the peers
-    pip install -c constraints.txt --group bench --group test
+    pip install -c constraints.txt --group bench
     # everything, about 50 minutes
     python -m benchmarks.images
     # 400 files, one round
