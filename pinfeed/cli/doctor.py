@@ -16,6 +16,7 @@ from pinfeed.cli.cache_advice import advise_on_cache
 from pinfeed.cli.machine import Disk, Gpu, Host, Package, measure_disk, packages
 from pinfeed.cli.report import Report, facts, saying, sections, table
 from pinfeed.cli.sources import described, open_rows, usual_batch
+from pinfeed.cli.thread_advice import ThreadAdvice, advise_on_threads
 from pinfeed.errors import PinfeedError
 from pinfeed.memory.units import human, human_rate
 from pinfeed.native.library import why_not
@@ -43,6 +44,7 @@ def doctor(
     batch_size: int | None,
     directory: str | None,
     ids: str | None,
+    host_transform: str | None = None,
 ) -> Report:
     """Report on the machine and, if the data is known, on whether pinfeed helps.
 
@@ -54,6 +56,7 @@ def doctor(
             "--ids: row indices of which rows? Give FILE, or --rows and --row-bytes of the table"
         )
     cache = advise_on_cache(ids, data) if ids is not None and data is not None else None
+    threads = _thread_advice(host_transform, files, batch_size)
     host = Host.now()
     gpu = Gpu.now()
     rates = _Rates.measured(gpu, data, directory)
@@ -73,6 +76,7 @@ def doctor(
         "route": route,
         "advice": advice and advice._asdict(),
         "cache": data and cache and cache.values(data),
+        "transform_threads": threads and {**asdict(threads), "helps": threads.helps},
     }
     helps = f"  {advice.helps.capitalize()}" if advice else ""
     parts = {
@@ -84,7 +88,20 @@ def doctor(
     }
     if cache and data:
         parts[f"Would a GPU cache help?  {cache.helps.capitalize()}"] = cache.text(data)
+    if threads:
+        parts[f"Would transform_threads help?  {threads.helps.capitalize()}"] = threads.text
     return Report(values, sections(parts), (gpu.problem,) if gpu.problem else ())
+
+
+def _thread_advice(
+    host_transform: str | None, files: Sequence[str], batch_size: int | None
+) -> ThreadAdvice | None:
+    """Return advice on the threads of a ``host_transform``; None if the user names none."""
+    if host_transform is None:
+        return None
+    if not files:
+        raise click.UsageError("--host-transform: on which rows? Give FILE")
+    return advise_on_threads(host_transform, files, batch_size)
 
 
 class _Rates(NamedTuple):

@@ -165,13 +165,19 @@ _device = click.option(
     metavar="FILE",
     help="Row indices in training order (.npy): report which GPU cache helps.",
 )
+@click.option(
+    "--host-transform",
+    metavar="MODULE:FUNCTION",
+    help="Time this host_transform on a batch of FILE: report whether transform_threads help.",
+)
 @reporting
 def doctor(**options: Any) -> Report:
     """Report what this machine can do, and whether pinfeed helps.
 
     The report lists memory limits, the GPU, the highest measured rates and missing
     packages. With FILE, or with --rows and --row-bytes, it says whether pinfeed would help with
-    such data. With --ids, it also says how large a GPU cache should be.
+    such data. With --ids, it also says how large a GPU cache should be. With --host-transform,
+    it says whether several threads would call that function faster.
     """
     from pinfeed.cli import doctor
 

@@ -25,12 +25,16 @@ from pinfeed.validation.arguments import (
     check_function,
     check_seed,
     takes_generator,
+    whole_number,
 )
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 T_co = TypeVar("T_co", covariant=True)
+
+MAX_TRANSFORM_THREADS = 64
+"""Most threads that call ``host_transform``. Each takes the memory of a batch."""
 
 
 def no_copy(feeder: object) -> NoReturn:
@@ -201,13 +205,33 @@ class ResumableFeeder(BaseFeeder[T_co]):
         self._loop.load_state(state)
 
 
+def check_transform_threads(n_threads: Any, host_transform: Any) -> int | None:
+    """Return the number of threads that call ``host_transform`` as an int, or None.
+
+    Raises:
+        ArgumentError: If it is neither None nor a whole number from 1 to ``MAX_TRANSFORM_THREADS``,
+            or is given without ``host_transform``.
+    """
+    if n_threads is None:
+        return None
+    note = ", or None for one thread; more threads than cores have no benefit"
+    number = whole_number(n_threads, "transform_threads", most=MAX_TRANSFORM_THREADS, note=note)
+    if host_transform is None:
+        raise ArgumentError(
+            f"transform_threads={n_threads!r} was given without host_transform, which these "
+            "threads call; expected both; give host_transform, or leave out transform_threads "
+            "(device_transform is called for one batch at a time)"
+        )
+    return number
+
+
 @dataclass(frozen=True)
 class LoopOptions:
     """Arguments of every loop over batches: how it ends, what it records, and its transforms.
 
     Raises:
-        ArgumentError: If a flag is not a bool, a function is not callable, or ``again`` is neither
-            ``"end"`` nor ``"refuse"``.
+        ArgumentError: If a flag is not a bool, a function is not callable, ``again`` is neither
+            ``"end"`` nor ``"refuse"``, or ``transform_threads`` is invalid.
     """
 
     again: Again
@@ -217,6 +241,10 @@ class LoopOptions:
     device_transform: Callable[..., Any] | None = None
     seed: int | None = None
     """Seed of the generators of the transforms; None for 0."""
+    transform_threads: int | None = None
+    """Number of threads that call ``host_transform``; None for one."""
+    continuous: bool | None = None
+    """Whether a loop that only reads may read the next epoch before one ends; None is False."""
 
     def __post_init__(self) -> None:
         check_flag(self.progress, "progress")
@@ -224,11 +252,24 @@ class LoopOptions:
         check_choice(self.again, "again", ("end", "refuse"))
         check_function(self.host_transform, "host_transform")
         check_function(self.device_transform, "device_transform")
+        n_threads = check_transform_threads(self.transform_threads, self.host_transform)
+        object.__setattr__(self, "transform_threads", n_threads)
+        if self.continuous is not None:
+            check_flag(self.continuous, "continuous")
 
     @property
     def has_transforms(self) -> bool:
         """Whether the loop has transforms."""
         return self.host_transform is not None or self.device_transform is not None
+
+    def in_threads(self, schedule: PrefetchSchedule, *, are_readers: bool) -> PrefetchSchedule:
+        """Return a schedule with the threads that call ``host_transform``.
+
+        Args:
+            schedule: Schedule with the depth that the user has given, or its default.
+            are_readers: Whether these threads are the reader threads.
+        """
+        return schedule.with_transform_threads(self.transform_threads or 1, are_readers=are_readers)
 
     def require_generator_for_seed(self) -> None:
         """Check the seed of a loop over a loader, which draws the order itself.
@@ -244,6 +285,26 @@ class LoopOptions:
                 f"seed={self.seed!r} was given, but no function with a parameter generator; "
                 "expected a host_transform or device_transform that has it; to seed the order, "
                 "give the DataLoader generator=torch.Generator().manual_seed(seed)"
+            )
+
+    def require_continuous(self, depth: int | None, reason: str = "") -> None:
+        """Check that ``continuous=True`` does not conflict with other arguments.
+
+        Args:
+            depth: Number of batches to prefetch; None if it is not fixed.
+            reason: Why the loop cannot be continuous, with what to do; empty if it can.
+
+        Raises:
+            ArgumentError: If it conflicts.
+        """
+        if not self.continuous:
+            return
+        if depth == 0:
+            reason = "depth=0 reads nothing ahead; give another depth"
+        if reason:
+            raise ArgumentError(
+                f"continuous=True reads the next epoch before one ends, but {reason}, or leave out "
+                "continuous"
             )
 
     def transforms(
@@ -277,7 +338,10 @@ class LoopOptions:
         transforms: LoopTransforms = NO_TRANSFORMS,
         capacity: Sequence[int] = (),
     ) -> EpochRunner:
-        """Return the runner of the epochs of a feeder; see ``EpochRunner``."""
+        """Return the runner of the epochs of a feeder; see ``EpochRunner``.
+
+        ``continuous`` decides whether its loops may continue, as the feeder has set it.
+        """
         return EpochRunner(
             source,
             device,
@@ -287,4 +351,5 @@ class LoopOptions:
             timeline=self.timeline,
             again=self.again,
             transforms=transforms,
+            continuous=bool(self.continuous),
         )

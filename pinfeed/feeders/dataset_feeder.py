@@ -23,6 +23,7 @@ from pinfeed.pipeline.sources.sample_source import (
     SampleMaker,
     Samples,
     SampleSource,
+    SampleThreads,
     with_sample_readers,
 )
 from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
@@ -66,6 +67,7 @@ def wrap_dataset(
     again: Literal["end", "refuse"] = "end",
     progress: bool = False,
     timeline: bool = False,
+    continuous: bool | None = None,
 ) -> DatasetFeeder[Any]:
     """Wrap a dataset whose samples take work, such as images, and prefetch batches to the device.
 
@@ -135,6 +137,10 @@ def wrap_dataset(
         again: Rule for a loop that begins before an older loop has ended, as for ``Feeder``.
         progress: Whether to show a progress bar.
         timeline: Whether to record how long each stage of each batch takes.
+        continuous: Whether threads make the first batches of the next epoch before an epoch ends,
+            so that its loop begins without a pause. None does so with ``again="end"``. Between
+            epochs, threads and up to ``depth`` batches stay until ``close``. Give False if the
+            dataset or a function changes between epochs.
 
     Raises:
         ArgumentError: If an argument is invalid, two arguments conflict, the dataset has no items
@@ -162,7 +168,12 @@ def wrap_dataset(
     selection = RowSelection(batch_size, config, rows, shuffle, seed, drop_last, ranks)
     if depth is None:
         depth = DEFAULT_DEPTH if config is None or config.depth is None else config.depth
-    options = LoopOptions(again, progress, timeline, None, device_transform, seed)
+    if continuous is None:
+        continuous = again == "end" and depth > 0
+    options = LoopOptions(
+        again, progress, timeline, None, device_transform, seed, continuous=continuous
+    )
+    options.require_continuous(depth)
     samples = Samples(
         SampleMaker(dataset.__getitem__, transform, seed, reproducible),
         len(dataset),
@@ -205,7 +216,7 @@ class DatasetFeeder(ResumableFeeder[T_co]):
             self._plan = self._planned(first, self._transforms)
         batches = selection.batches(samples.n, self._plan)
         assert isinstance(batches, (OrderBatches, RankBatches))
-        source = SampleSource(samples, batches, on.worker)
+        source = SampleSource(samples, batches, SampleThreads(on.worker, samples.n_threads))
         schedule = with_sample_readers(self._schedule, samples.n_threads, batches.batch_size)
         self._loop = options.runner(source, on, schedule, self._transforms)
 

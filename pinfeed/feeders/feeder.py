@@ -24,7 +24,7 @@ from pinfeed.pipeline.planner import Planner
 from pinfeed.pipeline.schedule import PrefetchSchedule, choose_schedule, crew_schedule
 from pinfeed.pipeline.sources.row_source import RowSource
 from pinfeed.pipeline.store_tree import StoreTree
-from pinfeed.rows.orders import Order
+from pinfeed.rows.orders import Order, is_repeatable
 from pinfeed.rows.ragged_batches import ElementBatches
 from pinfeed.rows.rank_batches import note_workers
 from pinfeed.rows.ranks import Ranks
@@ -127,7 +127,19 @@ class Feeder(ResumableFeeder[T_co]):
             ``generator`` receives a new ``torch.Generator`` for every batch, whose seed is a
             function of (seed, epoch, batch), as the guide to batch transforms describes it.
         device_transform: Function that takes each batch on the device, and returns what the loop
-            receives. It is called in the same way. Its work on a GPU runs in a side stream.
+            receives. One thread calls it for one batch at a time, in order, with the same kind of
+            generator. Its work on a GPU runs in a side stream.
+        transform_threads: Number of threads that call ``host_transform``, each for another batch,
+            from 1 to 64. The loop receives the batches in order, with the same results. In addition
+            to ``depth`` finished batches, up to ``transform_threads - 1`` more are prefetched, and
+            ``plan`` counts them. Several threads help if the function releases the interpreter's
+            lock. None is one thread. The synchronous loop has no threads.
+        continuous: Whether the first batches of the next epoch are read before an epoch ends, so
+            that its loop begins without a pause. None does so if an order of ``pinfeed.rows`` draws
+            rows of read-only files, without transforms, with ``again="end"``. A file that has
+            changed between two epochs is read again. True promises that rows, transforms and orders
+            do not change between epochs. Loops with writes are never continuous. Between epochs,
+            threads and up to ``depth`` batches stay until ``close``.
 
     Raises:
         ArgumentError: If an argument is invalid, two arguments conflict, or ``seed`` is given
@@ -218,13 +230,25 @@ class Feeder(ResumableFeeder[T_co]):
         timeline: bool = False,
         host_transform: Callable[..., Any] | None = None,
         device_transform: Callable[..., Any] | None = None,
+        transform_threads: int | None = None,
         verify: bool = False,
+        continuous: bool | None = None,
     ) -> None:
         batch_size = None if batch_size is None else whole_number(batch_size, "batch_size")
         depth = check_optional_depth(depth)
         selection = RowSelection(batch_size, config, rows, shuffle, seed, drop_last, ranks)
-        options = LoopOptions(again, progress, timeline, host_transform, device_transform, seed)
+        options = LoopOptions(
+            again,
+            progress,
+            timeline,
+            host_transform,
+            device_transform,
+            seed,
+            transform_threads,
+            continuous,
+        )
         _check_transforms(options, verify, route)
+        _check_continuous(options, selection, depth, verify)
         self._verify = verify
         self._begin = functools.partial(note_workers, ranks, selection.all_rows)
         self._stores = StoreTree(source)
@@ -346,6 +370,16 @@ class Feeder(ResumableFeeder[T_co]):
         self._transforms = transforms
         reads = self._reads
         self._source = RowSource(tree.stores, reads.strategies, tree.rebuild, batches, reads.ragged)
+        if options.continuous is None:
+            # Files show whether they have changed; arrays and functions of the user do not.
+            continuous = (
+                options.again == "end"
+                and not options.has_transforms
+                and not self._verify
+                and is_repeatable(rows)
+                and tree.only_reads_files
+            )
+            options = dataclasses.replace(options, continuous=continuous)
         self._loop = options.runner(self._source, on, schedule, transforms, capacity)
 
     def _schedule_on(
@@ -360,6 +394,7 @@ class Feeder(ResumableFeeder[T_co]):
         )
         if options.has_transforms:
             schedule = _schedule_of_single_batches(schedule)
+        schedule = options.in_threads(schedule, are_readers=False)
         # A loop that writes back prefetches single batches.
         write_depth = schedule.depth if schedule.batches_per_slot == 1 else DEFAULT_DEPTH
         n_batches = schedule.n_slots + 1 + n_held(write_depth)
@@ -424,6 +459,23 @@ def _check_transforms(options: LoopOptions, verify: bool, route: str | None) -> 
             "route='direct' was given with host_transform, which needs the rows on the host; leave "
             "out route, or give device_transform"
         )
+
+
+def _check_continuous(
+    options: LoopOptions, selection: RowSelection, depth: int | None, verify: bool
+) -> None:
+    """Raise ArgumentError if ``continuous=True`` conflicts with another argument."""
+    reason = ""
+    if not isinstance(selection.order, Order):
+        reason = (
+            f"rows is a {type(selection.order).__name__}, which may depend on the loop; give an "
+            "order of pinfeed.rows"
+        )
+    if verify:
+        reason = "verify=True compares each batch with the rows as they are now; leave out verify"
+    if depth is None and selection.config is not None:
+        depth = selection.config.depth
+    options.require_continuous(depth, reason)
 
 
 def _schedule_of_single_batches(schedule: PrefetchSchedule) -> PrefetchSchedule:

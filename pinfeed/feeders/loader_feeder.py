@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -62,7 +63,7 @@ class LoaderFeeder(BaseFeeder[T_co]):
         self._source = source
         self._loader = source.loader
         self._fetch = fetch
-        self._depth = schedule.depth
+        self._planned = schedule
         if n_spare is None:
             n_spare = (schedule.depth + 2) * (1 if fetch is None else len(fetch.stores))
         self._open_device(device, n_spare)
@@ -71,6 +72,7 @@ class LoaderFeeder(BaseFeeder[T_co]):
         is_limited = fetch is not None and fetch.limit is not None
         self._transforms = options.transforms(self.device, is_limited=is_limited)
         source.host_transform = self._transforms.host
+        source.transforms_in_thunks = schedule.n_transform_threads > 1
         schedule = schedule.on(self._device)
         self._loop = options.runner(source, self._device, schedule, self._transforms)
 
@@ -87,9 +89,12 @@ class LoaderFeeder(BaseFeeder[T_co]):
 
         The memory of transform results is the measured one so far.
         """
-        plan = Plan(0, self._depth, "staged", ())
+        depth = self._planned.depth
+        plan = Plan(0, depth, "staged", ())
         if self._fetch is not None:
-            plan = self._fetch.plan(self._depth, self._device)
+            plan = self._fetch.plan(depth, self._device)
+        n_threads = self._planned.n_transform_threads
+        plan = dataclasses.replace(plan, n_transform_threads=n_threads)
         return self._transforms.with_measured(plan, unified=self._device.unified)
 
     def __len__(self) -> int:

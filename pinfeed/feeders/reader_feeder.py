@@ -50,6 +50,7 @@ def wrap_readers(
     again: Literal["end", "refuse"] = "end",
     progress: bool = False,
     timeline: bool = False,
+    continuous: bool = False,
 ) -> ReaderFeeder:
     """Wrap functions that read samples, and prefetch batches ``(x, y)`` of them to the device.
 
@@ -114,6 +115,10 @@ def wrap_readers(
         again: Rule for a loop that begins before an older loop has ended, as for ``Feeder``.
         progress: Whether to show a progress bar.
         timeline: Whether to record how long each stage of each batch takes.
+        continuous: Whether the functions read the first batches of the next epoch before an epoch
+            ends, so that its loop begins without a pause. True promises that they return the same
+            samples as if they were called later. Between epochs, threads and up to ``depth``
+            batches stay until ``close``.
 
     Raises:
         ArgumentError: If an argument is invalid, two arguments conflict, or ``seed`` is given
@@ -127,7 +132,8 @@ def wrap_readers(
     n_readers = whole_number(n_readers, "n_readers", most=_MAX_READERS, note="; each is a thread")
     depth = check_depth(depth)
     selection = RowSelection(batch_size, None, None, shuffle, seed, drop_last, ranks)
-    options = LoopOptions(again, progress, timeline)
+    options = LoopOptions(again, progress, timeline, continuous=continuous)
+    options.require_continuous(depth)
     batches = _identity_batches(len(inputs), one_read_count, selection)
     readers = [
         _reader("input", read_input, inputs, one_read_count, apply_on_input_batch, input_dtype),

@@ -17,7 +17,7 @@ from pinfeed.pipeline.loop_memory import PartSize, loop_allocations
 from pinfeed.pipeline.loop_transforms import LoopTransforms, TransformNbytes
 from pinfeed.pipeline.planner import free_memory
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.sources.sample_source import Samples, SampleSource
+from pinfeed.pipeline.sources.sample_source import Samples, SampleSource, SampleThreads
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Order, sequential
 
@@ -102,7 +102,8 @@ class SamplePlanner:
         """Return the bytes of a batch of ``n`` samples, and those that the transforms took."""
         maker = dataclasses.replace(self.samples.maker, read=lambda index: sample, transform=None)
         same = dataclasses.replace(self.samples, maker=maker, n_threads=0, skipped=None)
-        source = SampleSource(same, OrderBatches(sequential(), n, n), self.device.worker)
+        threads = SampleThreads(self.device.worker, 0)
+        source = SampleSource(same, OrderBatches(sequential(), n, n), threads)
         runner = LoopOptions("refuse", progress=False, timeline=False).runner(
             source, self.device, PrefetchSchedule(0), self.transforms
         )

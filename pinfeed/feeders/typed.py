@@ -42,6 +42,7 @@ class LoopArguments(TypedDict, total=False):
     again: Again
     progress: bool
     timeline: bool
+    transform_threads: int | None
 
 
 class FeederArguments(LoopArguments, total=False):
@@ -56,6 +57,7 @@ class FeederArguments(LoopArguments, total=False):
     ranks: Ranks | Literal["pad", "drop", "join", "all"] | None
     route: str | None
     verify: bool
+    continuous: bool | None
 
 
 class LoaderArguments(LoopArguments, total=False):

@@ -102,6 +102,7 @@ def wrap_loader(
     threads: int | None = None,
     on_error: Literal["raise", "next", "skip"] = "raise",
     max_skipped: int = 100,
+    transform_threads: int | None = None,
     seed: int | None = None,
 ) -> LoaderFeeder[Any]:
     """Wrap a loader, and prefetch its batches to the device.
@@ -176,7 +177,8 @@ def wrap_loader(
             equally many rows. The ids are a function of the batch on the host, or a key of the
             batch: a tensor, array or list of integers of any shape, empty or not. A reader thread
             calls the function for one batch at a time, in order. A ``HeteroData`` of PyG needs a
-            function: ``lambda batch: batch["item"].n_id``.
+            function: ``lambda batch: batch["item"].n_id``. With ``transform_threads``, several
+            threads call the function at the same time.
         config: A ``pinfeed.Config`` with memory limits for the files behind ``fetch``; half of a
             limit is reserved for the batches. None is the free memory. Its ``depth`` is used if
             ``depth`` is None.
@@ -195,6 +197,9 @@ def wrap_loader(
         host_transform: Function that takes each batch of the loader, before its ids are read, and
             returns a batch of any structure. A reader thread calls it for one batch at a time, in
             order. It may have a parameter ``generator``, as for ``Feeder``.
+        transform_threads: Number of reader threads that call ``host_transform``, each for another
+            batch, as for ``Feeder``. The loader still returns one batch at a time, in order. After
+            ``host_transform``, the same threads read the ids for ``fetch``.
         device_transform: Function that takes each batch on the device, or with ``fetch`` the pair
             of the batch and the dict of rows, and returns what the loop receives. It is called for
             one batch at a time, in order. Its work on a GPU runs in a side stream.
@@ -208,7 +213,9 @@ def wrap_loader(
         NotEnoughCPUMemory: If the limits of ``config`` cannot hold the chunks that reading needs.
         UnknownArgument: If an argument does not exist. The message says where it belongs.
     """
-    options = LoopOptions(again, progress, timeline, host_transform, device_transform, seed)
+    options = LoopOptions(
+        again, progress, timeline, host_transform, device_transform, seed, transform_threads
+    )
     options.require_generator_for_seed()
     check_choice(on_error, "on_error", ("raise", "next", "skip"))
     if on_error == "skip" and threads is None:
@@ -233,19 +240,43 @@ def wrap_loader(
         schedule = measured_schedule() if depth is None else PrefetchSchedule(depth)
         if stores is not None:
             schedule = dataclasses.replace(schedule, n_readers=n_id_readers(schedule.depth))
-        feeder: type[LoaderFeeder[Any]] = LoaderFeeder
-        batches = LoaderSource(loader)
-        if n_threads is not None:
-            feeder = ThreadedLoaderFeeder
-            skipped = SkippedSamples(max_skipped) if on_error == "skip" else None
-            batches = ThreadedLoaderSource(loader, n_threads if depth else 0, skipped)
+        batches = _source_of(loader, n_threads, schedule, on_error == "skip", max_skipped)
+        if isinstance(batches, ThreadedLoaderSource):
             schedule = batches.schedule(schedule)
-        elif all(callable(getattr(loader, name, None)) for name in STATE_METHODS):
-            feeder = StatefulLoaderFeeder
-            batches = StatefulSource(loader)
         batches.keeps_errors = on_error == "next"
-        return feeder(batches, device=device, schedule=schedule, options=options, fetch=stores)
+        schedule = options.in_threads(schedule, are_readers=True)
+        make = _FEEDERS[type(batches)]
+        return make(batches, device=device, schedule=schedule, options=options, fetch=stores)
     except BaseException:
         if stores is not None:
             stores.close()
         raise
+
+
+_FEEDERS: Mapping[type[LoaderSource], type[LoaderFeeder[Any]]] = {
+    LoaderSource: LoaderFeeder,
+    StatefulSource: StatefulLoaderFeeder,
+    ThreadedLoaderSource: ThreadedLoaderFeeder,
+}
+"""Feeder of each kind of source."""
+
+
+def _source_of(
+    loader: Any, n_threads: int | None, schedule: PrefetchSchedule, skips: bool, max_skipped: int
+) -> LoaderSource:
+    """Return the source of the batches of a loader.
+
+    Args:
+        loader: The user's loader.
+        n_threads: Number of threads that make its samples; None if it makes its own batches.
+        schedule: Schedule of the loop.
+        skips: Whether to leave out samples that fail.
+        max_skipped: Number of samples that a loop may leave out.
+    """
+    if n_threads is not None:
+        skipped = SkippedSamples(max_skipped) if skips else None
+        # The synchronous loop has no threads.
+        return ThreadedLoaderSource(loader, n_threads if schedule.depth else 0, skipped)
+    if all(callable(getattr(loader, name, None)) for name in STATE_METHODS):
+        return StatefulSource(loader)
+    return LoaderSource(loader)

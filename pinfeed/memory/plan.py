@@ -102,6 +102,8 @@ class Plan:
             have no effect. More than four files that are read alike share a sentence.
         measures_depth: Whether a loop measures if the synchronous loop is faster. If it is, the
             loop prefetches nothing; ``depth`` stays the planned one.
+        n_transform_threads: Number of threads that call ``host_transform``, each for another batch.
+            ``depth`` includes the batches in these threads, except for one.
     """
 
     batch_size: int
@@ -112,11 +114,18 @@ class Plan:
     gpu_memory_limit: int | None = None
     notes: tuple[str, ...] = ()
     measures_depth: bool = False
+    n_transform_threads: int = 1
 
     @property
     def depth_in_words(self) -> str:
-        """The depth, such as ``depth=2``, and whether a loop may choose the synchronous loop."""
-        return f"depth={self.depth}" + " (0 if measured to be faster)" * self.measures_depth
+        """The depth, such as ``depth=2``, and whether a loop may choose the synchronous loop.
+
+        Several threads that call ``host_transform`` are named, too.
+        """
+        text = f"depth={self.depth}" + " (0 if measured to be faster)" * self.measures_depth
+        if self.n_transform_threads > 1:
+            text += f", host_transform in {self.n_transform_threads} threads"
+        return text
 
     @property
     def route_in_words(self) -> str:

@@ -1,4 +1,7 @@
-"""mapping_at(): the file that numpy, torch, mmap or shared memory has mapped at an address."""
+"""mapping_at(): the file that is mapped at an address; written_maps(): files mapped for writing.
+
+numpy, torch, mmap or shared memory has mapped them.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +48,24 @@ def mapping_at(address: int) -> FileMapping | None:
     except OSError:
         pass
     return None
+
+
+def written_maps() -> set[FileKey]:
+    """Return the files that this process has mapped for writing, according to proc(5).
+
+    The result is empty if ``/proc`` cannot be read. Writes to such a map may leave the time of
+    change of the file as it is.
+    """
+    found = set()
+    try:
+        with open("/proc/self/maps") as lines:
+            for line in lines:
+                _, permissions, _, device, inode, *name = line.split(maxsplit=5)
+                if "w" in permissions and "s" in permissions and inode != "0":
+                    found.add(_key(device, int(inode), name[0].rstrip("\n") if name else ""))
+    except OSError:
+        pass
+    return found
 
 
 def _key(device: str, inode: int, path: str) -> FileKey:

@@ -7,9 +7,10 @@
 | has several readers, or a source that calls ``host_transform`` | draws in turns |
 | writes rows back, or has caches | also a writer and its queue |
 | writes rows that may recur | also draws that compare rows |
-| calls transforms | a filler that does so |
+| calls transforms | a filler that does so, in one thread or in several |
 | records a timeline | also a wrapper that records reads, and names calls for a GPU's profiler |
 | measures its depth | a loop that changes between prefetching and the synchronous loop |
+| continues with the next epoch | draws of many epochs, and a filler for each |
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from pinfeed.pipeline.draws import (
     Thunks,
     close_unless_running,
 )
+from pinfeed.pipeline.epochs_ahead import EpochsAhead
 from pinfeed.pipeline.filler import Filler, TransformingFiller
 from pinfeed.pipeline.host_transfer import HostTransfer
 from pinfeed.pipeline.host_writes import HostWrites
@@ -62,6 +64,8 @@ def make_loop(
     position: EpochPosition,
     choice: DepthChoice,
     transforms: LoopTransforms,
+    *,
+    continuous: bool = False,
 ) -> Loop:
     """Return a new loop.
 
@@ -71,17 +75,43 @@ def make_loop(
         position: Epoch, and first batch.
         choice: Number of batches to prefetch, and of reader threads.
         transforms: The transforms.
+        continuous: Whether the loop may read the next epoch before it ends this one.
     """
     schedule = choice.schedule
-    first = position.batch
     if isinstance(mover, HostTransfer) and isinstance(source, RowSource) and not transforms:
         crew_loop = _crew_loop(mover, source, position, schedule)
         if crew_loop is not None:
             return crew_loop
+        # Until the rows are in memory, each epoch may be the last one that needs reader threads.
+        continuous = continuous and not _may_have_crew(source, schedule)
+    parts = _fill_parts(mover, source, position, choice, transforms, continuous=continuous)
+    if schedule.measures_depth:
+        return MeasuredLoop(parts, choice)
+    return PrefetchLoop(parts) if schedule.depth else SynchronousLoop(parts)
+
+
+def _fill_parts(
+    mover: Mover,
+    source: Source,
+    position: EpochPosition,
+    choice: DepthChoice,
+    transforms: LoopTransforms,
+    *,
+    continuous: bool,
+) -> FillParts:
+    """Return the parts of a loop whose slots are filled by calls in Python."""
+    schedule = choice.schedule
+    first = position.batch
+    epochs = None
     # Reader threads iterate over the batches, one at a time.
-    thunks = source.epoch(
-        position.epoch, position.batch, position.checksum, schedule.batches_per_slot
-    )
+    if continuous and schedule.depth and not schedule.has_writer:
+        begin = (position.epoch, position.batch, position.checksum)
+        epochs = EpochsAhead(source, begin, schedule, choice.may_continue)
+        thunks = epochs.thunks()
+    else:
+        thunks = source.epoch(
+            position.epoch, position.batch, position.checksum, schedule.batches_per_slot
+        )
     writer: Transfer | HostWrites | None = None
     if schedule.has_writer:
         writer = mover if isinstance(mover, Transfer) else HostWrites(mover)
@@ -93,38 +123,123 @@ def make_loop(
         filler = TransformingFiller(mover, draws, moves.fill, first, schedule, transforms)
     else:
         filler = Filler(mover, draws, moves.fill, first, schedule)
-    fill: Fill = filler.fill
-    timeline = mover.counters.timeline
-    if timeline is not None:
-        fill = functools.partial(_fill_recorded, timeline, fill)
     parts = FillParts(
         mover=mover,
         draws=draws,
         close=draws.close,
         first=first,
         schedule=schedule,
-        fill=fill,
-        fill_now=fill,
+        fill=filler.fill,
+        fill_now=filler.fill,
         lend=moves.lend,
         stop=functools.partial(_stop, source, mover.stop),
         quiesce=moves.quiesce,
         reserve=getattr(moves, "reserve", None),
         writer=writer,
+        epochs=epochs,
         # A fill on a GPU may wait for copies, and the code of the user may need its own thread.
         may_help=mover.device.unified and isinstance(source, RowSource) and not transforms,
     )
     if isinstance(filler, TransformingFiller):
         parts.stop = functools.partial(_stop, source, filler.stop)
-        parts.fill_now = functools.partial(filler.fill_now, fill)
-        parts.transform = filler.transform if transforms.are_called_in_loop else None
         parts.lend = functools.partial(_lend_transformed, mover.counters, moves.lend)
-    if timeline is not None and not mover.device.unified:
-        _name_calls(parts)
+    _fill_by(parts, filler, transforms, first)
+    if mover.counters.timeline is not None and not mover.device.unified:
+        _name_calls_of_loop(parts)
+    if epochs is not None:
+        epochs.fill_epoch = functools.partial(_fill_epoch, parts, filler, transforms)
+    return parts
+
+
+def _fill_by(
+    parts: FillParts, filler: Filler, transforms: LoopTransforms, first: int, turn: int = 0
+) -> None:
+    """Make later calls fill the slots of a loop by ``filler``.
+
+    Args:
+        parts: Parts of the loop.
+        filler: Filler of an epoch.
+        transforms: The transforms.
+        first: Number of the first batch.
+        turn: Number of the call for this batch.
+    """
+    timeline = parts.mover.counters.timeline
+    fill: Fill = filler.fill
+    if timeline is not None:
+        fill = functools.partial(_fill_recorded, timeline, fill)
+    parts.fill = parts.fill_now = fill
+    if isinstance(filler, TransformingFiller):
+        parts.fill_now = functools.partial(filler.fill_now, fill)
+        _add_transforms(parts, filler, transforms)
+    if timeline is not None and not parts.mover.device.unified:
+        _name_calls(parts, first, turn)
     if parts.reserve is not None:
         parts.fill_now = functools.partial(_reserve_and_fill, parts.reserve, parts.fill_now)
-    if schedule.measures_depth:
-        return MeasuredLoop(parts, choice)
-    return PrefetchLoop(parts) if schedule.depth else SynchronousLoop(parts)
+
+
+def _fill_epoch(
+    parts: FillParts,
+    filler: Filler,
+    transforms: LoopTransforms,
+    epoch: int,
+    turn: int,
+    n_ahead: int,
+) -> None:
+    """Make later calls fill the slots of a continuous loop with another epoch.
+
+    Args:
+        parts: Parts of the loop.
+        filler: Filler of the first epoch.
+        transforms: The transforms.
+        epoch: Number of the epoch.
+        turn: Number of the first of these calls.
+        n_ahead: Number of epochs until the loop receives this one.
+    """
+    _fill_by(parts, filler.of_epoch(epoch, turn), transforms, 0, turn)
+    timeline = parts.mover.counters.timeline
+    if timeline is not None:
+        loop = timeline.loop + n_ahead
+        parts.fill = functools.partial(_recorded_for, timeline, loop, parts.fill)
+        if parts.transform is not None:
+            parts.transform = functools.partial(_recorded_for, timeline, loop, parts.transform)
+        if (transform := parts.transform_on_device) is not None:
+            parts.transform_on_device = functools.partial(_recorded_for, timeline, loop, transform)
+
+
+def _recorded_for(timeline: Timeline, loop: int, fn: Callable[..., Any], *args: Any) -> Any:
+    """Call ``fn(*args)``, and record its spans for a loop that begins later."""
+    try:
+        with timeline.work_for(loop):
+            return fn(*args)
+    finally:
+        # For the same reason as in call_named.
+        del fn, args
+
+
+def _may_have_crew(source: RowSource, schedule: PrefetchSchedule) -> bool:
+    """Return whether a crew may copy the rows of a later loop."""
+    return (
+        not schedule.has_writer
+        and not schedule.measures_depth
+        and isinstance(source.batches, OrderBatches)
+        and source.may_be_in_memory
+    )
+
+
+def _add_transforms(
+    parts: FillParts, filler: TransformingFiller, transforms: LoopTransforms
+) -> None:
+    """Add the calls of the transforms, unless the source makes all of them."""
+    if not transforms.are_called_in_loop:
+        return
+    parts.n_transform_threads = 1
+    parts.transform = filler.transform
+    # The source calls ``host_transform`` in reader threads, unless the loop reads the rows for it.
+    if parts.schedule.n_transform_threads > 1 and transforms.gather is not None:
+        parts.n_transform_threads = parts.schedule.n_transform_threads
+        parts.transform = filler.transform_on_host
+        if transforms.device is not None:
+            parts.transform_on_device = filler.transform_on_device
 
 
 def _crew_loop(
@@ -214,25 +329,39 @@ def _fill_recorded(timeline: Timeline, fill: Fill, slot: Slot, turn: int) -> Slo
     return filled
 
 
-def _name_calls(parts: FillParts) -> None:
-    """Mark the calls of a loop for the profiler of a GPU, for example as ``pinfeed read 12``."""
-    first, step = parts.first, parts.schedule.batches_per_slot
+def _name_calls(parts: FillParts, first: int, first_turn: int) -> None:
+    """Mark the calls that fill slots for the profiler of a GPU, for example as ``pinfeed read 12``.
+
+    Args:
+        parts: Parts of the loop.
+        first: Number of the first batch.
+        first_turn: Number of the call for this batch.
+    """
+    step = parts.schedule.batches_per_slot
     named = functools.partial(functools.partial, _call_numbered, parts.mover.device)
 
     def of_turn(slot: Any, turn: int) -> int:
-        return first + turn * step
+        return first + (turn - first_turn) * step
 
-    def in_order() -> Callable[..., int]:
-        numbers = itertools.count(first, step)
-        return lambda *args: next(numbers)
-
-    parts.is_named = True
     parts.fill = named("read", of_turn, parts.fill)
     parts.fill_now = named("read", of_turn, parts.fill_now)
-    parts.lend = named("lend", lambda slot: int(slot.number), parts.lend)
-    parts.wait = named("wait", in_order(), parts.wait)
     if parts.transform is not None:
-        parts.transform = named("transform", in_order(), parts.transform)
+        parts.transform = named("transform", _of_slot, parts.transform)
+    if parts.transform_on_device is not None:
+        parts.transform_on_device = named("transform", _of_slot, parts.transform_on_device)
+
+
+def _name_calls_of_loop(parts: FillParts) -> None:
+    """Mark the other calls of a loop in the same way."""
+    named = functools.partial(functools.partial, _call_numbered, parts.mover.device)
+    numbers = itertools.count(parts.first, parts.schedule.batches_per_slot)
+    parts.is_named = True
+    parts.lend = named("lend", _of_slot, parts.lend)
+    parts.wait = named("wait", lambda filled: next(numbers), parts.wait)
+
+
+def _of_slot(slot: Slot) -> int:
+    return slot.number
 
 
 def _call_numbered(

@@ -104,7 +104,7 @@ class CrewLoop(Loop):
         if self._parts.schedule.depth:
             n_threads = max(1, min(len(os.sched_getaffinity(0)) - 1, _MOST_THREADS))
             if self._draws_ahead:
-                self.threads.start_readers(calls_transforms=False)
+                self.threads.start_readers()
                 self._drawn = self.threads.reader.submit(self._draw_span)
                 self._take_span = self._take_drawn
         n_slots = len(self._free)

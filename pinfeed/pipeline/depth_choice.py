@@ -133,6 +133,13 @@ class DepthChoice:
         """Return the depth that was chosen by measurement; None until then."""
         return None if self.is_measuring else self.depth
 
+    def may_continue(self) -> bool:
+        """Return whether the loop may read the next epoch before it ends this one.
+
+        Short epochs are timed as a whole. They would share the time of these reads.
+        """
+        return not self.is_measuring or self._n_long > 0
+
     def begin(self) -> None:
         """Note that an epoch begins."""
         self._has_stretch = False

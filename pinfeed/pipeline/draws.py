@@ -98,18 +98,20 @@ class SharedDraws(Draws):
         self._turns.wait_for(turn)
         start = self._now()
         try:
-            self._mover.check_stop()
-            thunk = next(self._thunks, None)
+            try:
+                self._mover.check_stop()
+                thunk = next(self._thunks, None)
+            finally:
+                self._turns.end()
+            # The other threads need not wait for this work.
+            batch = None if thunk is None else thunk()
         finally:
             if self._host is not None:
                 slot.host_transform_s = count_calls(
                     self._mover.counters, "host_transform", self._host.take_calls()
                 )
-            self._turns.end()
-        if thunk is None:
+        if batch is None:
             return None
-        # The other threads need not wait for this work.
-        batch = thunk()
         slot.source_done_s = self._now()
         slot.source_s = slot.source_done_s - start - slot.host_transform_s
         return batch

@@ -7,8 +7,8 @@ import functools
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from pinfeed.pipeline.composition import make_loop
 from pinfeed.pipeline.depth_choice import DepthChoice
 from pinfeed.pipeline.host_transfer import HostTransfer
 from pinfeed.pipeline.lent_batch import LentBatch
-from pinfeed.pipeline.loop import Loop
+from pinfeed.pipeline.loop import EPOCH_END, Loop
 from pinfeed.pipeline.loop_transforms import NO_TRANSFORMS, LoopTransforms
 from pinfeed.pipeline.position import EpochPosition
 from pinfeed.pipeline.schedule import PrefetchSchedule
@@ -73,6 +73,7 @@ class EpochRunner:
         timeline: Whether to record a timeline.
         again: ``"end"`` if a new run ends the running one, ``"refuse"`` if it raises an error.
         transforms: The transforms.
+        continuous: Whether loops that only read may read the next epoch before one ends.
     """
 
     def __init__(
@@ -86,8 +87,10 @@ class EpochRunner:
         timeline: bool,
         again: Again,
         transforms: LoopTransforms = NO_TRANSFORMS,
+        continuous: bool = False,
     ) -> None:
         self.source = source
+        self._continuous = continuous
         self._again = again
         self._schedule = schedule
         # Choice of the running or the last loop.
@@ -105,6 +108,9 @@ class EpochRunner:
         self._beginning = threading.Lock()
         # Loop of the last run.
         self._last_loop: Loop | None = None
+        # Batches of this loop, if it waits for its next epoch. If the runner is dropped, so is this
+        # generator, which ends the loop.
+        self._paused: Generator[LentBatch, None, None] | None = None
         self._closed = False
 
     @property
@@ -183,7 +189,7 @@ class EpochRunner:
             lend = functools.partial(self._lend_or_keep, lend)
         with self._beginning:
             self.end_last()
-            if self._last_loop is not None:
+            if self._last_loop is not None and self._paused is None:
                 # The reader threads have ended, unless an interrupt has cut off the wait for them.
                 self._last_loop.end()
             self._raise_failure()
@@ -223,7 +229,10 @@ class EpochRunner:
         self._require_open()
         number = whole_number(number, "epoch", least=0)
         self._leave_for("set_epoch()")
+        position = self._position.next()
         self._position.set_epoch(number)
+        if self._position.next() != position:
+            self._end_paused()
 
     def state(self) -> dict[str, Any]:
         """Return the position of the loop; prefetched batches do not count."""
@@ -238,6 +247,7 @@ class EpochRunner:
         self._require_open()
         self._position.check(state)
         self._leave_for("load_state_dict()")
+        self._end_paused()
         self._position.load(state)
 
     def drain(self) -> None:
@@ -248,7 +258,7 @@ class EpochRunner:
         """
         if self._last_loop is not None:
             self._last_loop.threads.require_not_forked()
-            if not self._active.is_running:
+            if not self._active.is_running and self._paused is None:
                 self._last_loop.end()
             self._last_loop.drain()
 
@@ -280,6 +290,7 @@ class EpochRunner:
             and self._last_loop.consumer == threading.get_ident()
         ):
             generator.close()
+        self._end_paused()
         if self._last_loop is not None and not self._last_loop.threads.is_forked:
             self._last_loop.end()
         self._transfer.close()
@@ -298,6 +309,7 @@ class EpochRunner:
         counters.enter(
             choice.depth,
             choice.schedule.n_readers if choice.depth else 1,
+            n_transform_threads=choice.schedule.n_transform_threads if choice.depth else 1,
             asynchronous=not self._transfer.device.unified,
             measured_depth=choice.measured_depth if choice.schedule.measures_depth else None,
         )
@@ -342,11 +354,41 @@ class EpochRunner:
             yield from self._run(lend, choice, begin)
 
     def _lend(self, choice: DepthChoice) -> Iterator[LentBatch]:
-        """Start the threads of a run; return its batches."""
+        """Start the threads of a run, or continue a paused loop; return its batches."""
         position = self._position
+        batches = self._paused
+        self._paused = None
+        if batches is not None and self._last_loop is not None:
+            if self._last_loop.resume(choice.schedule, position.epoch, position.batch):
+                return self._until_epoch_ends(batches)
+            batches.close()
         transforms = dataclasses.replace(self._transforms, epoch=position.epoch)
-        self._last_loop = make_loop(self._transfer, self.source, position, choice, transforms)
+        self._last_loop = make_loop(
+            self._transfer,
+            self.source,
+            position,
+            choice,
+            transforms,
+            continuous=self._continuous,
+        )
+        if self._last_loop.is_continuous:
+            return self._until_epoch_ends(self._last_loop.batches())
         return self._last_loop.batches()
+
+    def _until_epoch_ends(self, batches: Iterator[LentBatch]) -> Iterator[LentBatch]:
+        """Yield the batches of an epoch of a continuous loop; keep the loop if it has read on."""
+        for lent_batch in batches:
+            if lent_batch is EPOCH_END:
+                self._paused = cast("Generator[LentBatch, None, None]", batches)
+                return
+            yield lent_batch
+
+    def _end_paused(self) -> None:
+        """End the loop that waits for its next epoch, if any, and join its threads."""
+        batches = self._paused
+        self._paused = None
+        if batches is not None:
+            batches.close()
 
     def _lend_or_keep(self, lend: Callable[[LentBatch], Any], lent_batch: LentBatch) -> Any:
         """Return the value to yield for a batch, or the error in its place."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pinfeed.pipeline.draws import BatchDraws, Mover
 from pinfeed.pipeline.loop_transforms import LoopTransforms, count_calls
@@ -11,7 +13,9 @@ from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Cancelled, Slot
 from pinfeed.pipeline.sources.source import HostBatch, failed_batch
 from pinfeed.profiling.spans import Lane
-from pinfeed.threads.call import Pending
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Filler:
@@ -38,6 +42,17 @@ class Filler:
         self._make = draws.make
         self._first = first
         self._batches_per_slot = schedule.batches_per_slot
+
+    def of_epoch(self, epoch: int, turn: int) -> Self:
+        """Return a filler for a later epoch of the same loop.
+
+        Args:
+            epoch: Number of the epoch.
+            turn: Number of the call of ``fill`` for its first batches.
+        """
+        filler = copy.copy(self)
+        filler._first = -turn * self._batches_per_slot
+        return filler
 
     def fill(self, slot: Slot, turn: int) -> Slot | None:
         """Fill a slot with the next batches; return None after the last one.
@@ -113,6 +128,11 @@ class TransformingFiller(Filler):
         if transforms.gather is not None:
             transforms.gather.begin(schedule)
 
+    def of_epoch(self, epoch: int, turn: int) -> Self:
+        filler = super().of_epoch(epoch, turn)
+        filler._transforms = dataclasses.replace(self._transforms, epoch=epoch)
+        return filler
+
     def stop(self) -> None:
         """End every fill at its next step, because the loop has ended. Any thread may call this."""
         self._mover.stop()
@@ -139,24 +159,6 @@ class TransformingFiller(Filler):
         slot.rows_s = self._mover.counters.now() - source_done_s
         return slot
 
-    def transform(self, filled: Pending[Slot | None]) -> Slot | None:
-        """Call the transforms on the batch of a slot, and return the slot.
-
-        One thread calls this, in the order of batches.
-
-        Args:
-            filled: Call of ``fill``.
-        """
-        try:
-            slot = filled.result()
-        finally:
-            # The error's traceback keeps this frame, which must not keep the call, because the call
-            # keeps the error.
-            del filled
-        if slot is not None:
-            self._transform(slot)
-        return slot
-
     def fill_now(
         self, fill: Callable[[Slot, int], Slot | None], slot: Slot, turn: int
     ) -> Slot | None:
@@ -166,41 +168,51 @@ class TransformingFiller(Filler):
         with modes_of_a_new_thread():
             filled = fill(slot, turn)
             if filled is not None:
-                self._transform(filled)
+                self.transform(filled)
         return filled
 
-    def _transform(self, slot: Slot) -> None:
+    def transform(self, slot: Slot) -> None:
+        """Call the transforms on the batch of a slot. One thread does so, in order."""
+        if self._transforms.gather is not None:
+            self.transform_on_host(slot)
+        if self._transforms.device is not None:
+            self.transform_on_device(slot)
+
+    def transform_on_host(self, slot: Slot) -> None:
+        """Call ``host_transform`` alone. Several threads may do so at the same time."""
         transforms = self._transforms
         counters = self._mover.counters
-        number = slot.number
-        if transforms.gather is not None:
-            assert transforms.host is not None
-            rows = slot.rows
-            batch = slot.batch
-            assert batch is not None
-            slot.rows = None
-            self._mover.check_stop()
-            made = transforms.on_rows(rows, batch, number)
-            # Only the function may keep the memory of these rows.
-            del rows, batch
-            slot.host_transform_s = count_calls(
-                counters, "host_transform", transforms.host.take_calls()
-            )
-            slot.source_done_s = counters.now()
-            self._gather(slot, made, number)
-        if transforms.device is not None:
-            call = transforms.on_device(slot.tensors, number)
-            batch = slot.batch
-            assert batch is not None
-            try:
-                self._mover.transform(slot, call)
-            except Cancelled:
+        rows = slot.rows
+        batch = slot.batch
+        assert transforms.host is not None
+        assert batch is not None
+        slot.rows = None
+        self._mover.check_stop()
+        made = transforms.on_rows(rows, batch, slot.number)
+        # Only the function may keep the memory of these rows.
+        del rows, batch
+        slot.host_transform_s = count_calls(
+            counters, "host_transform", transforms.host.take_calls()
+        )
+        slot.source_done_s = counters.now()
+        self._gather(slot, made, slot.number)
+
+    def transform_on_device(self, slot: Slot) -> None:
+        """Call ``device_transform`` alone. One thread does so, in order."""
+        transforms = self._transforms
+        call = transforms.on_device(slot.tensors, slot.number)
+        batch = slot.batch
+        assert transforms.device is not None
+        assert batch is not None
+        try:
+            self._mover.transform(slot, call)
+        except Cancelled:
+            raise
+        except Exception as error:
+            if not batch.keeps_errors:
                 raise
-            except Exception as error:
-                if not batch.keeps_errors:
-                    raise
-                self._fail(slot, batch, error, number)
-            calls = transforms.device.take_calls()
-            # On an asynchronous device, the Transfer records the work that the transform queues.
-            lane: Lane | None = "device_transform" if self._mover.device.unified else None
-            slot.device_transform_s = count_calls(counters, lane, calls)
+            self._fail(slot, batch, error, slot.number)
+        calls = transforms.device.take_calls()
+        # On an asynchronous device, the Transfer records the work that the transform queues.
+        lane: Lane | None = "device_transform" if self._mover.device.unified else None
+        slot.device_transform_s = count_calls(self._mover.counters, lane, calls)

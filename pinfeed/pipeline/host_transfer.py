@@ -185,6 +185,9 @@ class HostTransfer:
     def settle(self) -> None:
         """Do nothing, because all timestamps are known."""
 
+    def pause(self) -> None:
+        """Do nothing, because no timestamp is open."""
+
     def quiesce(self) -> None:
         """Drop the batches in the slots."""
         for slot in self.slots:

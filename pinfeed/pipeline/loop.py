@@ -23,6 +23,7 @@ from pinfeed.devices.device import Tensor
 from pinfeed.errors import ClosedError
 from pinfeed.memory import page_locked
 from pinfeed.pipeline.draws import BatchDraws, Mover
+from pinfeed.pipeline.epochs_ahead import EpochsAhead
 from pinfeed.pipeline.lent_batch import LentBatch, WritableBatch, finish_each
 from pinfeed.pipeline.loop_threads import LoopThreads
 from pinfeed.pipeline.schedule import PrefetchSchedule
@@ -37,6 +38,9 @@ from pinfeed.threads.exit import exit_hook
 L = TypeVar("L", bound=LentBatch)
 
 logger = logging.getLogger("pinfeed")
+
+EPOCH_END: Any = None
+"""Value that a loop yields after an epoch, if it has read the first batches of the next one."""
 
 _CLOSED_WHILE_WAITING = "the feeder was closed while its loop was waiting for a batch"
 
@@ -74,12 +78,24 @@ class FillParts(LoopParts):
     """Does the same in the thread of the loop, with ``reserve`` and the transforms."""
     reserve: Callable[[Slot], object] | None = None
     """Makes a slot ready for ``fill``; None if nothing has to be done."""
-    transform: Callable[[Any], Slot | None] | None = None
-    """Calls the transforms on the batch of a slot, in a thread of their own; None for none."""
+    transform: Callable[[Slot], object] | None = None
+    """Calls the transforms on the batch of a full slot, in threads of its own; None for none.
+
+    If these threads are several, the function calls ``host_transform`` only.
+    """
+    n_transform_threads: int = 0
+    """Number of threads that call ``transform``."""
+    transform_on_device: Callable[[Slot], object] | None = None
+    """Calls ``device_transform`` after ``transform``, in a thread of its own.
+
+    None if ``transform`` does so, or if there is none.
+    """
     wait: Callable[[Pending[Slot | None]], Slot | None] = operator.methodcaller("result")
-    """Waits for a call of ``fill`` or ``transform``."""
+    """Waits for the last call for a slot."""
     may_help: bool = False
     """Whether the thread of the loop may fill a slot that no reader thread has begun to fill."""
+    epochs: EpochsAhead | None = None
+    """Epochs that the loop continues with; None if it ends after its epoch."""
 
 
 class Loop:
@@ -108,6 +124,8 @@ class Loop:
         # The loop, close() and the garbage collector may end it at the same time.
         self._ending = threading.RLock()
         self.threads = LoopThreads(parts.mover.device, parts.schedule, is_named=parts.is_named)
+        self.is_between_epochs = False
+        """Whether the loop has ended an epoch, and keeps the first batches of the next one."""
         self.write_queue: WriteQueue | None = None
         if parts.writer is not None:
             limit = parts.schedule.max_pending_writes
@@ -121,7 +139,8 @@ class Loop:
         """Yield the batches in order, for the training steps.
 
         If a batch cannot be filled, its error is raised when the loop requests that batch. The
-        error of a write-back is raised as soon as it is known.
+        error of a write-back is raised as soon as it is known. A continuous loop yields
+        ``EPOCH_END`` after an epoch instead of ending, and then the batches of the next one.
         """
         if self.write_queue is None or self._parts.writer is None:
             return self._lend(LentBatch)
@@ -139,8 +158,6 @@ class Loop:
         counters = self._counters
         mover: Any = self._parts.mover
         threads = self.threads
-        lend = self._parts.lend
-        number = self._parts.first
         is_unified = mover.device.unified
         self.consumer = threading.get_ident()
         exit_hook.loops.add(self._reference)
@@ -154,16 +171,20 @@ class Loop:
                     raise_if_silent(error)
                     raise
                 if slot is None:
-                    break
+                    if not self._pause():
+                        break
+                    yield EPOCH_END
+                    continue
                 batch = slot.batch
                 if batch is None:
                     # Another thread closes the feeder now.
                     raise Cancelled
                 idle = is_unified or mover.is_idle()
-                tensors = lend(slot)
+                tensors = self._parts.lend(slot)
                 slot.batch = None
                 slot.tensors = []
-                n_batches = len(tensors)
+                number = slot.number
+                self._n_lent = n_batches = len(tensors)
                 nbytes = slot.nbytes // n_batches
                 counters.read_s += slot.read_s
                 counters.source_s += slot.source_s
@@ -187,11 +208,37 @@ class Loop:
                 if slot.error is not None:
                     _raise_error(slot)
                 self._free.append(slot)
-                self._n_lent = n_batches
         except Cancelled:
             raise ClosedError(_CLOSED_WHILE_WAITING) from None
         finally:
             self._leave()
+
+    @property
+    def is_continuous(self) -> bool:
+        """Whether ``batches`` may continue with the next epoch."""
+        return False
+
+    def resume(self, schedule: PrefetchSchedule, epoch: int, batch: int) -> bool:
+        """Continue with the next epoch, if it is the one whose batches were read.
+
+        Args:
+            schedule: Schedule of the next epoch.
+            epoch: Number of the next epoch.
+            batch: Number of its first batch.
+
+        Returns:
+            False if another loop must begin instead.
+        """
+        return False
+
+    def end_between_epochs(self) -> None:
+        """End the loop if it waits for its next epoch. Any thread may call this."""
+        # A worker thread cannot wait for itself.
+        if not self.is_between_epochs or self.threads.is_inside:
+            return
+        with self._ending:
+            if self.is_between_epochs:
+                self.end()
 
     def end(self) -> None:
         """Join the threads and release the loop's memory. It may be called again.
@@ -254,6 +301,10 @@ class Loop:
             self.write_queue.drain()
             self._parts.writer.note_flushed()
 
+    def _pause(self) -> bool:
+        """Wait for the next epoch, if some of its batches were read; return whether it does."""
+        return False
+
     def _forget_slots(self) -> None:
         """Drop all slots, because their memory belongs to the loop that ends."""
         self._free.clear()
@@ -261,9 +312,10 @@ class Loop:
     def _leave(self) -> None:
         """End the loop, for whatever reason its generator has ended."""
         self._forget_slots()
-        # A loop that was left has not requested another batch.
-        self._counters.request()
-        self._counters.receive_none()
+        if not self.is_between_epochs:
+            # A loop that was left has not requested another batch.
+            self._counters.request()
+            self._counters.receive_none()
         if self.threads.is_forked:
             # The threads and their work belong to the other process.
             return

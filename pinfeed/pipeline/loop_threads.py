@@ -34,7 +34,7 @@ _CLOSED = (
 class LoopThreads:
     """Reader threads and writer threads of one loop.
 
-    ``start_readers`` starts the reader threads and the transform thread. Helpers of the readers
+    ``start_readers`` starts the reader threads and the transform threads. Helpers of the readers
     start with the first long batch that is staged. The writer threads start with the first
     write-back: one queues the copies to the host, the other scatters the rows that have arrived,
     and may have helpers. At depth 0, a loop has no threads, and the caller makes every call itself.
@@ -66,6 +66,7 @@ class LoopThreads:
         self._are_writers_joined = False
         self._reader: Workers | None = None
         self._transformer: Workers | None = None
+        self._device_transformer: Workers | None = None
         self.crew: Crew | None = None
         """Threads that copy rows without Python; None if the loop has none."""
         self._writer: Workers | None = None
@@ -75,15 +76,20 @@ class LoopThreads:
         self._helpers: dict[str, Workers] = {}
         self._starting_helpers = threading.Lock()
 
-    def start_readers(self, *, calls_transforms: bool) -> None:
+    def start_readers(
+        self, *, n_transform_threads: int = 0, transforms_on_device: bool = False
+    ) -> None:
         """Start the reader threads.
 
         Args:
-            calls_transforms: Whether to start the transform thread, too.
+            n_transform_threads: Number of transform threads to start, too.
+            transforms_on_device: Whether to start another thread for ``device_transform``.
         """
         self._reader = self._device.worker("pinfeed-read", self._schedule.n_readers)
-        if calls_transforms:
-            self._transformer = self._device.worker("pinfeed-transform")
+        if n_transform_threads:
+            self._transformer = self._device.worker("pinfeed-transform", n_transform_threads)
+        if transforms_on_device:
+            self._device_transformer = self._device.worker("pinfeed-device-transform")
 
     @property
     def reader(self) -> Workers:
@@ -93,9 +99,15 @@ class LoopThreads:
 
     @property
     def transformer(self) -> Workers:
-        """Thread that calls transforms."""
+        """Thread that calls transforms, or threads that call ``host_transform``."""
         assert self._transformer is not None
         return self._transformer
+
+    @property
+    def device_transformer(self) -> Workers:
+        """Thread that calls ``device_transform`` if others call ``host_transform``."""
+        assert self._device_transformer is not None
+        return self._device_transformer
 
     def write_now(self, batch: int, fn: Callable[..., Any], *args: Any) -> None:
         """Call ``fn(*args)`` for a batch in this thread."""
@@ -137,12 +149,12 @@ class LoopThreads:
             self._share(calls, _READ_HELPERS, n_helpers)
 
     def join_readers(self) -> None:
-        """Wait until the reader threads, the transform thread and the crew have ended."""
+        """Wait until the reader threads, the transform threads and the crew have ended."""
         try:
             if self.crew is not None:
                 self.crew.shutdown()
         finally:
-            for worker in (self._reader, self._transformer):
+            for worker in (self._reader, self._transformer, self._device_transformer):
                 if worker is not None:
                     worker.shutdown(wait=True)
             self._join_helpers(_READ_HELPERS)

@@ -85,6 +85,7 @@ class Planner:
             items=plan.items + choice.items,
             notes=(*[why] * bool(why), *choice.notes, *plan.notes, *_without_native()),
             measures_depth=self.schedule.measures_depth,
+            n_transform_threads=self.schedule.n_transform_threads,
         )
         return plan, choice
 

@@ -6,13 +6,16 @@ back-pressure, the end of the data, and errors with their tracebacks.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pinfeed.pipeline.depth_choice import DepthChoice
 from pinfeed.pipeline.loop import FillParts, Loop
+from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Cancelled, Slot
 from pinfeed.pipeline.transfer import Transfer
 from pinfeed.threads.call import Call, Pending
@@ -31,7 +34,7 @@ class PrefetchLoop(Loop):
     def __init__(self, parts: FillParts) -> None:
         super().__init__(parts)
         self.keeps_last = parts.mover.device.unified
-        self._turns = itertools.count()
+        self._turns: Iterator[int] = itertools.count()
         if isinstance(parts.mover, Transfer):
             parts.mover.share_gathers(self.threads.gather_all)
         # Slots that are being filled or are full, in the order of their batches.
@@ -42,12 +45,53 @@ class PrefetchLoop(Loop):
 
     def _slots(self) -> Callable[[], Slot | None]:
         self._start_readers()
-        return self._next_prefetched
+        return self._in_epochs(self._next_prefetched)
+
+    @property
+    def is_continuous(self) -> bool:
+        return self._parts.epochs is not None
+
+    def resume(self, schedule: PrefetchSchedule, epoch: int, batch: int) -> bool:
+        epochs = self._parts.epochs
+        assert epochs is not None
+        # The threads work for the thread that began the loop, and may end with it.
+        if self.owner is not threading.current_thread() or schedule != self._parts.schedule:
+            return False
+        if batch or not epochs.is_next(epoch):
+            return False
+        with self._ending:
+            # Another thread may have ended the loop, because it forks the process.
+            if self.threads.has_ended or self.threads.is_forked:
+                return False
+            self.is_between_epochs = False
+        epochs.begin_next()
+        return True
+
+    def _in_epochs(self, next_slot: Callable[[], Slot | None]) -> Callable[[], Slot | None]:
+        """Return ``next_slot``, or a function that also ends each epoch of a continuous loop."""
+        epochs = self._parts.epochs
+        if epochs is None:
+            return next_slot
+        self._turns = epochs.turns()
+        return functools.partial(epochs.next_slot, next_slot)
+
+    def _pause(self) -> bool:
+        epochs = self._parts.epochs
+        if epochs is None or not epochs.has_read_ahead:
+            return False
+        self._parts.mover.pause()
+        self._counters.receive_none()
+        self._n_lent = 0
+        self.is_between_epochs = True
+        return True
 
     def _start_readers(self) -> None:
         """Start the reader threads, which ``end`` joins."""
         parts = self._parts
-        self.threads.start_readers(calls_transforms=parts.transform is not None)
+        self.threads.start_readers(
+            n_transform_threads=parts.n_transform_threads,
+            transforms_on_device=parts.transform_on_device is not None,
+        )
         self._submit = self.threads.reader.submit
         if parts.may_help and isinstance(self.threads.reader, ThreadPool):
             # Waking a reader thread takes longer than filling a small slot.
@@ -73,9 +117,14 @@ class PrefetchLoop(Loop):
             slot = self._free.popleft()
             if parts.reserve is not None:
                 parts.reserve(slot)
-            filled = self._submit(parts.fill, slot, next(self._turns))
+            # The first turn of an epoch changes the parts.
+            turn = next(self._turns)
+            filled = self._submit(parts.fill, slot, turn)
             if parts.transform is not None:
-                filled = self.threads.transformer.submit(parts.transform, filled)
+                threads = self.threads
+                filled = threads.transformer.submit(apply, parts.transform, filled)
+                if (transform := parts.transform_on_device) is not None:
+                    filled = threads.device_transformer.submit(apply, transform, filled)
             self._filling.append(filled)
         return self._result(self._filling.popleft())
 
@@ -101,7 +150,13 @@ class MeasuredLoop(PrefetchLoop):
     def _slots(self) -> Callable[[], Slot | None]:
         self._choice.begin()
         self._change(is_synchronous=self._choice.is_synchronous)
-        return self._next_of_choice
+        return self._in_epochs(self._next_of_choice)
+
+    def resume(self, schedule: PrefetchSchedule, epoch: int, batch: int) -> bool:
+        is_next = super().resume(schedule, epoch, batch)
+        if is_next:
+            self._choice.begin()
+        return is_next
 
     def _next_of_choice(self) -> Slot | None:
         """Return the next full slot, in the way that the choice prefers now."""
@@ -129,3 +184,16 @@ class MeasuredLoop(PrefetchLoop):
         self._parts.draws.compare(depth)
         if depth != self._counters.depth:
             self._counters.change_depth(depth)
+
+
+def apply(function: Callable[[Slot], object], pending: Pending[Slot | None]) -> Slot | None:
+    """Call a function on the slot that another call returns, if any, and return the slot."""
+    try:
+        slot = pending.result()
+    finally:
+        # The error's traceback keeps this frame, which must not keep the call, because the call
+        # keeps the error.
+        del pending
+    if slot is not None:
+        function(slot)
+    return slot

@@ -45,6 +45,8 @@ class PrefetchSchedule:
     If a training step takes longer than a gather, the loop frees one slot at a time, so at most one
     thread is busy. A loop that stalls keeps all threads busy.
     """
+    n_transform_threads: int = 1
+    """Maximum number of batches for which ``host_transform`` is called at the same time."""
     measures_depth: bool = False
     """Whether the loop is timed with prefetching and without, to keep the faster way."""
     measured_below_s: float = math.inf
@@ -89,6 +91,25 @@ class PrefetchSchedule:
     def n_slots(self) -> int:
         """Number of slots."""
         return -(-(self.depth + 1) // self.batches_per_slot)
+
+    def with_transform_threads(self, n_threads: int, *, are_readers: bool) -> PrefetchSchedule:
+        """Return a schedule that calls ``host_transform`` for several batches at the same time.
+
+        The loop still has ``depth`` finished batches, so it prefetches the others in addition. The
+        synchronous loop calls the function in its own thread.
+
+        Args:
+            n_threads: Number of threads that call the function.
+            are_readers: Whether these threads are the reader threads.
+        """
+        if n_threads == 1 or not self.depth:
+            return self
+        return dataclasses.replace(
+            self,
+            depth=self.depth + n_threads - 1,
+            n_readers=max(self.n_readers, n_threads) if are_readers else self.n_readers,
+            n_transform_threads=n_threads,
+        )
 
     def on(self, device: Device, *, may_measure: bool = True) -> PrefetchSchedule:
         """Return the schedule for a device.

@@ -22,6 +22,7 @@ from pinfeed.native.library import library
 from pinfeed.pipeline.write_check import WriteCheck
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
+from pinfeed.stores.file_store import only_reads_files
 from pinfeed.stores.host_rows import memory_rows_of
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.opened import is_zarr_group, open_store, stores_of_columns
@@ -101,6 +102,11 @@ class StoreTree:
         """Bytes of a row of all stores together, on average."""
         ragged = sum(store.mean_row_nbytes for store in self.ragged)
         return sum(map(row_nbytes, self.stores)) + math.ceil(ragged)
+
+    @property
+    def only_reads_files(self) -> bool:
+        """Whether all rows are in files that are open for reading, by code of pinfeed."""
+        return all(map(only_reads_files, (*self.stores, *(store.items for store in self.ragged))))
 
     def may_have_crew(self, *, is_limited: bool) -> bool:
         """Return whether a crew can copy the rows of all stores, if all files are in memory.

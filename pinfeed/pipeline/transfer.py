@@ -511,6 +511,12 @@ class Transfer(Writer):
         if self._timed and self._asked is not None:
             self._asked.sync()  # prevents no hazard: the timestamps are read next
 
+    def pause(self) -> None:
+        """Record the end of the loop's work on the batches that it has received (consumer)."""
+        if self._lent is not None:
+            self._asked = self.device.current_stream().record(timed=True)
+            self._record_device_span(self._asked)
+
     def quiesce(self) -> None:
         """Wait for queued copies and release their memory (consumer).
 
@@ -525,9 +531,7 @@ class Transfer(Writer):
         self._begun = {}
         # The threads of the loop have ended.
         self._gather.run_all = run_in_turn
-        if self._lent is not None:
-            self._asked = self.device.current_stream().record(timed=True)
-            self._record_device_span(self._asked)
+        self.pause()
         for slot in self.slots:
             slot.clear()
         self._caches.close()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 from pinfeed.memory.units import duration, human
+from pinfeed.profiling.lock_share import LockSampler, more_threads_in_words
 
 if TYPE_CHECKING:
     from pinfeed.profiling.counters import Counters
@@ -67,9 +68,6 @@ _SENTENCES: dict[Bottleneck, str] = {
 }
 
 _HINTS: dict[Bottleneck, str] = {
-    "host_transform": "The loop waits for your host_transform, which runs for one batch at a time. "
-    "Make it cheaper, or do its work once before training, or in the worker processes of a "
-    "DataLoader.",
     "device_transform": "The loop waits for your device_transform, which takes longer than the "
     "training step. Make it cheaper, or do its work once before training.",
     "copying": "Copy fewer bytes (a smaller dtype, uint8 images that are converted on the device), "
@@ -81,6 +79,11 @@ _HINTS: dict[Bottleneck, str] = {
     "start": "Each loop waits for its first batch. Run longer loops, with more batches per epoch.",
     "depth": "depth=2 prefetches two batches.",
 }
+
+_CHEAPER_ON_HOST = (
+    "Otherwise, make it cheaper, or do its work once before training, or in the worker processes "
+    "of a DataLoader."
+)
 
 _WITHOUT_THREADS = "depth=0 needs no threads, which compete with the training step for the cores."
 
@@ -154,11 +157,12 @@ def _longest_stage(totals: Totals) -> Bottleneck:
 
 def _slow_function(totals: Totals) -> Literal["host_transform", "device_transform"] | None:
     """Return the transform that the loop waits for; None if it waits for other work."""
-    on_host_s = totals.host_transform_s
+    on_host_s = totals.host_transform_s / totals.n_transform_threads
     on_device_s = totals.device_transform_s
-    # The work of a device continues while the next batch is on the host.
+    # The work of a device continues while the next batch is on the host. If several threads call
+    # host_transform, another thread calls device_transform.
     functions_s = on_host_s + on_device_s
-    if totals.watched == "device":
+    if totals.watched == "device" or totals.n_transform_threads > 1:
         functions_s = max(on_host_s, on_device_s)
     rest_s = max(totals.read_s, totals.copy_wait_s) / totals.n_readers
     if functions_s <= rest_s or functions_s < BUSY_READERS * totals.seconds:
@@ -193,6 +197,8 @@ class StarvationMonitor:
         # Counts at the last check of the running loop; None before the first.
         self._last: Totals | None = None
         self._next_check_s = 0.0
+        # Samples the interpreter's lock before a warning of host_transform; None otherwise.
+        self._sampler: LockSampler | None = None
         self._has_warned = False
         self.next_check = math.inf
 
@@ -221,12 +227,17 @@ class StarvationMonitor:
                 then.
         """
         if self._last is not None and not self._has_warned and not is_excused:
-            self._evaluate()
+            self._evaluate(is_last=True)
+        self._stop_sampling()
         self._last = None
         self.next_check = math.inf
 
-    def _evaluate(self) -> None:
-        """Evaluate the stretch if it is long enough by now; warn of a data stall."""
+    def _evaluate(self, *, is_last: bool = False) -> None:
+        """Evaluate the stretch if it is long enough by now; warn of a data stall.
+
+        Before a warning of ``host_transform``, the interpreter's lock is sampled until the next
+        check, unless this is the last one.
+        """
         assert self._last is not None
         totals = self._counters.totals()
         stretch = totals - self._last
@@ -237,17 +248,29 @@ class StarvationMonitor:
         if stretch.seconds < STRETCH_S or stretch.batches < STRETCH_BATCHES:
             return
         if stretch.starved > STARVED:
-            text = explanation(stretch, self._hint, self._depth_caution)
+            samples = stretch.bottleneck == "host_transform" and stretch.depth
+            if samples and self._sampler is None and not is_last:
+                self._sampler = LockSampler()
+                return
+            lock_share = self._stop_sampling()
+            text = explanation(stretch, self._hint, self._depth_caution, lock_share)
             logger.warning("%s", text)
             self._has_warned = True
             self.next_check = math.inf
         self._stretch = None
+
+    def _stop_sampling(self) -> float | None:
+        """End the sampler; return the share of time in which threads held the lock, if known."""
+        sampler = self._sampler
+        self._sampler = None
+        return None if sampler is None else sampler.stop()
 
 
 def explanation(
     totals: Totals,
     hint: Callable[[float], str],
     depth_caution: Callable[[], str] = str,
+    lock_share: float | None = None,
 ) -> str:
     """Return the verdict, the numbers behind it, and advice.
 
@@ -255,9 +278,14 @@ def explanation(
         totals: Counts of the stretch.
         hint: As for ``StarvationMonitor``.
         depth_caution: As for ``StarvationMonitor``.
+        lock_share: Share of the time in which threads held the interpreter's lock; None if unknown.
     """
     cause = totals.bottleneck
-    change = _HINTS.get(cause) or hint(totals.source_s / totals.read_s if totals.read_s else 0.0)
+    if cause == "host_transform":
+        change = _host_transform_hint(totals, lock_share)
+    else:
+        source_share = totals.source_s / totals.read_s if totals.read_s else 0.0
+        change = _HINTS.get(cause) or hint(source_share)
     if cause == "host_transform" and totals.asynchronous:
         # On the CPU, device_transform would use the same cores.
         change += " On the GPU, device_transform can do its work."
@@ -269,6 +297,16 @@ def explanation(
         change += f" {_WITHOUT_THREADS}"
     verdict = totals.verdict.replace("of the time", f"of the last {totals.seconds:.1f} s", 1)
     return f"{verdict[0].upper()}{verdict[1:]}. {_numbers(totals, cause)} {change}"
+
+
+def _host_transform_hint(totals: Totals, lock_share: float | None) -> str:
+    """Return advice for a loop that waits for ``host_transform``."""
+    n_threads = totals.n_transform_threads
+    at_a_time = "one batch" if n_threads == 1 else f"up to {n_threads} batches"
+    hint = f"The loop waits for your host_transform, which runs for {at_a_time} at a time."
+    if totals.depth:
+        hint += f" {more_threads_in_words(n_threads, lock_share)}"
+    return f"{hint} {_CHEAPER_ON_HOST}"
 
 
 def _numbers(totals: Totals, cause: Bottleneck) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pinfeed.profiling.spans import THREADS, Span, clipped, ready, tracks
+from pinfeed.profiling.spans import SHARED, THREADS, Span, clipped, ready, tracks
 
 if TYPE_CHECKING:
     from pinfeed.profiling.timeline import CacheCounts
 
 _PID = 1
-# Thread ids; each further reader thread has the next one.
+# Thread ids; each further thread of a shared lane has the next one.
 _TIDS = {name: 100 * (i + 1) for i, name in enumerate(THREADS)}
 _THREAD_OF = {lane: name for name, lanes in THREADS.items() for lane in lanes}
 
@@ -80,7 +80,7 @@ def _thread_names(threads: set[tuple[str, int]]) -> list[dict[str, Any]]:
 
 
 def _tid(span: Span, track: int) -> int:
-    return _TIDS[_THREAD_OF[span.lane]] + (track if span.lane == "read" else 0)
+    return _TIDS[_THREAD_OF[span.lane]] + (track if span.lane in SHARED else 0)
 
 
 def _metadata(what: str, tid: int, **args: Any) -> dict[str, Any]:

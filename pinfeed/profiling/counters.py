@@ -77,6 +77,7 @@ class Counters:
         self._is_first = False
         self.depth = 0
         self._n_readers = 1
+        self._n_transform_threads = 1
         self._asynchronous = False
         self._measured_depth: Callable[[], int | None] | None = None
 
@@ -85,6 +86,7 @@ class Counters:
         depth: int,
         n_readers: int,
         *,
+        n_transform_threads: int = 1,
         asynchronous: bool,
         measured_depth: Callable[[], int | None] | None = None,
     ) -> None:
@@ -93,6 +95,7 @@ class Counters:
         Args:
             depth: Number of batches that are prefetched.
             n_readers: Number of reader threads.
+            n_transform_threads: Number of threads that call ``host_transform``.
             asynchronous: Whether the loop only queues work for a device.
             measured_depth: Returns the depth that was chosen by measurement; None until then. A
                 loop whose depth is not measured has no such function.
@@ -100,13 +103,16 @@ class Counters:
         self._measured_depth = measured_depth
         self.depth = depth
         self._n_readers = n_readers
+        self._n_transform_threads = n_transform_threads
         self._asynchronous = asynchronous
         self._is_first = True
         self._is_requesting = False
         self.request()
         self._entered = self.requested_s
         if self.timeline is not None:
-            self.timeline.begin(self.requested_s, depth, n_readers, measured_depth)
+            self.timeline.begin(
+                self.requested_s, depth, n_readers, measured_depth, n_transform_threads
+            )
 
     def change_depth(self, depth: int) -> None:
         """Note that the running loop prefetches another number of batches from now on."""
@@ -265,6 +271,7 @@ class Counters:
             **counts,
             depth=self.depth,
             n_readers=self._n_readers,
+            n_transform_threads=self._n_transform_threads,
             asynchronous=self._asynchronous,
             measures_depth=measured_depth is not None,
             is_measured=measured_depth is not None and measured_depth() == self.depth,

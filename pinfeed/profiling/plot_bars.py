@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.profiling.spans import THREADS, WAITING, Lane, Span, tracks
+from pinfeed.profiling.spans import SHARED, THREADS, WAITING, Lane, Span, tracks
 
 COLOURS: dict[Lane, str] = {
     "read": "#5b8db8",
@@ -101,7 +101,9 @@ def place(spans: Sequence[Span], start_s: float, unit: float) -> tuple[list[Row]
     bars: list[Bar] = []
     for name, lanes in THREADS.items():
         of_thread = [
-            (span, track if name == "read" else 0) for span, track in placed if span.lane in lanes
+            (span, track if span.lane in SHARED else 0)
+            for span, track in placed
+            if span.lane in lanes
         ]
         if not of_thread:
             continue

@@ -51,6 +51,9 @@ THREADS: dict[str, tuple[Lane, ...]] = {
 Transforms run in background threads or in a stream of the device, and are shown separately.
 """
 
+SHARED: tuple[Lane, ...] = ("read", "host_transform")
+"""Lanes of work that several threads may do at the same time."""
+
 WAITING: tuple[Lane, ...] = ("wait", "lend", "write_wait")
 """Lanes of the loop in which it does not compute."""
 
@@ -106,7 +109,8 @@ def middle(spans: Sequence[Span], n_batches: int) -> tuple[float, float]:
 def tracks(spans: Sequence[Span]) -> list[int]:
     """Return a track for each span so that no two spans of a lane overlap on one track.
 
-    Several reader threads work at the same time, so their lane needs several tracks.
+    Several threads may read, or call ``host_transform``, at the same time. Their lanes then need
+    several tracks.
     """
     ends: dict[str, list[float]] = {lane: [] for lane in LANES}
     found = [0] * len(spans)

@@ -112,6 +112,7 @@ class Totals:
     cache_bytes_written: int = 0
     depth: int = 0
     n_readers: int = 1
+    n_transform_threads: int = 1
     asynchronous: bool = False
     measures_depth: bool = False
     is_measured: bool = False
@@ -247,12 +248,11 @@ class Totals:
         return ""
 
 
-COUNTED = [
-    field.name
-    for field in dataclasses.fields(Totals)
-    if field.name
-    not in ("depth", "n_readers", "asynchronous", "measures_depth", "is_measured", "watched")
-]
+_UNCOUNTED = {
+    *("depth", "n_readers", "n_transform_threads"),
+    *("asynchronous", "measures_depth", "is_measured", "watched"),
+}
+COUNTED = [field.name for field in dataclasses.fields(Totals) if field.name not in _UNCOUNTED]
 """Fields of ``Totals`` that count, so that two totals can be added."""
 
 
@@ -291,7 +291,7 @@ class FeederStats(Totals):
         read_s: Time in which reader threads read, summed over the threads.
         source_s: Part of ``read_s`` that the source takes to decide what to read next. For a
             DataLoader, it is the time that the loader took for its batch.
-        host_transform_s: Time in which ``host_transform`` ran.
+        host_transform_s: Time in which ``host_transform`` ran, summed over the threads.
         device_transform_s: Time in which ``device_transform`` ran. On a GPU, the function only
             queues its work. A timeline shows the time of that work.
         copy_wait_s: Time in which reader threads waited for copies of earlier batches and for the
@@ -310,6 +310,8 @@ class FeederStats(Totals):
         cache_bytes_written: Bytes of rows of tables with a cache that were written to their stores.
         depth: Number of batches that are prefetched.
         n_readers: Number of reader threads.
+        n_transform_threads: Number of threads that call ``host_transform``. For a loader, these are
+            reader threads.
         asynchronous: Whether the loop only queues work for a device; ``compute_s`` excludes the
             time of that work.
         measures_depth: Whether pinfeed chooses the depth by measurement.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from pinfeed.devices.device import Event
@@ -67,11 +68,14 @@ class Timeline:
         # Any thread may read the timeline, and each pending span must be taken once.
         self._settling = threading.Lock()
         self._loop = -1
+        # Loop for which the current thread works, if that has not begun yet.
+        self._of_thread = threading.local()
         self._zero_s = 0.0
         self._caches: deque[tuple[float, CacheCounts]] = deque(maxlen=most_spans)
         # When each depth began, on the clock.
         self._depths: list[tuple[float, int]] = []
         self._n_readers = 1
+        self._n_transform_threads = 1
         self._measured_depth: Callable[[], int | None] | None = None
 
     @safe_repr
@@ -140,6 +144,7 @@ class Timeline:
         depth: int,
         n_readers: int,
         measured_depth: Callable[[], int | None] | None = None,
+        n_transform_threads: int = 1,
     ) -> None:
         """Record that a loop begins; times count from the beginning of the first loop.
 
@@ -148,13 +153,29 @@ class Timeline:
             depth: Number of batches that are prefetched.
             n_readers: Number of reader threads.
             measured_depth: Returns the depth that was chosen by measurement; None until then.
+            n_transform_threads: Number of threads that call ``host_transform``.
         """
         if self._loop < 0:
             self._zero_s = now
         self._loop += 1
         self._n_readers = n_readers
+        self._n_transform_threads = n_transform_threads
         self._measured_depth = measured_depth
         self.change_depth(now, depth)
+
+    @property
+    def loop(self) -> int:
+        """Number of the loop that has begun last; -1 if none has."""
+        return self._loop
+
+    @contextlib.contextmanager
+    def work_for(self, loop: int) -> Iterator[None]:
+        """Record the spans of the current thread for a loop that may not have begun yet."""
+        self._of_thread.loop = loop
+        try:
+            yield
+        finally:
+            del self._of_thread.loop
 
     def change_depth(self, now: float, depth: int) -> None:
         """Record the depth of the running loop from now on."""
@@ -172,7 +193,8 @@ class Timeline:
         nbytes: int = 0,
     ) -> None:
         """Record work that has ended, with times of the clock. Any thread may call this."""
-        self._taken.append((lane, batch, start, end, self._loop, n_batches, rows, nbytes))
+        loop = getattr(self._of_thread, "loop", self._loop)
+        self._taken.append((lane, batch, start, end, loop, n_batches, rows, nbytes))
 
     def add_cache(self, now: float, counts: CacheCounts) -> None:
         """Record the rows of a batch in a table with a cache; called by the consumer thread."""
@@ -182,7 +204,8 @@ class Timeline:
         self, lane: Lane, batch: int, start: Event, end: Event, n_batches: int = 1
     ) -> None:
         """Record work of the device between two timed events. Any thread may call this."""
-        self._pending.append((lane, batch, start, end, self._loop, n_batches))
+        loop = getattr(self._of_thread, "loop", self._loop)
+        self._pending.append((lane, batch, start, end, loop, n_batches))
 
     def settle(self) -> None:
         """Read the times of the events that have completed, without waiting for others.
@@ -261,6 +284,7 @@ class Timeline:
         measured_depth = self._measured_depth
         return dataclasses.replace(
             found,
+            n_transform_threads=self._n_transform_threads,
             measures_depth=measured_depth is not None,
             is_measured=measured_depth is not None and measured_depth() == depth,
         )

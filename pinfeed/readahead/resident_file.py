@@ -145,6 +145,10 @@ class ResidentFile(ReadStrategy):
         return memory_rows_of(self._rows) if self._is_loaded.all() else None
 
     @property
+    def may_be_in_memory(self) -> bool:
+        return memory_rows_of(self._rows) is not None
+
+    @property
     def hint(self) -> str:  # type: ignore[override]  # an attribute of the base
         if self._complete and time.monotonic() - self._loaded_s > _RECENT_S:
             return IN_MEMORY_HINT

@@ -100,6 +100,11 @@ class ReadStrategy:
         """Return where the rows are, if all are in memory and can be copied natively."""
         return None
 
+    @property
+    def may_be_in_memory(self) -> bool:
+        """Whether ``memory_rows`` may find the rows, now or when a file has been loaded."""
+        return self.memory_rows() is not None
+
     def close(self) -> None:
         """Free the memory of the strategy."""
 

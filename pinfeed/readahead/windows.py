@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -54,13 +55,20 @@ class WindowCursor(Generic[T]):
         start: First position of the epoch that is served.
         stop: Position after the last one.
         begin: Begins to read a window, given its runs; its result stands for the window.
+        may_begin_ahead: Returns whether a window may be begun before a batch needs it.
     """
 
     def __init__(
-        self, windows: Windows | EvenWindows, start: int, stop: int, begin: Callable[[RowRuns], T]
+        self,
+        windows: Windows | EvenWindows,
+        start: int,
+        stop: int,
+        begin: Callable[[RowRuns], T],
+        may_begin_ahead: Callable[[], bool] = lambda: True,
     ) -> None:
         self._windows = windows
         self._begin = begin
+        self._may_begin_ahead = may_begin_ahead
         self._spans = iter(windows.spans(start, stop))
         self._end = start
         # The position after each window that was begun; the first window is in use.
@@ -85,7 +93,7 @@ class WindowCursor(Generic[T]):
 
     def _begin_next(self) -> None:
         """Begin windows until one is ahead of the window in use."""
-        while len(self._begun) < 2:
+        while not self._begun or (len(self._begun) < 2 and self._may_begin_ahead()):
             span = next(self._spans, None)
             if span is None:
                 return
@@ -114,6 +122,8 @@ class WindowReadahead(ReadStrategy):
         self._window_nbytes = window_rows * store.row_nbytes
         self.items = (window_allocation(window_rows, store.row_nbytes, n_batch_rows),)
         self._pool = BufferPool(self.items[0].count)
+        # Windows that take memory.
+        self._live: weakref.WeakSet[_Window] = weakref.WeakSet()
         self.hint = (
             f"Windows of {store.label} are read ahead in long contiguous reads, {DISK_SPEED} "
             f"{whole_file_hint(store)}"
@@ -128,9 +138,9 @@ class WindowReadahead(ReadStrategy):
                 taken,
                 start,
                 stop,
-                lambda runs: _Window(
-                    self._store, runs, self._pool.take(self._window_nbytes), threads
-                ),
+                functools.partial(self._begin, threads),
+                # After a short last window, batches of the previous epoch may need one more window.
+                lambda: len(self._live) < self.items[0].count,
             )
             try:
                 yield lambda position, n: functools.partial(
@@ -141,6 +151,12 @@ class WindowReadahead(ReadStrategy):
                 # batches may still wait for reads, so these are not cancelled.
                 threads.shutdown(wait=False, cancel_futures=True)
                 raise
+
+    def _begin(self, threads: ThreadPool, runs: RowRuns) -> _Window:
+        memory = self._pool.take(self._window_nbytes)
+        window = _Window(self._store, runs, memory, threads)
+        self._live.add(window)
+        return window
 
     def close(self) -> None:
         """Free the windows."""

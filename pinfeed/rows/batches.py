@@ -120,6 +120,14 @@ class RowBatches(EpochHooks, ABC):
             TypeError: If the number is not known.
         """
 
+    def n_batches(self, epoch: int) -> int:
+        """Return the number of batches in an epoch, which other ranks may have begun.
+
+        Raises:
+            TypeError: If the number is not known.
+        """
+        return len(self)
+
     @abstractmethod
     def epoch(
         self, number: int, start: int = 0, checksum: int = 0, batches_per_slot: int = 1

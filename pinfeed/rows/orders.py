@@ -330,6 +330,14 @@ class PerRank:
         return RankPartition(self.world_size, self.uneven, self.hand).pieces(left, whole, self.rank)
 
 
+def is_repeatable(order: object) -> bool:
+    """Return whether the order is one of pinfeed, a function of seed and epoch alone."""
+    if isinstance(order, PerRank):
+        order = order.order
+    # A subclass, or an order of the user, may depend on something else.
+    return type(order) in (Sequential, Shuffled, Drawn, BlockShuffled)
+
+
 def is_distinct(order: object) -> bool:
     """Return whether the order is known to have each row at most once per epoch."""
     # A subclass may repeat rows.

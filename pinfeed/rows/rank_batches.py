@@ -90,6 +90,9 @@ class RankBatches(RowBatches):
     def __len__(self) -> int:
         return len(self.batches())
 
+    def n_batches(self, epoch: int) -> int:
+        return len(self.batches(self._done(epoch)))
+
     def epoch(
         self, number: int, start: int = 0, checksum: int = 0, batches_per_slot: int = 1
     ) -> Iterator[RowIndices]:

@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+def only_reads_files(store: object) -> bool:
+    """Return whether code of pinfeed reads the rows of a store from files, and writes none."""
+    is_own = type(store).__module__.startswith(f"{__package__}.")
+    return is_own and isinstance(store, FileStore) and not store.writable
+
+
 class FileStore:
     """Rows of files, which any thread may gather; read-only, unless a subclass writes them.
 

@@ -53,7 +53,8 @@ class ExitHook:
         loops: The loops that have not ended. Each has an ``owner``, the thread in which it runs,
             and ``save()``, which queues the writes of all rows that only the device has, without
             raising errors. A loop that cannot continue is saved before its pools end, because its
-            stores may be closed when Python frees it.
+            stores may be closed when Python frees it. ``end_between_epochs()`` ends a loop that
+            waits for its next epoch.
         n_forks: Number of forks between the first process that imported pinfeed and this one.
             Reading it costs less than requesting the process identifier from the system.
     """
@@ -70,6 +71,12 @@ class ExitHook:
         self._main_has_ended = False
         self._is_watching = False
         self._is_over = False
+
+    def fork_begins(self) -> None:
+        """End the loops between two epochs, whose feeders the forked process may use."""
+        for reference in self.loops.copy():
+            if (loop := reference()) is not None:
+                loop.end_between_epochs()
 
     def main_thread_ends(self) -> None:
         """End the pools that worked for the main thread, or for threads that have ended.
@@ -139,7 +146,7 @@ class ExitHook:
 
 
 exit_hook = ExitHook()
-os.register_at_fork(after_in_child=exit_hook.reset)
+os.register_at_fork(before=exit_hook.fork_begins, after_in_child=exit_hook.reset)
 # Python has no public way to call a function before it waits for threads. concurrent.futures uses
 # this one, in every version since 3.9.
 threading._register_atexit(exit_hook.main_thread_ends)  # type: ignore[attr-defined]

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 from support.command import ROOT, no_gpu, python, run, values
+from support.unwrapped import unwrapped
 
 from pinfeed import GiB, MiB
-from pinfeed.cli import machine
+from pinfeed.cli import machine, thread_advice
 from pinfeed.cli.advice import Ceilings, Data, advise, spelled
 from pinfeed.cli.cache_advice import advise_on_cache
 from pinfeed.cli.machine import Gpu, Host, Package, gpu_problem, packages
@@ -274,3 +275,59 @@ def test_doctor_on_a_gpu() -> None:
         or "With CuPy" in found["route"]
     )
     assert run("doctor", "x.npy").exit_code == 0
+
+
+FUNCTIONS = """
+import threading
+
+def waiting(batch):
+    threading.Event().wait(0.001)
+    return batch
+
+def computing(batch, generator):
+    sum(range(20_000))
+    return batch
+"""
+
+
+@pytest.mark.usefixtures("small")
+def test_doctor_times_a_transform(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thread_advice, "_SECONDS", 0.5)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1, 2})
+    (folder / "transforms_of_this_test.py").write_text(FUNCTIONS)
+    options = ["x.npy", "--batch-size", "7", "--host-transform"]
+    found = values("doctor", *options, "transforms_of_this_test:waiting")["transform_threads"]
+    assert (found["n_rows"], found["n_cores"], found["n_threads"]) == (7, 3, 3)
+    assert found["seconds"] >= 0.001
+    assert found["lock_share"] < 0.5
+    text = run("doctor", *options, "transforms_of_this_test:computing").stdout
+    assert "Would transform_threads help?" in text
+    assert "transforms_of_this_test:computing takes" in unwrapped(text)
+    assert values("doctor")["transform_threads"] is None
+
+
+def test_advice_on_threads_is_that_of_the_measurement() -> None:
+    found = thread_advice.ThreadAdvice("a:f", 256, 0.012, 0.1, 4, n_threads=4, gain=3.4)
+    assert found.helps == "yes"
+    assert "4 threads make 3.4 times as many calls" in unwrapped(found.text)
+    assert "Use transform_threads=4" in unwrapped(found.text)
+    slow = thread_advice.ThreadAdvice("a:f", 256, 0.012, 0.98, 4)
+    assert slow.helps == "no"
+    assert "only one thread can hold the lock" in unwrapped(slow.text)
+    assert "one core" in unwrapped(thread_advice.ThreadAdvice("a:f", 2, 1.0, 0.0, 1).text)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--host-transform", "os:getcwd"], "on which rows? Give FILE"),
+        (["x.npy", "--host-transform", "os"], "expected MODULE:FUNCTION"),
+        (["x.npy", "--host-transform", "os:no_such"], "no_such"),
+        (["x.npy", "--host-transform", "no_such_module:f"], "No module named"),
+        (["x.npy", "--host-transform", "os:sep"], "it is no function"),
+    ],
+)
+def test_a_transform_that_is_not_found_is_refused(options: list[str], words: str) -> None:
+    found = run("doctor", *options)
+    assert found.exit_code == 2
+    assert words in unwrapped(found.stderr)

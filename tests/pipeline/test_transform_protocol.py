@@ -39,13 +39,26 @@ CORNERS: dict[str, Callable[[], Choose]] = {
 }
 
 
+CORNERS_OF_THREADS: list[Callable[[], Choose]] = [
+    partial(favour, *names)
+    for names in (
+        ("pinfeed-transform", "pinfeed-read"),
+        ("pinfeed-device-transform", "pinfeed-transform", "pinfeed-read"),
+        ("pinfeed-device-transform", "transform", "pinfeed-transform", "pinfeed-read"),
+        ("transform", "compute", "pinfeed-device-transform", "pinfeed-transform", *READ),
+    )
+]
+
+
 class Functions:
     """Functions that allocate, change their batch, keep tensors, and draw random numbers."""
 
     def __init__(self, device: torch.device) -> None:
         self.scale = torch.tensor([1.0, 2.0, 4.0], device=device)
         self.device = device
-        self.last = torch.zeros(3, device=device)
+        # The program owns this, and frees it after the loop.
+        self.zeros = torch.zeros(3, device=device)
+        self.last = self.zeros
         # The program frees this after the loop.
         self.total = torch.zeros(SIZE, 3, device=device)
 
@@ -71,12 +84,18 @@ class Run:
         kind: One of ``KINDS``.
         stop_after: Number of batches after which the loop is left.
         switch_once: Number of batches after which the loop changes its stream for good.
+        n_threads: Number of threads that call ``host_transform``.
     """
 
     def __init__(
-        self, kind: str, stop_after: int | None = None, switch_once: int | None = None
+        self,
+        kind: str,
+        stop_after: int | None = None,
+        switch_once: int | None = None,
+        n_threads: int = 1,
     ) -> None:
         self.kind = kind
+        self.n_threads = n_threads
         self.stop_after = stop_after
         self.switch_once = switch_once
         self.seen: dict[int, dict[str, np.ndarray]] = {}
@@ -109,6 +128,7 @@ class Run:
             "seed": 7,
             "host_transform": functions.on_host,
             "device_transform": functions.on_device,
+            "transform_threads": self.n_threads,
         }
         loader = [
             {
@@ -118,7 +138,7 @@ class Run:
             for i in range(0, N, SIZE)
         ]
         if self.kind == "rows":
-            del options["host_transform"]
+            del options["host_transform"], options["transform_threads"]
             return iter(Feeder({"x": ArrayStore(X)}, batch_size=SIZE, **options))
         if self.kind == "host and device":
             # The size of these batches is unknown, so several threads gather them.
@@ -183,9 +203,10 @@ def check(
     kind: str,
     stop_after: int | None = None,
     switch_once: int | None = None,
+    n_threads: int = 1,
 ) -> None:
     with device.factories():
-        got = Run(kind, stop_after, switch_once).on(device, depth)
+        got = Run(kind, stop_after, switch_once, n_threads).on(device, depth)
     want = EXPECTED[kind]
     n_batches = stop_after or len(want.seen)
     assert sorted(got.seen) == list(range(n_batches))
@@ -208,6 +229,22 @@ def test_corner_schedules_of_a_loop_that_changes_its_stream_once(kind: str) -> N
     for i, choose in enumerate(CORNERS.values()):
         device = SimTorchDevice(choose(), direct=i % 2 == 0)
         check(device, (2, 1, 5, 0)[i % 4], kind, switch_once=1 + i % 3)
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_corner_schedules_of_several_threads(kind: str) -> None:
+    for i, choose in enumerate((*CORNERS.values(), *CORNERS_OF_THREADS)):
+        device = SimTorchDevice(choose(), direct=i % 2 == 0)
+        n_threads = (2, 4, 3)[i % 3]
+        check(device, (2, 1, 5)[i % 3], kind, (None, 3)[i % 5 == 4], None, n_threads)
+
+
+@pytest.mark.parametrize("seed", range(1150, 1160))
+def test_random_schedules_of_several_threads(seed: int) -> None:
+    rng = random.Random(seed)
+    device = SimTorchDevice(randomly(seed), direct=rng.random() < 0.5)
+    options = rng.choice([None, 3]), rng.choice([None, 1, 2]), rng.randint(2, 4)
+    check(device, rng.randint(0, 4), rng.choice(KINDS[1:]), *options)
 
 
 @pytest.mark.parametrize("seed", range(1130, 1140))

@@ -1,6 +1,7 @@
 """Batch transforms in statistics and timelines: their times, lanes, tracks and verdicts."""
 
 import json
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from support.simulated_loops import Clock
 from support.unwrapped import unwrapped
 
 from pinfeed import Feeder, wrap_loader
+from pinfeed.pipeline.sources.batch_transform import BatchTransform, Seed
 from pinfeed.profiling.plot_bars import place
 from pinfeed.profiling.spans import Span
 from pinfeed.testing import SimDevice, favour, lazy
+from pinfeed.threads.pool import ThreadPool
 
 
 def timed(feeder: Any, clock: Clock) -> Any:
@@ -129,3 +132,62 @@ def test_the_device_times_the_work_of_its_function() -> None:
         assert found.verdict.endswith("device_transform is the bottleneck")
         rows, _ = place(spans, 0.0, 1.0)
         assert [row.name for row in rows] == ["read", "copy", "device_transform", "loop", "device"]
+
+
+def test_overlapping_calls_have_a_lane_each(tmp_path: Path) -> None:
+    n_threads = 3
+    together = threading.Barrier(n_threads, timeout=60)
+
+    def meeting(batch: Any) -> Any:
+        together.wait()
+        return batch
+
+    feeder = Feeder(
+        np.zeros((60, 3), np.float32),
+        batch_size=10,
+        device="cpu",
+        depth=2,
+        timeline=True,
+        host_transform=meeting,
+        transform_threads=n_threads,
+    )
+    with feeder:
+        list(feeder)
+        spans = feeder.timeline.spans
+        feeder.timeline.save(tmp_path / "t.json")
+    calls = [span for span in spans if span.lane == "host_transform"]
+    assert sorted(span.batch for span in calls) == list(range(6))
+    total = sum(durations(spans, "host_transform"))
+    assert feeder.stats.host_transform_s == pytest.approx(total)
+    rows, bars = place(spans, 0.0, 1.0)
+    (row,) = (row for row in rows if row.name == "host_transform")
+    assert row.n_tracks == n_threads
+    tracks = {bar.span.batch: bar.track for bar in bars if bar.row is row}
+    assert sorted(tracks[i] for i in range(3)) == [0, 1, 2]
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    assert [name for name in names if name.startswith("host")] == [
+        f"host_transform {i}" for i in (1, 2, 3)
+    ]
+
+
+def test_each_thread_takes_the_times_of_its_own_calls() -> None:
+    clock = Clock()
+    inside = threading.Barrier(2, timeout=60)
+    function = BatchTransform(
+        "host_transform",
+        lambda batch: batch if inside.wait() >= 0 else None,
+        Seed(0, 0, None),
+        "cpu",
+        now=clock,
+    )
+
+    def call(number: int) -> list[int]:
+        function(torch.zeros(2 + number), 0, number)
+        inside.wait()
+        return [one.number for one in function.take_calls()]
+
+    with ThreadPool(2, "test") as pool:
+        assert [one.result() for one in [pool.submit(call, i) for i in (0, 1)]] == [[0], [1]]
+    assert function.take_calls() == []
+    assert function.returned_nbytes == 12

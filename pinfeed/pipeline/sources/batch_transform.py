@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
@@ -38,13 +39,20 @@ class Seed(NamedTuple):
         return numbers if self.rank is None else (*numbers, self.rank)
 
 
+class _Calls(threading.local):
+    """The calls of each thread that are not counted yet."""
+
+    def __init__(self) -> None:
+        self.made: list[TransformCall] = []
+
+
 @dataclass(eq=False)
 class BatchTransform:
     """Transform of a user, which takes a batch and returns one.
 
-    It is called for one batch at a time, in order. If it has a parameter ``generator``, each call
+    Several threads may call it at the same time. If it has a parameter ``generator``, each call
     receives a new generator, whose seed is a function of the batch number. So the result does not
-    depend on earlier calls or on the thread.
+    depend on other calls or on the thread.
 
     Args:
         name: Name of the user's argument.
@@ -65,7 +73,8 @@ class BatchTransform:
     """Largest number of bytes of tensors that a call has returned so far."""
     new_nbytes: int = field(default=0, init=False)
     """Largest number of bytes of their memory, without the memory of the call's batch."""
-    _calls: list[TransformCall] = field(default_factory=list, init=False)
+    _calls: _Calls = field(default_factory=_Calls, init=False)
+    _counting: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def __post_init__(self) -> None:
         self.takes_generator = takes_generator(self.function)
@@ -104,22 +113,20 @@ class BatchTransform:
         finally:
             # An error's traceback keeps this frame, which must not keep the batch.
             del batch
-            self._calls.append(TransformCall(number, start_s, self.now()))
+            self._calls.made.append(TransformCall(number, start_s, self.now()))
         if made is None:
             raise ArgumentError(
                 f"{which} returned None; expected a batch; return the batch at the end of the "
                 "function"
             )
         returned_nbytes, new_nbytes = nbytes_of(made, given)
-        self.returned_nbytes = max(self.returned_nbytes, returned_nbytes)
-        self.new_nbytes = max(self.new_nbytes, new_nbytes)
+        with self._counting:
+            self.returned_nbytes = max(self.returned_nbytes, returned_nbytes)
+            self.new_nbytes = max(self.new_nbytes, new_nbytes)
         return made
 
     def take_calls(self) -> list[TransformCall]:
-        """Return all calls since the last call of this method.
-
-        The thread that makes the calls uses it.
-        """
-        calls = self._calls
-        self._calls = []
+        """Return the calls of this thread since the thread last called this method."""
+        calls = self._calls.made
+        self._calls.made = []
         return calls

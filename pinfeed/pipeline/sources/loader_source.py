@@ -7,7 +7,7 @@ import copy
 import functools
 import os
 import traceback
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 from pinfeed.errors import ArgumentError, WorkerError
@@ -79,6 +79,8 @@ class LoaderSource(Source):
             before the first epoch.
         host_transform: Function that is called on every batch before its ids are read; None if
             there is none. It is set before the first epoch.
+        transforms_in_thunks: Whether thunks call ``host_transform``, which several threads may do
+            at the same time. It is set before the first epoch.
         keeps_errors: Whether an error takes the place of its batch, and the loop continues. It is
             set before the first epoch.
 
@@ -93,6 +95,7 @@ class LoaderSource(Source):
         self.loader = loader
         self.fetch: RowFetch | None = None
         self.host_transform: BatchTransform | None = None
+        self.transforms_in_thunks = False
         # Epoch and number of the next batch.
         self._epoch = 0
         self._number = 0
@@ -203,7 +206,8 @@ class LoaderSource(Source):
     def next_batch(self, batches: Iterator[Any]) -> Any:
         """Return the next batch, after ``host_transform``; ``END`` after the last batch.
 
-        Reader threads call this, one at a time.
+        Reader threads call this, one at a time. If thunks call ``host_transform``, this returns the
+        call that a thunk makes.
         """
         number = self._number
         # The number counts batches that fail, too.
@@ -211,7 +215,20 @@ class LoaderSource(Source):
         batch = next_batch(batches)
         if self.host_transform is None or batch is END:
             return batch
+        if self.transforms_in_thunks:
+            return functools.partial(self.host_transform, batch, self._epoch, number)
         return self.host_transform(batch, self._epoch, number)
+
+    @property
+    def _draw(self) -> Callable[[Any], BatchThunk]:
+        """Function that makes the thunk of what ``next_batch`` has returned."""
+        if not self.transforms_in_thunks:
+            return self.draw
+        return functools.partial(functools.partial, self._transform)
+
+    def _transform(self, call: Callable[[], Any]) -> HostBatch:
+        """Make a batch from a call of ``host_transform``, in any reader thread."""
+        return self.draw(call())()
 
     def _draws(self, batches: Iterator[Any]) -> Generator[BatchThunk, None, None]:
         with self.fetch.open_epoch() if self.fetch is not None else contextlib.nullcontext():
@@ -220,14 +237,15 @@ class LoaderSource(Source):
                     yield thunk
                 return
             ask = next_batch if self.host_transform is None else self.next_batch
+            draw = self._draw
             while (batch := ask(batches)) is not END:
-                yield self.draw(batch)
+                yield draw(batch)
 
     def _draw_next_or_error(self, batches: Iterator[Any]) -> BatchThunk | None:
         """Return the thunk of the next batch, or of its error; None after the last one."""
         try:
             batch = guarded(self.next_batch, batches)
-            thunk = None if batch is END else guarded(self.draw, batch)
+            thunk = None if batch is END else guarded(self._draw, batch)
         except Exception as error:
             return functools.partial(failed_batch, error)
         return None if thunk is None else made_or_failed(thunk)

@@ -54,6 +54,9 @@ class ReaderSource(Source):
     def __len__(self) -> int:
         return len(self.batches)
 
+    def n_batches(self, epoch: int) -> int:
+        return self.batches.n_batches(epoch)
+
     def epoch(
         self, number: int, start: int, checksum: int, batches_per_slot: int
     ) -> Generator[BatchThunk, None, None]:

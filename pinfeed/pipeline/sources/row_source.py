@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pinfeed.memory.proc_maps import file_key, written_maps
 from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.pipeline.sources.source import (
     ArrayPart,
@@ -21,7 +22,9 @@ from pinfeed.readahead.read_plan import RaggedReads
 from pinfeed.readahead.strategy import AnyBatch, ReadStrategy, UnreadRows, main_hint
 from pinfeed.rows.batches import EpochHooks, RowBatches, RowIndices
 from pinfeed.rows.orders import Rows
+from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.host_rows import UnreadPart
+from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.ragged import RaggedParts
 from pinfeed.stores.store import Store, row_nbytes
 from pinfeed.tensors.pytree import Rebuild
@@ -60,6 +63,20 @@ class RowSource(Source):
     def __len__(self) -> int:
         return len(self.batches)
 
+    def n_batches(self, epoch: int) -> int:
+        return self.batches.n_batches(epoch)
+
+    def rows_version(self) -> object:
+        try:
+            return [store.version for store in self._files()]
+        except OSError:
+            return object()
+
+    def is_mapped_for_writing(self) -> bool:
+        local = [store for store in self._files() if isinstance(store, LocalFileStore)]
+        files = [file_key(path) for store in local for path in store.paths]
+        return bool(files) and not written_maps().isdisjoint(files)
+
     def epoch(
         self, number: int, start: int, checksum: int, batches_per_slot: int
     ) -> Generator[BatchThunk, None, None]:
@@ -91,6 +108,11 @@ class RowSource(Source):
                 )
                 position += n
 
+    @property
+    def may_be_in_memory(self) -> bool:
+        """Whether ``memory_rows`` may find the rows, now or when files have been loaded."""
+        return not self.ragged and all(strategy.may_be_in_memory for strategy in self.strategies)
+
     def memory_rows(self) -> list[MemoryRows] | None:
         """Return where the rows of each store are, if all can be copied natively from now on."""
         found = [strategy.memory_rows() for strategy in self.strategies]
@@ -106,6 +128,10 @@ class RowSource(Source):
     def depth_caution(self) -> str:
         """Return a caution if the user's own iterable gives the row indices."""
         return drawn_early("rows=") if self.batches.are_from_user else ""
+
+    def _files(self) -> list[FileStore]:
+        found = (*self.stores, *(reads.store.items for reads in self.ragged))
+        return [store for store in found if isinstance(store, FileStore)]
 
     def _host_batch(
         self,

@@ -135,12 +135,12 @@ class SampleSource(Source):
     Args:
         samples: The samples.
         batches: Indices of the samples, batch by batch.
-        worker: Makes a pool of threads, given their name and number.
+        threads: Threads that make the samples.
     """
 
     samples: Samples
     batches: OrderBatches | RankBatches
-    worker: Callable[[str, int], Workers]
+    threads: SampleThreads
     _begun: BegunBatches = field(default_factory=BegunBatches, init=False)
 
     @property
@@ -159,13 +159,19 @@ class SampleSource(Source):
     def __len__(self) -> int:
         return len(self.batches)
 
+    def n_batches(self, epoch: int) -> int:
+        return self.batches.n_batches(epoch)
+
+    def several_epochs(self) -> contextlib.AbstractContextManager[object]:
+        return self.threads.running()
+
     def epoch(
         self, number: int, start: int, checksum: int, batches_per_slot: int
     ) -> Generator[BatchThunk, None, None]:
         """Yield the batches of an epoch from ``start`` on, one per thunk."""
         samples = self.samples
         skipped = samples.skipped
-        with sample_threads(self.worker, samples.n_threads) as workers:
+        with self.threads.running() as workers:
             for row_indices in self.batches.epoch(number, start, checksum):
                 indices = row_indices.rows().tolist()
                 batch = SampleBatch(
@@ -217,16 +223,28 @@ def with_sample_readers(
     return dataclasses.replace(schedule, n_readers=max(schedule.n_readers, n_readers))
 
 
-@contextlib.contextmanager
-def sample_threads(
-    worker: Callable[[str, int], Workers], n_threads: int
-) -> Iterator[Workers | None]:
-    """Start threads that make samples, and join them at the end; none if ``n_threads`` is 0."""
-    if not n_threads:
-        yield None
-        return
-    pool = worker("pinfeed-sample", n_threads)
-    try:
-        yield pool
-    finally:
-        pool.shutdown(wait=True)
+class SampleThreads:
+    """Threads that make samples, while epochs of their source are open.
+
+    Args:
+        worker: Makes a pool of threads, given their name and number.
+        n: Number of threads; 0 if the loop's own thread makes the samples.
+    """
+
+    def __init__(self, worker: Callable[[str, int], Workers], n: int) -> None:
+        self._worker = worker
+        self._n = n
+        self._pool: Workers | None = None
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Workers | None]:
+        """Start the threads, and join them at the end, unless an outer context has done so."""
+        if not self._n or self._pool is not None:
+            yield self._pool
+            return
+        self._pool = pool = self._worker("pinfeed-sample", self._n)
+        try:
+            yield pool
+        finally:
+            self._pool = None
+            pool.shutdown(wait=True)

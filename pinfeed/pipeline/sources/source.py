@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from abc import ABC, abstractmethod
@@ -200,6 +201,34 @@ class Source(ABC):
         Raises:
             TypeError: If the number is unknown.
         """
+
+    def n_batches(self, epoch: int) -> int:
+        """Return the number of batches in an epoch, which other ranks may have begun.
+
+        Raises:
+            TypeError: If the number is unknown.
+        """
+        return len(self)
+
+    def rows_version(self) -> object:
+        """Return a value that changes when files of the rows are written or replaced.
+
+        A continuous loop compares the value from before it has read the first batches of an epoch
+        with the value at the beginning of the epoch. By default, there are no files. Any thread may
+        call this.
+        """
+        return ()
+
+    def is_mapped_for_writing(self) -> bool:
+        """Return whether the program has mapped a file of the rows for writing.
+
+        It may then write rows without a new ``rows_version``. Any thread may call this.
+        """
+        return False
+
+    def several_epochs(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which a loop opens several epochs, one after another."""
+        return contextlib.nullcontext()
 
     @abstractmethod
     def epoch(

@@ -15,8 +15,8 @@ from pinfeed.pipeline.sources.sample_batch import NoSamples, SampleBatch
 from pinfeed.pipeline.sources.sample_source import (
     BegunBatches,
     SampleMaker,
+    SampleThreads,
     sample_hint,
-    sample_threads,
     with_sample_readers,
 )
 from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
@@ -87,6 +87,11 @@ class ThreadedLoaderSource(LoaderSource):
         self._number += 1
         return next_batch(batches)
 
+    @property
+    def _draw(self) -> Callable[[Any], BatchThunk]:
+        # Thunks always call ``host_transform``.
+        return self.draw
+
     def draw(self, batch: Any) -> BatchThunk:
         """Let threads begin to make the samples of a batch, given their indices."""
         from torch.utils.data import default_collate
@@ -128,7 +133,7 @@ class ThreadedLoaderSource(LoaderSource):
         return samples.reporting(self.fetch.add(batch, self.fetch.ids(batch)))
 
     def _draws(self, batches: Iterator[Any]) -> Generator[BatchThunk, None, None]:
-        with sample_threads(self.worker, self._n_threads) as self._workers:
+        with SampleThreads(self.worker, self._n_threads).running() as self._workers:
             yield from super()._draws(batches)
 
 

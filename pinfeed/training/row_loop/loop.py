@@ -93,6 +93,9 @@ class RowLoop(LoaderFeeder[T_co]):
             has_caches=any(used.table.device_cache is not None for used in tables),
             measures_depth=measures_depth,
         )
+        schedule = options.in_threads(schedule, are_readers=True)
+        if schedule.n_transform_threads > 1:
+            _require_no_order(schedule, options, is_sharded=is_sharded)
         self._schedule = schedule
         if look_ahead is None:
             # The synchronous loop requests each batch from the loader only when a step needs it.
@@ -167,6 +170,7 @@ class RowLoop(LoaderFeeder[T_co]):
             cache_allocations(caches, self._device),
             notes=(*[self._route] * bool(self._route), *notes),
             measures_depth=self._schedule.measures_depth,
+            n_transform_threads=self._schedule.n_transform_threads,
         )
         return self._transforms.with_measured(plan, unified=self._device.unified)
 
@@ -302,3 +306,22 @@ class RowLoop(LoaderFeeder[T_co]):
         inside = self._session.is_inside_evaluation
         self._source.caches = [None] * len(self._tables) if inside else self._caches
         self._replay.begin(self._loop.start)
+
+
+def _require_no_order(
+    schedule: PrefetchSchedule, options: LoopOptions, *, is_sharded: bool
+) -> None:
+    """Check that the rows of a batch can be chosen without those of earlier batches.
+
+    Raises:
+        ArgumentError: If tables are sharded or have a cache.
+    """
+    if not is_sharded and not schedule.has_caches:
+        return
+    which = "sharded tables" if is_sharded else "a table that has a device_cache"
+    n_threads = options.transform_threads
+    raise ArgumentError(
+        f"transform_threads={n_threads} was given with {which}, which need the ids of every batch "
+        "in order; expected one thread; wrap the loader first: wrap_loader(loader, "
+        f'host_transform=..., transform_threads={n_threads}, device="cpu")'
+    )

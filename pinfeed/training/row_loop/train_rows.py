@@ -68,6 +68,7 @@ def train_rows(
     timeline: bool = False,
     host_transform: Callable[..., Any] | None = None,
     device_transform: Callable[..., Any] | None = None,
+    transform_threads: int | None = None,
     verify: bool = False,
     seed: int | None = None,
 ) -> RowLoop[Any]:
@@ -129,6 +130,9 @@ def train_rows(
         device_transform: Function that takes each batch on the device, without the rows of tables,
             and returns what the loop receives, as for ``wrap_loader``. Ids that it returns
             unchanged are looked up without a search.
+        transform_threads: Number of reader threads that call ``host_transform``, as for
+            ``wrap_loader``. With more than one, several threads call the functions in ``tables`` at
+            the same time, and tables may be neither sharded nor have a ``device_cache``.
         seed: Seed of the random generators of the transforms. None is 0.
 
     Raises:
@@ -149,7 +153,15 @@ def train_rows(
         device=device,
         route=route,
         verify=verify,
-        options=LoopOptions(again, progress, timeline, host_transform, device_transform, seed),
+        options=LoopOptions(
+            again,
+            progress,
+            timeline,
+            host_transform,
+            device_transform,
+            seed,
+            transform_threads,
+        ),
     )
 
 
@@ -201,6 +213,7 @@ def read_rows(
     timeline: bool = False,
     host_transform: Callable[..., Any] | None = None,
     device_transform: Callable[..., Any] | None = None,
+    transform_threads: int | None = None,
     verify: bool = False,
     seed: int | None = None,
 ) -> RowLoop[Any]:
@@ -249,6 +262,8 @@ def read_rows(
         timeline: Whether to record what takes time in every batch.
         host_transform: Function that takes each batch of the loader, as for ``train_rows``.
         device_transform: Function that takes each batch on the device, as for ``train_rows``.
+        transform_threads: Number of reader threads that call ``host_transform``, as for
+            ``train_rows``.
         verify: Whether to compare all rows with the synchronous loop, as for ``train_rows``.
         seed: Seed of the random generators of the transforms. None is 0.
 
@@ -268,5 +283,13 @@ def read_rows(
         device=device,
         route=route,
         verify=verify,
-        options=LoopOptions(again, progress, timeline, host_transform, device_transform, seed),
+        options=LoopOptions(
+            again,
+            progress,
+            timeline,
+            host_transform,
+            device_transform,
+            seed,
+            transform_threads,
+        ),
     )
