@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,15 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import peers
+from benchmarks import peers, processes
 from benchmarks.rowfile import KINDS, Kind, create
 
-ROOT = Path(__file__).parent.parent
 ORDERS = ("sequential", "shuffled", "block-shuffled")
 # Seconds of a run: of contestants that take part in every repeat, and of those measured once.
 _CAP_S = 6.0
 _SLOW_CAP_S = 1.5
-_TIMEOUT_S = 90
 
 Results = dict[str, dict[str, list[list[dict[str, Any]]]]]
 """The runs of each contestant in each cell; a run has a result for each of its processes."""
@@ -117,22 +112,7 @@ def in_process(call: str, **arguments: Any) -> Any:
     Raises:
         RuntimeError: If it fails or takes too long.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.streaming",
-        "--one",
-        json.dumps({"call": call, **arguments}),
-    ]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, cwd=ROOT
-        )
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"not done after {_TIMEOUT_S} s") from None
-    if done.returncode != 0:
-        raise RuntimeError(done.stderr.strip()[-2000:] or f"exit status {done.returncode}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return processes.in_process("benchmarks.streaming", {"call": call, **arguments})
 
 
 def together(call: str, n_processes: int, **arguments: Any) -> list[Any]:

@@ -39,8 +39,9 @@ from typing import Any
 
 import pinfeed
 from benchmarks import ceilings, onerun, peers, report
-from benchmarks.contest import ROOT, Cell, Contest, Files, all_cells
+from benchmarks.contest import Cell, Contest, Files, all_cells
 from benchmarks.environment import RESULTS, environment, machine, save
+from benchmarks.processes import ROOT
 from benchmarks.rowfile import KINDS
 
 QUICK = {
