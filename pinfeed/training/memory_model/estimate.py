@@ -39,8 +39,6 @@ KINDS = (
 )
 _PHASE_KINDS = {"forward": "activations", "backward": "temporary", "optimizer": "temporary"}
 """Kind of the memory that a phase allocates, until ``label`` changes it."""
-_GROWING_KINDS = ("batch", "forward", "backward")
-"""Kinds of memory that grow with the number of samples."""
 _PHASES = {
     "parameters": "setting up the model and the optimizer",
     "batch": "making the batch",
@@ -214,8 +212,8 @@ class StepEstimator(TrainingStep):
     def _measure(self, n_samples: int) -> tuple[int, int]:
         """Return the samples of a real step, and its bytes that were not counted."""
         peak = self._plain_peak(n_samples)
-        growing = sum(peak.kinds.get(kind, 0) for kind in _GROWING_KINDS)
-        most = max(2, _MOST_MEASURED_BYTES * n_samples // max(1, growing))
+        activations = max(1, peak.kinds.get("forward", 0))
+        most = max(2, _MOST_MEASURED_BYTES * n_samples // activations)
         # Few sizes are measured, because a search for the largest batch estimates many.
         size = 1 << (min(n_samples, most).bit_length() - 1)
         if size not in self._measured:
