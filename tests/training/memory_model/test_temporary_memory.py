@@ -168,7 +168,7 @@ def test_a_large_batch_has_the_memory_of_a_measured_sample() -> None:
     assert 4 < int(measured[1]) < 1000
 
 
-@pytest.mark.parametrize(("n", "counted"), [(4, [4]), (1000, [1000, 128])])
+@pytest.mark.parametrize(("n", "counted"), [(4, [4]), (1000, [1000, 256])])
 def test_a_measured_estimate_counts_few_steps(
     n: int, counted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
