@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import threading
 import traceback
@@ -24,7 +23,7 @@ from pinfeed.training.memory_model.models import (
 )
 from pinfeed.training.memory_model.real_steps import peak_of_gradients
 from pinfeed.training.memory_model.report import Confidence, Estimate, Kind, Layer, layers_of
-from pinfeed.training.memory_model.storage_tracker import StorageTracker, peak_of
+from pinfeed.training.memory_model.storage_tracker import Peak, StorageTracker, peak_of
 from pinfeed.training.memory_model.tensor_specs import SampleSpec, samples_of
 from pinfeed.training.memory_model.training_step import Step, StepRun, TrainingStep, plain_step
 from pinfeed.validation.arguments import whole_number
@@ -141,6 +140,8 @@ class StepEstimator(TrainingStep):
         self.device = device
         self._notes: list[str] = []
         self._estimates: dict[tuple[int, Step], Estimate] = {}
+        self._plain_peaks: dict[int, Peak] = {}
+        """Counted peaks of plain steps, by the number of samples."""
         self._measured: dict[int, int] = {}
         """Bytes of real steps that were not counted, by the number of samples."""
         if options.get("loss") is None:
@@ -164,6 +165,9 @@ class StepEstimator(TrainingStep):
         tracker, layers, doubts = self._count(batch_size, step)
         temporary = 0
         if self.device == "cpu" and tracker.has_temporary:
+            if step is plain_step:
+                # A second count of the same step would take as long as the first.
+                self._plain_peaks[batch_size] = peak_of(tracker, _ROUND["cpu"])
             temporary, *doubt = self._temporary_bytes(tracker.n_samples)
             doubts += doubt
         peak = peak_of(tracker, _ROUND[self.device], temporary)
@@ -207,26 +211,26 @@ class StepEstimator(TrainingStep):
 
     def _measure(self, n_samples: int) -> tuple[int, int]:
         """Return the samples of a real step, and its bytes that were not counted."""
+        peak = self._plain_peak(n_samples)
+        activations = max(1, peak.kinds.get("forward", 0))
+        most = max(2, _MOST_MEASURED_BYTES * n_samples // activations)
         # Few sizes are measured, because a search for the largest batch estimates many.
-        size = 1 << (min(n_samples, self._most_measured).bit_length() - 1)
+        size = 1 << (min(n_samples, most).bit_length() - 1)
         if size not in self._measured:
-            counted = self._gradients_peak(size)
+            phases = self._plain_peak(size).phases
+            counted = max(phases["forward"], phases["backward"])
             # An LSTM takes several times the memory that is counted.
             if 4 * counted > free_host_bytes():
                 raise EstimateError("little memory is free")
             self._measured[size] = max(0, peak_of_gradients(self, size) - counted)
         return size, self._measured[size]
 
-    @functools.cached_property
-    def _most_measured(self) -> int:
-        """Samples of the largest batch whose real step is measured, at least two."""
-        few, more = (self._gradients_peak(n) for n in (2, 4))
-        return max(2, 2 * _MOST_MEASURED_BYTES // max(1, more - few))
-
-    def _gradients_peak(self, batch_size: int) -> int:
-        """Return the counted peak of the forward and the backward pass."""
-        phases = peak_of(self._count(batch_size, plain_step)[0], _ROUND["cpu"]).phases
-        return max(phases["forward"], phases["backward"])
+    def _plain_peak(self, n_samples: int) -> Peak:
+        """Return the counted peak of a plain step, without temporary memory."""
+        if n_samples not in self._plain_peaks:
+            tracker = self._count(n_samples, plain_step)[0]
+            self._plain_peaks[n_samples] = peak_of(tracker, _ROUND["cpu"])
+        return self._plain_peaks[n_samples]
 
     def _count(
         self, batch_size: int, step: Step

@@ -168,6 +168,22 @@ def test_a_large_batch_has_the_memory_of_a_measured_sample() -> None:
     assert 4 < int(measured[1]) < 1000
 
 
+@pytest.mark.parametrize(("n", "counted"), [(4, [4]), (1000, [1000, 256])])
+def test_a_measured_estimate_counts_few_steps(
+    n: int, counted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, shape = LAYERS["convolution"]
+    sizes: list[int] = []
+    count = StepEstimator._count
+    monkeypatch.setattr(
+        StepEstimator,
+        "_count",
+        lambda self, n, step: (sizes.append(n), count(self, n, step))[1],
+    )
+    estimated(layer, (n, *shape[1:]), of_few)
+    assert sizes == counted
+
+
 def test_a_step_that_cannot_be_measured_has_low_confidence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -184,20 +200,23 @@ def test_a_step_that_cannot_be_measured_has_low_confidence(
     assert torch.equal(torch.get_rng_state(), before)
 
 
-class FourSamples(nn.Module):
+class OneBatchSize(nn.Module):
     """A model that accepts one batch size only."""
 
-    def __init__(self) -> None:
+    def __init__(self, n: int) -> None:
         super().__init__()
+        self.n = n
         self.inner = nn.Conv2d(3, 4, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x.view(4, 3, 8, 8))
+        return self.inner(x.view(self.n, 3, 8, 8))
 
 
-def test_a_model_of_one_batch_size_is_still_estimated() -> None:
-    found = estimated(FourSamples, (4, 3, 8, 8), of_few)
-    assert found.confidence == "low"
+@pytest.mark.parametrize(("n", "confidence"), [(4, "exact"), (6, "low")])
+def test_a_model_of_one_batch_size_is_still_estimated(n: int, confidence: str) -> None:
+    """A step of four samples is measured, but none of six: measured sizes are powers of two."""
+    found = estimated(lambda: OneBatchSize(n), (n, 3, 8, 8), of_few)
+    assert found.confidence == confidence
     assert found.allocated_bytes > 0
 
 
