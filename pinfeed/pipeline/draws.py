@@ -7,21 +7,20 @@ ones.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import Any
 
 from pinfeed.pipeline.host_transfer import HostTransfer
 from pinfeed.pipeline.loop_transforms import count_calls
 from pinfeed.pipeline.recent_rows import HashedGroups, RecentRows, SharedRowSearch, hash_groups
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.slot import Cancelled, Slot
+from pinfeed.pipeline.slot import Slot
 from pinfeed.pipeline.sources.batch_transform import BatchTransform
-from pinfeed.pipeline.sources.source import BatchThunk, HostBatch
+from pinfeed.pipeline.sources.source import BatchThunk, Cancelled, HostBatch
 from pinfeed.pipeline.transfer import Transfer
 from pinfeed.pipeline.writer import Writer
+from pinfeed.threads.turns import Turns
 
 Mover = Transfer | HostTransfer
 """Moves the batches of one loop at a time to a device, in slots."""
@@ -202,41 +201,3 @@ class ComparedDraws:
 
 
 BatchDraws = Draws | ComparedDraws
-
-
-class Turns:
-    """Order in which threads do some work, one at a time.
-
-    Args:
-        is_shared: Whether several threads take turns at the same time.
-    """
-
-    def __init__(self, *, is_shared: bool) -> None:
-        self._next = 0
-        self._is_shared = is_shared
-        self._has_changed = threading.Condition()
-
-    @contextlib.contextmanager
-    def taken(self, turn: int) -> Iterator[None]:
-        """Run code in a turn."""
-        self.wait_for(turn)
-        try:
-            yield
-        finally:
-            self.end()
-
-    def wait_for(self, turn: int) -> None:
-        """Wait until all earlier turns have ended."""
-        # Only the thread that has the turn ends it, so a thread whose turn it is needs no lock.
-        if self._next != turn:
-            with self._has_changed:
-                self._has_changed.wait_for(lambda: self._next == turn)
-
-    def end(self) -> None:
-        """End the current turn."""
-        if not self._is_shared:
-            self._next += 1
-            return
-        with self._has_changed:
-            self._next += 1
-            self._has_changed.notify_all()

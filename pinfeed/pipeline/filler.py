@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from pinfeed.pipeline.draws import BatchDraws, Mover
 from pinfeed.pipeline.loop_transforms import LoopTransforms, count_calls
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.slot import Cancelled, Slot
-from pinfeed.pipeline.sources.source import HostBatch, failed_batch
+from pinfeed.pipeline.slot import Slot
+from pinfeed.pipeline.sources.source import Cancelled, HostBatch, failed_batch
 from pinfeed.profiling.spans import Lane
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from pinfeed.devices.device import Tensor
 from pinfeed.memory.page_locked import unlock_freed
 from pinfeed.pipeline.part_memory import grown, known_nbytes, layout
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.slot import Cancelled, Slot
-from pinfeed.pipeline.sources.source import HostBatch
+from pinfeed.pipeline.slot import Slot
+from pinfeed.pipeline.sources.source import Cancelled, HostBatch
 from pinfeed.profiling.counters import Counters
 from pinfeed.stores.store import Array
 

@@ -27,9 +27,9 @@ from pinfeed.pipeline.epochs_ahead import EpochsAhead
 from pinfeed.pipeline.lent_batch import LentBatch, WritableBatch, finish_each
 from pinfeed.pipeline.loop_threads import LoopThreads
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.slot import Cancelled, Slot
+from pinfeed.pipeline.slot import Slot
 from pinfeed.pipeline.sources.guarded import ENDS_SILENTLY, raise_if_silent
-from pinfeed.pipeline.sources.source import HostBatch
+from pinfeed.pipeline.sources.source import Cancelled, HostBatch
 from pinfeed.pipeline.write_queue import WriteQueue
 from pinfeed.pipeline.writer import Writer
 from pinfeed.threads.call import Pending

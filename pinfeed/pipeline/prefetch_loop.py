@@ -16,7 +16,8 @@ from typing import Any
 from pinfeed.pipeline.depth_choice import DepthChoice
 from pinfeed.pipeline.loop import FillParts, Loop
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.slot import Cancelled, Slot
+from pinfeed.pipeline.slot import Slot
+from pinfeed.pipeline.sources.source import Cancelled
 from pinfeed.pipeline.transfer import Transfer
 from pinfeed.threads.call import Call, Pending
 from pinfeed.threads.pool import ThreadPool

@@ -12,10 +12,6 @@ from pinfeed.pipeline.sources.source import HostBatch
 from pinfeed.stores.host_rows import UnreadPart
 
 
-class Cancelled(Exception):
-    """Raised in a reader thread, because the loop has ended."""
-
-
 @dataclass
 class Slot:
     """One batch, or several small ones, on their way from a reader thread to the loop.

@@ -131,9 +131,9 @@ from pinfeed.memory.page_locked import unlock_freed
 from pinfeed.pipeline.forwarding import HeldValues, WriteLog
 from pinfeed.pipeline.part_memory import PartMemory, Staging
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.slot import Cancelled, DeviceSlot, Slot
+from pinfeed.pipeline.slot import DeviceSlot, Slot
 from pinfeed.pipeline.slot_gather import Gathered, RunAll, SlotGather, run_in_turn
-from pinfeed.pipeline.sources.source import HostBatch, RowGroup
+from pinfeed.pipeline.sources.source import Cancelled, HostBatch, RowGroup
 from pinfeed.pipeline.writer import PendingWrite, StagedRows, Writer
 from pinfeed.profiling.counters import Counters
 from pinfeed.stores.store import Store

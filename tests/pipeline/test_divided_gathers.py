@@ -18,7 +18,7 @@ from pinfeed.native import library as native
 from pinfeed.pipeline import loop_threads
 from pinfeed.pipeline.loop_threads import LoopThreads
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.slot import Cancelled
+from pinfeed.pipeline.sources.source import Cancelled
 from pinfeed.stores import host_rows
 from pinfeed.stores.host_rows import StoreRows, gather_pieces, never
 from pinfeed.testing import SimDevice, favour

@@ -12,10 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import add_note
-from pinfeed.pipeline.slot import Cancelled
 from pinfeed.pipeline.sources.guarded import drop_frames, guarded
 from pinfeed.pipeline.sources.host_leaves import host_batch_of
-from pinfeed.pipeline.sources.source import HostBatch
+from pinfeed.pipeline.sources.source import Cancelled, HostBatch
 from pinfeed.stores.host_rows import CheckStop, never
 from pinfeed.threads.call import Pending, Workers
 
@@ -186,9 +185,7 @@ class SampleBatch:
         """
         if self._collate is not None or self._layout is not None:
             return
-        from torch.utils.data import default_collate
-
-        from pinfeed.pipeline.sources.sample_layout import SampleLayout
+        from pinfeed.tensors.sample_layout import SampleLayout, collated
 
         while True:
             while self._first in self._errors:
@@ -202,7 +199,7 @@ class SampleBatch:
                 self._note(self._first, error)
                 continue
             if not layout.stacks:
-                self._collate = default_collate
+                self._collate = collated
             self._layout = layout
             return
 

@@ -24,6 +24,10 @@ from pinfeed.stores.store import Store
 from pinfeed.tensors.pytree import Rebuild
 
 
+class Cancelled(Exception):
+    """Raised in a reader thread, because the loop has ended."""
+
+
 class RowGroup(NamedTuple):
     """The same rows of one or several stores, which are written back together."""
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from pinfeed.errors import ArgumentError
-from pinfeed.pipeline.draws import Turns
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.pipeline.sources.host_leaves import host_batch_of
@@ -23,6 +22,7 @@ from pinfeed.pipeline.sources.sample_source import (
 from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
 from pinfeed.pipeline.sources.source import BatchThunk, HostBatch
 from pinfeed.threads.call import Workers
+from pinfeed.threads.turns import Turns
 
 
 class ThreadedLoaderSource(LoaderSource):

@@ -22,6 +22,11 @@ Array = npt.NDArray[Any]
 _SMALL_NBYTES = 64 << 10
 
 
+def collated(samples: list[Any]) -> Any:
+    """Return a batch of samples, as ``default_collate`` makes it."""
+    return default_collate(samples)
+
+
 class Column(NamedTuple):
     """One leaf of all samples, stacked in an array of shape (n, *shape)."""
 
