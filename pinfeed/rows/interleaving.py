@@ -9,16 +9,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd, lcm
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.permutation import permutation
 from pinfeed.validation.arguments import real_number
-
-Index = TypeVar("Index", int, Rows)
 
 Group = tuple[int, Rows, Rows]
 """A source, the numbers of the places that it fills, and how many it has filled before each."""
@@ -31,7 +30,7 @@ _LAST = 1 << 62
 _WINDOW = 1 << 12
 
 
-def whole_weights(weights: Mapping[str, Any], names: Sequence[str]) -> tuple[int, ...]:
+def whole_weights(weights: Any, names: Sequence[str]) -> tuple[int, ...]:
     """Return weights as whole numbers in the same proportions, in the order of ``names``.
 
     The decimal digits of a float count: 0.7 is 7/10. Proportions are exact if their whole numbers
@@ -82,7 +81,7 @@ class _Split:
         """Return how many of the first ``n`` places are on the left."""
         return (n * self.share + self.whole // 2) // self.whole
 
-    def cut(self, n: Rows) -> tuple[Rows, Rows]:
+    def cut(self, n: Rows) -> tuple[Rows, npt.NDArray[np.bool_]]:
         """Return how many places are on the left before place ``n``, and whether it is, too."""
         rounds = n // self.whole
         # Remainders are below 2**31, so that no product exceeds 64 bits.

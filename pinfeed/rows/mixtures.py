@@ -84,10 +84,7 @@ def mixed(
         (300, 100)
         >>> feeder = pinfeed.Feeder(pinfeed.concat(sources), batch_size=40, rows=order)
     """
-    if not isinstance(sources, Mapping) or not sources:
-        raise ArgumentError(
-            f"sources={sources!r}: expected {{name: source or number of rows, ...}}"
-        )
+    _check_sources(sources)
     check_flag(randomly, "randomly")
     seed = check_seed(seed)
     names = tuple(sources)
@@ -129,12 +126,13 @@ class Mixed:
     def bind(self, n_rows: int, epoch: int) -> At:
         self._require(n_rows)
         start = epoch * self.until if isinstance(self.until, int) else 0
-        turns: Interleaving | ShuffledTurns = self._turns
+        even = self._turns
+        turns: Interleaving | ShuffledTurns = even
         if self.seed is not None:
             # Turns of an endless run do not depend on its division into epochs.
             salt = f"{self.seed}/turns" if self._is_endless else f"{self.seed}/{epoch}/turns"
             end = None if self._is_endless else self._length // self.batch_size
-            turns = ShuffledTurns(turns, salt, end)
+            turns = ShuffledTurns(even, salt, end)
         sources = [self._source(number, epoch) for number in range(len(self.names))]
         run = self.batch_size
 
@@ -279,6 +277,14 @@ class Mixed:
             )
 
 
+def _check_sources(sources: Any) -> None:
+    is_named = isinstance(sources, Mapping) and all(isinstance(name, str) for name in sources)
+    if not is_named or not sources:
+        raise ArgumentError(
+            f"sources={sources!r}: expected {{name: source or number of rows, ...}}"
+        )
+
+
 def n_rows_of(source: Any, name: str) -> int:
     """Return the number of rows of a source, or the number that is given for it.
 
@@ -353,9 +359,7 @@ def _n_draws(
     return tuple(found)
 
 
-def _table(
-    weights: Any, names: Sequence[str], run: int
-) -> tuple[tuple[int, tuple[int, ...]], ...]:
+def _table(weights: Any, names: Sequence[str], run: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
     """Return positions, and the weights of the sources from there on, as whole numbers."""
     if isinstance(weights, Mapping):
         return ((0, whole_weights(weights, names)),)

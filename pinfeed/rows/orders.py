@@ -349,4 +349,5 @@ def most_copies(order: object) -> int | None:
 def _copies(order: object) -> int | None:
     """Return ``most_copies`` of an order that is made of other orders; None if unknown."""
     # A subclass may repeat rows, unless it says how often itself.
-    return order.most_copies if "most_copies" in vars(type(order)) else None  # type: ignore
+    copies: int | None = getattr(order, "most_copies", None)
+    return copies if "most_copies" in vars(type(order)) else None

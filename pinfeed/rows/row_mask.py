@@ -12,7 +12,7 @@ from pinfeed.errors import ArgumentError
 from pinfeed.rows.orders import Rows
 
 # Bytes of a chunk of the mask. The rows before each chunk are counted, 8 bytes for each.
-_CHUNK = 64
+_CHUNK = 16
 # Rows of a mask that are packed at a time.
 _PACKED_ROWS = 1 << 24
 # Positions that are found at a time; they need this number of bytes for each byte of a chunk.
@@ -35,7 +35,7 @@ class RowMask:
     digest: str
     """Checksum of the mask."""
     chunks: npt.NDArray[np.uint8]
-    """A bit for each row, shape (n_chunks, 64)."""
+    """A bit for each row, shape (n_chunks, 16)."""
     before: Rows
     """Number of selected rows before each chunk, shape (n_chunks,)."""
 
@@ -64,7 +64,7 @@ class RowMask:
                 f"where(mask): the mask of {n_rows:,} rows selects no row; expected at least one "
                 "element that is True"
             )
-        digest = hashlib.blake2b(bits, digest_size=16).hexdigest()
+        digest = hashlib.blake2b(bits.data, digest_size=16).hexdigest()
         return cls(n_rows, counts.item(-1), digest, chunks, counts[:-1])
 
     def at(self, numbers: Rows) -> Rows:
@@ -79,10 +79,11 @@ class RowMask:
         chunk = self.before.searchsorted(numbers, side="right") - 1
         left = numbers - self.before[chunk]
         found = self.chunks[chunk]
-        # Selected rows up to the end of each byte; at most 512.
+        # Selected rows up to the end of each byte; at most 128.
         ends = np.cumsum(_N_BITS[found], axis=1, dtype=np.uint16)
         byte = (ends <= left[:, None]).sum(axis=1)
         value = np.take_along_axis(found, byte[:, None], axis=1)[:, 0]
         last = np.take_along_axis(ends, byte[:, None], axis=1)[:, 0].astype(np.int64)
         bit = _BIT_AT[value, left - (last - _N_BITS[value])]
-        return (chunk * _CHUNK + byte) * 8 + bit
+        rows: Rows = (chunk * _CHUNK + byte) * 8 + bit
+        return rows

@@ -30,7 +30,7 @@ def where(subset: Any, order: Order | None = None) -> Order:
     The rows of the part are numbered in their sequence, and ``order`` is an order of these numbers.
     Blocks of a ``block_shuffled`` order are consecutive rows of the part.
 
-    A mask is copied as one bit for each row, and 8 bytes for every 512 rows. It may be a memory map
+    A mask is copied as one bit for each row, and 8 bytes for every 128 rows. It may be a memory map
     that is larger than memory. Row indices are copied, 8 bytes each, unless they are a read-only
     array of int64, such as ``np.load(path, mmap_mode="r")``. Binding the order needs no memory.
 
@@ -79,7 +79,7 @@ def _where_indices(array: npt.NDArray[Any], order: Order) -> Order:
             f"where(subset): row {ascending[same[0]]} occurs twice; expected distinct rows; give "
             "np.unique(subset), or give the indices themselves as rows="
         )
-    digest = hashlib.blake2b(rows, digest_size=16).hexdigest()
+    digest = hashlib.blake2b(rows.data, digest_size=16).hexdigest()
     return Where(len(rows), None, digest, order, _Indices(rows, ascending.item(-1)))
 
 
