@@ -170,8 +170,9 @@ class Interleaving:
     def _before(self) -> list[list[int]]:
         """How many places each source fills before each part."""
         found = [[0] * len(self.table[0][1])]
-        for (one, (start, _)), (end, _) in itertools.pairwise([*enumerate(self.table)]):
-            more = self._turns[one].counts(end - start)
+        spans = itertools.pairwise(start for start, _ in self.table)
+        for turns, (start, end) in zip(self._turns, spans, strict=False):
+            more = turns.counts(end - start)
             found.append([a + b for a, b in zip(found[-1], more, strict=True)])
         return found
 

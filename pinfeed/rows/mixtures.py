@@ -169,13 +169,15 @@ class Mixed:
         return most
 
     def require_end(self) -> None:
-        """Raise ArgumentError if an epoch has no rows, or no end."""
-        if self._length == 0:
-            short = min(self._n_draws)
+        """Raise ArgumentError if a source has no whole turn, or if an epoch would not end."""
+        short = min(self._n_draws)
+        if self.until == "first" and short < self.batch_size:
+            name = self.names[self._n_draws.index(short)]
             raise ArgumentError(
-                f"until='first': the smallest source has {short} rows, fewer than "
+                f"until='first': source {name!r} has {short} rows, fewer than "
                 f"batch_size={self.batch_size}; give a smaller batch_size, or until='all'"
             )
+        self.length(sum(self.sizes))
 
     @functools.cached_property
     def _ends(self) -> Rows:
