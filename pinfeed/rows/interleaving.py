@@ -168,7 +168,7 @@ class Interleaving:
 
     @functools.cached_property
     def _before(self) -> list[list[int]]:
-        """How many places each source fills before each part."""
+        """Number of places that each source fills before each part."""
         found = [[0] * len(self.table[0][1])]
         spans = itertools.pairwise(start for start, _ in self.table)
         for turns, (start, end) in zip(self._turns, spans, strict=False):

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError
+from pinfeed.rows.indices import sort_rows
 from pinfeed.rows.orders import Rows
 
 # Bytes of a chunk of the mask. The rows before each chunk are counted, 8 bytes for each.
@@ -69,10 +70,12 @@ class RowMask:
 
     def at(self, numbers: Rows) -> Rows:
         """Return the row indices of rows of the part."""
+        # Memory is read in ascending order, which takes half the time of random order.
+        ascending, order = sort_rows(numbers)
         rows = np.empty(len(numbers), np.int64)
         for begin in range(0, len(numbers), _STEP):
             here = slice(begin, begin + _STEP)
-            rows[here] = self._find(numbers[here])
+            rows[order[here]] = self._find(ascending[here])
         return rows
 
     def _find(self, numbers: Rows) -> Rows:
