@@ -49,6 +49,7 @@ from pinfeed.stores import (
     Store,
     ZarrStore,
 )
+from pinfeed.stores.concat import concat, source_ids
 
 if TYPE_CHECKING:
     from pinfeed import checkpoint as checkpoint
@@ -135,12 +136,14 @@ __all__ = [
     "WriteBackError",
     "ZarrStore",
     "checkpoint",
+    "concat",
     "endless",
     "errors",
     "estimate",
     "read_rows",
     "restartable",
     "rows",
+    "source_ids",
     "train_rows",
     "wrap_dataset",
     "wrap_loader",

@@ -84,6 +84,19 @@ class MemoryRows:
         part = MemoryPart(array.ctypes.data, len(array), array.strides[0])
         return cls(array, array[0].nbytes, [part])
 
+    @classmethod
+    def of_arrays(cls, arrays: Sequence[npt.NDArray[Any]]) -> MemoryRows | None:
+        """Return the rows of several arrays, one after the other; None as for ``of_array``.
+
+        Args:
+            arrays: Arrays with rows of one shape and dtype, at least one.
+        """
+        found = [rows for rows in map(cls.of_array, arrays) if rows is not None]
+        if len(found) < len(arrays):
+            return None
+        parts = [part for rows in found for part in rows._parts]
+        return cls(arrays, found[0].row_nbytes, parts)
+
     def gather(
         self,
         rows: Indices,

@@ -24,14 +24,14 @@ from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
 from pinfeed.stores.file_store import only_reads_files
 from pinfeed.stores.host_rows import memory_rows_of
+from pinfeed.stores.leaves import leaves_of
 from pinfeed.stores.local_file import LocalFileStore
-from pinfeed.stores.opened import is_zarr_group, open_store, stores_of_columns
+from pinfeed.stores.opened import open_store
 from pinfeed.stores.ragged import RaggedStore
 from pinfeed.stores.sharded_file import ShardedStore
 from pinfeed.stores.store import is_store, row_nbytes
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.tensors.pytree import Rebuild, flatten
-from pinfeed.validation.suggestions import is_array_like
 
 logger = logging.getLogger("pinfeed")
 
@@ -59,7 +59,7 @@ class StoreTree:
     """
 
     def __init__(self, source: Any, name: str = "source") -> None:
-        found, self.structure, self._owned = _leaves_of(source, name)
+        found, self.structure, self._owned = leaves_of(source, name)
         if not found:
             raise StoreError(
                 f"{name}={source!r} contains no arrays; expected at least one path, array, tensor "
@@ -267,45 +267,6 @@ def _checked(store: Store, name: str) -> Store:
             f"this machine; give dtype {np.dtype(store.dtype).newbyteorder('=')}"
         )
     return store
-
-
-def _is_store_or_array(value: Any) -> bool:
-    """Return whether an object is one source, not a structure of sources.
-
-    A Store is one source, and so is an array of another library such as Zarr. An object with a
-    shape and a dtype is a structure of sources if all its fields are arrays and tensors, as in a
-    TensorDict.
-    """
-    fields = list(getattr(value, "__dict__", {}).values())
-    is_structure = bool(fields) and all(
-        isinstance(field, np.ndarray) or hasattr(field, "data_ptr") for field in fields
-    )
-    is_array = is_array_like(value) and not is_structure
-    # A Zarr group is a dataclass, but its fields are not sources.
-    return is_store(value) or is_array or is_zarr_group(value)
-
-
-def _leaves_of(source: Any, name: str) -> tuple[list[tuple[str, Any]], Rebuild, list[Store]]:
-    """Flatten a source into its leaves, with the columns of each table, dataset, frame and file.
-
-    Args:
-        source: The user's source.
-        name: Name of the source in errors.
-
-    Returns:
-        The leaves, each with its path in the source; a function that builds the structure from new
-        leaves; and the stores of columns that were made.
-    """
-    leaves, rebuild = flatten(source, is_leaf=_is_store_or_array)
-    found = [stores_of_columns(leaf, f"{name}{path}") for path, leaf in leaves]
-    made = [store for columns in found if columns is not None for store in columns.values()]
-    if all(columns is None for columns in found):
-        return leaves, rebuild, made
-    replaced = rebuild(
-        leaf if columns is None else columns
-        for columns, (_, leaf) in zip(found, leaves, strict=True)
-    )
-    return *flatten(replaced, is_leaf=_is_store_or_array), made
 
 
 def _require_columns(source: Any, stores: Sequence[Store]) -> None:

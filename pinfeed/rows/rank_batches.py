@@ -14,16 +14,18 @@ from typing import Any, cast, get_args
 
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.batches import OrderBatches, RowBatches, RowIndices
+from pinfeed.rows.mixtures import Mixed
 from pinfeed.rows.orders import BlockShuffled, Drawn, Order, PerRank, Sequential, Shuffled
 from pinfeed.rows.ragged_batches import ElementBatches
 from pinfeed.rows.ranks import Progress, Ranks, Uneven, world
+from pinfeed.rows.subsets import SplitPart, Where
 from pinfeed.rows.windows import Windows
 
 logger = logging.getLogger("pinfeed")
 
 
-_ALL_ROWS = (Sequential, Shuffled, BlockShuffled, Drawn)
-"""Orders with which every process reads all rows."""
+_ALL_ROWS = (Sequential, Shuffled, BlockShuffled, Drawn, Mixed, Where, SplitPart)
+"""Orders with which every process reads the same rows."""
 
 
 @dataclass(eq=False)

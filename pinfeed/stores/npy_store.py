@@ -20,7 +20,7 @@ from pinfeed.stores.npy_header import create, holds, read_header
 from pinfeed.stores.paths import Path, local_path, local_paths
 from pinfeed.stores.raw_layouts import Windows, raw_layout, series_layout
 from pinfeed.stores.row_layout import RowLayout
-from pinfeed.stores.store import Array, shape_to_make
+from pinfeed.stores.store import Array, Store, shape_to_make
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.validation.arguments import (
     check_file_to_make,
@@ -268,6 +268,22 @@ class NpyStore(LocalFileStore):
             )
         create(name, sizes, items, overwrite=overwrite)
         return cls(path, mode="r+", dtype=items)
+
+    @classmethod
+    def joined(cls, stores: Sequence[Store]) -> NpyStore | None:
+        """Return a new store of the files of several stores, one after the other; read-only.
+
+        Returns:
+            The store, or None if not all are NpyStores with equal layouts and options.
+        """
+        files = [store for store in stores if type(store) is NpyStore]
+        layouts = [layout for store in files for layout in store._layouts]
+        kinds = {(layout.dtype.str, layout.dtype) for layout in layouts}
+        memory_maps = {store._memory_map for store in files}
+        if len(files) < len(stores) or len(kinds) > 1 or len(memory_maps) > 1:
+            return None
+        keep = {store._keep_cache for store in files}
+        return cls._of_layouts(layouts, "r", keep.pop() if len(keep) == 1 else None, *memory_maps)
 
     @safe_repr
     def __repr__(self) -> str:

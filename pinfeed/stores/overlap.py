@@ -11,6 +11,7 @@ from pinfeed.memory.proc_maps import FileKey, FileMapping, file_key, mapping_at
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.arrow import ArrowStore
 from pinfeed.stores.chunked import ChunkedStore
+from pinfeed.stores.concat import ConcatStore
 from pinfeed.stores.npy_store import NpyStore
 from pinfeed.stores.store import Array, Store
 
@@ -32,6 +33,9 @@ def share_rows(one: Store, other: Store) -> bool:
     """
     if one is other:
         return True
+    for store, another in ((one, other), (other, one)):
+        if isinstance(store, ConcatStore):
+            return any(share_rows(part, another) for part in store.parts)
     arrays, other_arrays = _arrays(one), _arrays(other)
     if not arrays or not other_arrays:
         return not _files(one).isdisjoint(_files(other))

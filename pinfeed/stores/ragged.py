@@ -154,6 +154,13 @@ class RaggedStore:
         items, offsets = items_and_offsets(column)
         return cls(ArrowStore(items, name="from_arrow"), offsets, layout=layout, padding=padding)
 
+    @classmethod
+    def owning(cls, items: Store, offsets: Rows, like: RaggedStore) -> RaggedStore:
+        """Return ragged rows that close the store of their items, in the form of other ones."""
+        store = cls(items, offsets, layout=like.layout, padding=like.padding)
+        store._is_owner = True
+        return store
+
     @safe_repr
     def __repr__(self) -> str:
         return f"<RaggedStore: {self.n_rows:,} rows of {self.items!r}, {self.layout}>"

@@ -1,0 +1,398 @@
+"""mixed(): an order that draws rows from several sources by weight."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from pinfeed.errors import ArgumentError
+from pinfeed.rows.indices import check_rows
+from pinfeed.rows.interleaving import Interleaving, ShuffledTurns, whole_weights
+from pinfeed.rows.orders import At, Order, PerRank, Rows, is_distinct, most_copies, shuffled
+from pinfeed.validation.arguments import check_flag, check_seed, explain_arguments, whole_number
+
+Until = Literal["first", "all"] | int
+"""The end of an epoch."""
+
+# Orders of passes that are kept; a batch rarely needs more.
+_N_KEPT = 64
+
+
+@explain_arguments(
+    {
+        "probabilities proportions proportion ratios": "the shares of the sources are weights=",
+        "stopping_strategy stop_on_first stop_on_max iterate_over_all": "give until='first' or "
+        "until='all'",
+        "epoch_size n num_samples": "the number of rows of an epoch is until=",
+        "by batching_method": "for batches from one source each, give batch_size=",
+        "shuffle": "the order of the rows within a source is order=; it is shuffled by default",
+    }
+)
+def mixed(
+    sources: Mapping[str, Any],
+    weights: Mapping[str, Any] | Sequence[tuple[int, Mapping[str, Any]]] | None = None,
+    *,
+    until: Until = "first",
+    order: Order | Mapping[str, Order] | None = None,
+    batch_size: int | None = None,
+    randomly: bool = False,
+    seed: int = 0,
+) -> Mixed:
+    """Return an order that draws rows from several sources by weight.
+
+    Give the feeder the same sources one after the other: ``pinfeed.concat(sources)``. Within a pass
+    over a source, each row occurs once. The order of its next pass is that of its next epoch.
+
+    The sources take turns as evenly as possible: any window of positions has less than
+    ``ceil(log2(n_sources))`` rows of a source more or less than its exact share. Every batch
+    therefore has the proportions of the weights, without the noise of random draws.
+
+    The position in an epoch is the whole state. Any position is computed without the earlier ones.
+
+    Args:
+        sources: The sources by name, in the order in which they are concatenated: the number of
+            rows, or an object with rows such as a store, an array or a structure of these.
+        weights: Share of each source in the rows, in any unit. A sequence
+            ``[(0, weights), (100_000, other), ...]`` changes them at these positions of an epoch
+            or, if ``until`` is a number, of the run: of all epochs one after the other. None makes
+            shares proportional to the numbers of rows.
+        until: End of an epoch. ``"first"`` ends it when a source has no unseen row for the next
+            position. ``"all"`` ends it when all rows were seen; smaller sources begin new passes. A
+            number is the number of rows of an epoch; the sources continue where the last epoch
+            ended, so that short epochs use all rows of large sources.
+        order: Order of the rows within each source, one for all or one for each name. None shuffles
+            each with a seed of its own, ``seed + number``.
+        batch_size: Number of consecutive rows from the same source. Give the batch size of the
+            feeder, of each rank, for batches from one source each. By default, batches mix rows.
+        randomly: Whether the turns are shuffled within windows of 4,096 turns, so that batches
+            differ in their proportions as random draws do.
+        seed: Seed of the default ``order``, and of ``randomly``.
+
+    Raises:
+        ArgumentError: If an argument is invalid, or an epoch would never end.
+
+    Examples:
+        >>> sources = {"web": np.arange(700), "code": np.arange(5000, 5300)}
+        >>> order = pinfeed.rows.mixed(sources, weights={"web": 3, "code": 1}, until=400)
+        >>> rows = order.bind(n_rows=1000, epoch=0)(np.arange(400))
+        >>> names = [order.names[number] for number in order.source_of(rows)]
+        >>> names.count("web"), names.count("code")
+        (300, 100)
+        >>> feeder = pinfeed.Feeder(pinfeed.concat(sources), batch_size=40, rows=order)
+    """
+    _check_sources(sources)
+    check_flag(randomly, "randomly")
+    seed = check_seed(seed)
+    names = tuple(sources)
+    sizes = tuple(n_rows_of(source, f"sources[{name!r}]") for name, source in sources.items())
+    orders = _orders(order, names, seed)
+    run = 1 if batch_size is None else whole_number(batch_size, "batch_size")
+    n_draws = _n_draws(names, sizes, orders)
+    given = dict(zip(names, n_draws, strict=True)) if weights is None else weights
+    table = _table(given, names, run)
+    end: Until = until if until in ("first", "all") else _epoch_rows(until, run)
+    made = Mixed(names, sizes, table, end, orders, run, seed if randomly else None)
+    made.require_end()
+    return made
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Rows of several sources that take turns by weight."""
+
+    # The ``repr`` of this class is in saved states, so the names of its fields must not change.
+    names: tuple[str, ...]
+    """Names of the sources."""
+    sizes: tuple[int, ...]
+    """Number of rows of each source."""
+    weights: tuple[tuple[int, tuple[int, ...]], ...]
+    """Positions, and the whole-number weights of the sources from there on."""
+    until: Until
+    orders: tuple[Order, ...]
+    """Order of the rows of each source."""
+    batch_size: int
+    """Number of consecutive rows from the same source."""
+    seed: int | None
+    """Seed of random turns; None for even turns."""
+
+    def length(self, n_rows: int) -> int:
+        self._require(n_rows)
+        return self._length
+
+    def bind(self, n_rows: int, epoch: int) -> At:
+        self._require(n_rows)
+        start = epoch * self.until if isinstance(self.until, int) else 0
+        even = self._turns
+        turns: Interleaving | ShuffledTurns = even
+        if self.seed is not None:
+            # Turns of an endless run do not depend on its division into epochs.
+            salt = f"{self.seed}/turns" if self._is_endless else f"{self.seed}/{epoch}/turns"
+            end = None if self._is_endless else self._length // self.batch_size
+            turns = ShuffledTurns(even, salt, end)
+        sources = [self._source(number, epoch) for number in range(len(self.names))]
+        run = self.batch_size
+
+        def at(positions: Rows) -> Rows:
+            places = positions + start
+            rows = np.empty(len(places), np.int64)
+            if run == 1:
+                for number, where, before in turns.groups(places):
+                    rows[where] = sources[number](before)
+                return rows
+            turn = places // run
+            offset = places - turn * run
+            for number, where, before in turns.groups(turn):
+                rows[where] = sources[number](before * run + offset[where])
+            return rows
+
+        return at
+
+    def source_of(self, rows: Rows) -> Rows:
+        """Return the number of the source of each row index, a position in ``names``."""
+        return self._ends.searchsorted(rows, side="right")
+
+    @property
+    def most_copies(self) -> int | None:
+        """Most occurrences of a row in an epoch; None if unknown."""
+        most = 0
+        for order, n, n_passes in zip(self.orders, self._n_draws, self._n_passes, strict=True):
+            copies = most_copies(order)
+            if copies is None:
+                return None
+            # An epoch of a number of rows may begin and end within a pass.
+            passes = -(-self.until // n) + 1 if isinstance(self.until, int) else n_passes
+            most = max(most, copies * passes)
+        return most
+
+    def require_end(self) -> None:
+        """Raise ArgumentError if a source has no whole turn, or if an epoch would not end."""
+        short = min(self._n_draws)
+        if self.until == "first" and short < self.batch_size:
+            name = self.names[self._n_draws.index(short)]
+            raise ArgumentError(
+                f"until='first': source {name!r} has {short} rows, fewer than "
+                f"batch_size={self.batch_size}; give a smaller batch_size, or until='all'"
+            )
+        self.length(sum(self.sizes))
+
+    @functools.cached_property
+    def _ends(self) -> Rows:
+        """Row after the last one of each source, shape (n_sources,)."""
+        return np.cumsum(self.sizes)
+
+    @functools.cached_property
+    def _n_draws(self) -> tuple[int, ...]:
+        """Number of rows of a pass over each source."""
+        return _n_draws(self.names, self.sizes, self.orders)
+
+    @functools.cached_property
+    def _turns(self) -> Interleaving:
+        return Interleaving(
+            tuple((start // self.batch_size, weights) for start, weights in self.weights)
+        )
+
+    @property
+    def _is_endless(self) -> bool:
+        """Whether the sources continue in the next epoch where they stopped."""
+        return isinstance(self.until, int)
+
+    @functools.cached_property
+    def _length(self) -> int:
+        """Number of rows of an epoch."""
+        if isinstance(self.until, int):
+            return self.until
+        turns = self._turns
+        run = self.batch_size
+        if self.until == "first":
+            # A source with n rows cannot take turn n // run + 1.
+            ends = [turns.n_places(i, n // run + 1) for i, n in enumerate(self._n_draws)]
+            return (min(end for end in ends if end is not None) - 1) * run
+        ends = [turns.n_places(i, -(-n // run)) for i, n in enumerate(self._n_draws)]
+        for name, end in zip(self.names, ends, strict=True):
+            if end is None:
+                raise ArgumentError(
+                    f"until='all': the weights are 0 for source {name!r} before all of its rows "
+                    "were seen, so an epoch would not end; expected a weight above 0; give one, or "
+                    "leave out the source"
+                )
+        return max(end for end in ends if end is not None) * run
+
+    @functools.cached_property
+    def _n_passes(self) -> list[int]:
+        """Number of passes over each source that an epoch begins; each has its own order."""
+        if self._is_endless:
+            return [1] * len(self.names)
+        counts = self._turns.counts(self._length // self.batch_size)
+        pairs = zip(counts, self._n_draws, strict=True)
+        return [max(1, -(-count * self.batch_size // n)) for count, n in pairs]
+
+    def _source(self, number: int, epoch: int) -> At:
+        """Return the function from numbers of draws to row indices of a source.
+
+        Draw ``n`` of a source is in its pass ``n // n_draws``. That pass has the order of epoch
+        ``epoch * n_passes + pass``, or of epoch ``pass`` if the sources continue over epochs.
+        """
+        order = self.orders[number]
+        size = self.sizes[number]
+        n_draws = self._n_draws[number]
+        first_row = self._ends.item(number) - size
+        first_pass = 0 if self._is_endless else epoch * self._n_passes[number]
+        is_checked = not is_distinct(order)
+        name = f"order={order!r}"
+
+        # Consecutive batches need the same pass.
+        @functools.lru_cache(maxsize=_N_KEPT)
+        def bound(number: int) -> At:
+            return order.bind(size, first_pass + number)
+
+        def rows_of(number: int, draws: Rows) -> Rows:
+            found = bound(number)(draws)
+            # A row that is out of range would be a row of another source.
+            return check_rows(found, size, name) if is_checked else found
+
+        def at(draws: Rows) -> Rows:
+            first = draws.item(draws.argmin()) // n_draws
+            last = draws.item(draws.argmax()) // n_draws
+            if first == last:
+                return rows_of(first, draws - first * n_draws) + first_row
+            passes = draws // n_draws
+            rows = draws - passes * n_draws
+            for number in np.unique(passes).tolist():
+                here = np.flatnonzero(passes == number)
+                rows[here] = rows_of(number, rows[here])
+            return rows + first_row
+
+        return at
+
+    def _require(self, n_rows: int) -> None:
+        total = sum(self.sizes)
+        if n_rows != total:
+            sizes = ", ".join(f"{a} {n:,}" for a, n in zip(self.names, self.sizes, strict=True))
+            raise ArgumentError(
+                f"mixed(...) has sources with {total:,} rows ({sizes}), but is used for "
+                f"{n_rows:,} rows; expected the same sources; give pinfeed.concat(sources) to the "
+                "feeder"
+            )
+
+
+def _check_sources(sources: Any) -> None:
+    is_named = isinstance(sources, Mapping) and all(isinstance(name, str) for name in sources)
+    if not is_named or not sources:
+        raise ArgumentError(
+            f"sources={sources!r}: expected {{name: source or number of rows, ...}}"
+        )
+
+
+def n_rows_of(source: Any, name: str) -> int:
+    """Return the number of rows of a source, or the number that is given for it.
+
+    Raises:
+        ArgumentError: If it is neither, or has no rows.
+    """
+    if isinstance(source, (str, bytes)) or hasattr(source, "__fspath__"):
+        raise ArgumentError(
+            f"{name}={source!r}: expected a number of rows, a store or an array; open the file: "
+            "pinfeed.NpyStore(path)"
+        )
+    if isinstance(source, (Mapping, tuple, list)) and not hasattr(source, "n_rows"):
+        # A structure of sources, all of which have equally many rows.
+        parts = list(source.values() if isinstance(source, Mapping) else source)
+        if not parts:
+            raise ArgumentError(f"{name}={source!r}: expected at least one source")
+        return n_rows_of(parts[0], name)
+    n = getattr(source, "n_rows", None)
+    if n is None:
+        n = len(source) if hasattr(source, "__len__") else source
+    if not hasattr(n, "__index__"):
+        raise ArgumentError(f"{name}={source!r}: expected a number of rows, a store or an array")
+    return whole_number(n, f"{name}: n_rows")
+
+
+def check_inner(order: Any, name: str = "order") -> Order:
+    """Return an order that may be a part of another one.
+
+    Raises:
+        ArgumentError: If it is not an order, or is the share of one rank.
+    """
+    if not isinstance(order, Order) or isinstance(order, type):
+        raise ArgumentError(
+            f"{name}={order!r}: expected an order of pinfeed.rows, such as shuffled(seed=1)"
+        )
+    if isinstance(order, PerRank):
+        raise ArgumentError(
+            f"{name}=per_rank(...) is the share of one rank; share the whole order: give ranks= to "
+            "the feeder, or per_rank(mixed(...), ...)"
+        )
+    return order
+
+
+def _orders(order: Any, names: Sequence[str], seed: int) -> tuple[Order, ...]:
+    """Return the order of the rows of each source."""
+    if order is None:
+        # With equal seeds, sources of equal sizes would be shuffled alike.
+        return tuple(shuffled(seed + number) for number in range(len(names)))
+    if not isinstance(order, Mapping):
+        return (check_inner(order),) * len(names)
+    if set(order) != set(names):
+        raise ArgumentError(
+            f"order has the names {', '.join(map(repr, order))}; expected an order for each of "
+            f"{', '.join(map(repr, names))}"
+        )
+    return tuple(check_inner(order[name], f"order[{name!r}]") for name in names)
+
+
+def _n_draws(
+    names: Sequence[str], sizes: Sequence[int], orders: Sequence[Order]
+) -> tuple[int, ...]:
+    """Return the number of rows of a pass over each source."""
+    found = []
+    for name, size, order in zip(names, sizes, orders, strict=True):
+        n = order.length(size)
+        if n < 1:
+            raise ArgumentError(
+                f"source {name!r} has no rows in the order {order!r}; expected at least one row; "
+                "leave out the source"
+            )
+        found.append(n)
+    return tuple(found)
+
+
+def _table(weights: Any, names: Sequence[str], run: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Return positions, and the weights of the sources from there on, as whole numbers."""
+    if isinstance(weights, Mapping):
+        return ((0, whole_weights(weights, names)),)
+    try:
+        parts = [(whole_number(start, "position", least=0), one) for start, one in weights]
+    except (TypeError, ValueError):
+        parts = []
+    starts = [start for start, _ in parts]
+    if not parts or starts[0] != 0 or sorted(set(starts)) != starts:
+        raise ArgumentError(
+            f"weights={weights!r}: expected {{name: weight}}, or a sequence of (position, "
+            "{name: weight}) with ascending positions from 0 on"
+        )
+    if any(start % run for start in starts) or starts[-1] >= 1 << 60:
+        raise ArgumentError(
+            f"weights change at the positions {starts}; expected multiples of batch_size={run}, "
+            "below 2**60"
+        )
+    return tuple((start, whole_weights(one, names)) for start, one in parts)
+
+
+def _epoch_rows(until: Any, run: int) -> int:
+    """Return the number of rows of an epoch, a multiple of ``run``."""
+    if isinstance(until, str):
+        raise ArgumentError(
+            f"until={until!r}: expected 'first', 'all' or the number of rows of an epoch"
+        )
+    n = whole_number(until, "until", note=", or 'first' or 'all'")
+    if n % run:
+        raise ArgumentError(
+            f"until={n} is not a multiple of batch_size={run}, so the next epoch would begin "
+            f"within a batch; give {n - n % run or run}"
+        )
+    return n

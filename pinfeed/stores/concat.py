@@ -1,0 +1,261 @@
+"""concat(): rows of several sources, one after the other, as one source."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from pinfeed.errors import ArgumentError, StoreError, WriteBackError
+from pinfeed.native.memory_rows import MemoryRows
+from pinfeed.rows.mixtures import n_rows_of
+from pinfeed.rows.orders import Rows
+from pinfeed.rows.runs import Runs
+from pinfeed.stores.array import ArrayStore
+from pinfeed.stores.host_rows import Gather, run_gather
+from pinfeed.stores.leaves import leaves_of
+from pinfeed.stores.npy_store import NpyStore
+from pinfeed.stores.opened import open_store
+from pinfeed.stores.ragged import RaggedStore
+from pinfeed.stores.store import Array, Store, checked_gather, in_words, is_store, run_of
+from pinfeed.validation.safe_repr import safe_repr
+
+
+def concat(sources: Mapping[str, Any] | Sequence[Any]) -> Any:
+    """Return the rows of several sources, one after the other, as one read-only source.
+
+    The first row of each source follows the last row of the source before it. Nothing is copied.
+    ``pinfeed.rows.mixed`` takes the same sources, and draws rows from each by weight. Local files
+    of NpyStores become the shards of one NpyStore, which a feeder reads as fast as each of them.
+    Rows of arrays are gathered together. Other stores are read one after the other in each batch.
+
+    Args:
+        sources: The sources, a sequence or a dict with names. Each is a source as ``Feeder`` takes
+            it: a path, an array, a tensor, a Store or a RaggedStore, or a structure of these. All
+            have the same structure, and rows of the same shapes and dtypes.
+
+    Returns:
+        A store, or stores in the structure of the sources. They close the files that were opened
+        from paths.
+
+    Raises:
+        StoreError: If a source cannot be read, or if sources differ in structure, or in the shape
+            or dtype of their rows.
+        ArgumentError: If ``sources`` is not a sequence or a dict of sources.
+
+    Examples:
+        >>> web = np.zeros((700, 8), "float32")
+        >>> code = np.ones((300, 8), "float32")
+        >>> with pinfeed.Feeder(pinfeed.concat([web, code]), batch_size=100) as feeder:
+        ...     n_batches = len(list(feeder))
+        >>> n_batches
+        10
+    """
+    flat = [(name, *leaves_of(source, name)) for name, source in _named(sources)]
+    with contextlib.ExitStack() as stack:
+        for _, _, _, made in flat:
+            for store in made:
+                stack.callback(store.close)
+        first_name, first_leaves, rebuild, _ = flat[0]
+        paths = [path for path, _ in first_leaves]
+        for name, leaves, _, _ in flat:
+            if [path for path, _ in leaves] != paths:
+                raise StoreError(
+                    f"{name} has the parts {[path for path, _ in leaves]}, and {first_name} has "
+                    f"{paths}; expected sources of the same structure"
+                )
+        joined = []
+        columns = {id(store) for _, _, _, made in flat for store in made}
+        for i, path in enumerate(paths):
+            parts = [leaves[i][1] for _, leaves, _, _ in flat]
+            made = [part for part in parts if id(part) in columns]
+            store = _concat(parts, [f"{name}{path}" for name, *_ in flat], made)
+            stack.callback(store.close)
+            joined.append(store)
+        stack.pop_all()
+    return rebuild(iter(joined))
+
+
+def source_ids(sources: Mapping[str, Any] | Sequence[Any]) -> Store:
+    """Return the number of the source of each row of ``concat(sources)``, as a source.
+
+    The rows are int64 numbers, counted from 0. They take no memory.
+
+    Args:
+        sources: As for ``concat``, but with stores or numbers of rows instead of paths.
+
+    Raises:
+        ArgumentError: If ``sources`` is not a sequence or a dict, or a number of rows is unknown.
+
+    Examples:
+        >>> sources = {"web": np.zeros((700, 8)), "code": np.ones((300, 8))}
+        >>> batch_parts = {"x": pinfeed.concat(sources), "source": pinfeed.source_ids(sources)}
+        >>> order = pinfeed.rows.mixed(sources, weights={"web": 1, "code": 1})
+        >>> with pinfeed.Feeder(batch_parts, batch_size=100, rows=order) as feeder:
+        ...     print(next(iter(feeder))["source"].bincount().tolist())
+        [50, 50]
+    """
+    sizes = [n_rows_of(source, name) for name, source in _named(sources)]
+    parts = [np.broadcast_to(np.int64(number), (n,)) for number, n in enumerate(sizes)]
+    return ConcatStore([ArrayStore(part) for part in parts])
+
+
+class ConcatStore:
+    """Rows of several stores, one after the other; read-only.
+
+    Args:
+        parts: Stores with rows of one shape and dtype, at least one.
+        owned: The parts that this store closes.
+    """
+
+    writable = False
+
+    def __init__(self, parts: Sequence[Store], owned: Sequence[Store] = ()) -> None:
+        self.parts = tuple(parts)
+        self._owned = tuple(owned)
+        self._ends = np.cumsum([part.n_rows for part in parts])
+        self.n_rows: int = self._ends.item(-1)
+        self._gathers = [run_gather(part) for part in parts]
+        # Pinned memory does not exist in forked processes, so its address is not kept.
+        arrays = [part.array for part in parts if type(part) is ArrayStore]
+        is_memory = len(arrays) == len(parts)
+        self._memory_rows = MemoryRows.of_arrays(arrays) if is_memory else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.parts, self._owned)
+
+    @safe_repr
+    def __repr__(self) -> str:
+        return f"<ConcatStore: {in_words(self)}, of {len(self.parts)} stores>"
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        return self.parts[0].row_shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.parts[0].dtype
+
+    @property
+    def resident_bytes(self) -> int:
+        return sum(part.resident_bytes for part in self.parts)
+
+    def gather(self, rows: Rows, out: Array) -> None:
+        """Copy rows into ``out``, like ``Store.gather``."""
+        rows = checked_gather(self, rows, out)
+        arrays = [part.array for part in self.parts if isinstance(part, ArrayStore)]
+        if any(np.may_share_memory(out, array) for array in arrays):
+            # The rows are read before the first one is overwritten.
+            copy = np.empty_like(out)
+            self.gather_unchecked(rows, copy)
+            out[...] = copy
+        else:
+            self.gather_unchecked(rows, out)
+
+    @property
+    def gather_unchecked(self) -> Gather:
+        """Function that copies rows into an array. The caller has checked all arguments."""
+        return self._gather if self._memory_rows is None else self._memory_rows.gather
+
+    @property
+    def memory_rows(self) -> MemoryRows | None:
+        """The rows where they are, if all are in arrays and compiled functions can copy them."""
+        return self._memory_rows
+
+    def gather_runs(self, runs: Runs, out: Array) -> None:
+        """Copy runs of rows to their places in ``out``. The caller has checked all arguments."""
+        for number, part in runs.by_part(self._ends):
+            self._gathers[number](part, out)
+
+    def scatter(self, rows: Rows, values: Array) -> None:
+        """Refuse to write: the store is read-only.
+
+        Raises:
+            WriteBackError: Always.
+        """
+        raise WriteBackError(f"{self!r} is read-only; write to the sources of concat() themselves")
+
+    def flush(self) -> None:
+        """Do nothing, because nothing was written."""
+
+    def close(self) -> None:
+        """Close the stores that were opened from paths. Further calls do nothing."""
+        with contextlib.ExitStack() as stack:
+            for store in self._owned:
+                stack.callback(store.close)
+
+    def _gather(self, rows: Rows, out: Array) -> None:
+        run = run_of(rows)
+        runs = Runs.of_rows(rows) if run is None else Runs.one(run.start, len(rows))
+        self.gather_runs(runs, out)
+
+
+def _named(sources: Any) -> list[tuple[str, Any]]:
+    """Return the sources, each with its name in errors."""
+    if isinstance(sources, Mapping) and sources:
+        return [(f"sources[{name!r}]", source) for name, source in sources.items()]
+    if isinstance(sources, (tuple, list)) and sources:
+        return [(f"sources[{i}]", source) for i, source in enumerate(sources)]
+    raise ArgumentError(
+        f"sources={sources!r}: expected a list or a dict of at least one source, such as "
+        "[first, second]"
+    )
+
+
+def _concat(leaves: Sequence[Any], names: Sequence[str], made: Sequence[Store]) -> Any:
+    """Return the rows of the leaves, one after the other, as one store.
+
+    Args:
+        leaves: Paths, arrays, tensors or stores.
+        names: Name of each in errors.
+        made: The leaves that the result closes.
+    """
+    if any(isinstance(leaf, RaggedStore) for leaf in leaves):
+        return _concat_ragged(leaves, names)
+    with contextlib.ExitStack() as stack:
+        parts: list[Store] = []
+        owned = list(made)
+        for leaf, name in zip(leaves, names, strict=True):
+            if not is_store(leaf):
+                leaf = open_store(leaf, name)
+                stack.callback(leaf.close)
+                owned.append(leaf)
+            parts.append(leaf)
+        for part, name in zip(parts, names, strict=True):
+            if (part.row_shape, part.dtype) != (parts[0].row_shape, parts[0].dtype):
+                raise StoreError(
+                    f"{name} has rows of shape {part.row_shape}, {part.dtype}, and {names[0]} has "
+                    f"rows of shape {parts[0].row_shape}, {parts[0].dtype}; expected equal shapes "
+                    "and dtypes"
+                )
+        shards = NpyStore.joined(parts)
+        if shards is None:
+            stack.pop_all()
+            return ConcatStore(parts, owned)
+    return shards
+
+
+def _concat_ragged(leaves: Sequence[Any], names: Sequence[str]) -> RaggedStore:
+    """Return ragged rows, one after the other, whose items are the items of all."""
+    for leaf, name in zip(leaves, names, strict=True):
+        if not isinstance(leaf, RaggedStore):
+            raise StoreError(f"{name} is not a RaggedStore, but others are; expected only these")
+        if (leaf.layout, leaf.padding) != (leaves[0].layout, leaves[0].padding):
+            raise StoreError(
+                f"{name} has layout={leaf.layout!r} and padding={leaf.padding}, and {names[0]} has "
+                f"layout={leaves[0].layout!r} and padding={leaves[0].padding}; expected the same"
+            )
+    for before, after, name in zip(leaves, leaves[1:], names[1:], strict=False):
+        if before.offsets[-1] != before.n_items or after.offsets[0] != 0:
+            raise StoreError(
+                f"{name} or the RaggedStore before it has items that are in no row; expected "
+                "offsets from 0 to the number of items; give the items of its rows alone"
+            )
+    begins = [0, *itertools.accumulate(leaf.n_items for leaf in leaves)]
+    pairs = zip(leaves[1:], begins[1:], strict=False)
+    offsets = np.concatenate([leaves[0].offsets, *(leaf.offsets[1:] + n for leaf, n in pairs)])
+    items = _concat([leaf.items for leaf in leaves], names, [])
+    return RaggedStore.owning(items, offsets, leaves[0])
