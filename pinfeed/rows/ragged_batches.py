@@ -1,28 +1,26 @@
-"""ElementBatches: batches of ragged rows with a bound on elements; RowLengths: such bounds."""
+"""ElementBatches: batches of ragged rows with a bound on elements."""
 
 from __future__ import annotations
 
 import itertools
-import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from pinfeed.errors import ArgumentError, described
+from pinfeed.errors import ArgumentError
 from pinfeed.rows.indices import check_rows
-from pinfeed.rows.orders import Order, Rows, Sequential, is_distinct
+from pinfeed.rows.length_batches import LengthBatches
+from pinfeed.rows.orders import Order, Rows, is_distinct
+from pinfeed.rows.row_lengths import RowLengths
 from pinfeed.rows.windows import Windows, windows
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
 from pinfeed.validation.safe_repr import safe_repr
 
 # The order computes this many rows at once.
 _RUN_ROWS = 1 << 14
-# Up to this length, lengths are counted in a table, which is faster than sorting them.
-_MOST_COUNTED = 1 << 20
 
 
 @explain_arguments(
@@ -74,18 +72,14 @@ def element_batches(
     return ElementBatches(lengths, max_elements, batch_size, order, padded, drop_last)
 
 
-class ElementBatches:
+class ElementBatches(LengthBatches):
     """Iterable over the batches of one epoch, as row indices; see ``element_batches``.
 
     A feeder sets its epoch, as it does for a sampler.
 
     Attributes:
-        batch_size: Most rows that a batch can have.
-        epoch: Epoch whose batches the next iteration yields.
-        lengths: Number of elements of each row, shape (n_rows,), int64, read-only.
         max_elements: Most elements of a batch.
         padded: Whether each row of a batch counts as many elements as the longest one.
-        order: Order of the rows.
     """
 
     def __init__(
@@ -100,11 +94,7 @@ class ElementBatches:
         self.max_elements = whole_number(max_elements, "max_elements")
         check_flag(padded, "padded")
         check_flag(drop_last, "drop_last")
-        if order is not None and not isinstance(order, Order):
-            raise ArgumentError(
-                f"order={order!r}: expected an order of pinfeed.rows, such as shuffled(seed=1)"
-            )
-        self.lengths = _checked(lengths)
+        super().__init__(lengths, order)
         table = RowLengths(self.lengths)
         if table.longest > self.max_elements:
             row = int(self.lengths.argmax())
@@ -113,9 +103,7 @@ class ElementBatches:
                 f"max_elements={self.max_elements:,}; expected rows that fit in a batch; raise "
                 "max_elements, or cut the row"
             )
-        self.epoch = 0
         self.padded = bool(padded)
-        self.order: Order = order or Sequential()
         self._drop_last = bool(drop_last)
         self._given_size = None if batch_size is None else whole_number(batch_size, "batch_size")
         fitting = table.most_rows(
@@ -133,51 +121,10 @@ class ElementBatches:
             f"order={self.order!r}{flags})"
         )
 
-    def __iter__(self) -> Iterator[Rows]:
-        return self._batches(self.epoch)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch whose batches the next iteration yields."""
-        self.epoch = whole_number(epoch, "epoch", least=0)
-
-    def count(self, epoch: int | None = None) -> int:
-        """Return the number of batches of an epoch; None selects the current epoch.
-
-        The call goes through all rows of the epoch, a few million per second. The class has no
-        ``len``, because the number differs between the epochs of a shuffled order.
-        """
-        return sum(1 for _ in self._batches(self.epoch if epoch is None else epoch))
-
     def most_elements(self, *, padded: bool) -> int | None:
-        """Return the bound on the elements of a batch, padded or not; None if there is none."""
         return self.max_elements if self.padded or not padded else None
 
-    def require_bound(self, lengths: npt.NDArray[Any], name: str) -> None:
-        """Check that the batches of rows of these lengths have at most ``max_elements`` elements.
-
-        Args:
-            lengths: Number of elements of each row, shape (n_rows,).
-            name: Name of the rows in errors.
-
-        Raises:
-            ArgumentError: If the number of rows differs, or a row is longer than its entry in
-                ``self.lengths``.
-        """
-        advice = "give element_batches the lengths of this store (store.lengths)"
-        if len(lengths) != len(self.lengths):
-            raise ArgumentError(
-                f"rows={self!r} has {len(self.lengths):,} lengths, but {name} has "
-                f"{len(lengths):,} rows; expected a length for each row; {advice}"
-            )
-        if len(longer := np.flatnonzero(lengths > self.lengths)):
-            row = longer.item(0)
-            raise ArgumentError(
-                f"rows={self!r} has length {self.lengths[row]:,} for row {row}, but the row has "
-                f"{lengths[row]:,} elements in {name}; expected at least as many; {advice}"
-            )
-
     def windows(self, epoch: int, start: int) -> tuple[Windows | None, int, int]:
-        """Return the windows of an epoch, or None, and the range of positions from ``start`` on."""
         n_rows = len(self.lengths)
         found = windows(self.order, n_rows, epoch)
         if found is None:
@@ -186,7 +133,6 @@ class ElementBatches:
         return found, position, self.order.length(n_rows)
 
     def _batches(self, epoch: int) -> Iterator[Rows]:
-        """Yield the row indices of each batch of an epoch."""
         cut = _Cut(self.max_elements, self._given_size or sys.maxsize, self.padded)
         pending: list[Rows] = []
         for rows in self._rows(epoch):
@@ -275,107 +221,3 @@ class _Cut:
         n_rows = self.n_rows + 1
         n_elements = n_rows * max(1, self.longest) if self.padded else self.n_elements + 1
         return n_rows <= self.batch_size and n_elements <= self.max_elements
-
-
-class RowLengths:
-    """Numbers of rows of each length; bounds of a batch follow from them.
-
-    Args:
-        lengths: Length of each row, shape (n_rows,), integers of 0 or more, at least one row.
-
-    Attributes:
-        longest: Length of the longest row.
-        n_rows: Number of rows.
-        mean: Mean length of a row.
-        nbytes: Bytes of the table.
-    """
-
-    def __init__(self, lengths: npt.NDArray[Any]) -> None:
-        self.longest = int(lengths.max())
-        if self.longest < _MOST_COUNTED:
-            counts = np.bincount(lengths)
-            kinds = np.flatnonzero(counts)
-            counts = counts[kinds]
-        else:
-            kinds, counts = np.unique(lengths, return_counts=True)
-        self._kinds = kinds.astype(np.int64)
-        self._counts = counts
-        self.n_rows = int(counts.sum())
-        self.mean = float(counts @ self._kinds) / self.n_rows
-        self.nbytes = 4 * self._kinds.nbytes
-        # Rows and elements of the longest rows together, by how many lengths these have.
-        self._most_rows = np.cumsum(counts[::-1])
-        self._most_elements = np.cumsum((counts * self._kinds)[::-1])
-
-    def most_elements(self, n_rows: int) -> int:
-        """Return the elements of the ``n_rows`` longest rows together."""
-        n_whole = int(np.searchsorted(self._most_rows, n_rows, side="right"))
-        rows = self._most_rows.item(n_whole - 1) if n_whole else 0
-        elements = self._most_elements.item(n_whole - 1) if n_whole else 0
-        if n_whole == len(self._kinds):
-            return elements
-        return elements + (n_rows - rows) * self._kinds.item(-1 - n_whole)
-
-    def usual_elements(self, n_rows: int, *, padded: bool) -> int:
-        """Return a number of elements that few batches of ``n_rows`` random rows exceed.
-
-        Args:
-            n_rows: Number of rows of a batch.
-            padded: Whether each row counts as many elements as the longest one of the batch.
-        """
-        if padded:
-            # About one batch in 64 has a row that is longer.
-            n_longer = self.n_rows - np.cumsum(self._counts)
-            kind = int((n_longer * 64 * n_rows <= self.n_rows).argmax())
-            return n_rows * self._kinds.item(kind)
-        variance = float(self._counts @ (self._kinds - self.mean) ** 2) / self.n_rows
-        return math.ceil(n_rows * self.mean + 6 * math.sqrt(n_rows * variance))
-
-    def most_rows(self, max_elements: int, *, padded: bool, repeats: bool) -> int:
-        """Return the most rows that a batch of at most ``max_elements`` elements may have.
-
-        Args:
-            max_elements: Most elements of a batch, at least the length of each row.
-            padded: Whether each row counts as many elements as the longest one of the batch.
-            repeats: Whether a batch may contain a row several times.
-
-        Returns:
-            The number of rows, or at least the rows of an epoch if rows without elements may
-            repeat.
-        """
-        shortest = self._kinds.item(0)
-        if repeats:
-            return max_elements // shortest if shortest else self.n_rows + max_elements
-        if padded:
-            ends = np.cumsum(self._counts)
-            # The rows of each length and all shorter rows, until the batch is full.
-            fitting = np.where(self._kinds > 0, max_elements // np.maximum(self._kinds, 1), ends)
-            return int(np.minimum(ends, fitting).max())
-        elements = np.cumsum(self._counts * self._kinds)
-        n_whole = int(np.searchsorted(elements, max_elements, side="right"))
-        n_rows = int(self._counts[:n_whole].sum())
-        if n_whole < len(self._kinds):
-            before = elements.item(n_whole - 1) if n_whole else 0
-            n_rows += (max_elements - before) // self._kinds.item(n_whole)
-        return n_rows
-
-
-def _checked(lengths: Any) -> Rows:
-    """Return a read-only copy of lengths, shape (n_rows,), int64.
-
-    Raises:
-        ArgumentError: If they are not integers of 0 or more, or if the array is empty.
-    """
-    expected = "expected integers of 0 or more, shape (n_rows,), such as store.lengths"
-    try:
-        given = np.asarray(lengths)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ArgumentError(f"lengths: {described(error)}; {expected}") from None
-    if given.ndim != 1 or not len(given) or given.dtype.kind not in "iu":
-        raise ArgumentError(f"lengths: got shape {given.shape} of {given.dtype}; {expected}")
-    checked: Rows = given.astype(np.int64)
-    if checked.min() < 0:
-        row = int(checked.argmin())
-        raise ArgumentError(f"lengths: row {row} has {given[row]} elements; {expected}")
-    checked.flags.writeable = False
-    return checked

@@ -11,7 +11,7 @@ import numpy as np
 
 from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.rows.orders import Rows
-from pinfeed.rows.ragged_batches import RowLengths
+from pinfeed.rows.row_lengths import RowLengths
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.arrow import ArrowStore, items_and_offsets
