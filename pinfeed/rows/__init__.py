@@ -8,6 +8,7 @@ __all__ = [
     "block_shuffled",
     "drawn",
     "element_batches",
+    "packed",
     "per_rank",
     "sequential",
     "shuffled",

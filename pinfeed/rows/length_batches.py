@@ -59,6 +59,18 @@ class LengthBatches(ABC):
         """
         return sum(1 for _ in self._batches(self.epoch if epoch is None else epoch))
 
+    def require_rows(self, n_rows: int) -> None:
+        """Check that the source has ``n_rows`` rows.
+
+        Raises:
+            ArgumentError: If this is not the number of lengths.
+        """
+        if len(self.lengths) != n_rows:
+            raise ArgumentError(
+                f"rows={self!r}: {len(self.lengths):,} lengths for {n_rows:,} rows; expected a "
+                "length for each row of the source"
+            )
+
     @abstractmethod
     def most_elements(self, *, padded: bool) -> int | None:
         """Return the bound on the elements of a batch, padded or not; None if there is none."""

@@ -333,14 +333,20 @@ class PerRank:
 def is_distinct(order: object) -> bool:
     """Return whether the order is known to have each row at most once per epoch."""
     # A subclass may repeat rows.
-    return type(order) in (Sequential, Shuffled, BlockShuffled)
+    return type(order) in (Sequential, Shuffled, BlockShuffled) or _copies(order) == 1
 
 
 def most_copies(order: object) -> int | None:
     """Return the most occurrences of a row in an epoch of an order; None if unknown."""
     if is_distinct(order):
         return 1
-    if isinstance(order, PerRank) and is_distinct(order.order):
+    if isinstance(order, PerRank) and (copies := most_copies(order.order)) is not None:
         # Padding repeats fewer positions than there are ranks, at the end of the epoch.
-        return 2 if order.uneven == "pad" else 1
-    return None
+        return copies + (order.uneven == "pad")
+    return _copies(order)
+
+
+def _copies(order: object) -> int | None:
+    """Return ``most_copies`` of an order that is made of other orders; None if unknown."""
+    # A subclass may repeat rows, unless it says how often itself.
+    return order.most_copies if "most_copies" in vars(type(order)) else None  # type: ignore[attr-defined]

@@ -66,11 +66,8 @@ class SamplerBatches(RowBatches):
         self.are_from_user = not all(name.startswith(_LIBRARIES) for name in modules)
         if isinstance(rows, (np.ndarray, Sequence)):
             self._rows = self._checked(rows)
-        if isinstance(rows, LengthBatches) and len(rows.lengths) != n_rows:
-            raise ArgumentError(
-                f"rows={rows!r}: {len(rows.lengths):,} lengths for {n_rows:,} rows; expected a "
-                "length for each row of the source"
-            )
+        if isinstance(rows, LengthBatches):
+            rows.require_rows(n_rows)
 
     def _checked(self, rows: Any) -> Any:
         """Check an array or a list before any thread starts."""
