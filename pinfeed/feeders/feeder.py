@@ -26,6 +26,7 @@ from pinfeed.pipeline.sources.row_source import RowSource
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.rows.length_batches import LengthBatches
 from pinfeed.rows.orders import Order
+from pinfeed.rows.packed import Packed
 from pinfeed.rows.rank_batches import note_workers
 from pinfeed.rows.ranks import Ranks
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
@@ -316,6 +317,12 @@ class Feeder(ResumableFeeder[T_co]):
         """Open the device, plan the memory and the reads, and make the runner of the epochs."""
         tree = self._stores
         config = selection.config
+        is_packed = isinstance(selection.order, Packed)
+        if self._verify and (is_packed or any(one.layout == "packed" for one in tree.ragged)):
+            raise ArgumentError(
+                "verify=True was given with packed rows; verify compares whole rows; leave out "
+                "verify, or give layout='offsets' and rows=element_batches(...)"
+            )
         if isinstance(selection.order, LengthBatches):
             for ragged in tree.ragged:
                 selection.order.require_bound(ragged.lengths, repr(ragged))

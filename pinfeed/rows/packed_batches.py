@@ -92,7 +92,7 @@ class PackedBatches(RowBatches):
             "sequences": {
                 "begun": begun,
                 "step": self._n_all,
-                "mark": list(mark) if done else [0] * 3,
+                "mark": list(mark),
             }
         }
 

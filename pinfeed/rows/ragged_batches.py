@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,15 @@ from pinfeed.errors import ArgumentError
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.length_batches import LengthBatches
 from pinfeed.rows.orders import Order, Rows, is_distinct
+from pinfeed.rows.permutation import permutation
 from pinfeed.rows.row_lengths import RowLengths
 from pinfeed.rows.windows import Windows, windows
-from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
+from pinfeed.validation.arguments import (
+    check_flag,
+    check_seed,
+    explain_arguments,
+    whole_number,
+)
 from pinfeed.validation.safe_repr import safe_repr
 
 # The order computes this many rows at once.
@@ -37,6 +43,8 @@ def element_batches(
     batch_size: int | None = None,
     order: Order | None = None,
     padded: bool = False,
+    window: int | None = None,
+    seed: int = 0,
     drop_last: bool = False,
 ) -> ElementBatches:
     """Return batches of ragged rows with at most ``max_elements`` elements each, for ``rows=``.
@@ -52,8 +60,12 @@ def element_batches(
         batch_size: Most rows of a batch; None sets no bound.
         order: Order of the rows, from ``pinfeed.rows``; None is the order of the store.
         padded: Count the elements of a padded batch: its number of rows times its longest row.
+        window: Number of consecutive rows of ``order`` that are sorted by length before they are
+            cut into batches. The batches of each window are shuffled, and none crosses its end.
+            With ``padded=True``, this leaves less padding. None cuts the rows in their order.
+        seed: Seed of the shuffle of the batches of a window, a function of (seed, epoch).
         drop_last: Whether to leave out the last batch of an epoch if another row of one element
-            would fit in it.
+            would fit in it; with ``window``, the last one of each window.
 
     Returns:
         An iterable of arrays of row indices. Like a sampler, it has ``set_epoch(epoch)`` and
@@ -69,7 +81,7 @@ def element_batches(
         ...     [values.tolist() for values, offsets in feeder]
         [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     """
-    return ElementBatches(lengths, max_elements, batch_size, order, padded, drop_last)
+    return ElementBatches(lengths, max_elements, batch_size, order, padded, drop_last, window, seed)
 
 
 class ElementBatches(LengthBatches):
@@ -90,6 +102,8 @@ class ElementBatches(LengthBatches):
         order: Order | None,
         padded: bool,
         drop_last: bool,
+        window: int | None = None,
+        seed: int = 0,
     ) -> None:
         self.max_elements = whole_number(max_elements, "max_elements")
         check_flag(padded, "padded")
@@ -105,6 +119,8 @@ class ElementBatches(LengthBatches):
             )
         self.padded = bool(padded)
         self._drop_last = bool(drop_last)
+        self._window = None if window is None else whole_number(window, "window")
+        self._seed = check_seed(seed)
         self._given_size = None if batch_size is None else whole_number(batch_size, "batch_size")
         fitting = table.most_rows(
             self.max_elements, padded=self.padded, repeats=not is_distinct(self.order)
@@ -116,26 +132,47 @@ class ElementBatches(LengthBatches):
     def __repr__(self) -> str:
         size = "" if self._given_size is None else f", batch_size={self._given_size}"
         flags = ", padded=True" * self.padded + ", drop_last=True" * self._drop_last
+        if self._window is not None:
+            flags += f", window={self._window}, seed={self._seed}"
         return (
             f"element_batches(<{len(self.lengths)} lengths>, {self.max_elements}{size}, "
             f"order={self.order!r}{flags})"
         )
+
+    @property
+    def rows_order(self) -> Order | None:
+        """Order in which batches have the rows; None if rows are sorted within windows."""
+        return self.order if self._window is None else None
 
     def most_elements(self, *, padded: bool) -> int | None:
         return self.max_elements if self.padded or not padded else None
 
     def windows(self, epoch: int, start: int) -> tuple[Windows | None, int, int]:
         n_rows = len(self.lengths)
-        found = windows(self.order, n_rows, epoch)
+        # Rows that are sorted by length leave the order of their blocks.
+        found = None if self._window is not None else windows(self.order, n_rows, epoch)
         if found is None:
             return None, 0, 0
         position = sum(map(len, itertools.islice(self._batches(epoch), start)))
         return found, position, self.order.length(n_rows)
 
     def _batches(self, epoch: int) -> Iterator[Rows]:
+        if self._window is None:
+            yield from self._cut(self._rows(epoch, _RUN_ROWS))
+            return
+        for number, rows in enumerate(self._rows(epoch, self._window)):
+            # Rows of equal length keep their order, which is random if that of the rows is.
+            by_length = rows[np.argsort(-self.lengths[rows], kind="stable")]
+            batches = list(self._cut([by_length]))
+            shuffle = permutation(len(batches), f"{self._seed}/{epoch}/elements/{number}")
+            for i in shuffle(np.arange(len(batches))).tolist():
+                yield batches[i]
+
+    def _cut(self, runs: Iterable[Rows]) -> Iterator[Rows]:
+        """Cut rows, given in runs, into batches in their order."""
         cut = _Cut(self.max_elements, self._given_size or sys.maxsize, self.padded)
         pending: list[Rows] = []
-        for rows in self._rows(epoch):
+        for rows in runs:
             begin = 0
             for end in cut.ends(self.lengths[rows]):
                 yield np.concatenate([*pending, rows[begin:end]])
@@ -146,13 +183,13 @@ class ElementBatches(LengthBatches):
         if len(last) and not (self._drop_last and cut.has_room):
             yield last
 
-    def _rows(self, epoch: int) -> Iterator[Rows]:
-        """Yield the row indices of an epoch in long runs."""
+    def _rows(self, epoch: int, n: int) -> Iterator[Rows]:
+        """Yield the row indices of an epoch in runs of ``n``."""
         n_rows = len(self.lengths)
         at = self.order.bind(n_rows, epoch)
         stop = self.order.length(n_rows)
-        for begin in range(0, stop, _RUN_ROWS):
-            positions = np.arange(begin, min(begin + _RUN_ROWS, stop))
+        for begin in range(0, stop, n):
+            positions = np.arange(begin, min(begin + n, stop))
             yield check_rows(at(positions), n_rows, f"order={self.order!r}")
 
 

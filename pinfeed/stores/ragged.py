@@ -8,6 +8,7 @@ import os
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.rows.orders import Rows
@@ -46,7 +47,7 @@ class RaggedParts(NamedTuple):
 
     items: RunRows
     """Items that are still to be gathered."""
-    bounds: Rows
+    bounds: npt.NDArray[np.signedinteger[Any]]
     """Offsets of the rows in the batch, shape (n + 1,), or lengths, shape (n,), if it is padded.
 
     A packed batch has its three other parts here, one after the other, int32.
