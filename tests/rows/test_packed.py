@@ -1,5 +1,6 @@
 """Packed sequences have every element once, within their length, on any number of ranks."""
 
+import itertools
 import re
 from typing import Any
 
@@ -43,7 +44,7 @@ def make(world: tuple[int, int] | None = None, uneven: Any = "join", **options: 
 
 
 def elements(batches: list[Any]) -> list[int]:
-    found = np.concatenate([np.array(batch.values).ravel() for batch in batches])
+    found = np.concatenate([batch.values.numpy().ravel() for batch in batches])
     return found[found > 0].tolist()
 
 
@@ -85,12 +86,12 @@ def test_runs_of_elements_follow_the_order_of_the_rows() -> None:
 def test_documents_positions_and_bounds_agree(split: Any) -> None:
     with make(split=split, most=9) as feeder:
         for batch in feeder.batches():
-            values, documents, positions, bounds = (np.array(part) for part in batch.data)
+            values, documents, positions, bounds = (part.numpy() for part in batch.data)
             assert documents.dtype == positions.dtype == bounds.dtype == np.int32
             assert np.array_equal(values > 0, documents >= 0)
             assert bounds[0] == 0
             assert bounds[-1] == values.size
-            for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+            for begin, end in itertools.pairwise(bounds.tolist()):
                 assert begin // 9 == (end - 1) // 9
                 assert positions.ravel()[begin:end].tolist() == list(range(end - begin))
                 (document,) = set(documents.ravel()[begin:end].tolist())
