@@ -86,7 +86,8 @@ def trl_ways(lengths: Any, most: int) -> list[tuple[str, str, float]]:
     try:
         from datasets import Dataset
         from trl import pack_dataset
-    except ImportError:
+    except (ImportError, RuntimeError):
+        # TRL raises RuntimeError if a library that it needs cannot be imported.
         return []
     import pyarrow as pa
 

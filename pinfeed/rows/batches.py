@@ -38,7 +38,7 @@ class RowIndices(NamedTuple):
     rows: Callable[[], Rows]
     """Computes the row indices, shape (n_rows,). Any thread may call it."""
     places: Places | None = None
-    """Where the rows of packed batches are in their sequences; None for whole rows."""
+    """Places of the rows of packed batches in their sequences; None for whole rows."""
 
 
 # The constructor of a NamedTuple is a Python function; this makes one without it.

@@ -33,7 +33,7 @@ class Pieces(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the rows of a batch are in sequences of one length."""
+    """Places of the rows of a batch in sequences of one length."""
 
     begins: Rows
     """First element of each row that is in the batch, shape (n,)."""
