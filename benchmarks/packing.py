@@ -34,7 +34,7 @@ def padded(lengths: Any) -> None:
     positions = np.arange(N_ROWS)
     ways: dict[str, Callable[[], Iterable[Any]]] = {
         "random batches": lambda: cut(np.random.default_rng(1).permutation(N_ROWS)),
-        "transformers, group_by_length": lambda: cut(grouped(lengths)),
+        "sorted as group_by_length does": lambda: cut(grouped(lengths)),
         "bucketed": lambda: cut(order.bind(N_ROWS, 0)(positions)),
         "element_batches": lambda: element_batches(lengths, 32_768, order=shuffled(1), padded=True),
         "element_batches, window=1600": lambda: element_batches(
@@ -82,7 +82,7 @@ def grouped(lengths: Any) -> Any:
 
 
 def trl_ways(lengths: Any, most: int) -> list[tuple[str, str, float]]:
-    """Return the results of TRL's packing of the whole data set, if it is installed."""
+    """Return the results of TRL's packing, which writes a new data set, if it is installed."""
     try:
         from datasets import Dataset
         from trl import pack_dataset
