@@ -24,8 +24,9 @@ from pinfeed.pipeline.planner import Planner
 from pinfeed.pipeline.schedule import PrefetchSchedule, choose_schedule, crew_schedule
 from pinfeed.pipeline.sources.row_source import RowSource
 from pinfeed.pipeline.store_tree import StoreTree
+from pinfeed.rows.length_batches import LengthBatches
 from pinfeed.rows.orders import Order, is_repeatable
-from pinfeed.rows.ragged_batches import ElementBatches
+from pinfeed.rows.packed import Packed
 from pinfeed.rows.rank_batches import note_workers
 from pinfeed.rows.ranks import Ranks
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
@@ -340,7 +341,13 @@ class Feeder(ResumableFeeder[T_co]):
         """Open the device, plan the memory and the reads, and make the runner of the epochs."""
         tree = self._stores
         config = selection.config
-        if isinstance(selection.order, ElementBatches):
+        is_packed = isinstance(selection.order, Packed)
+        if self._verify and (is_packed or any(one.layout == "packed" for one in tree.ragged)):
+            raise ArgumentError(
+                "verify=True was given with packed rows; verify compares whole rows; leave out "
+                "verify, or give layout='offsets' and rows=element_batches(...)"
+            )
+        if isinstance(selection.order, LengthBatches):
             for ragged in tree.ragged:
                 selection.order.require_bound(ragged.lengths, repr(ragged))
         schedule = self._schedule_on(device, selection, options, depth)

@@ -13,8 +13,10 @@ from pinfeed.errors import ArgumentError, BudgetError, RowIndexError
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
 from pinfeed.rows.batches import OrderBatches, RowBatches
+from pinfeed.rows.length_batches import LengthBatches
 from pinfeed.rows.orders import BlockShuffled, Order, PerRank, sequential, shuffled
-from pinfeed.rows.ragged_batches import ElementBatches
+from pinfeed.rows.packed import Packed
+from pinfeed.rows.packed_batches import PackedBatches, packed_batches
 from pinfeed.rows.rank_batches import RankBatches, batches_of_rank
 from pinfeed.rows.ranks import Ranks
 from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch
@@ -72,7 +74,13 @@ class RowSelection:
         self.batch_size = batch_size
         self.config = None if config is None else config.for_feeder()
         self.rank: int | None = None
-        self.rank_batches = batches_of_rank(ranks, rows, drop_last, size, size_name)
+        self.rank_batches: RankBatches | None = None
+        self._packed: PackedBatches | None = None
+        if isinstance(rows, Packed):
+            self._packed = packed_batches(rows, ranks)
+            self.rank = None if ranks in (None, "all") else self._packed.rank
+        else:
+            self.rank_batches = batches_of_rank(ranks, rows, drop_last, size, size_name)
         if self.rank_batches is None:
             return
         self.order = self.rank_batches.rows()
@@ -93,6 +101,9 @@ class RowSelection:
             plan: Plan that fixes the batch size if ``config`` is given.
         """
         batch_size = self.batch_size if self.config is None else plan.batch_size
+        if self._packed is not None:
+            self._packed.packed.require_rows(n_rows)
+            return self._packed
         if not isinstance(self.order, Order):
             return SamplerBatches(self.order, n_rows, batch_size, self.drop_last)
         assert batch_size is not None
@@ -183,10 +194,11 @@ def _check_order(rows: Any, shuffle: bool, drop_last: bool) -> None:
             "both rows and shuffle=True were given, but rows already decides the order; leave "
             "out shuffle, or give rows=pinfeed.rows.shuffled(seed)"
         )
-    if drop_last and isinstance(rows, ElementBatches):
+    if drop_last and isinstance(rows, LengthBatches):
+        name = repr(rows).partition("(")[0]
         raise ArgumentError(
-            "drop_last=True was given, but rows=element_batches(...) makes the batches; give "
-            "element_batches(..., drop_last=True)"
+            f"drop_last=True was given, but rows={name}(...) makes the batches; give "
+            f"{name}(..., drop_last=True)"
         )
 
 

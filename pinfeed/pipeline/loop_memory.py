@@ -14,8 +14,8 @@ from pinfeed.memory.plan import Allocation
 from pinfeed.pipeline.recent_rows import n_entries
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.rows.batches import ORDER_BYTES
+from pinfeed.rows.length_batches import LengthBatches
 from pinfeed.rows.orders import most_copies
-from pinfeed.rows.ragged_batches import ElementBatches
 from pinfeed.stores.ragged import RaggedStore
 
 # For each row of a kept batch: its index, its position, and a link to an earlier batch.
@@ -189,7 +189,7 @@ def ragged_sizes(
     """
     max_elements = None
     copies = most_copies(rows)
-    if isinstance(rows, ElementBatches):
+    if isinstance(rows, LengthBatches):
         max_elements = rows.most_elements(padded=store.layout == "padded")
         copies = most_copies(rows.order)
     is_exact = is_limited or max_elements is not None

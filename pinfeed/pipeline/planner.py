@@ -25,8 +25,8 @@ from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.readahead.read_plan import ReadPlan
 from pinfeed.readahead.select import choose, file_of, windows_ahead
 from pinfeed.readahead.strategy import FreeMemory
+from pinfeed.rows.length_batches import LengthBatches
 from pinfeed.rows.orders import Order, is_distinct
-from pinfeed.rows.ragged_batches import ElementBatches
 from pinfeed.rows.sampler_batches import largest_batch
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.ragged import RaggedStore
@@ -124,7 +124,7 @@ class Planner:
         """Return the parts of a batch, those of ragged stores last."""
         # Batches that are bounded by elements have far fewer rows than the largest possible batch.
         # Memory for stores with rows of equal length then grows with the batches that occur.
-        n_reserved = 0 if isinstance(self.rows, ElementBatches) else n_rows
+        n_reserved = 0 if isinstance(self.rows, LengthBatches) else n_rows
         parts = [
             PartSize(
                 n_rows * row_nbytes(store),

@@ -13,6 +13,7 @@ from pinfeed.memory.plan import Allocation
 from pinfeed.memory.units import human
 from pinfeed.readahead.strategy import ReadStrategy
 from pinfeed.rows.orders import Rows
+from pinfeed.rows.packing import Places
 from pinfeed.rows.windows import Windows
 from pinfeed.stores.host_rows import Gatherable, run_gather
 from pinfeed.stores.ragged import RaggedParts, RaggedStore
@@ -21,7 +22,7 @@ from pinfeed.stores.ragged import RaggedParts, RaggedStore
 _MOST_NOTES = 4
 _N_NAMED = 3
 
-OpenRaggedBatch = Callable[[int, int], Callable[[Rows], RaggedParts]]
+OpenRaggedBatch = Callable[[int, int], Callable[[Rows, Places | None], RaggedParts]]
 """Takes the position of a batch and its number of rows, as ``OpenBatch``; returns its parts."""
 
 
@@ -80,10 +81,10 @@ class RaggedReads:
             )
         with self._strategy.open_epoch(windows, start, stop) as open_batch:
 
-            def open_ragged(position: int, n: int) -> Callable[[Rows], RaggedParts]:
+            def open_ragged(position: int, n: int) -> Callable[[Rows, Places | None], RaggedParts]:
                 # This starts reading the next window.
                 open_batch(position, n)
-                return functools.partial(self.store.parts, gather=self._gather)
+                return functools.partial(self.store.batch_parts, self._gather)
 
             yield open_ragged
 

@@ -118,7 +118,7 @@ def choose(
         free = free.without(strategy.items)
         notes.append(ReadNote(file.label, file.nbytes, reason))
         strategies.append(strategy)
-    order = order.order if isinstance(order, ElementBatches) else order
+    order = order.rows_order if isinstance(order, ElementBatches) else order
     for one in ragged:
         items = file_of(one.items)
         if items is None or not items.row_nbytes:

@@ -1,16 +1,20 @@
 """Row orders: the rows of an epoch's batches, their order, and each rank's part."""
 
+from pinfeed.rows.bucketed import bucketed
 from pinfeed.rows.mixtures import mixed
 from pinfeed.rows.orders import Order, block_shuffled, drawn, per_rank, sequential, shuffled
+from pinfeed.rows.packed import packed
 from pinfeed.rows.ragged_batches import element_batches
 from pinfeed.rows.subsets import split, where
 
 __all__ = [
     "Order",
     "block_shuffled",
+    "bucketed",
     "drawn",
     "element_batches",
     "mixed",
+    "packed",
     "per_rank",
     "sequential",
     "shuffled",

@@ -15,6 +15,7 @@ import numpy as np
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import At, Order, Rows, is_distinct
+from pinfeed.rows.packing import Places
 from pinfeed.rows.windows import Windows, windows
 
 # An order computes this many rows at once. Small batches then share numpy's cost per call, and
@@ -36,6 +37,8 @@ class RowIndices(NamedTuple):
     """
     rows: Callable[[], Rows]
     """Computes the row indices, shape (n_rows,). Any thread may call it."""
+    places: Places | None = None
+    """Places of the rows of packed batches in their sequences; None for whole rows."""
 
 
 # The constructor of a NamedTuple is a Python function; this makes one without it.
@@ -240,7 +243,7 @@ class OrderBatches(RowBatches):
                 if run.computed is None or i == 0:
                     ahead = next_run if i == 0 else None
                     make = functools.partial(run.part, i, i + n, ahead)
-                yield _row_indices((n, batches, make))
+                yield _row_indices((n, batches, make, None))
             run = next_run
 
     def spans(self, number: int, start: int, batches_per_slot: int) -> Generator[Rows, None, None]:

@@ -1,28 +1,32 @@
-"""ElementBatches: batches of ragged rows with a bound on elements; RowLengths: such bounds."""
+"""ElementBatches: batches of ragged rows with a bound on elements."""
 
 from __future__ import annotations
 
 import itertools
-import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from pinfeed.errors import ArgumentError, described
+from pinfeed.errors import ArgumentError
 from pinfeed.rows.indices import check_rows
-from pinfeed.rows.orders import Order, Rows, Sequential, is_distinct
+from pinfeed.rows.length_batches import LengthBatches
+from pinfeed.rows.orders import Order, Rows, is_distinct
+from pinfeed.rows.permutation import permutation
+from pinfeed.rows.row_lengths import RowLengths
 from pinfeed.rows.windows import Windows, windows
-from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
+from pinfeed.validation.arguments import (
+    check_flag,
+    check_seed,
+    explain_arguments,
+    whole_number,
+)
 from pinfeed.validation.safe_repr import safe_repr
 
 # The order computes this many rows at once.
 _RUN_ROWS = 1 << 14
-# Up to this length, lengths are counted in a table, which is faster than sorting them.
-_MOST_COUNTED = 1 << 20
 
 
 @explain_arguments(
@@ -39,6 +43,8 @@ def element_batches(
     batch_size: int | None = None,
     order: Order | None = None,
     padded: bool = False,
+    window: int | None = None,
+    seed: int = 0,
     drop_last: bool = False,
 ) -> ElementBatches:
     """Return batches of ragged rows with at most ``max_elements`` elements each, for ``rows=``.
@@ -54,8 +60,12 @@ def element_batches(
         batch_size: Most rows of a batch; None sets no bound.
         order: Order of the rows, from ``pinfeed.rows``; None is the order of the store.
         padded: Count the elements of a padded batch: its number of rows times its longest row.
+        window: Number of consecutive rows of ``order`` that are sorted by length before they are
+            cut into batches. The batches of each window are shuffled, and none crosses its end.
+            With ``padded=True``, this leaves less padding. None cuts the rows in their order.
+        seed: Seed of the shuffle of the batches of a window, a function of (seed, epoch).
         drop_last: Whether to leave out the last batch of an epoch if another row of one element
-            would fit in it.
+            would fit in it; with ``window``, the last one of each window.
 
     Returns:
         An iterable of arrays of row indices. Like a sampler, it has ``set_epoch(epoch)`` and
@@ -71,21 +81,17 @@ def element_batches(
         ...     [values.tolist() for values, offsets in feeder]
         [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     """
-    return ElementBatches(lengths, max_elements, batch_size, order, padded, drop_last)
+    return ElementBatches(lengths, max_elements, batch_size, order, padded, drop_last, window, seed)
 
 
-class ElementBatches:
+class ElementBatches(LengthBatches):
     """Iterable over the batches of one epoch, as row indices; see ``element_batches``.
 
     A feeder sets its epoch, as it does for a sampler.
 
     Attributes:
-        batch_size: Most rows that a batch can have.
-        epoch: Epoch whose batches the next iteration yields.
-        lengths: Number of elements of each row, shape (n_rows,), int64, read-only.
         max_elements: Most elements of a batch.
         padded: Whether each row of a batch counts as many elements as the longest one.
-        order: Order of the rows.
     """
 
     def __init__(
@@ -96,15 +102,13 @@ class ElementBatches:
         order: Order | None,
         padded: bool,
         drop_last: bool,
+        window: int | None = None,
+        seed: int = 0,
     ) -> None:
         self.max_elements = whole_number(max_elements, "max_elements")
         check_flag(padded, "padded")
         check_flag(drop_last, "drop_last")
-        if order is not None and not isinstance(order, Order):
-            raise ArgumentError(
-                f"order={order!r}: expected an order of pinfeed.rows, such as shuffled(seed=1)"
-            )
-        self.lengths = _checked(lengths)
+        super().__init__(lengths, order)
         table = RowLengths(self.lengths)
         if table.longest > self.max_elements:
             row = int(self.lengths.argmax())
@@ -113,10 +117,10 @@ class ElementBatches:
                 f"max_elements={self.max_elements:,}; expected rows that fit in a batch; raise "
                 "max_elements, or cut the row"
             )
-        self.epoch = 0
         self.padded = bool(padded)
-        self.order: Order = order or Sequential()
         self._drop_last = bool(drop_last)
+        self._window = None if window is None else whole_number(window, "window")
+        self._seed = check_seed(seed)
         self._given_size = None if batch_size is None else whole_number(batch_size, "batch_size")
         fitting = table.most_rows(
             self.max_elements, padded=self.padded, repeats=not is_distinct(self.order)
@@ -128,68 +132,47 @@ class ElementBatches:
     def __repr__(self) -> str:
         size = "" if self._given_size is None else f", batch_size={self._given_size}"
         flags = ", padded=True" * self.padded + ", drop_last=True" * self._drop_last
+        if self._window is not None:
+            flags += f", window={self._window}, seed={self._seed}"
         return (
             f"element_batches(<{len(self.lengths)} lengths>, {self.max_elements}{size}, "
             f"order={self.order!r}{flags})"
         )
 
-    def __iter__(self) -> Iterator[Rows]:
-        return self._batches(self.epoch)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch whose batches the next iteration yields."""
-        self.epoch = whole_number(epoch, "epoch", least=0)
-
-    def count(self, epoch: int | None = None) -> int:
-        """Return the number of batches of an epoch; None selects the current epoch.
-
-        The call goes through all rows of the epoch, a few million per second. The class has no
-        ``len``, because the number differs between the epochs of a shuffled order.
-        """
-        return sum(1 for _ in self._batches(self.epoch if epoch is None else epoch))
+    @property
+    def rows_order(self) -> Order | None:
+        """Order in which batches have the rows; None if rows are sorted within windows."""
+        return self.order if self._window is None else None
 
     def most_elements(self, *, padded: bool) -> int | None:
-        """Return the bound on the elements of a batch, padded or not; None if there is none."""
         return self.max_elements if self.padded or not padded else None
 
-    def require_bound(self, lengths: npt.NDArray[Any], name: str) -> None:
-        """Check that the batches of rows of these lengths have at most ``max_elements`` elements.
-
-        Args:
-            lengths: Number of elements of each row, shape (n_rows,).
-            name: Name of the rows in errors.
-
-        Raises:
-            ArgumentError: If the number of rows differs, or a row is longer than its entry in
-                ``self.lengths``.
-        """
-        advice = "give element_batches the lengths of this store (store.lengths)"
-        if len(lengths) != len(self.lengths):
-            raise ArgumentError(
-                f"rows={self!r} has {len(self.lengths):,} lengths, but {name} has "
-                f"{len(lengths):,} rows; expected a length for each row; {advice}"
-            )
-        if len(longer := np.flatnonzero(lengths > self.lengths)):
-            row = longer.item(0)
-            raise ArgumentError(
-                f"rows={self!r} has length {self.lengths[row]:,} for row {row}, but the row has "
-                f"{lengths[row]:,} elements in {name}; expected at least as many; {advice}"
-            )
-
     def windows(self, epoch: int, start: int) -> tuple[Windows | None, int, int]:
-        """Return the windows of an epoch, or None, and the range of positions from ``start`` on."""
         n_rows = len(self.lengths)
-        found = windows(self.order, n_rows, epoch)
+        # Rows that are sorted by length leave the order of their blocks.
+        found = None if self._window is not None else windows(self.order, n_rows, epoch)
         if found is None:
             return None, 0, 0
         position = sum(map(len, itertools.islice(self._batches(epoch), start)))
         return found, position, self.order.length(n_rows)
 
     def _batches(self, epoch: int) -> Iterator[Rows]:
-        """Yield the row indices of each batch of an epoch."""
+        if self._window is None:
+            yield from self._cut(self._rows(epoch, _RUN_ROWS))
+            return
+        for number, rows in enumerate(self._rows(epoch, self._window)):
+            # Rows of equal length keep their order, which is random if that of the rows is.
+            by_length = rows[np.argsort(-self.lengths[rows], kind="stable")]
+            batches = list(self._cut([by_length]))
+            shuffle = permutation(len(batches), f"{self._seed}/{epoch}/elements/{number}")
+            for i in shuffle(np.arange(len(batches))).tolist():
+                yield batches[i]
+
+    def _cut(self, runs: Iterable[Rows]) -> Iterator[Rows]:
+        """Cut rows, given in runs, into batches in their order."""
         cut = _Cut(self.max_elements, self._given_size or sys.maxsize, self.padded)
         pending: list[Rows] = []
-        for rows in self._rows(epoch):
+        for rows in runs:
             begin = 0
             for end in cut.ends(self.lengths[rows]):
                 yield np.concatenate([*pending, rows[begin:end]])
@@ -200,13 +183,13 @@ class ElementBatches:
         if len(last) and not (self._drop_last and cut.has_room):
             yield last
 
-    def _rows(self, epoch: int) -> Iterator[Rows]:
-        """Yield the row indices of an epoch in long runs."""
+    def _rows(self, epoch: int, n: int) -> Iterator[Rows]:
+        """Yield the row indices of an epoch in runs of ``n``."""
         n_rows = len(self.lengths)
         at = self.order.bind(n_rows, epoch)
         stop = self.order.length(n_rows)
-        for begin in range(0, stop, _RUN_ROWS):
-            positions = np.arange(begin, min(begin + _RUN_ROWS, stop))
+        for begin in range(0, stop, n):
+            positions = np.arange(begin, min(begin + n, stop))
             yield check_rows(at(positions), n_rows, f"order={self.order!r}")
 
 
@@ -275,107 +258,3 @@ class _Cut:
         n_rows = self.n_rows + 1
         n_elements = n_rows * max(1, self.longest) if self.padded else self.n_elements + 1
         return n_rows <= self.batch_size and n_elements <= self.max_elements
-
-
-class RowLengths:
-    """Numbers of rows of each length; bounds of a batch follow from them.
-
-    Args:
-        lengths: Length of each row, shape (n_rows,), integers of 0 or more, at least one row.
-
-    Attributes:
-        longest: Length of the longest row.
-        n_rows: Number of rows.
-        mean: Mean length of a row.
-        nbytes: Bytes of the table.
-    """
-
-    def __init__(self, lengths: npt.NDArray[Any]) -> None:
-        self.longest = int(lengths.max())
-        if self.longest < _MOST_COUNTED:
-            counts = np.bincount(lengths)
-            kinds = np.flatnonzero(counts)
-            counts = counts[kinds]
-        else:
-            kinds, counts = np.unique(lengths, return_counts=True)
-        self._kinds = kinds.astype(np.int64)
-        self._counts = counts
-        self.n_rows = int(counts.sum())
-        self.mean = float(counts @ self._kinds) / self.n_rows
-        self.nbytes = 4 * self._kinds.nbytes
-        # Rows and elements of the longest rows together, by how many lengths these have.
-        self._most_rows = np.cumsum(counts[::-1])
-        self._most_elements = np.cumsum((counts * self._kinds)[::-1])
-
-    def most_elements(self, n_rows: int) -> int:
-        """Return the elements of the ``n_rows`` longest rows together."""
-        n_whole = int(np.searchsorted(self._most_rows, n_rows, side="right"))
-        rows = self._most_rows.item(n_whole - 1) if n_whole else 0
-        elements = self._most_elements.item(n_whole - 1) if n_whole else 0
-        if n_whole == len(self._kinds):
-            return elements
-        return elements + (n_rows - rows) * self._kinds.item(-1 - n_whole)
-
-    def usual_elements(self, n_rows: int, *, padded: bool) -> int:
-        """Return a number of elements that few batches of ``n_rows`` random rows exceed.
-
-        Args:
-            n_rows: Number of rows of a batch.
-            padded: Whether each row counts as many elements as the longest one of the batch.
-        """
-        if padded:
-            # About one batch in 64 has a row that is longer.
-            n_longer = self.n_rows - np.cumsum(self._counts)
-            kind = int((n_longer * 64 * n_rows <= self.n_rows).argmax())
-            return n_rows * self._kinds.item(kind)
-        variance = float(self._counts @ (self._kinds - self.mean) ** 2) / self.n_rows
-        return math.ceil(n_rows * self.mean + 6 * math.sqrt(n_rows * variance))
-
-    def most_rows(self, max_elements: int, *, padded: bool, repeats: bool) -> int:
-        """Return the most rows that a batch of at most ``max_elements`` elements may have.
-
-        Args:
-            max_elements: Most elements of a batch, at least the length of each row.
-            padded: Whether each row counts as many elements as the longest one of the batch.
-            repeats: Whether a batch may contain a row several times.
-
-        Returns:
-            The number of rows, or at least the rows of an epoch if rows without elements may
-            repeat.
-        """
-        shortest = self._kinds.item(0)
-        if repeats:
-            return max_elements // shortest if shortest else self.n_rows + max_elements
-        if padded:
-            ends = np.cumsum(self._counts)
-            # The rows of each length and all shorter rows, until the batch is full.
-            fitting = np.where(self._kinds > 0, max_elements // np.maximum(self._kinds, 1), ends)
-            return int(np.minimum(ends, fitting).max())
-        elements = np.cumsum(self._counts * self._kinds)
-        n_whole = int(np.searchsorted(elements, max_elements, side="right"))
-        n_rows = int(self._counts[:n_whole].sum())
-        if n_whole < len(self._kinds):
-            before = elements.item(n_whole - 1) if n_whole else 0
-            n_rows += (max_elements - before) // self._kinds.item(n_whole)
-        return n_rows
-
-
-def _checked(lengths: Any) -> Rows:
-    """Return a read-only copy of lengths, shape (n_rows,), int64.
-
-    Raises:
-        ArgumentError: If they are not integers of 0 or more, or if the array is empty.
-    """
-    expected = "expected integers of 0 or more, shape (n_rows,), such as store.lengths"
-    try:
-        given = np.asarray(lengths)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ArgumentError(f"lengths: {described(error)}; {expected}") from None
-    if given.ndim != 1 or not len(given) or given.dtype.kind not in "iu":
-        raise ArgumentError(f"lengths: got shape {given.shape} of {given.dtype}; {expected}")
-    checked: Rows = given.astype(np.int64)
-    if checked.min() < 0:
-        row = int(checked.argmin())
-        raise ArgumentError(f"lengths: row {row} has {given[row]} elements; {expected}")
-    checked.flags.writeable = False
-    return checked

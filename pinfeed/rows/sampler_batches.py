@@ -12,8 +12,8 @@ import numpy as np
 from pinfeed.errors import ArgumentError, WorkerError
 from pinfeed.rows.batches import RowBatches, RowIndices
 from pinfeed.rows.indices import check_rows
+from pinfeed.rows.length_batches import LengthBatches
 from pinfeed.rows.orders import Rows
-from pinfeed.rows.ragged_batches import ElementBatches
 from pinfeed.rows.windows import Windows
 
 _EPOCHS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -66,11 +66,8 @@ class SamplerBatches(RowBatches):
         self.are_from_user = not all(name.startswith(_LIBRARIES) for name in modules)
         if isinstance(rows, (np.ndarray, Sequence)):
             self._rows = self._checked(rows)
-        if isinstance(rows, ElementBatches) and len(rows.lengths) != n_rows:
-            raise ArgumentError(
-                f"rows={rows!r}: {len(rows.lengths):,} lengths for {n_rows:,} rows; expected a "
-                "length for each row of the source"
-            )
+        if isinstance(rows, LengthBatches):
+            rows.require_rows(n_rows)
 
     def _checked(self, rows: Any) -> Any:
         """Check an array or a list before any thread starts."""
@@ -135,7 +132,7 @@ class SamplerBatches(RowBatches):
         try:
             n = len(self._rows)  # type: ignore[arg-type]
         except TypeError:
-            is_counted = isinstance(self._rows, ElementBatches)
+            is_counted = isinstance(self._rows, LengthBatches)
             hint = "; element_batches has count(epoch) instead" * is_counted
             raise TypeError(
                 f"{self._name} has no len(), so the number of batches is unknown{hint}"
@@ -205,7 +202,7 @@ class SamplerBatches(RowBatches):
             )
 
     def windows(self, number: int, start: int) -> tuple[Windows | None, int, int]:
-        if isinstance(self._rows, ElementBatches):
+        if isinstance(self._rows, LengthBatches):
             return self._rows.windows(number, start)
         return None, 0, 0
 

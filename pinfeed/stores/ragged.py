@@ -8,10 +8,12 @@ import os
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.rows.orders import Rows
-from pinfeed.rows.ragged_batches import RowLengths
+from pinfeed.rows.packing import Places
+from pinfeed.rows.row_lengths import RowLengths
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.arrow import ArrowStore, items_and_offsets
@@ -21,12 +23,13 @@ from pinfeed.stores.store import Array, Store, is_store, row_nbytes
 from pinfeed.validation.arguments import explain_arguments
 from pinfeed.validation.safe_repr import safe_repr
 
-Layout = Literal["offsets", "padded", "jagged"]
+Layout = Literal["offsets", "padded", "jagged", "packed"]
 
 logger = logging.getLogger("pinfeed")
 
-_LAYOUTS = ("offsets", "padded", "jagged")
+_LAYOUTS = ("offsets", "padded", "jagged", "packed")
 _INDEX_NBYTES = 8
+_PACKED_NBYTES = 4
 
 _HINTS = {
     "data": "the items are the first positional argument",
@@ -44,8 +47,31 @@ class RaggedParts(NamedTuple):
 
     items: RunRows
     """Items that are still to be gathered."""
-    bounds: Rows
-    """Offsets of the rows in the batch, shape (n + 1,), or lengths, shape (n,), if it is padded."""
+    bounds: npt.NDArray[np.signedinteger[Any]]
+    """Offsets of the rows in the batch, shape (n + 1,), or lengths, shape (n,), if it is padded.
+
+    A packed batch has its three other parts here, one after the other, int32.
+    """
+
+
+class PackedBatch(NamedTuple):
+    """A batch of sequences, each with several rows; all numbers but the values are int32.
+
+    ``values.flatten(0, 1)`` and ``cu_seqlens`` are arguments for attention of variable length. For
+    a mask by document, compare ``document_ids``.
+    """
+
+    values: Any
+    """Items, shape (n_sequences, length, *item_shape); padding is at the end of each sequence."""
+    document_ids: Any
+    """Number of the row of each item in the batch, shape (n_sequences, length); -1 for padding."""
+    position_ids: Any
+    """Position of each item in its row, shape (n_sequences, length), and in padding in the padding.
+
+    A part of a row that was cut begins at 0.
+    """
+    cu_seqlens: Any
+    """Bounds of all rows and paddings in the flattened batch, from 0 to its number of items."""
 
 
 class RaggedStore:
@@ -57,6 +83,8 @@ class RaggedStore:
     - ``"offsets"``: ``(values, offsets)``, shapes (total, *item_shape) and (n + 1,).
     - ``"padded"``: ``(values, lengths)``, shapes (n, longest, *item_shape) and (n,).
     - ``"jagged"``: a ``torch.nested`` tensor of layout ``torch.jagged``.
+    - ``"packed"``: a ``PackedBatch`` of sequences for attention by document. With
+      ``rows=pinfeed.rows.packed(...)`` these have one length; otherwise all rows are one sequence.
 
     Offsets and lengths are int64.
 
@@ -100,7 +128,9 @@ class RaggedStore:
         padding: complex = 0,
     ) -> None:
         if layout not in _LAYOUTS:
-            raise ArgumentError(f"layout={layout!r}: expected 'offsets', 'padded' or 'jagged'")
+            raise ArgumentError(
+                f"layout={layout!r}: expected 'offsets', 'padded', 'jagged' or 'packed'"
+            )
         if isinstance(values, RaggedStore):
             raise StoreError("values is a RaggedStore; expected the items of its rows")
         self.layout: Layout = layout
@@ -207,8 +237,11 @@ class RaggedStore:
             elements = copies * self.row_lengths.most_elements(-(-n_rows // copies))
         if max_elements is not None:
             elements = min(elements, max_elements)
-        bounds = n_rows if self.layout == "padded" else n_rows + 1
-        return elements * row_nbytes(self.items), bounds * _INDEX_NBYTES
+        bounds = (n_rows if self.layout == "padded" else n_rows + 1) * _INDEX_NBYTES
+        if self.layout == "packed":
+            # Each row may end a sequence, whose padding has a bound, too.
+            bounds = (2 * elements + 2 * n_rows + 1) * _PACKED_NBYTES
+        return elements * row_nbytes(self.items), bounds
 
     def usual_nbytes(self, n_rows: int) -> int:
         """Return a number of bytes that the items of few batches of random rows exceed.
@@ -219,17 +252,41 @@ class RaggedStore:
         elements = self.row_lengths.usual_elements(n_rows, padded=self.layout == "padded")
         return elements * row_nbytes(self.items)
 
-    def parts(self, rows: Rows, gather: RunGather, layout: Layout | None = None) -> RaggedParts:
+    def batch_parts(self, gather: RunGather, rows: Rows, places: Places | None) -> RaggedParts:
+        """Return ``parts`` of a batch in the layout of the store."""
+        return self.parts(rows, gather, places=places)
+
+    def parts(
+        self,
+        rows: Rows,
+        gather: RunGather,
+        layout: Layout | None = None,
+        places: Places | None = None,
+    ) -> RaggedParts:
         """Return the two arrays of a batch, the items still to be gathered.
 
         Args:
             rows: Row indices in range, shape (n,); they may repeat.
             gather: Function that gathers runs of the items.
             layout: Form of the batch; None uses the layout of the store.
+            places: Parts of the rows to gather, and their places in sequences; None for whole rows.
         """
         starts = self.offsets[rows]
         lengths = self.offsets[rows + 1] - starts
-        if (layout or self.layout) == "padded":
+        if places is not None:
+            starts += places.begins
+            lengths = places.lengths
+        layout = layout or self.layout
+        if layout == "packed":
+            if places is None:
+                ends = np.cumsum(lengths)
+                total = int(lengths.sum())
+                places = Places(np.zeros_like(rows), lengths, ends - lengths, (1, total))
+            runs = Runs(starts, lengths, places.places)
+            shape = (*places.shape, *self.item_shape)
+            items = RunRows(gather, runs, shape, self.dtype, n_axes=2, padding=self.padding)
+            return RaggedParts(items, places.documents())
+        if layout == "padded":
             longest = int(lengths.max()) if len(lengths) else 0
             runs = Runs(starts, lengths, np.arange(len(rows)) * longest)
             shape = (len(rows), longest, *self.item_shape)
@@ -250,6 +307,11 @@ class RaggedStore:
 
     def batch(self, items: Any, bounds: Any) -> Any:
         """Return a batch in the form of the layout, made of the tensors of its two arrays."""
+        if self.layout == "packed":
+            n_sequences, length = items.shape[:2]
+            n = n_sequences * length
+            document_ids, position_ids = bounds[: 2 * n].reshape(2, n_sequences, length)
+            return PackedBatch(items, document_ids, position_ids, bounds[2 * n :])
         if self.layout != "jagged":
             return items, bounds
         from pinfeed.tensors.numpy_torch import jagged

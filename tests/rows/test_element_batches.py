@@ -13,7 +13,8 @@ from support.ragged import plain_batches
 
 from pinfeed import ArgumentError, Feeder, RaggedStore, rows
 from pinfeed.rows import element_batches
-from pinfeed.rows.ragged_batches import ElementBatches, RowLengths
+from pinfeed.rows.ragged_batches import ElementBatches
+from pinfeed.rows.row_lengths import RowLengths
 from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch
 from pinfeed.rows.windows import Windows
 

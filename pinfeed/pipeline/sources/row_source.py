@@ -22,6 +22,7 @@ from pinfeed.readahead.read_plan import RaggedReads
 from pinfeed.readahead.strategy import AnyBatch, ReadStrategy, UnreadRows, main_hint
 from pinfeed.rows.batches import EpochHooks, RowBatches, RowIndices
 from pinfeed.rows.orders import Rows
+from pinfeed.rows.packing import Places
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.host_rows import UnreadPart
 from pinfeed.stores.local_file import LocalFileStore
@@ -137,7 +138,7 @@ class RowSource(Source):
         self,
         indices: RowIndices,
         parts: Sequence[Callable[[Rows], UnreadRows]],
-        ragged: Sequence[Callable[[Rows], RaggedParts]] = (),
+        ragged: Sequence[Callable[[Rows, Places | None], RaggedParts]] = (),
     ) -> HostBatch:
         rows = indices.rows()
         host_parts: list[UnreadPart] = []
@@ -145,7 +146,7 @@ class RowSource(Source):
             # A comprehension would be another call in Python, for each batch.
             host_parts.append(make(rows))  # noqa: PERF401
         for make_ragged in ragged:
-            items, bounds = make_ragged(rows)
+            items, bounds = make_ragged(rows, indices.places)
             host_parts += [items, ArrayPart(bounds)]
         groups = [new_row_group((rows, 0, self.stores, None, None, None))]
         return HostBatch(host_parts, self.rebuild, indices.batches, groups)

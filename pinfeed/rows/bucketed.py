@@ -1,0 +1,189 @@
+"""Bucketed: an order whose batches have rows of similar lengths."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pinfeed.errors import ArgumentError
+from pinfeed.rows.indices import check_rows
+from pinfeed.rows.orders import At, Order, Rows, Shuffled, most_copies
+from pinfeed.rows.permutation import permutation
+from pinfeed.rows.row_lengths import checked_lengths
+from pinfeed.validation.arguments import check_seed, explain_arguments, whole_number
+
+
+@explain_arguments(
+    {
+        "group_by_length": "bucketed groups by length; leave it out",
+        "mega_batch_mult": "the number of batches of a window is window_batches=",
+        "sort_key": "give the length of each row as lengths",
+        "max_tokens max_elements": "give element_batches(lengths, max_elements, window=...)",
+    }
+)
+def bucketed(
+    lengths: Any,
+    *,
+    batch_size: int,
+    window_batches: int = 50,
+    order: Order | None = None,
+    seed: int = 0,
+) -> Bucketed:
+    """Return an order whose batches have rows of similar lengths, so that they need less padding.
+
+    Each window has the next ``batch_size * window_batches`` rows of ``order``. Its rows are sorted
+    by length and cut into batches, and the batches are shuffled. The rows of a batch are in
+    descending length. The last batch of an epoch has the last rows of ``order`` if it is not full.
+
+    Args:
+        lengths: Number of elements of each row, shape (n_rows,), integers of 0 or more.
+        batch_size: Rows of a batch. For several ranks, give the rows of one step of all ranks, so
+            that ranks have batches of similar lengths.
+        window_batches: Number of batches of a window. Larger windows need less padding, and mix
+            rows of different lengths less.
+        order: Order of the rows before they are sorted; None is ``shuffled(seed)``.
+        seed: Seed of the shuffle of the batches; their order is a function of (seed, epoch).
+
+    Raises:
+        ArgumentError: If an argument is invalid.
+
+    Examples:
+        >>> lengths = np.array([7, 1, 8, 2, 9, 3])
+        >>> order = pinfeed.rows.bucketed(lengths, batch_size=3, seed=1)
+        >>> with pinfeed.Feeder(lengths, batch_size=3, rows=order) as feeder:
+        ...     sorted(batch.tolist() for batch in feeder)
+        [[3, 2, 1], [9, 8, 7]]
+    """
+    if order is not None and not isinstance(order, Order):
+        raise ArgumentError(
+            f"order={order!r}: expected an order of pinfeed.rows, such as shuffled(seed=1)"
+        )
+    seed = check_seed(seed)
+    return Bucketed(
+        Lengths.of(lengths),
+        whole_number(batch_size, "batch_size"),
+        whole_number(window_batches, "window_batches"),
+        Shuffled(seed) if order is None else order,
+        seed,
+    )
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths of all rows. Saved states contain ``repr``, so it has a checksum of the lengths."""
+
+    n_rows: int
+    crc32: int
+    numbers: Rows = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, lengths: Any) -> Lengths:
+        """Return the lengths that a user gives.
+
+        Raises:
+            ArgumentError: If they are not integers of 0 or more, or if the array is empty.
+        """
+        checked = checked_lengths(lengths)
+        return cls(len(checked), zlib.crc32(checked.tobytes()), checked)
+
+
+class Padding(NamedTuple):
+    """Share of padding among the elements of padded batches, from 0 to 1."""
+
+    bucketed: float
+    """Share with buckets."""
+    unbucketed: float
+    """Share with batches of the same rows without buckets."""
+
+
+@dataclass(frozen=True)
+class Bucketed:
+    """Rows of another order, sorted by length within windows; see ``bucketed``.
+
+    It keeps a copy of the lengths, 8 bytes per row, and computes one window at a time.
+    """
+
+    # The ``repr`` of this class is in saved states, so the names of its fields must not change.
+    lengths: Lengths
+    batch_size: int
+    window_batches: int
+    order: Order
+    seed: int
+
+    def length(self, n_rows: int) -> int:
+        if n_rows != self.lengths.n_rows:
+            raise ArgumentError(
+                f"bucketed(...) has {self.lengths.n_rows:,} lengths for {n_rows:,} rows; expected "
+                "a length for each row of the source"
+            )
+        return self.order.length(n_rows)
+
+    def bind(self, n_rows: int, epoch: int) -> At:
+        n = self.length(n_rows)
+        base = self.order.bind(n_rows, epoch)
+        window_rows = self.batch_size * self.window_batches
+
+        # Consecutive batches need the same window.
+        @functools.lru_cache(maxsize=1)
+        def window(number: int) -> Rows:
+            begin = number * window_rows
+            positions = np.arange(begin, min(begin + window_rows, n))
+            rows = check_rows(base(positions), n_rows, f"order={self.order!r}")
+            return self._sorted(rows, f"{self.seed}/{epoch}/bucketed/{number}")
+
+        def at(positions: Rows) -> Rows:
+            numbers = positions // window_rows
+            found = np.empty(len(positions), np.int64)
+            for number in np.unique(numbers).tolist():
+                of_window = numbers == number
+                found[of_window] = window(number)[positions[of_window] - number * window_rows]
+            return found
+
+        return at
+
+    @property
+    def most_copies(self) -> int | None:
+        """Most occurrences of a row in an epoch; None if unknown."""
+        return most_copies(self.order)
+
+    def padding(self, epoch: int = 0, *, most_rows: int = 1 << 20) -> Padding:
+        """Return the share of padding of an epoch if each batch is padded to its longest row.
+
+        Args:
+            epoch: Number of the epoch.
+            most_rows: Number of rows after which the count ends, rounded up to whole windows.
+
+        Returns:
+            The share of elements that are padding, with buckets and without.
+        """
+        n_rows = self.lengths.n_rows
+        window_rows = self.batch_size * self.window_batches
+        most_rows = whole_number(most_rows, "most_rows")
+        stop = min(self.length(n_rows), -(-most_rows // window_rows) * window_rows)
+        shares = []
+        for order in (self, self.order):
+            at = order.bind(n_rows, epoch)
+            n_elements = n_padded = 0
+            for begin in range(0, stop, window_rows):
+                positions = np.arange(begin, min(begin + window_rows, stop))
+                lengths = self.lengths.numbers[at(positions)]
+                starts = np.arange(0, len(lengths), self.batch_size)
+                longest = np.maximum.reduceat(lengths, starts)
+                n_elements += int(lengths.sum())
+                n_padded += int(longest @ np.diff(starts, append=len(lengths)))
+            shares.append(1 - n_elements / n_padded if n_padded else 0.0)
+        return Padding(*shares)
+
+    def _sorted(self, rows: Rows, salt: str) -> Rows:
+        """Sort the rows of a window by length, and shuffle its full batches."""
+        n_batches = len(rows) // self.batch_size
+        full = rows[: n_batches * self.batch_size]
+        # Rows of equal length keep their order, which is random if that of the rows is.
+        by_length = full[np.argsort(-self.lengths.numbers[full], kind="stable")]
+        batches = by_length.reshape(n_batches, self.batch_size)
+        shuffled = batches[permutation(n_batches, salt)(np.arange(n_batches))]
+        return np.concatenate((shuffled.ravel(), rows[len(full) :]))

@@ -1,0 +1,327 @@
+"""Packed: batches of ragged rows that fill sequences of one length."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pinfeed.errors import ArgumentError
+from pinfeed.rows.indices import check_rows
+from pinfeed.rows.length_batches import LengthBatches
+from pinfeed.rows.orders import Order, Rows, is_distinct
+from pinfeed.rows.packing import Pieces, Places, best_fit, cut_rows
+from pinfeed.rows.permutation import permutation
+from pinfeed.rows.row_lengths import RowLengths
+from pinfeed.rows.windows import Windows
+from pinfeed.validation.arguments import (
+    check_choice,
+    check_flag,
+    check_seed,
+    explain_arguments,
+    whole_number,
+)
+from pinfeed.validation.safe_repr import safe_repr
+
+Split = Literal["never", "long", "always"]
+
+_SPLITS = ("never", "long", "always")
+
+
+@explain_arguments(
+    {
+        "max_tokens max_length max_seq_length seq_length": (
+            "the length of a sequence is max_elements="
+        ),
+        "strategy packing_strategy": "best fit is the default; give split='always' to fill all",
+        "rows": "the row order is order=",
+        "shuffle": "give order=pinfeed.rows.shuffled(seed)",
+    }
+)
+def packed(
+    lengths: Any,
+    max_elements: int,
+    *,
+    batch_size: int = 1,
+    window: int = 1024,
+    order: Order | None = None,
+    split: Split = "never",
+    seed: int = 0,
+    drop_last: bool = False,
+) -> Packed:
+    """Return batches of sequences of ``max_elements`` elements, filled with rows, for ``rows=``.
+
+    Each window has the next ``window`` rows of ``order``. Best fit decreasing packs them into
+    sequences, which are shuffled within the window. With ``split="always"``, the rows follow each
+    other without gaps instead, and sequences begin and end anywhere. Rows without elements are left
+    out. With ``ranks=`` of the feeder, ranks share the sequences of an epoch. A state can be loaded
+    on any number of ranks and with any ``batch_size``; it continues with the next sequence.
+
+    Args:
+        lengths: Number of elements of each row, shape (n_rows,), integers of 0 or more, such as
+            ``store.lengths``. All ragged stores of the feeder must have these lengths.
+        max_elements: Number of elements of a sequence.
+        batch_size: Number of sequences of a batch.
+        window: Number of rows that are packed together. Larger windows leave less padding.
+        order: Order of the rows, from ``pinfeed.rows``; None is the order of the store.
+        split: Rows that may be cut: ``"never"`` refuses rows of more than ``max_elements``
+            elements, ``"long"`` cuts only these, into pieces of ``max_elements`` and a rest, and
+            ``"always"`` cuts a row wherever a sequence ends.
+        seed: Seed of the shuffle of the sequences of a window, which is a function of (seed,
+            epoch). It has no effect with ``split="always"``.
+        drop_last: Whether to leave out a last batch that has fewer sequences, or with
+            ``split="always"`` a last sequence that is not full.
+
+    Returns:
+        An iterable of arrays of row indices, the rows of one batch each. Like a sampler, it has
+        ``set_epoch(epoch)`` and ``epoch``, which a feeder sets. ``fill(epoch)`` returns the share
+        of the elements of sequences that are not padding.
+
+    Raises:
+        ArgumentError: If an argument is invalid, or a row is too long for ``split="never"``.
+
+    Examples:
+        >>> store = pinfeed.RaggedStore(np.arange(10), np.array([0, 3, 5, 10]), layout="packed")
+        >>> batches = pinfeed.rows.packed(store.lengths, max_elements=5, batch_size=2)
+        >>> with pinfeed.Feeder(store, rows=batches) as feeder:
+        ...     for batch in feeder:
+        ...         print(sorted(batch.values.tolist()))
+        [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    """
+    return Packed(lengths, max_elements, batch_size, window, order, split, seed, drop_last)
+
+
+class Mark(NamedTuple):
+    """A window, and the first sequence that begins in it."""
+
+    window: int
+    """Number of the window."""
+    skip: int
+    """Elements of the window, and of later ones if it has fewer, that earlier sequences have."""
+    sequence: int
+    """Number of the sequence in its epoch."""
+
+
+START = Mark(0, 0, 0)
+
+
+class Packed(LengthBatches):
+    """Iterable over the batches of one epoch, as row indices; see ``packed``.
+
+    A feeder sets its epoch, as it does for a sampler. A window is planned when its first sequence
+    is needed, in the thread that draws the batches, and only one window is in memory.
+
+    Attributes:
+        max_elements: Number of elements of a sequence.
+        n_sequences: Number of sequences of a batch.
+        drop_last: Whether to leave out a last batch or sequence that is not full.
+    """
+
+    def __init__(
+        self,
+        lengths: Any,
+        max_elements: int,
+        batch_size: int,
+        window: int,
+        order: Order | None,
+        split: Split,
+        seed: int,
+        drop_last: bool,
+    ) -> None:
+        self.max_elements = whole_number(max_elements, "max_elements")
+        self.n_sequences = whole_number(batch_size, "batch_size")
+        self._window = whole_number(window, "window")
+        check_choice(split, "split", _SPLITS)
+        self._seed = check_seed(seed)
+        check_flag(drop_last, "drop_last")
+        super().__init__(lengths, order)
+        self._split = split
+        self.drop_last = bool(drop_last)
+        longest = int(self.lengths.max())
+        if longest > self.max_elements and split == "never":
+            row = int(self.lengths.argmax())
+            raise ArgumentError(
+                f"row {row} has {longest:,} elements, but max_elements={self.max_elements:,}; "
+                "expected rows that fit in a sequence; give split='long' to cut longer rows, or "
+                "raise max_elements"
+            )
+        if not longest:
+            raise ArgumentError("lengths: all rows have 0 elements; expected elements to pack")
+        self._crc32 = zlib.crc32(self.lengths.tobytes())
+        self.batch_size = self._most_pieces()
+
+    @safe_repr
+    def __repr__(self) -> str:
+        size = "" if self.n_sequences == 1 else f", batch_size={self.n_sequences}"
+        return f"packed(<{len(self.lengths)} lengths>, {self.max_elements}{size}, {self._options})"
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """Plain values that are equal exactly if a sequence has the same number and elements."""
+        return {
+            "order": f"packed(<crc32 {self._crc32}>, {self.max_elements}, {self._options})",
+            "n_rows": len(self.lengths),
+        }
+
+    @property
+    def _options(self) -> str:
+        flag = ", drop_last=True" * self.drop_last
+        return (
+            f"window={self._window}, order={self.order!r}, split={self._split!r}, "
+            f"seed={self._seed}{flag}"
+        )
+
+    def most_elements(self, *, padded: bool) -> int | None:
+        return None if padded else self.n_sequences * self.max_elements
+
+    def require_bound(self, lengths: npt.NDArray[Any], name: str) -> None:
+        """Check that rows have the lengths for which the batches are planned.
+
+        Raises:
+            ArgumentError: If the number of rows or a length differs.
+        """
+        super().require_bound(lengths, name)
+        if len(shorter := np.flatnonzero(lengths < self.lengths)):
+            row = shorter.item(0)
+            raise ArgumentError(
+                f"rows={self!r} has length {self.lengths[row]:,} for row {row}, but the row has "
+                f"{lengths[row]:,} elements in {name}; expected equally many; give packed the "
+                "lengths of this store (store.lengths)"
+            )
+
+    def windows(self, epoch: int, start: int) -> tuple[Windows | None, int, int]:
+        # Rows leave their order within a window, so no blocks can be read ahead.
+        return None, 0, 0
+
+    def fill(self, epoch: int = 0, *, most_rows: int = 1 << 20) -> float:
+        """Return the share of the elements of sequences that are not padding.
+
+        Args:
+            epoch: Number of the epoch.
+            most_rows: Number of rows after which the count ends, rounded up to whole windows.
+        """
+        most_windows = -(-whole_number(most_rows, "most_rows") // self._window)
+        n = 0
+        n_elements = 0
+        marks: list[Mark] = []
+        for pieces in self.sequences(epoch, START, marks.append):
+            if len(marks) > most_windows:
+                break
+            n += 1
+            n_elements += int(pieces.lengths.sum())
+        return n_elements / (n * self.max_elements) if n else 0.0
+
+    def sequences(self, epoch: int, mark: Mark, note: Callable[[Mark], None]) -> Iterator[Pieces]:
+        """Yield the sequences of an epoch from a mark on.
+
+        Args:
+            epoch: Number of the epoch.
+            mark: A mark of this epoch.
+            note: Called with the mark of each window, before its first sequence is yielded.
+        """
+        if self._split == "always":
+            return self._runs(epoch, mark, note)
+        return self._best_fits(epoch, mark, note)
+
+    def places(self, batch: list[Pieces]) -> tuple[Rows, Places]:
+        """Return the row indices of a batch of sequences, and their places in it."""
+        pieces = Pieces.joined(batch)
+        counts = [len(one.rows) for one in batch]
+        ends = np.cumsum(pieces.lengths)
+        firsts = np.cumsum([0, *counts[:-1]])
+        # Elements before each sequence, which has those of the batch except for the padding.
+        before = np.repeat((ends - pieces.lengths)[firsts], counts)
+        numbers = np.repeat(np.arange(len(batch)), counts)
+        places = ends - pieces.lengths - before + numbers * self.max_elements
+        shape = (len(batch), self.max_elements)
+        return pieces.rows, Places(pieces.begins, pieces.lengths, places, shape)
+
+    def _batches(self, epoch: int) -> Iterator[Rows]:
+        batch: list[Pieces] = []
+        for pieces in self.sequences(epoch, START, lambda mark: None):
+            batch.append(pieces)
+            if len(batch) == self.n_sequences:
+                yield Pieces.joined(batch).rows
+                batch = []
+        if batch and not self.drop_last:
+            yield Pieces.joined(batch).rows
+
+    def _best_fits(self, epoch: int, mark: Mark, note: Callable[[Mark], None]) -> Iterator[Pieces]:
+        most = self.max_elements
+        n = mark.sequence
+        for number, rows in self._windows_from(epoch, mark.window):
+            note(Mark(number, 0, n))
+            lengths = self.lengths[rows]
+            # Every row begins a sequence here, so that only long rows are cut.
+            room = -(-lengths // most) * most
+            pieces, _ = cut_rows(rows, lengths, np.cumsum(room) - room, most)
+            if not len(rows):
+                continue
+            sequences = best_fit(pieces.lengths, most)
+            n_sequences = int(sequences.max()) + 1
+            salt = f"{self._seed}/{epoch}/packed/{number}"
+            sequences = permutation(n_sequences, salt)(sequences)
+            # The rows of a sequence keep their order.
+            pieces = pieces.take(np.argsort(sequences, kind="stable"))
+            ends = np.cumsum(np.bincount(sequences)).tolist()
+            for begin, end in zip([0, *ends], ends, strict=False):
+                yield pieces.take(slice(begin, end))
+            n += n_sequences
+
+    def _runs(self, epoch: int, mark: Mark, note: Callable[[Mark], None]) -> Iterator[Pieces]:
+        most = self.max_elements
+        n = mark.sequence
+        skip = mark.skip
+        # The pieces of the open sequence, and their elements.
+        pending: list[Pieces] = []
+        filled = 0
+        for number, rows in self._windows_from(epoch, mark.window):
+            note(Mark(number, most - filled, n + 1) if filled else Mark(number, skip, n))
+            lengths = self.lengths[rows]
+            ends = np.cumsum(lengths)
+            # Elements to skip have negative positions, so they are in sequences before number 0.
+            pieces, numbers = cut_rows(rows, lengths, ends - lengths + filled - skip, most)
+            kept = np.flatnonzero(numbers >= 0)
+            pieces = pieces.take(kept)
+            skip = max(0, skip - int(lengths.sum()))
+            counts = np.bincount(numbers[kept])
+            stops = np.cumsum(counts).tolist()
+            for begin, end in zip([0, *stops], stops, strict=False):
+                pending.append(pieces.take(slice(begin, end)))
+                filled += int(pending[-1].lengths.sum())
+                if filled == most:
+                    yield Pieces.joined(pending)
+                    n += 1
+                    pending = []
+                    filled = 0
+        if pending and not self.drop_last:
+            yield Pieces.joined(pending)
+
+    def _windows_from(self, epoch: int, first: int) -> Iterator[tuple[int, Rows]]:
+        """Yield the number of each window, and its rows that have elements."""
+        n_rows = len(self.lengths)
+        at = self.order.bind(n_rows, epoch)
+        stop = self.order.length(n_rows)
+        for begin in range(first * self._window, stop, self._window):
+            positions = np.arange(begin, min(begin + self._window, stop))
+            rows = check_rows(at(positions), n_rows, f"order={self.order!r}")
+            yield begin // self._window, rows[self.lengths[rows] > 0]
+
+    def _most_pieces(self) -> int:
+        """Return the most pieces that a batch can have."""
+        most = self.max_elements
+        kept = self.lengths[self.lengths > 0]
+        if self._split == "long":
+            rests = kept % most
+            kept = np.append(rests[rests > 0], most)
+        table = RowLengths(kept)
+        fitting = table.most_rows(
+            self.n_sequences * most, padded=False, repeats=not is_distinct(self.order)
+        )
+        # A batch of a run of elements has its first row, and one at the end of each sequence, in
+        # addition to whole rows.
+        cuts = self.n_sequences + 1 if self._split == "always" else self.n_sequences
+        return fitting + cuts
