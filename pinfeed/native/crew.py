@@ -122,13 +122,15 @@ class Crew:
 
     def shutdown(self, wait: bool = True) -> None:
         """End the threads, and drop the memory of all jobs. A second call does nothing."""
-        # A forked process has none of the threads.
-        if self._n_forks == exit_hook.n_forks:
+        # A forked process has none of the threads. The garbage collector calls ``_end`` before it
+        # closes the generator of a loop that shuts the crew down.
+        if self._memory and self._n_forks == exit_hook.n_forks:
             self._library.stop_crew(packing(1)(self._crew))
             self._memory.clear()
         exit_hook.pools.discard(self._reference)
 
 
-def _end(found: Library, crew: int, n_forks: int, memory: object) -> None:
+def _end(found: Library, crew: int, n_forks: int, memory: list[dict[Any, object]]) -> None:
     """End a crew that Python frees, and then free it and the memory of its jobs."""
     found.free_crew(packing(2)(crew, n_forks == exit_hook.n_forks))
+    memory.clear()

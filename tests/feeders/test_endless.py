@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -113,3 +115,17 @@ def test_what_cannot_be_iterated_again_is_refused(given: Any) -> None:
 def test_a_data_loader_cannot_take_samples_of_it() -> None:
     with pytest.raises(TypeError, match="already batches"):
         next(iter(DataLoader(pinfeed.endless(feeder()), sampler=[0], batch_size=1)))
+
+
+def test_an_iterator_in_a_cycle_ends_its_loop_when_collected() -> None:
+    class Owner:
+        """An object that keeps an iterator, and itself."""
+
+    owner: Any = Owner()
+    owner.self = owner
+    owner.batches = pinfeed.endless(pinfeed.Feeder(np.arange(1000), batch_size=4, device="cpu"))
+    next(owner.batches)
+    before = threading.active_count()
+    del owner
+    gc.collect()
+    assert threading.active_count() <= before
