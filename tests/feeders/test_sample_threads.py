@@ -17,6 +17,7 @@ def test_n_samples_run_at_the_same_time_and_never_more(size: int) -> None:
     lock = threading.Lock()
     now = most = 0
     is_trial = True
+    waiting = [True]
 
     def sample(i: int) -> int:
         nonlocal now, most
@@ -25,8 +26,10 @@ def test_n_samples_run_at_the_same_time_and_never_more(size: int) -> None:
         with lock:
             now += 1
             most = max(most, now)
-        if i < 3:
+        # The loop may begin with the samples of the next epoch.
+        if i < 3 and waiting:
             together.wait()
+            waiting.clear()
         with lock:
             now -= 1
         return i
@@ -57,9 +60,9 @@ def test_samples_begin_in_order_and_end_in_any_order() -> None:
     feeder = wrap_dataset(range(5), sample, batch_size=5, threads=2, device="cpu")
     is_trial = False
     assert next(iter(feeder)).tolist() == [0, 1, 2, 3, 4]
-    # The other thread has taken the later samples in order.
-    assert [i for i in begun if i] == [1, 2, 3, 4]
-    assert ended == [1, 2, 3, 4, 0]
+    # The other thread has taken the later samples in order. The next epoch may have begun.
+    assert [i for i in begun if i][:4] == [1, 2, 3, 4]
+    assert ended[:5] == [1, 2, 3, 4, 0]
 
 
 class Value(torch.Tensor):
