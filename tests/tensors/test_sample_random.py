@@ -133,11 +133,6 @@ def test_dropout_that_draws_nothing_is_permitted() -> None:
     assert torch.equal(in_sample(lambda: torch.dropout(X, p=0.5, train=False)), X)
 
 
-@torch.jit.script
-def scripted(x: torch.Tensor) -> torch.Tensor:
-    return torch.rand_like(x)
-
-
 GLOBAL: dict[str, Call] = {
     "random": lambda i: random.random(),
     "numpy.random": lambda i: np.random.rand(),  # noqa: NPY002

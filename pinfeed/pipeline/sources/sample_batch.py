@@ -36,6 +36,8 @@ class SampleBatch:
     The first sample that does not fail gives its layout. It is one class, because one lock guards
     what the threads and the reader of the batch share.
 
+    It is one class because threads and the reader share its samples, places and errors.
+
     Args:
         make_samples: Begins to make samples in a thread.
         n: Number of samples.
