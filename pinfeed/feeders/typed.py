@@ -64,7 +64,9 @@ class LoaderArguments(LoopArguments, total=False):
     """Keyword arguments of ``wrap_loader``, without ``fetch`` and transforms."""
 
     config: MemoryLimits | None
-    on_error: Literal["raise", "next"]
+    threads: int | None
+    on_error: Literal["raise", "next", "skip"]
+    max_skipped: int
     seed: int | None
 
 

@@ -16,7 +16,7 @@ from pinfeed.pipeline.row_cache import RowCache
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.source import ArrayPart, HostBatch, RowGroup
 from pinfeed.rows.batches import EpochHooks
-from pinfeed.stores.host_rows import StoreRows
+from pinfeed.stores.host_rows import StoreRows, never
 from pinfeed.testing import SimDevice
 
 N, D = 12, 2
@@ -36,6 +36,7 @@ class CachedSource:
 
     fingerprint: Mapping[str, Any] = MappingProxyType({})
     epoch_hooks = EpochHooks()
+    stop = staticmethod(never)
 
     def __init__(
         self,
