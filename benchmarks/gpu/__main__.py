@@ -51,6 +51,7 @@ PARTS = (
     Part("loops", "details", 90, "benchmarks.gpu.loops:loops"),
     Part("files", "details", 70, "benchmarks.gpu.files:files"),
     Part("transforms", "details", 40, "benchmarks.gpu.transforms:transforms"),
+    Part("samples", "details", 40, "benchmarks.gpu.samples:samples"),
     Part("doctor", "details", 40, "benchmarks.gpu.loops:doctor"),
 )
 
