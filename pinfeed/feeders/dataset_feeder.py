@@ -157,7 +157,7 @@ def wrap_dataset(
     check_flag(reproducible, "reproducible")
     if rows is not None and not isinstance(rows, Order):
         raise ArgumentError(
-            f"rows={rows!r}: expected an order of pinfeed.rows; for a sampler, use "
+            f"rows is a {type(rows).__name__}; expected an order of pinfeed.rows; for a sampler, use "
             "pinfeed.wrap_loader(DataLoader(dataset, sampler=...), threads=...)"
         )
     if batch_size is not None:
