@@ -157,8 +157,8 @@ def wrap_dataset(
     check_flag(reproducible, "reproducible")
     if rows is not None and not isinstance(rows, Order):
         raise ArgumentError(
-            f"rows is a {type(rows).__name__}; expected an order of pinfeed.rows; for a sampler, use "
-            "pinfeed.wrap_loader(DataLoader(dataset, sampler=...), threads=...)"
+            f"rows is a {type(rows).__name__}; expected an order of pinfeed.rows; for a sampler, "
+            "use pinfeed.wrap_loader(DataLoader(dataset, sampler=...), threads=...)"
         )
     if batch_size is not None:
         batch_size = whole_number(batch_size, "batch_size")
