@@ -37,7 +37,9 @@ def test_rows_in_sequence_are_read_ahead_in_windows(
 ) -> None:
     # A window has 650 rows, so most batches of 100 rows end within a window, and some do not.
     monkeypatch.setattr(select, "_REMOTE_WINDOW_BYTES", 650 << 10)
-    with Feeder("shaky://x.npy", batch_size=100, depth=depth, device="cpu") as feeder:
+    # The requests of a single epoch are counted.
+    options = {"batch_size": 100, "depth": depth, "continuous": False}
+    with Feeder("shaky://x.npy", device="cpu", **options) as feeder:
         assert "read ahead in sequence" in str(feeder.plan)
         batches = iter(feeder)
         found = [next(batches).numpy().copy() for _ in range(13)]

@@ -31,7 +31,8 @@ def test_a_batch_of_a_rank_in_file_order_is_one_request(
 ) -> None:
     values = np.arange(1600.0).reshape(800, 2)
     path = saved(tmp_path / "x.npy", values)
-    given = {} if depth is None else {"depth": depth}
+    # The requests of a single epoch are counted.
+    given = {"continuous": False} if depth is None else {"depth": depth, "continuous": False}
     with Feeder(
         path, batch_size=8, rows=rows.sequential(), ranks=Ranks(rank=1, world_size=2), **given
     ) as feeder:
