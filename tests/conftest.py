@@ -10,6 +10,7 @@ import faulthandler
 import functools
 import gc
 import os
+import signal
 import sys
 import threading
 import time
@@ -25,6 +26,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # Otherwise, workers and programs compile each module again: a third of their start-up time.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# A shell starts programs in the background with interrupts ignored, which tests send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -322,8 +322,6 @@ def test_interrupts_end_the_loop() -> None:
 
 def interrupt(after_s: float, has_ended: threading.Event) -> None:
     """Interrupt the main thread; again if Python ignores the error, as in a weakref's callback."""
-    # The thread that started this one may have blocked signals.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     while not has_ended.wait(after_s):
         signal.raise_signal(signal.SIGINT)
         after_s = 1.0
