@@ -213,7 +213,9 @@ def draw_tables(cells: Cells, figure: Any) -> None:
     names = list(dict.fromkeys(cell["contestant"] for cell in steps))
     tables = list(dict.fromkeys(cell["table"] for cell in steps))
     width = 0.8 / len(names)
-    for axes, model in zip(figure.subplots(1, 2), ("small", "large"), strict=True):
+    # A call that ran out of time may have measured one model only.
+    models = list(dict.fromkeys(cell["model"] for cell in steps))
+    for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
         for number, name in enumerate(names):
             of_name = [
                 cell for cell in steps if (cell["contestant"], cell["model"]) == (name, model)

@@ -51,8 +51,10 @@ class TestLog:
         self._write(line)
 
     def _write(self, line: dict[str, Any]) -> None:
+        # Paths in the tree are the same on all machines.
+        text = json.dumps(line).replace(f"{Path.cwd()}/", "")
         with self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(text + "\n")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -228,12 +228,16 @@ class DatasetFeeder(ResumableFeeder[T_co]):
     def plan(self) -> Plan:
         """Batch size and memory of every buffer; ``print(feeder.plan)`` explains them in words.
 
-        Without ``config``, this makes ``dataset[0]`` to measure the bytes of a sample.
+        Without ``config``, this makes ``dataset[0]`` to measure the bytes of a sample. The plan has
+        no memory if that sample fails and the loop would continue.
         """
         if self._selection.config is not None:
             return self._plan
-        if self._samples.n and not self._plan.items:
-            self._plan = self._planned(first_sample(self._samples.maker), NO_TRANSFORMS)
+        samples = self._samples
+        if samples.n and not self._plan.items:
+            first = first_sample(samples.maker, may_fail=samples.may_fail)
+            if first is not None:
+                self._plan = self._planned(first, NO_TRANSFORMS)
         return self._transforms.with_measured(self._plan, unified=self._device.unified)
 
     def _planned(self, first: Any, transforms: LoopTransforms) -> Plan:

@@ -36,8 +36,6 @@ class SampleBatch:
     The first sample that does not fail gives its layout. It is one class, because one lock guards
     what the threads and the reader of the batch share.
 
-    It is one class because threads and the reader share its samples, places and errors.
-
     Args:
         make_samples: Begins to make samples in a thread.
         n: Number of samples.
@@ -62,7 +60,9 @@ class SampleBatch:
         self._check_stop: CheckStop = never
         # Empty if the thread of the loop makes the samples.
         self._calls: list[Pending[None]] = []
-        # Guards the next five attributes.
+        # Guards the next five attributes. Without it, a sample that is made while the memory of the
+        # batch becomes known could be kept, but never written. ``_places`` is set once, so a thread
+        # may use it without the lock.
         self._lock = threading.Lock()
         self._layout: Any = None
         # Position of the first sample that has not failed, while there is no layout.
@@ -72,7 +72,9 @@ class SampleBatch:
         # Samples by position, while their places are not known.
         self._samples: dict[int, Any] = {}
         self._errors: dict[int, BaseException] = {}
+        # Memory of the columns so far, and the number of samples, which the HostBatch has.
         self._arrays: list[Array] = []
+        self._sizes = [(n, 0)]
 
     def begin(self, workers: Workers, n_threads: int) -> None:
         """Make threads begin with the samples; otherwise, ``host_batch`` makes them."""
@@ -107,7 +109,6 @@ class SampleBatch:
             return self.reporting(HostBatch([], lambda tensors: NoSamples(), [(0, 0)]))
         columns = [column for column in self._layout.columns if column is not None]
         parts = [_ColumnPart(self, (self._n, *one.shape), one.dtype) for one in columns]
-        self._sizes = [(self._n, 0)]
         return self.reporting(HostBatch(parts, self._rebuild, self._sizes))
 
     def read(self, out: Array, check_stop: CheckStop) -> None:
@@ -259,7 +260,6 @@ class SampleBatch:
             for i, position in enumerate(kept):
                 if i != position:
                     place[i] = place[position]
-        # The HostBatch has this list.
         self._sizes[:] = [(len(kept), 0)]
 
     def _rebuild(self, tensors: Iterator[Any]) -> Any:

@@ -84,8 +84,7 @@ class ThreadedLoaderSource(LoaderSource):
         self._batches.stop()
 
     def hint(self, source_share: float) -> str:
-        if source_share < 0.5:
-            return super().hint(source_share)
+        # Samples are also made while the parts of a batch are read.
         return sample_hint(self._n_threads)
 
     def next_batch(self, batches: Iterator[Any]) -> Any:
