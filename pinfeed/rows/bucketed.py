@@ -11,7 +11,7 @@ import numpy as np
 
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.indices import check_rows
-from pinfeed.rows.orders import At, Order, Rows, Shuffled, most_copies
+from pinfeed.rows.orders import At, Order, Rows, Shuffled, check_order, most_copies
 from pinfeed.rows.permutation import permutation
 from pinfeed.rows.row_lengths import checked_lengths
 from pinfeed.validation.arguments import check_seed, explain_arguments, whole_number
@@ -58,16 +58,12 @@ def bucketed(
         ...     sorted(batch.tolist() for batch in feeder)
         [[3, 2, 1], [9, 8, 7]]
     """
-    if order is not None and not isinstance(order, Order):
-        raise ArgumentError(
-            f"order={order!r}: expected an order of pinfeed.rows, such as shuffled(seed=1)"
-        )
     seed = check_seed(seed)
     return Bucketed(
         Lengths.of(lengths),
         whole_number(batch_size, "batch_size"),
         whole_number(window_batches, "window_batches"),
-        Shuffled(seed) if order is None else order,
+        Shuffled(seed) if order is None else check_order(order),
         seed,
     )
 

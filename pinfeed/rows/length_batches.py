@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError
-from pinfeed.rows.orders import Order, Rows, Sequential
+from pinfeed.rows.orders import Order, Rows, Sequential, check_order
 from pinfeed.rows.row_lengths import checked_lengths
 from pinfeed.rows.windows import Windows
 from pinfeed.validation.arguments import whole_number
@@ -36,13 +36,9 @@ class LengthBatches(ABC):
     batch_size: int
 
     def __init__(self, lengths: Any, order: Order | None) -> None:
-        if order is not None and not isinstance(order, Order):
-            raise ArgumentError(
-                f"order={order!r}: expected an order of pinfeed.rows, such as shuffled(seed=1)"
-            )
         self.lengths = checked_lengths(lengths)
         self.epoch = 0
-        self.order: Order = order or Sequential()
+        self.order: Order = Sequential() if order is None else check_order(order)
 
     def __iter__(self) -> Iterator[Rows]:
         return self._batches(self.epoch)

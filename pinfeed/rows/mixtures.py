@@ -12,7 +12,16 @@ import numpy as np
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.interleaving import Interleaving, ShuffledTurns, whole_weights
-from pinfeed.rows.orders import At, Order, PerRank, Rows, is_distinct, most_copies, shuffled
+from pinfeed.rows.orders import (
+    At,
+    Order,
+    PerRank,
+    Rows,
+    check_order,
+    is_distinct,
+    most_copies,
+    shuffled,
+)
 from pinfeed.validation.arguments import check_flag, check_seed, explain_arguments, whole_number
 
 Until = Literal["first", "all"] | int
@@ -318,16 +327,13 @@ def check_inner(order: Any, name: str = "order") -> Order:
     Raises:
         ArgumentError: If it is not an order, or is the share of one rank.
     """
-    if not isinstance(order, Order) or isinstance(order, type):
-        raise ArgumentError(
-            f"{name}={order!r}: expected an order of pinfeed.rows, such as shuffled(seed=1)"
-        )
-    if isinstance(order, PerRank):
+    inner = check_order(order, name)
+    if isinstance(inner, PerRank):
         raise ArgumentError(
             f"{name}=per_rank(...) is the share of one rank; share the whole order: give ranks= to "
             "the feeder, or per_rank(mixed(...), ...)"
         )
-    return order
+    return inner
 
 
 def _orders(order: Any, names: Sequence[str], seed: int) -> tuple[Order, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -169,10 +169,7 @@ def per_rank(order: Order, *, rank: int, world_size: int, drop_last: bool = Fals
         >>> order.bind(n_rows=8, epoch=0)(np.arange(2))
         array([1, 5])
     """
-    if not isinstance(order, Order):
-        raise ArgumentError(
-            f"order={order!r}: expected an order of pinfeed.rows, such as shuffled(seed=1)"
-        )
+    order = check_order(order)
     check_flag(drop_last, "drop_last")
     rank, world_size = check_rank(rank, world_size, f"rank={rank!r}, world_size={world_size!r}")
     chunk = None if isinstance(order, BlockShuffled) else 1
@@ -328,6 +325,20 @@ class PerRank:
         for world_size, n in self.done:
             left = RankPartition(world_size, self.uneven, self.hand).rest(left, n)
         return RankPartition(self.world_size, self.uneven, self.hand).pieces(left, whole, self.rank)
+
+
+def check_order(order: Any, name: str = "order") -> Order:
+    """Return an order that a user gives.
+
+    Raises:
+        ArgumentError: If it is not an order.
+    """
+    # A class has the methods of its instances.
+    if not isinstance(order, Order) or isinstance(order, type):
+        raise ArgumentError(
+            f"{name}={order!r}: expected an order of pinfeed.rows, such as shuffled(seed=1)"
+        )
+    return order
 
 
 def is_repeatable(order: object) -> bool:

@@ -87,6 +87,7 @@ class PackedBatches(RowBatches):
         done = begun + batch * self._n_all
         number, marks = self._marks
         if number == epoch:
+            # The copy is atomic; the reader thread may append at the same time.
             mark = max((one for one in marks.copy() if one.sequence <= done), default=mark)
         return {
             "sequences": {

@@ -486,7 +486,7 @@ class Program:
 
     def error(self) -> None:
         """Read on with rows that fail, which both feeders reach in the same batch."""
-        # What was read before the failure would hide it.
+        # Batches that were read before these rows fail would hide the error.
         self.feeder.load_state_dict(self.feeder.state_dict())
         self.plain.load_state_dict(self.plain.state_dict())
         bad = {self.rng.randrange(self.n)}

@@ -198,11 +198,22 @@ def test_ranks_are_whole_numbers(rank: Any, world_size: Any) -> None:
         Ranks(rank=rank, world_size=world_size)
 
 
-def test_per_rank_refuses_objects_that_are_no_orders() -> None:
+@pytest.mark.parametrize("order", [[1, 2], rows.orders.Shuffled], ids=["list", "class"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda order: rows.per_rank(order, rank=0, world_size=2),
+        lambda order: rows.bucketed([1, 2], batch_size=1, order=order),
+        lambda order: rows.element_batches([1, 2], 4, order=order),
+        lambda order: rows.mixed({"a": 2}, {"a": 1}, order=order),
+    ],
+    ids=["per_rank", "bucketed", "element_batches", "mixed"],
+)
+def test_objects_that_are_no_orders_are_refused(make: Callable[[Any], Any], order: Any) -> None:
     with pytest.raises(
-        ArgumentError, match=re.escape("order=[1, 2]: expected an order of pinfeed.rows")
+        ArgumentError, match=re.escape(f"order={order!r}: expected an order of pinfeed.rows")
     ):
-        rows.per_rank([1, 2], rank=0, world_size=2)  # type: ignore[arg-type]
+        make(order)
 
 
 @pytest.mark.parametrize(
