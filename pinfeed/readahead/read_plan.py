@@ -14,7 +14,7 @@ from pinfeed.memory.units import human
 from pinfeed.readahead.strategy import ReadStrategy
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.packing import Places
-from pinfeed.rows.windows import Windows
+from pinfeed.rows.windows import Window, Windows, WrappedWindows
 from pinfeed.stores.host_rows import Gatherable, run_gather
 from pinfeed.stores.ragged import RaggedParts, RaggedStore
 
@@ -76,9 +76,7 @@ class RaggedReads:
     ) -> Iterator[OpenRaggedBatch]:
         """Serve the positions [start, stop) of an epoch, like ``ReadStrategy.open_epoch``."""
         if windows is not None:
-            windows = _ItemWindows(
-                windows.order, windows.n_rows, windows.epoch, windows.pieces, self.store.offsets
-            )
+            windows = _ItemWindows(windows, self.store.offsets)
         with self._strategy.open_epoch(windows, start, stop) as open_batch:
 
             def open_ragged(position: int, n: int) -> Callable[[Rows, Places | None], RaggedParts]:
@@ -94,18 +92,15 @@ class RaggedReads:
 
 
 @dataclass(frozen=True)
-class _ItemWindows(Windows):
+class _ItemWindows(WrappedWindows):
     """Windows whose runs are items of ragged rows."""
 
     offsets: Rows
 
-    def runs(self, number: int) -> list[tuple[int, int]]:
-        """Return the items of a window, as runs [start, stop) in ascending order."""
-        found = [
-            (self.offsets.item(start), self.offsets.item(stop))
-            for start, stop in super().runs(number)
-        ]
-        return [(start, stop) for start, stop in found if start < stop]
+    def needed(self, start: int, stop: int) -> Iterator[Window]:
+        for window in self.windows.needed(start, stop):
+            found = [(self.offsets.item(a), self.offsets.item(b)) for a, b in window.runs]
+            yield window._replace(runs=[(a, b) for a, b in found if a < b])
 
 
 class ReadNote(NamedTuple):

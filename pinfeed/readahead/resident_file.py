@@ -193,8 +193,9 @@ class ResidentFile(ReadStrategy):
     def _load_order(self, windows: Windows | None, start: int, stop: int) -> Iterator[int]:
         """Yield the chunks in the order in which to load them; some occur more than once."""
         if windows is not None:
-            for number, _ in windows.spans(start, stop):
-                for first, end in windows.runs(number):
+            # Later positions need few other rows.
+            for window in windows.needed(start, min(stop, start + self._store.n_rows)):
+                for first, end in window.runs:
                     begin, last = self._chunk_of(np.array([first, end - 1])).tolist()
                     yield from range(begin, last + 1)
         yield from range(len(self._is_loaded))

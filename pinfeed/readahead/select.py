@@ -33,10 +33,11 @@ from pinfeed.readahead.windows import (
     PageCacheReadahead,
     WindowReadahead,
     window_allocation,
+    windows_in_sequence,
 )
-from pinfeed.rows.orders import Order, PerRank, Sequential
+from pinfeed.rows.orders import Order, PerRank, Sequential, windows
 from pinfeed.rows.ragged_batches import ElementBatches
-from pinfeed.rows.windows import Windows, windows
+from pinfeed.rows.windows import Windows
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.chunked import ChunkedStore
 from pinfeed.stores.file_store import FileStore
@@ -141,7 +142,7 @@ def windows_ahead(stores: Sequence[Store], order: Any) -> Callable[[int], list[A
     files = [file for file in map(file_of, stores) if file is not None and _may_copy(file)]
     found = [(_windows(file, order), file.row_nbytes) for file in files]
     return lambda n_batch_rows: [
-        window_allocation(windows.window_rows, row_nbytes, n_batch_rows)
+        window_allocation(windows, row_nbytes, n_batch_rows)
         for windows, row_nbytes in found
         if windows is not None
     ]
@@ -192,9 +193,10 @@ def _choose(file: FileStore, reads: _Reads) -> Choice:
             return mapped, _MAPPED
     if isinstance(file, RemoteStore) and isinstance(reads.order, Sequential):
         window_rows = min(file.n_rows, file.rows_in(_REMOTE_WINDOW_BYTES))
-        item = window_allocation(window_rows, file.row_nbytes, reads.n_batch_rows)
+        even = windows_in_sequence(file.n_rows, window_rows)
+        item = window_allocation(even, file.row_nbytes, reads.n_batch_rows)
         if item.total <= reads.free.memory:
-            ahead = WindowReadahead(file, window_rows, reads.n_batch_rows, in_sequence=True)
+            ahead = WindowReadahead(file, even, reads.n_batch_rows)
             return ahead, "read ahead in sequence, in large requests"
     if is_in_sequence(reads.order):
         return _read_in_sequence(file, why)
@@ -263,7 +265,7 @@ def _choose_for_chunks(store: ChunkedStore, reads: _Reads) -> Choice:
     if found is not None:
         problem = _memory_problem(store, found, reads)
         if not problem:
-            strategy = WindowReadahead(store, found.window_rows, reads.n_batch_rows)
+            strategy = WindowReadahead(store, found, reads.n_batch_rows)
             return strategy, "read ahead window by window; a window decodes each chunk once"
         problem = f" ({problem})"
         advice = "a larger limit or a smaller window_blocks allows windows"
@@ -326,7 +328,7 @@ def _may_copy(store: FileStore) -> bool:
 
 def _memory_problem(store: FileStore, windows: Windows, reads: _Reads) -> str:
     """Return why windows cannot be read ahead into memory; empty if they can."""
-    item = window_allocation(windows.window_rows, store.row_nbytes, reads.n_batch_rows)
+    item = window_allocation(windows, store.row_nbytes, reads.n_batch_rows)
     left = max(0, reads.free.memory)
     if item.total <= left:
         return ""
@@ -347,7 +349,7 @@ def _read_windows(store: ShardedStore, windows: Windows, reads: _Reads, why: str
     else:
         problem = _memory_problem(store, windows, reads)
     if not problem:
-        strategy = WindowReadahead(store, windows.window_rows, reads.n_batch_rows)
+        strategy = WindowReadahead(store, windows, reads.n_batch_rows)
         return strategy, f"read ahead window by window, in long contiguous reads{why}"
     reason = f"{UNCOUNTED_CACHE}, prefetched one window ahead ({problem})"
     return PageCacheReadahead(store), reason
@@ -381,4 +383,4 @@ def _windows(store: FileStore, order: Any) -> Windows | None:
     found = windows(order, store.n_rows, 0)
     if found is None or isinstance(store, ChunkedStore):
         return found
-    return found if found.order.block_rows * store.nbytes >= SEEK_BYTES * store.n_rows else None
+    return found if found.block_rows * store.nbytes >= SEEK_BYTES * store.n_rows else None

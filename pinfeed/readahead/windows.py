@@ -6,9 +6,7 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -19,7 +17,7 @@ from pinfeed.memory.plan import Allocation
 from pinfeed.readahead.strategy import DISK_SPEED, OpenBatch, ReadStrategy, whole_file_hint
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
-from pinfeed.rows.windows import Windows
+from pinfeed.rows.windows import EvenWindows, Window, Windows
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.chunked import ChunkedStore
 from pinfeed.stores.file_store import FileStore
@@ -48,7 +46,7 @@ _N_PARTS = 2
 
 
 class WindowCursor(Generic[T]):
-    """Position in the windows of an epoch; it begins the next window while one is in use.
+    """The windows of an epoch that batches need now, and those that are read ahead of them.
 
     Args:
         windows: Windows of the epoch.
@@ -60,46 +58,36 @@ class WindowCursor(Generic[T]):
 
     def __init__(
         self,
-        windows: Windows | EvenWindows,
+        windows: Windows,
         start: int,
         stop: int,
         begin: Callable[[RowRuns], T],
         may_begin_ahead: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._windows = windows
         self._begin = begin
         self._may_begin_ahead = may_begin_ahead
-        self._spans = iter(windows.spans(start, stop))
-        self._end = start
-        # The position after each window that was begun; the first window is in use.
-        self._begun: deque[tuple[int, T]] = deque()
+        self._n_ahead = windows.n_ahead
+        self._coming = windows.needed(start, stop)
+        self._next = next(self._coming, None)
+        # Windows that were begun, and that later positions may need.
+        self._begun: list[tuple[Window, T]] = []
 
-    def take(self, position: int, n: int) -> list[tuple[int, T]]:
-        """Return the windows of positions [position, position + n), each with its number of rows.
+    def take(self, position: int, n: int) -> list[T]:
+        """Return the windows of positions [position, position + n).
 
         The caller requests positions in ascending order.
         """
-        taken: list[tuple[int, T]] = []
-        while n:
-            while self._begun and self._begun[0][0] <= position:
-                self._begun.popleft()
-            self._begin_next()
-            end, window = self._begun[0]
-            n_here = min(n, end - position)
-            taken.append((n_here, window))
-            position += n_here
-            n -= n_here
-        return taken
-
-    def _begin_next(self) -> None:
-        """Begin windows until one is ahead of the window in use."""
-        while not self._begun or (len(self._begun) < 2 and self._may_begin_ahead()):
-            span = next(self._spans, None)
-            if span is None:
-                return
-            number, n_rows = span
-            self._end += n_rows
-            self._begun.append((self._end, self._begin(self._windows.runs(number))))
+        end = position + n
+        self._begun = [one for one in self._begun if one[0].end > position]
+        n_now = sum(window.begin < end for window, _ in self._begun)
+        while self._next is not None:
+            if self._next.begin < end:
+                n_now += 1
+            elif len(self._begun) - n_now >= self._n_ahead or not self._may_begin_ahead():
+                break
+            self._begun.append((self._next, self._begin(self._next.runs)))
+            self._next = next(self._coming, None)
+        return [made for _, made in self._begun[:n_now]]
 
 
 class WindowReadahead(ReadStrategy):
@@ -109,18 +97,15 @@ class WindowReadahead(ReadStrategy):
 
     Args:
         store: A read-only store.
-        window_rows: Rows of a window.
+        windows: Windows of an epoch, or of every epoch if these have none.
         n_batch_rows: Rows of all batches that are read at the same time.
-        in_sequence: Whether the order is sequential, whose windows are equal.
     """
 
-    def __init__(
-        self, store: FileStore, window_rows: int, n_batch_rows: int, *, in_sequence: bool = False
-    ) -> None:
+    def __init__(self, store: FileStore, windows: Windows, n_batch_rows: int) -> None:
         self._store = store
-        self._even = EvenWindows(store.n_rows, window_rows) if in_sequence else None
-        self._window_nbytes = window_rows * store.row_nbytes
-        self.items = (window_allocation(window_rows, store.row_nbytes, n_batch_rows),)
+        self._usual = windows
+        self._window_nbytes = windows.window_rows * store.row_nbytes
+        self.items = (window_allocation(windows, store.row_nbytes, n_batch_rows),)
         self._pool = BufferPool(self.items[0].count)
         # Windows that take memory.
         self._live: weakref.WeakSet[_Window] = weakref.WeakSet()
@@ -131,11 +116,9 @@ class WindowReadahead(ReadStrategy):
 
     @contextlib.contextmanager
     def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
-        taken = self._even or windows
-        assert taken is not None
         with ThreadPool(_N_THREADS, "pinfeed-window") as threads:
             cursor = WindowCursor(
-                taken,
+                windows or self._usual,
                 start,
                 stop,
                 functools.partial(self._begin, threads),
@@ -163,39 +146,25 @@ class WindowReadahead(ReadStrategy):
         self._pool.close()
 
 
-def window_allocation(window_rows: int, row_nbytes: int, n_batch_rows: int) -> Allocation:
+def window_allocation(windows: Windows, row_nbytes: int, n_batch_rows: int) -> Allocation:
     """Return the memory for the windows of a file.
 
-    One window is read ahead. The ``n_batch_rows`` rows of the batches in memory are in other
-    windows.
+    The ``n_batch_rows`` rows of the batches in memory are in some, and others are read ahead.
     """
-    count = 2 + -(-n_batch_rows // window_rows)
-    return Allocation("windows", "host", count, block_nbytes(window_rows * row_nbytes))
+    count = windows.most(n_batch_rows) + windows.n_ahead
+    return Allocation("windows", "host", count, block_nbytes(windows.window_rows * row_nbytes))
 
 
-@dataclass(frozen=True)
-class EvenWindows:
-    """Windows of consecutive rows, for a sequential order."""
+def windows_in_sequence(n_rows: int, window_rows: int) -> EvenWindows:
+    """Return the windows of a sequential order, each in parts that are read at the same time."""
+    step = -(-window_rows // _N_PARTS)
 
-    n_rows: int
-    window_rows: int
-
-    def spans(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Divide the positions [start, stop) by window, like ``Windows.spans``."""
-        spans = []
-        while start < stop:
-            number = start // self.window_rows
-            n = min(stop, (number + 1) * self.window_rows) - start
-            spans.append((number, n))
-            start += n
-        return spans
-
-    def runs(self, number: int) -> list[tuple[int, int]]:
-        """Return the rows of a window, in parts that are read at the same time."""
-        stop = min(self.n_rows, (number + 1) * self.window_rows)
-        step = -(-self.window_rows // _N_PARTS)
-        starts = range(number * self.window_rows, stop, step)
+    def runs(number: int) -> list[tuple[int, int]]:
+        stop = min(n_rows, (number + 1) * window_rows)
+        starts = range(number * window_rows, stop, step)
         return [(start, min(stop, start + step)) for start in starts]
+
+    return EvenWindows(n_rows, window_rows, step, runs)
 
 
 class _Window:
@@ -213,6 +182,7 @@ class _Window:
         starts, stops = np.array(list(runs), np.int64).T
         ends = np.cumsum(stops - starts)
         self._starts = starts
+        self._stops = stops
         # Added to a row index of a run, this gives its position in memory.
         self._shifts = ends - stops
         n_rows = int(ends[-1])
@@ -225,12 +195,16 @@ class _Window:
             threads.submit(gather, part, array) for part in _joined(store, wanted)
         ]
 
-    def gather(self, rows: Rows, out: Array) -> None:
-        """Copy rows of the window into ``out``, once the window has been read."""
+    def find(self, rows: Rows) -> Rows:
+        """Return the positions of rows in the window, -1 for others."""
+        run = np.searchsorted(self._starts, rows, side="right") - 1
+        return np.where((run >= 0) & (rows < self._stops[run]), rows + self._shifts[run], -1)
+
+    def wait(self) -> ArrayStore:
+        """Return the rows of the window, once they have been read."""
         for read in self._reads:
             read.result()
-        run = np.searchsorted(self._starts, rows, side="right") - 1
-        self._rows.gather_unchecked(rows + self._shifts[run], out)
+        return self._rows
 
 
 def _joined(store: FileStore, runs: Runs) -> Iterator[Runs]:
@@ -249,36 +223,45 @@ def _joined(store: FileStore, runs: Runs) -> Iterator[Runs]:
 
 
 class _WindowRows:
-    """Rows of consecutive windows that a batch needs."""
+    """Rows that a batch needs, in windows or else in the file.
 
-    def __init__(
-        self, store: FileStore, windows: Sequence[tuple[int, _Window]], rows: Rows
-    ) -> None:
+    Args:
+        store: The file.
+        windows: Windows that may have the rows.
+        rows: Row indices, shape (n,); they may repeat.
+    """
+
+    def __init__(self, store: FileStore, windows: Sequence[_Window], rows: Rows) -> None:
         self._store = store
-        self._rows = rows
         self._windows = windows
+        self._rows = rows
+        self.row_shape = store.row_shape
         self.shape = (len(rows), *store.row_shape)
         self.dtype = store.dtype
 
     def cut(self, begin: int, end: int) -> _WindowRows:
         """Return rows [begin, end) of these."""
-        windows = []
-        first = 0
-        for n, window in self._windows:
-            n_here = min(end, first + n) - max(begin, first)
-            if n_here > 0:
-                windows.append((n_here, window))
-            first += n
-        return _WindowRows(self._store, windows, self._rows[begin:end])
+        return _WindowRows(self._store, self._windows, self._rows[begin:end])
 
     def read(self, out: Array, check_stop: CheckStop = never) -> None:
         """Gather the rows into ``out``, step by step."""
-        begin = 0
-        for n, window in self._windows:
-            end = begin + n
-            check_stop()
-            StoreRows(window, self._rows[begin:end]).read(out[begin:end], check_stop)
-            begin = end
+        StoreRows(self, self._rows).read(out, check_stop)
+
+    def gather(self, rows: Rows, out: Array) -> None:
+        """Copy some of the rows into ``out``."""
+        left = np.arange(len(rows))
+        for window in self._windows:
+            found = window.find(rows if len(left) == len(rows) else rows[left])
+            is_here = found >= 0
+            if len(left) == len(rows) and is_here.all():
+                window.wait().gather_unchecked(found, out)
+                return
+            if is_here.any():
+                window.wait().gather_at(found[is_here], out, left[is_here])
+                left = left[~is_here]
+        if len(left):
+            # Sources of a mixture without windows.
+            self._store.gather_at(rows[left], out, left)
 
 
 class PageCacheReadahead(ReadStrategy):

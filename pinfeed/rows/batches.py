@@ -14,9 +14,9 @@ import numpy as np
 
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.indices import check_rows
-from pinfeed.rows.orders import At, Order, Rows, is_distinct
+from pinfeed.rows.orders import At, Order, Rows, is_distinct, windows
 from pinfeed.rows.packing import Places
-from pinfeed.rows.windows import Windows, windows
+from pinfeed.rows.windows import Windows
 
 # An order computes this many rows at once. Small batches then share numpy's cost per call, and
 # large batches need no more memory.

@@ -11,9 +11,10 @@ import numpy as np
 
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.indices import check_rows
-from pinfeed.rows.orders import At, Order, Rows, Shuffled, check_order, most_copies
+from pinfeed.rows.orders import At, Order, Rows, Shuffled, check_order, most_copies, windows
 from pinfeed.rows.permutation import permutation
 from pinfeed.rows.row_lengths import checked_lengths
+from pinfeed.rows.windows import WidenedWindows, Windows
 from pinfeed.validation.arguments import check_seed, explain_arguments, whole_number
 
 
@@ -140,6 +141,11 @@ class Bucketed:
             return found
 
         return at
+
+    def windows(self, n_rows: int, epoch: int) -> Windows | None:
+        found = windows(self.order, n_rows, epoch)
+        size = self.batch_size * self.window_batches
+        return None if found is None else WidenedWindows(found, size, self.length(n_rows))
 
     @property
     def most_copies(self) -> int | None:

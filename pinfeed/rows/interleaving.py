@@ -194,6 +194,15 @@ class Interleaving:
             for number, where, n in self._turns[part].groups(places[here] - self.table[part][0]):
                 yield number, here[where], n + before[number]
 
+    def before(self, number: int, place: int) -> int:
+        """Return how many places before ``place`` a source fills."""
+        return self.counts(place)[number]
+
+    def place(self, number: int, n: int) -> int | None:
+        """Return the place that a source fills after ``n`` others; None if there is none."""
+        found = self.n_places(number, n + 1)
+        return None if found is None else found - 1
+
     def n_places(self, number: int, n: int) -> int | None:
         """Return the smallest number of places of which a source fills ``n``.
 
@@ -235,6 +244,25 @@ class ShuffledTurns:
         for number in np.unique(numbers).tolist():
             where = np.flatnonzero(numbers == number)
             yield number, where, before[where]
+
+    def before(self, number: int, place: int) -> int:
+        """Return how many places before ``place`` a source fills."""
+        window, offset = divmod(place, _WINDOW)
+        before = self.interleaving.before(number, window * _WINDOW)
+        if offset:
+            before += int(np.count_nonzero(self._window(window)[0][:offset] == number))
+        return before
+
+    def place(self, number: int, n: int) -> int | None:
+        """Return the place that a source fills after ``n`` others; None if there is none."""
+        even = self.interleaving.place(number, n)
+        if even is None or (self.end is not None and even >= self.end):
+            return None
+        # Each window has as many places of a source as without the shuffle.
+        window = even // _WINDOW
+        begin = window * _WINDOW
+        places = np.flatnonzero(self._window(window)[0] == number)
+        return begin + places.item(n - self.interleaving.before(number, begin))
 
     @functools.cached_property
     def _window(self) -> Callable[[int], tuple[Rows, Rows]]:

@@ -12,6 +12,7 @@ import numpy as np
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.interleaving import Interleaving, ShuffledTurns, whole_weights
+from pinfeed.rows.mixture_windows import MixedWindows, SourceWindows
 from pinfeed.rows.orders import (
     At,
     Order,
@@ -21,7 +22,9 @@ from pinfeed.rows.orders import (
     is_distinct,
     most_copies,
     shuffled,
+    windows,
 )
+from pinfeed.rows.windows import Windows
 from pinfeed.validation.arguments import check_flag, check_seed, explain_arguments, whole_number
 
 Until = Literal["first", "all"] | int
@@ -134,14 +137,8 @@ class Mixed:
 
     def bind(self, n_rows: int, epoch: int) -> At:
         self._require(n_rows)
-        start = epoch * self.until if isinstance(self.until, int) else 0
-        even = self._turns
-        turns: Interleaving | ShuffledTurns = even
-        if self.seed is not None:
-            # Turns of an endless run do not depend on its division into epochs.
-            salt = f"{self.seed}/turns" if self._is_endless else f"{self.seed}/{epoch}/turns"
-            end = None if self._is_endless else self._length // self.batch_size
-            turns = ShuffledTurns(even, salt, end)
+        start = self._start(epoch)
+        turns = self._turns_of(epoch)
         sources = [self._source(number, epoch) for number in range(len(self.names))]
         run = self.batch_size
 
@@ -159,6 +156,24 @@ class Mixed:
             return rows
 
         return at
+
+    def windows(self, n_rows: int, epoch: int) -> Windows | None:
+        self._require(n_rows)
+        found = []
+        for number, order in enumerate(self.orders):
+            size = self.sizes[number]
+            first_pass = self._first_pass(number, epoch)
+            if windows(order, size, first_pass) is not None:
+                made = functools.partial(_pass_windows, order, size, first_pass)
+                first_row = self._ends.item(number) - size
+                is_repeated = self._is_endless or self._n_passes[number] > 1
+                draws = self._n_draws[number]
+                found.append(SourceWindows(number, first_row, draws, is_repeated, made))
+        if not found:
+            return None
+        turns = self._turns_of(epoch)
+        start = self._start(epoch)
+        return MixedWindows(tuple(found), turns, self.batch_size, start, self._length)
 
     def source_of(self, rows: Rows) -> Rows:
         """Return the number of the source of each row index, a position in ``names``."""
@@ -203,6 +218,23 @@ class Mixed:
         return Interleaving(
             tuple((start // self.batch_size, weights) for start, weights in self.weights)
         )
+
+    def _turns_of(self, epoch: int) -> Interleaving | ShuffledTurns:
+        """Return the turns of an epoch."""
+        if self.seed is None:
+            return self._turns
+        # Turns of an endless run do not depend on its division into epochs.
+        salt = f"{self.seed}/turns" if self._is_endless else f"{self.seed}/{epoch}/turns"
+        end = None if self._is_endless else self._length // self.batch_size
+        return ShuffledTurns(self._turns, salt, end)
+
+    def _start(self, epoch: int) -> int:
+        """Return the place of position 0 of an epoch in the sequence of all turns."""
+        return epoch * self.until if isinstance(self.until, int) else 0
+
+    def _first_pass(self, number: int, epoch: int) -> int:
+        """Return the epoch of a source's order that its first pass of an epoch has."""
+        return 0 if self._is_endless else epoch * self._n_passes[number]
 
     @property
     def _is_endless(self) -> bool:
@@ -249,7 +281,7 @@ class Mixed:
         size = self.sizes[number]
         n_draws = self._n_draws[number]
         first_row = self._ends.item(number) - size
-        first_pass = 0 if self._is_endless else epoch * self._n_passes[number]
+        first_pass = self._first_pass(number, epoch)
         is_checked = not is_distinct(order)
         name = f"order={order!r}"
 
@@ -286,6 +318,12 @@ class Mixed:
                 f"{n_rows:,} rows; expected the same sources; give pinfeed.concat(sources) to the "
                 "feeder"
             )
+
+
+def _pass_windows(order: Order, size: int, first_pass: int, number: int) -> Windows:
+    found = windows(order, size, first_pass + number)
+    assert found is not None
+    return found
 
 
 def _check_sources(sources: Any) -> None:

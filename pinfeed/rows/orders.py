@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.permutation import draws, keys_of, permutation
-from pinfeed.rows.ranks import Progress, RankPartition, StridedSlice, Uneven, positions_of
+from pinfeed.rows.ranks import Interval, Progress, RankPartition, StridedSlice, Uneven, positions_of
+from pinfeed.rows.windows import EvenWindows, SharedWindows, Windows
 from pinfeed.validation.arguments import (
     check_flag,
     check_rank,
@@ -227,7 +228,7 @@ class BlockShuffled:
 
     def bind(self, n_rows: int, epoch: int) -> At:
         cut = self._cut(n_rows, epoch)
-        window_rows = self.window_rows(n_rows)
+        window_rows = self._window_rows(n_rows)
 
         # Consecutive batches need the same window.
         @functools.lru_cache(maxsize=1)
@@ -246,26 +247,26 @@ class BlockShuffled:
 
         return at
 
-    def window_rows(self, n_rows: int) -> int:
-        """Return the rows of a window; the last window of an epoch may have fewer.
-
-        Window k is at the positions [k * window_rows, (k + 1) * window_rows).
-        """
-        return min(min(self.block_rows, max(1, n_rows)) * self.window_blocks, max(1, n_rows))
-
-    def runs(self, n_rows: int, epoch: int, window: int) -> list[tuple[int, int]]:
-        """Return the rows of a window, as runs [start, stop) in ascending order."""
+    def windows(self, n_rows: int, epoch: int) -> Windows:
         cut = self._cut(n_rows, epoch)
-        size = self.window_rows(n_rows)
-        end = min((window + 1) * size, n_rows)
-        begins = np.arange(window * size, end, cut.block)
-        runs = []
-        for begin, start in zip(begins.tolist(), cut.rows(begins).tolist(), strict=True):
-            stop = start + min(cut.block, end - begin)
-            runs.append((start, min(stop, n_rows)))
-            if stop > n_rows:
-                runs.append((0, stop - n_rows))
-        return sorted(runs)
+        size = self._window_rows(n_rows)
+
+        def runs(window: int) -> list[Interval]:
+            end = min((window + 1) * size, n_rows)
+            begins = np.arange(window * size, end, cut.block)
+            found = []
+            for begin, start in zip(begins.tolist(), cut.rows(begins).tolist(), strict=True):
+                stop = start + min(cut.block, end - begin)
+                found.append((start, min(stop, n_rows)))
+                if stop > n_rows:
+                    found.append((0, stop - n_rows))
+            return sorted(found)
+
+        return EvenWindows(n_rows, size, cut.block, runs)
+
+    def _window_rows(self, n_rows: int) -> int:
+        """Return the rows of a window; the last window of an epoch may have fewer."""
+        return min(min(self.block_rows, max(1, n_rows)) * self.window_blocks, max(1, n_rows))
 
     def _cut(self, n_rows: int, epoch: int) -> _Cut:
         salt = f"{self.seed}/{epoch}/blocks"
@@ -318,6 +319,10 @@ class PerRank:
         pieces = self.pieces(n_rows)
         return lambda positions: at(positions_of(pieces, positions))
 
+    def windows(self, n_rows: int, epoch: int) -> Windows | None:
+        found = windows(self.order, n_rows, epoch)
+        return None if found is None else SharedWindows(found, self.pieces(n_rows))
+
     def pieces(self, n_rows: int) -> tuple[StridedSlice, ...]:
         """Return the positions of the order that the rank reads."""
         whole = self.order.length(n_rows)
@@ -339,6 +344,18 @@ def check_order(order: Any, name: str = "order") -> Order:
             f"{name}={order!r}: expected an order of pinfeed.rows, such as shuffled(seed=1)"
         )
     return order
+
+
+def windows(order: object, n_rows: int, epoch: int) -> Windows | None:
+    """Return the windows of an epoch; None if an order has none.
+
+    An order with windows has a method ``windows(n_rows, epoch)``.
+    """
+    # A subclass may have other rows.
+    made: Windows | None = None
+    if isinstance(order, Order) and "windows" in vars(type(order)):
+        made = order.windows(n_rows, epoch)  # type: ignore[attr-defined]
+    return made
 
 
 def is_repeatable(order: object) -> bool:

@@ -13,10 +13,10 @@ import numpy as np
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.length_batches import LengthBatches
-from pinfeed.rows.orders import Order, Rows, is_distinct
+from pinfeed.rows.orders import Order, Rows, is_distinct, windows
 from pinfeed.rows.permutation import permutation
 from pinfeed.rows.row_lengths import RowLengths
-from pinfeed.rows.windows import Windows, windows
+from pinfeed.rows.windows import Windows
 from pinfeed.validation.arguments import (
     check_flag,
     check_seed,

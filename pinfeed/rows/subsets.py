@@ -16,9 +16,18 @@ import numpy.typing as npt
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.mixtures import check_inner
-from pinfeed.rows.orders import At, Order, Rows, is_distinct, most_copies, sequential
+from pinfeed.rows.orders import (
+    At,
+    Order,
+    Rows,
+    is_distinct,
+    most_copies,
+    sequential,
+    windows,
+)
 from pinfeed.rows.permutation import permutation
 from pinfeed.rows.row_mask import RowMask
+from pinfeed.rows.windows import SelectedWindows, Windows
 from pinfeed.validation.arguments import check_seed, explain_arguments, real_number, whole_number
 
 Name = TypeVar("Name")
@@ -116,6 +125,10 @@ class Where:
     def bind(self, n_rows: int, epoch: int) -> At:
         self._require(n_rows)
         return _composed(self.order, self.n, epoch, self.selection.at)
+
+    def windows(self, n_rows: int, epoch: int) -> Windows | None:
+        found = windows(self.order, self.n, epoch)
+        return None if found is None else SelectedWindows(found, self.selection.at)
 
     @property
     def most_copies(self) -> int | None:
@@ -236,6 +249,14 @@ class SplitPart:
         return self.order.length(self._n_rows(n_rows))
 
     def bind(self, n_rows: int, epoch: int) -> At:
+        return _composed(self.order, self._n_rows(n_rows), epoch, self._select(n_rows))
+
+    def windows(self, n_rows: int, epoch: int) -> Windows | None:
+        found = windows(self.order, self._n_rows(n_rows), epoch)
+        return None if found is None else SelectedWindows(found, self._select(n_rows))
+
+    def _select(self, n_rows: int) -> At:
+        """Return the function from numbers of rows of the part to row indices."""
         block = self.block_rows
         n_blocks = n_rows // block
         first, _ = self._bounds(n_rows)
@@ -252,7 +273,7 @@ class SplitPart:
             index[whole] = block_at(index[whole])
             return index * block + offset
 
-        return _composed(self.order, self._n_rows(n_rows), epoch, select)
+        return select
 
     @property
     def most_copies(self) -> int | None:

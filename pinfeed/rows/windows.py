@@ -1,58 +1,196 @@
-"""Windows: the groups of blocks that a block-shuffled epoch visits one after the other."""
+"""Windows: rows of an epoch that are read together, before its batches need them."""
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
-from pinfeed.rows.orders import BlockShuffled, Order, PerRank
-from pinfeed.rows.ranks import StridedSlice
+import numpy as np
+
+from pinfeed.rows.ranks import Interval, Positions, StridedSlice
 
 
-@dataclass(frozen=True)
-class Windows:
-    """The windows of an epoch of a block-shuffled order, or of one rank's share of it."""
+class Window(NamedTuple):
+    """Rows that are read together. All positions that need one are in [begin, end)."""
 
-    order: BlockShuffled
-    n_rows: int
-    epoch: int
-    pieces: tuple[StridedSlice, ...]
-    """Positions of the order that are read."""
+    begin: int
+    """First position of the epoch that may need a row of the window."""
+    end: int
+    """Position after the last one."""
+    runs: Sequence[Interval]
+    """Row indices as runs [start, stop), in ascending order."""
+
+
+class Windows(Protocol):
+    """The windows of an epoch. Positions may need rows of several windows, or of none."""
 
     @property
     def window_rows(self) -> int:
         """Most rows of a window."""
-        return self.order.window_rows(self.n_rows)
 
-    def spans(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Divide the positions [start, stop) by window.
+    @property
+    def block_rows(self) -> int:
+        """Usual length of a run."""
 
-        Returns:
-            The number of each window and the count of its positions, in their order.
+    @property
+    def n_ahead(self) -> int:
+        """Number of windows to read ahead."""
+
+    def most(self, n: int) -> int:
+        """Return the most windows that ``n`` consecutive positions need."""
+
+    def needed(self, start: int, stop: int) -> Iterator[Window]:
+        """Yield the windows that the positions [start, stop) need, by ascending ``begin``."""
+
+
+@dataclass(frozen=True)
+class EvenWindows:
+    """Windows of consecutive positions, one after the other."""
+
+    n_ahead = 1
+
+    n_rows: int
+    """Number of positions."""
+    window_rows: int
+    block_rows: int
+    runs: Callable[[int], Sequence[Interval]]
+    """Returns the rows of a window, given its number."""
+
+    def most(self, n: int) -> int:
+        return -(-n // self.window_rows) + 1
+
+    def needed(self, start: int, stop: int) -> Iterator[Window]:
+        size = self.window_rows
+        for number in range(start // size, -(-min(stop, self.n_rows) // size)):
+            end = min((number + 1) * size, self.n_rows)
+            yield Window(number * size, end, self.runs(number))
+
+
+@dataclass(frozen=True)
+class WrappedWindows:
+    """Windows that are made of other ones; this base class changes nothing."""
+
+    windows: Windows
+
+    @property
+    def window_rows(self) -> int:
+        return self.windows.window_rows
+
+    @property
+    def block_rows(self) -> int:
+        return self.windows.block_rows
+
+    @property
+    def n_ahead(self) -> int:
+        return self.windows.n_ahead
+
+    def most(self, n: int) -> int:
+        return self.windows.most(n)
+
+    def needed(self, start: int, stop: int) -> Iterator[Window]:
+        return self.windows.needed(start, stop)
+
+
+@dataclass(frozen=True)
+class SharedWindows(WrappedWindows):
+    """The windows of one rank's share of an order."""
+
+    pieces: tuple[StridedSlice, ...]
+    """The rank's positions of the order."""
+
+    def most(self, n: int) -> int:
+        spans = [
+            n if piece.n <= piece.chunk else (n // piece.chunk + 1) * piece.step + piece.chunk
+            for piece in self.pieces
+        ]
+        return self.windows.most(max(spans, default=n))
+
+    def needed(self, start: int, stop: int) -> Iterator[Window]:
+        for first, pieces in self._ascending():
+            begin = first
+            reached = 0
+            for piece in pieces:
+                i = max(0, start - begin)
+                end = min(piece.n, stop - begin)
+                begin += piece.n
+                if i >= end:
+                    continue
+                last = piece.at(end - 1) + 1
+                for window in self.windows.needed(piece.at(i), last):
+                    # The piece before needs the windows that begin earlier, too.
+                    if window.begin >= reached:
+                        low = first + sum(one.below(window.begin) for one in pieces)
+                        high = first + sum(one.below(window.end) for one in pieces)
+                        yield Window(low, high, window.runs)
+                reached = last
+
+    def _ascending(self) -> list[tuple[int, list[StridedSlice]]]:
+        """Return groups of ascending pieces, each with its first position in the share.
+
+        Padding begins again with the first positions of the order.
         """
-        spans: list[tuple[int, int]] = []
+        groups: list[tuple[int, list[StridedSlice]]] = []
+        first = 0
+        last = -1
         for piece in self.pieces:
-            i = max(0, start)
-            end = min(piece.n, stop)
-            while i < end:
-                number = piece.at(i) // self.window_rows
-                n = min(end, piece.below((number + 1) * self.window_rows)) - i
-                i += n
-                if spans and spans[-1][0] == number:
-                    # The previous piece ended in the same window.
-                    n += spans.pop()[1]
-                spans.append((number, n))
-            start -= piece.n
-            stop -= piece.n
-        return spans
-
-    def runs(self, number: int) -> list[tuple[int, int]]:
-        """Return the rows of a window, as runs [start, stop) in ascending order."""
-        return self.order.runs(self.n_rows, self.epoch, number)
+            if not piece.n:
+                continue
+            if piece.begin <= last or not groups:
+                groups.append((first, []))
+            groups[-1][1].append(piece)
+            last = piece.at(piece.n - 1)
+            first += piece.n
+        return groups
 
 
-def windows(order: Order, n_rows: int, epoch: int) -> Windows | None:
-    """Return the windows of an epoch; None if the order has no windows."""
-    share = order if isinstance(order, PerRank) else PerRank(order, 0, 1, "join", hand=None)
-    if not isinstance(share.order, BlockShuffled):
-        return None
-    return Windows(share.order, n_rows, epoch, share.pieces(n_rows))
+@dataclass(frozen=True)
+class WidenedWindows(WrappedWindows):
+    """Windows of an order whose rows change places, but only within intervals of one length."""
+
+    size: int
+    """Length of an interval."""
+    n_rows: int
+    """Number of positions."""
+
+    def most(self, n: int) -> int:
+        return self.windows.most(n + 2 * (self.size - 1))
+
+    def needed(self, start: int, stop: int) -> Iterator[Window]:
+        for begin, end, runs in self.windows.needed(self._floor(start), self._ceiling(stop)):
+            yield Window(self._floor(begin), self._ceiling(end), runs)
+
+    def _floor(self, position: int) -> int:
+        return position // self.size * self.size
+
+    def _ceiling(self, position: int) -> int:
+        return min(-(-position // self.size) * self.size, self.n_rows)
+
+
+@dataclass(frozen=True)
+class SelectedWindows(WrappedWindows):
+    """Windows of a part of the rows, made of windows of the numbers of its rows."""
+
+    select: Callable[[Positions], Positions]
+    """Returns the row indices of rows of the part."""
+
+    @functools.cached_property
+    def block_rows(self) -> int:
+        # The first window stands for all.
+        runs = [run for window in itertools.islice(self.needed(0, 1), 1) for run in window.runs]
+        return sum(stop - start for start, stop in runs) // max(1, len(runs))
+
+    def needed(self, start: int, stop: int) -> Iterator[Window]:
+        for begin, end, runs in self.windows.needed(start, stop):
+            numbers = np.concatenate([np.arange(*run) for run in runs])
+            yield Window(begin, end, _runs_of(np.sort(self.select(numbers))))
+
+
+def _runs_of(rows: Positions) -> list[Interval]:
+    """Return ascending rows as runs [start, stop)."""
+    ends = np.flatnonzero(rows[1:] != rows[:-1] + 1)
+    starts = rows[np.concatenate(([0], ends + 1))]
+    stops = rows[np.concatenate((ends, [len(rows) - 1]))] + 1
+    return list(zip(starts.tolist(), stops.tolist(), strict=True))

@@ -29,7 +29,7 @@ from pinfeed.readahead.windows import PageCacheReadahead, WindowReadahead
 from pinfeed.rows import orders
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Order
-from pinfeed.rows.windows import windows as windows_of
+from pinfeed.rows.orders import windows as windows_of
 from pinfeed.stores import page_cache as disk_page_cache
 from pinfeed.stores.host_rows import StoreRows
 
@@ -82,11 +82,22 @@ def served(
             yield numbers, read(late)
 
 
+BLOCKS = rows.block_shuffled(3, block_rows=BLOCK, window_blocks=3)
+MIXED = rows.mixed(
+    {"blocks": 3000, "small": 500, "rows": 1500},
+    weights={"blocks": 2, "small": 1, "rows": 1},
+    until="all",
+    order={"blocks": BLOCKS, "small": BLOCKS, "rows": rows.shuffled(1)},
+)
 ORDERS = [
     rows.sequential(),
     rows.shuffled(3),
-    rows.block_shuffled(3, block_rows=BLOCK, window_blocks=3),
-    rows.per_rank(rows.block_shuffled(3, block_rows=BLOCK, window_blocks=3), rank=2, world_size=3),
+    BLOCKS,
+    rows.per_rank(BLOCKS, rank=2, world_size=3),
+    rows.bucketed(np.arange(N) % 97, batch_size=50, window_batches=7, order=BLOCKS),
+    MIXED,
+    rows.per_rank(MIXED, rank=1, world_size=2),
+    rows.split([0.7, 0.3], order=BLOCKS, block_rows=BLOCK)[0],
 ]
 
 
@@ -97,7 +108,7 @@ def strategies(store: NpyStore, order: Order) -> Iterator[ReadStrategy]:
     yield PageCacheReadahead(store)
     windows = windows_of(order, N, 0)
     if windows is not None:
-        yield WindowReadahead(store, windows.window_rows, 1000)
+        yield WindowReadahead(store, windows, 1000)
 
 
 @pytest.mark.sweep(4)
@@ -169,7 +180,7 @@ def test_the_last_batches_keep_their_window_at_the_datas_end(
     )
     assert windows is not None
     with Slow(path) as store:
-        strategy = WindowReadahead(store, windows.window_rows, N)
+        strategy = WindowReadahead(store, windows, N)
         with strategy.open_epoch(windows, 0, N) as open_batch:
             part = open_batch(0, N)(numbers)
             store.may_read.set()
@@ -258,14 +269,13 @@ def test_an_error_in_a_window_is_raised_with_its_batch(path: Path, array: np.nda
     order = rows.block_shuffled(0, block_rows=BLOCK, window_blocks=2)
     windows = windows_of(order, N, 0)
     assert windows is not None
-    bad, position = 0, 0
-    for number, n in windows.spans(0, N):
-        if any(start <= 4321 < stop for start, stop in windows.runs(number)):
-            bad = position // 64
-        position += n
+    bad = 0
+    for window in windows.needed(0, N):
+        if any(start <= 4321 < stop for start, stop in window.runs):
+            bad = window.begin // 64
     assert bad > 0
     with Broken(path) as store:
-        strategy, given = WindowReadahead(store, windows.window_rows, 300), 0
+        strategy, given = WindowReadahead(store, windows, 300), 0
         with pytest.raises(errors.ReadError, match="bad sector"):
             for numbers, values in served(strategy, order, batch_size=64):
                 np.testing.assert_array_equal(values, array[numbers])
@@ -441,7 +451,7 @@ def test_a_part_of_rows_on_windows(store: NpyStore, array: np.ndarray) -> None:
     windows = windows_of(order, N, 0)
     assert windows is not None
     numbers = order.bind(N, 0)(np.arange(2000))
-    strategy = WindowReadahead(store, windows.window_rows, 3000)
+    strategy = WindowReadahead(store, windows, 3000)
     with strategy.open_epoch(windows, 0, N) as open_batch:
         part = open_batch(0, 2000)(numbers)
         for begin, end in ((0, 2000), (0, 1), (700, 800), (760, 1600), (1999, 2000)):

@@ -16,7 +16,6 @@ from pinfeed.rows import element_batches
 from pinfeed.rows.ragged_batches import ElementBatches
 from pinfeed.rows.row_lengths import RowLengths
 from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch
-from pinfeed.rows.windows import Windows
 
 LENGTHS = np.array([3, 0, 5, 1, 1, 4, 2, 0, 0, 5, 3, 1])
 
@@ -195,7 +194,7 @@ def test_windows_begin_at_the_position_of_the_first_batch() -> None:
     counts = [len(batch) for batch in batches]
     sampled = SamplerBatches(batches, 12, None, False)
     found, start, stop = sampled.windows(0, 2)
-    assert isinstance(found, Windows)
+    assert found is not None
     assert (start, stop) == (sum(counts[:2]), 12)
     assert element_batches(LENGTHS, 7).windows(0, 2) == (None, 0, 0)
 

@@ -18,7 +18,6 @@ from pinfeed.pipeline.loop_memory import index_allocations
 from pinfeed.rows import orders
 from pinfeed.rows.batches import ORDER_BYTES, OrderBatches
 from pinfeed.rows.orders import Order, block_shuffled, per_rank, sequential, shuffled
-from pinfeed.rows.windows import windows
 
 
 # -- orders ----------------------------------------------------------------------------------------
@@ -310,46 +309,3 @@ def test_a_rank_is_one_of_the_world(rank: int, world_size: int) -> None:
         match=f"rank={rank}, world_size={world_size}: expected 0 <= rank < world_size",
     ):
         per_rank(sequential(), rank=rank, world_size=world_size)
-
-
-@given(
-    n_rows=st.integers(1, 300),
-    block_rows=st.integers(1, 40),
-    window_blocks=st.integers(1, 6),
-    epoch=st.integers(0, 3),
-    world_size=st.integers(1, 4),
-    data=st.data(),
-)
-def test_a_position_has_a_row_of_its_window(
-    n_rows: int,
-    block_rows: int,
-    window_blocks: int,
-    epoch: int,
-    world_size: int,
-    data: st.DataObject,
-) -> None:
-    whole = block_shuffled(7, block_rows=block_rows, window_blocks=window_blocks)
-    order: Order = (
-        per_rank(whole, rank=data.draw(st.integers(0, world_size - 1)), world_size=world_size)
-        if world_size > 1
-        else whole
-    )
-    start = data.draw(st.integers(0, order.length(n_rows)))
-    stop = data.draw(st.integers(start, order.length(n_rows)))
-    found = windows(order, n_rows, epoch)
-    assert found is not None
-    rows = order.bind(n_rows, epoch)(np.arange(start, stop))
-    spans = found.spans(start, stop)
-    assert sum(n for _, n in spans) == stop - start
-    for number, n in spans:
-        runs = found.runs(number)
-        assert runs == sorted(runs)
-        there = np.concatenate([np.arange(*run) for run in runs])
-        assert len(there) == len(set(there.tolist())) <= found.window_rows
-        assert set(rows[:n].tolist()) <= set(there.tolist())
-        rows = rows[n:]
-
-
-def test_orders_without_windows() -> None:
-    for order in (sequential(), shuffled(), per_rank(shuffled(), rank=0, world_size=2)):
-        assert windows(order, 10, 0) is None

@@ -28,7 +28,6 @@ from pinfeed.readahead.strategy import DirectReads, FreeMemory
 from pinfeed.rows import orders
 from pinfeed.rows.orders import Order
 from pinfeed.rows.rank_batches import RankBatches
-from pinfeed.rows.windows import windows
 
 Uneven = Literal["pad", "drop", "join"]
 Batches = list[list[int]]
@@ -187,41 +186,6 @@ def test_split_batches_continue_with_the_next_batch(
         assert batch == one[(start + k) * size : (start + k + 1) * size]
     if start == len(old[0]):
         assert not any(todo)
-
-
-@given(
-    n=st.integers(1, 300),
-    world_size=st.integers(1, 4),
-    size=st.integers(1, 9),
-    uneven=UNEVEN,
-    data=st.data(),
-)
-@settings(deadline=None)
-def test_windows_are_those_of_the_rows(
-    n: int, world_size: int, size: int, uneven: Uneven, data: st.DataObject
-) -> None:
-    order = rows.block_shuffled(
-        7, block_rows=data.draw(st.integers(1, 40)), window_blocks=data.draw(st.integers(1, 6))
-    )
-    split, rank = data.draw(st.booleans()), data.draw(st.integers(0, world_size - 1))
-    size *= world_size if split else 1
-    share = shares(order, Ranks(uneven, split_batches=split), world_size, size, n)[rank]
-    done = data.draw(st.sampled_from([(), ((3, 2 * size),)])) if not split else ()
-    mine = share.rows(done)
-    found = windows(mine, n, 1)
-    assert found is not None
-    start = data.draw(st.integers(0, mine.length(n)))
-    numbers = mine.bind(n, 1)(np.arange(start, mine.length(n)))
-    for number, count in found.spans(start, mine.length(n)):
-        there = np.concatenate([np.arange(*run) for run in found.runs(number)])
-        assert count
-        assert np.isin(numbers[:count], there).all()
-        numbers = numbers[count:]
-    assert len(numbers) == 0
-    spans = found.spans(0, mine.length(n))
-    assert all(one[0] != other[0] for one, other in itertools.pairwise(spans)), (
-        "a window is read once, however many batches lie on it"
-    )
 
 
 # ---- feeders -------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from pinfeed.readahead.strategy import FreeMemory
 from pinfeed.readahead.windows import WindowReadahead
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Order
-from pinfeed.rows.windows import windows as windows_of
+from pinfeed.rows.orders import windows as windows_of
 from pinfeed.stores import chunked
 from pinfeed.stores.chunked import ChunkedStore, ChunkLayout, KeptChunks, even_bounds
 from pinfeed.testing.suites import ReadOnlyStoreTests
@@ -268,13 +268,13 @@ def test_a_window_decodes_each_chunk_once(store: Decoding, monkeypatch: pytest.M
         windows = windows_of(BLOCKS, N, epoch)
         assert windows is not None
         expected: Counter[int] = Counter()
-        for number in range(-(-N // windows.window_rows)):
+        for window in windows.needed(0, N):
             touched: set[int] = set()
-            for start, stop in BLOCKS.runs(N, epoch, number):
+            for start, stop in window.runs:
                 touched |= set(range(start // 25, (stop - 1) // 25 + 1))
             expected.update(touched)
         store.decoded.clear()
-        strategy = WindowReadahead(store, windows.window_rows, 100)
+        strategy = WindowReadahead(store, windows, 100)
         serve(strategy, BLOCKS, store.array, 60, epoch)
         strategy.close()
         # The chunk that one window decoded last may still be kept in the next one.

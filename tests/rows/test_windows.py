@@ -1,0 +1,179 @@
+"""Windows of orders: they have the rows of their positions, and are as few as they say."""
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pinfeed import rows
+from pinfeed.rows.orders import Order, PerRank, per_rank, windows
+from pinfeed.rows.rank_batches import RankBatches
+from pinfeed.rows.ranks import Ranks
+from pinfeed.rows.windows import Windows
+
+Draw = Callable[..., int]
+
+
+def block_shuffled(draw: Draw, seed: int = 7) -> Order:
+    return rows.block_shuffled(seed, block_rows=draw(1, 40), window_blocks=draw(1, 6))
+
+
+def bucketed(draw: Draw, n_rows: int) -> Order:
+    lengths = np.random.default_rng(n_rows).integers(1, 9, n_rows)
+    return rows.bucketed(
+        lengths,
+        batch_size=draw(1, 9),
+        window_batches=draw(1, 5),
+        order=block_shuffled(draw),
+    )
+
+
+def mixed(draw: Draw, n_rows: int) -> Order:
+    size = 1 + n_rows // 3
+    sources = {"a": size, "b": n_rows + 1 - 2 * size, "c": size - 1}
+    orders = [block_shuffled(draw, 1), rows.shuffled(2), block_shuffled(draw, 3)]
+    if draw(0, 1):
+        orders[2] = bucketed(draw, sources.get("c", 1))
+    if draw(0, 1):
+        orders[1] = rows.where(np.arange(sources["b"]) % 3 < 2, block_shuffled(draw, 2))
+    until = draw(0, 2)
+    run = draw(1, 3)
+    return rows.mixed(
+        sources,
+        weights={name: draw(1, 5) for name in sources},
+        order=dict(zip(sources, orders, strict=False)),
+        until=("first" if min(sources.values()) >= 9 else "all", "all", run * draw(1, 60))[until],
+        batch_size=run,
+        randomly=bool(draw(0, 1)),
+    )
+
+
+def part(draw: Draw, n_rows: int) -> Order:
+    if draw(0, 1):
+        mask = np.random.default_rng(n_rows).random(n_rows) < 0.7
+        mask[0] = True
+        return rows.where(mask, block_shuffled(draw))
+    parts = rows.split([0.6, 0.4], block_rows=draw(1, 9), order=block_shuffled(draw))
+    return parts[0] if parts[0].length(n_rows) else parts[1]
+
+
+KINDS = {
+    "block_shuffled": lambda draw, n_rows: block_shuffled(draw),
+    "bucketed": bucketed,
+    "mixed": mixed,
+    "part": part,
+    "bucketed mixture": lambda draw, n_rows: rows.bucketed(
+        np.arange(n_rows) % 7, batch_size=draw(1, 9), window_batches=3, order=mixed(draw, n_rows)
+    ),
+}
+
+
+def share(order: Order, draw: Draw, n_rows: int) -> Order:
+    """Return the order, or a share of it that some ranks have begun to read."""
+    world_size = draw(1, 4)
+    if draw(0, 1) or world_size == 1:
+        return order
+    rank = draw(0, world_size - 1)
+    if draw(0, 1):
+        return per_rank(order, rank=rank, world_size=world_size)
+    size = draw(1, 9) * world_size
+    uneven = ("pad", "drop", "join")[draw(0, 2)]
+    ranks = Ranks(uneven, split_batches=bool(draw(0, 1)))  # type: ignore[arg-type]
+    batches = RankBatches(order, ranks, rank, world_size, False, size, n_rows)
+    done = ((3, 2 * size),) if draw(0, 1) and not ranks.split_batches else ()
+    return batches.rows(done)
+
+
+def needed_rows(found: Windows, position: int) -> set[int]:
+    """Return the rows of the windows that a position needs."""
+    windows = [w for w in found.needed(position, position + 1) if w.begin <= position < w.end]
+    return {row for window in windows for run in window.runs for row in range(*run)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+@settings(deadline=None, max_examples=60)
+def test_the_windows_of_positions_have_their_rows(kind: str, data: st.DataObject) -> None:
+    def draw(low: int, high: int) -> int:
+        return data.draw(st.integers(low, high))
+
+    n_rows = draw(4, 300)
+    order = share(KINDS[kind](draw, n_rows), draw, n_rows)
+    epoch = draw(0, 3)
+    found = windows(order, n_rows, epoch)
+    n = order.length(n_rows)
+    assert found is not None
+    start = draw(0, n)
+    stop = draw(start, n)
+    numbers = order.bind(n_rows, epoch)(np.arange(start, stop))
+    of_epoch = list(found.needed(start, stop))
+    begins = [window.begin for window in of_epoch]
+    whole = order.order if isinstance(order, PerRank) else order
+    if not isinstance(order, PerRank) or len(order.pieces(n_rows)) == 1:
+        assert begins == sorted(begins)
+    for window in of_epoch:
+        assert list(window.runs) == sorted(window.runs)
+        count = sum(b - a for a, b in window.runs)
+        assert count == len({row for run in window.runs for row in range(*run)})
+        assert count <= found.window_rows
+    has_all = "mixed" not in repr(whole).lower()
+    for i, row in enumerate(numbers.tolist(), start):
+        covering = {
+            one
+            for window in of_epoch
+            if window.begin <= i < window.end
+            for run in window.runs
+            for one in range(*run)
+        }
+        assert row in covering or not has_all
+    spans = [(window.begin, window.end) for window in of_epoch]
+    size = draw(1, 50)
+    for i in range(start, max(start, stop - size)):
+        touched = sum(begin < i + size and i < end for begin, end in spans)
+        assert touched <= found.most(size) + 1, (i, size)
+
+
+@given(data=st.data())
+@settings(deadline=None, max_examples=60)
+def test_a_mixture_has_windows_of_its_sources(data: st.DataObject) -> None:
+    def draw(low: int, high: int) -> int:
+        return data.draw(st.integers(low, high))
+
+    n_rows = draw(4, 300)
+    order = mixed(draw, n_rows)
+    epoch = draw(0, 3)
+    found = windows(order, n_rows, epoch)
+    assert found is not None
+    names = [i for i, one in enumerate(order.orders) if windows(one, order.sizes[i], 0)]
+    n = order.length(n_rows)
+    numbers = order.bind(n_rows, epoch)(np.arange(n))
+    sources = order.source_of(numbers)
+    for i in itertools.islice(np.flatnonzero(np.isin(sources, names)).tolist(), 200):
+        assert numbers[i] in needed_rows(found, i)
+
+
+def test_orders_without_windows() -> None:
+    shuffled = rows.shuffled()
+    for order in (
+        rows.sequential(),
+        shuffled,
+        per_rank(shuffled, rank=0, world_size=2),
+        rows.mixed({"a": 5, "b": 5}),
+        rows.bucketed(np.arange(10), batch_size=2),
+        rows.where(np.arange(4), shuffled),
+    ):
+        assert windows(order, 10, 0) is None
+
+
+def test_ranks_read_a_window_once_however_many_batches_lie_on_it() -> None:
+    order = rows.block_shuffled(7, block_rows=5, window_blocks=3)
+    for rank in range(3):
+        batches = RankBatches(order, Ranks(split_batches=True), rank, 3, False, 6, 100)
+        found = windows(batches.rows(), 100, 0)
+        assert found is not None
+        runs = [tuple(window.runs) for window in found.needed(0, 1000)]
+        # Padding repeats the rows of the first window.
+        assert len(set(runs)) >= len(runs) - 1
