@@ -192,14 +192,14 @@ class ResumableFeeder(BaseFeeder[T_co]):
         """Make the next loop continue at a saved position, with the remaining batches.
 
         With ``ranks``, the state of any rank holds for all ranks, and for another world size: see
-        ``Ranks``.
+        ``Ranks``. An order continues with the next row, whatever the batch size was.
 
         Args:
             state: Return value of ``state_dict``.
 
         Raises:
             ArgumentError: If ``state`` is not a state of a feeder, or belongs to a feeder with
-                other rows, order or batch size.
+                other rows, another order, or a sampler in batches of another size.
             ClosedError: If a loop runs and cannot be ended, or the feeder is closed.
         """
         self._loop.load_state(state)

@@ -146,12 +146,13 @@ class EpochPosition:
                 "state_dict()"
             ) from None
         ours = {**self._source.fingerprint, **self._fingerprint}
-        if theirs != ours:
-            differing = [
-                f"{key} was {theirs.get(key)!r}, is {ours.get(key)!r}"
-                for key in {**ours, **theirs}
-                if theirs.get(key) != ours.get(key)
-            ]
+        differing = [
+            f"{key} was {theirs.get(key)!r}, is {ours.get(key)!r}"
+            for key in {**ours, **theirs}
+            if theirs.get(key) != ours.get(key)
+            and not (key in self._hooks.changeable and key in theirs)
+        ]
+        if differing:
             raise ArgumentError(
                 f"the state is of another feeder: {'; '.join(differing)}; make the feeder with the "
                 "same arguments as when the state was saved"

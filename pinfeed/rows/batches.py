@@ -7,7 +7,7 @@ import operator
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,6 +55,8 @@ class EpochHooks:
     """Kind of feeder that a state belongs to, for error messages."""
     state_keys: Sequence[str] = ()
     """Keys that a loaded state must have besides those of every feeder."""
+    changeable: Sequence[str] = ()
+    """Keys of the fingerprint whose values may differ from those of a loaded state."""
     continues_after_end = True
     """Whether a loop that is resumed at the end of an epoch continues with the next epoch."""
 
@@ -80,7 +82,7 @@ class EpochHooks:
         """Translate a state that was loaded into a position of this process.
 
         Args:
-            state: State of a feeder with the same fingerprint.
+            state: State of a feeder with the same fingerprint, ``changeable`` keys excepted.
             n_batches: Number of batches in an epoch; infinite if it is not known.
 
         Returns:
@@ -189,9 +191,11 @@ class _OrderRun:
         return self.computed
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class OrderBatches(RowBatches):
     """Batches of ``batch_size`` rows each, in the sequence of an order.
+
+    A state counts rows, so any ``batch_size`` continues with the next row.
 
     Args:
         order: Order of the rows.
@@ -204,6 +208,10 @@ class OrderBatches(RowBatches):
     n_rows: int
     batch_size: int
     drop_last: bool = False
+    # An epoch, and the position with which its batch 0 begins, which is negative or 0.
+    _begun: tuple[int, int] = field(default=(0, 0), init=False)
+
+    changeable = ("batch_size",)
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -219,8 +227,39 @@ class OrderBatches(RowBatches):
         return is_distinct(self.order)
 
     def __len__(self) -> int:
-        n = self.order.length(self.n_rows)
-        return n // self.batch_size if self.drop_last else -(-n // self.batch_size)
+        return self._count(0, self.batch_size)
+
+    def n_batches(self, epoch: int) -> int:
+        return self._count(self._first(epoch), self.batch_size)
+
+    def restart(self, epoch: int) -> None:
+        self._begun = epoch, 0
+
+    def state(self, epoch: int, batch: int) -> dict[str, Any]:
+        """Return the position with which batch 0 begins, if it is not 0."""
+        first = self._first(epoch)
+        return {"first_position": first} if first else {}
+
+    def resume(self, state: Mapping[str, Any], n_batches: float) -> tuple[int, bool]:
+        epoch = int(state["epoch"])
+        batch = int(state["batch"])
+        size = saved_size(state)
+        first = int(state.get("first_position", 0))
+        if not -size < first <= 0:
+            raise ArgumentError(
+                f"a state with first_position={first}: expected the result of state_dict()"
+            )
+        n_batches = self._count(first, size)
+        super().resume(state, n_batches)
+        if 0 < batch == n_batches:
+            return len(self), True
+        if size != self.batch_size:
+            # The number of batches stays about the same, and is 0 only at the first row.
+            done = first + batch * size
+            batch = -(-done // self.batch_size)
+            first = done - batch * self.batch_size
+        self._begun = epoch, first
+        return batch, False
 
     def epoch(
         self, number: int, start: int = 0, checksum: int = 0, batches_per_slot: int = 1
@@ -258,15 +297,16 @@ class OrderBatches(RowBatches):
             yield run.rows()
 
     def windows(self, number: int, start: int) -> tuple[Windows | None, int, int]:
-        return windows(self.order, self.n_rows, number), start * self.batch_size, self._stop
+        position, stop = self._range(number, start)
+        return windows(self.order, self.n_rows, number), position, stop
 
     def _runs(self, number: int, start: int, slot_rows: int) -> Iterator[_OrderRun]:
         """Yield runs of whole slots, from batch ``start`` of an epoch on."""
         at = self.order.bind(self.n_rows, number)
         lock = threading.Lock()
-        stop = self._stop
+        position, stop = self._range(number, start)
         step = max(1, _RUN_ROWS // slot_rows) * slot_rows
-        for begin in range(start * self.batch_size, stop, step):
+        for begin in range(position, stop, step):
             end = min(begin + step, stop)
             yield _OrderRun(end - begin, functools.partial(self._compute, at, begin, end), lock)
 
@@ -285,9 +325,36 @@ class OrderBatches(RowBatches):
             part[:] = checked
         return rows
 
-    @property
-    def _stop(self) -> int:
-        return min(len(self) * self.batch_size, self.order.length(self.n_rows))
+    def _first(self, epoch: int) -> int:
+        """Return the position with which batch 0 of an epoch begins."""
+        return self._begun[1] if epoch == self._begun[0] else 0
+
+    def _count(self, first: int, size: int) -> int:
+        """Return the number of batches of an epoch whose batch 0 begins at a position."""
+        n = self.order.length(self.n_rows) - first
+        return n // size if self.drop_last else -(-n // size)
+
+    def _range(self, epoch: int, start: int) -> tuple[int, int]:
+        """Return the positions of an epoch from batch ``start`` on."""
+        first = self._first(epoch)
+        stop = first + self.n_batches(epoch) * self.batch_size
+        return first + start * self.batch_size, min(stop, self.order.length(self.n_rows))
+
+
+def saved_size(state: Mapping[str, Any]) -> int:
+    """Return the rows of a batch of the feeder that saved a state.
+
+    Raises:
+        ArgumentError: If the state has no such number.
+    """
+    size = state["source"].get("batch_size")
+    # Functions that read samples count these in a batch; one input gives one_read_count of them.
+    n_samples = state["source"].get("one_read_count", 1)
+    if not isinstance(size, int) or size < n_samples:
+        raise ArgumentError(
+            f"a state with batch_size={size!r}: expected the result of state_dict()"
+        )
+    return size // int(n_samples)
 
 
 def sizes(n_rows: int, batch_size: int) -> list[tuple[int, int]]:

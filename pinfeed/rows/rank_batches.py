@@ -13,7 +13,7 @@ from operator import index
 from typing import Any, cast, get_args
 
 from pinfeed.errors import ArgumentError
-from pinfeed.rows.batches import OrderBatches, RowBatches, RowIndices
+from pinfeed.rows.batches import OrderBatches, RowBatches, RowIndices, saved_size
 from pinfeed.rows.mixtures import Mixed
 from pinfeed.rows.orders import BlockShuffled, Drawn, Order, PerRank, Sequential, Shuffled
 from pinfeed.rows.ragged_batches import ElementBatches
@@ -57,6 +57,7 @@ class RankBatches(RowBatches):
 
     kind = "a feeder with ranks="
     state_keys = ("ranks",)
+    changeable = ("batch_size",)
 
     @property
     def batch_size(self) -> int:
@@ -126,16 +127,20 @@ class RankBatches(RowBatches):
         }
 
     def resume(self, state: Mapping[str, Any], n_batches: float) -> tuple[int, bool]:
-        batch, done, is_over = self.resumed(int(state["batch"]), state["ranks"])
+        size = saved_size(state)
+        batch, done, is_over = self.resumed(int(state["batch"]), state["ranks"], size)
         self.begin(int(state["epoch"]), done)
         return batch, is_over
 
-    def resumed(self, batch: int, theirs: Mapping[str, Any]) -> tuple[int, Progress, bool]:
+    def resumed(
+        self, batch: int, theirs: Mapping[str, Any], size: int
+    ) -> tuple[int, Progress, bool]:
         """Translate the position of other ranks into a position of this rank.
 
         Args:
             batch: Number of batches that each of the other ranks has done.
             theirs: Entry ``"ranks"`` of their state.
+            size: Their ``size``.
 
         Returns:
             The batch of this rank to begin with, the positions that were done before, and whether
@@ -144,8 +149,8 @@ class RankBatches(RowBatches):
         Raises:
             ArgumentError: If ``theirs`` is not such an entry, or their epoch has no such batch.
         """
-        world_size, done = self._read(theirs)
-        n = self._most(world_size, done)
+        world_size, done = self._read(theirs, size)
+        n = dataclasses.replace(self, size=size)._most(world_size, done)
         if not 0 <= batch <= n:
             raise ArgumentError(
                 f"the state is at batch {batch}; expected 0 to {n}, the number of batches of each "
@@ -153,11 +158,14 @@ class RankBatches(RowBatches):
             )
         if batch == n:
             return len(self), (), batch > 0
-        if world_size == self.world_size or self.ranks.split_batches or batch == 0:
+        is_split = self.ranks.split_batches
+        same_batches = size == self.size and (world_size == self.world_size or is_split)
+        if same_batches or batch == 0:
             return batch, done, False
-        return 0, (*done, (world_size, batch * self.batch_size)), False
+        # The rows of a global batch are all read, by however many ranks.
+        return 0, (*done, (1 if is_split else world_size, batch * size)), False
 
-    def _read(self, theirs: Mapping[str, Any]) -> tuple[int, Progress]:
+    def _read(self, theirs: Mapping[str, Any], size: int) -> tuple[int, Progress]:
         """Read the entry ``"ranks"`` of a state: the ranks, and the positions done before them."""
         try:
             world_size = int(theirs["world_size"])
@@ -170,7 +178,7 @@ class RankBatches(RowBatches):
         if (
             world_size < 1
             or any(a < 1 or n < 0 for a, n in done)
-            or (self.ranks.split_batches and self.size % world_size)
+            or (self.ranks.split_batches and size % world_size)
         ):
             raise ArgumentError(
                 f"not a state of a feeder with ranks=: {dict(theirs)!r}; expected the result of "

@@ -363,7 +363,6 @@ def test_a_state_of_something_else() -> None:
     for arguments, message in (
         ({"n": 19, "shuffle": True}, "identities was 20, is 19"),
         ({"n": 20}, "order was"),
-        ({"n": 20, "shuffle": True, "batch_size": 4}, "batch_size was 2, is 4"),
         ({"n": 20, "shuffle": True, "one_read_count": 2}, "one_read_count was 1, is 2"),
         ({"n": 20, "shuffle": True, "drop_last": True}, "drop_last was False, is True"),
     ):

@@ -261,7 +261,8 @@ def test_other_numbers_of_ranks_share_the_rest(order: Any) -> None:
                 for row in batch:
                     left.remove(row)
         if world_size < 5:
-            state = {"epoch": 1, **batches.state(1, start + 2)}
+            source = batches.fingerprint
+            state = {"epoch": 1, "source": source, **batches.state(1, start + 2)}
     assert left == []
 
 

@@ -132,12 +132,16 @@ def test_an_epoch_continues_with_another_number_of_ranks(
     n: int, worlds: list[int], order: Order, uneven: Uneven, data: st.DataObject
 ) -> None:
     size, epoch = data.draw(st.integers(1, 9)), 1
+    changes_size = data.draw(st.booleans())
+    before = size
     state: Any = {"batch": 0, "ranks": {"world_size": worlds[0], "done": []}}
     seen: Counter[int] = Counter()
     ended, last = False, 0
     for i, world_size in enumerate(worlds):
+        size = data.draw(st.integers(1, 9)) if changes_size else size
         ours = shares(order, Ranks(uneven), world_size, size, n)
-        resumed = [batches.resumed(state["batch"], state["ranks"]) for batches in ours]
+        resumed = [batches.resumed(state["batch"], state["ranks"], before) for batches in ours]
+        before = size
         assert len({done for _, done, _ in resumed}) == 1
         for batches, (_, done, _) in zip(ours, resumed, strict=True):
             batches.begin(epoch, done)
@@ -177,7 +181,7 @@ def test_split_batches_continue_with_the_next_batch(
     new = shares(order, ranks, after, size, n)
     todo = []
     for batches in new:
-        here, done, _ = batches.resumed(start, old[-1].state(2, start)["ranks"])
+        here, done, _ = batches.resumed(start, old[-1].state(2, start)["ranks"], size)
         assert done == ()
         assert here == min(start, len(batches)) or start == len(old[0])
         todo.append(batches_of(batches, 2, here))

@@ -158,7 +158,8 @@ def test_ranks_of_any_number_share_a_subset(order: Order) -> None:
             for batch in rows_of(batches, 1, start)[: None if world_size == 5 else 2]:
                 for row in batch:
                     left.remove(row)
-        state = {"epoch": 1, **batches.state(1, start + 2)}
+        source = batches.fingerprint
+        state = {"epoch": 1, "source": source, **batches.state(1, start + 2)}
     assert left == []
 
 
