@@ -51,7 +51,9 @@ def element_batches(
     """Return batches of ragged rows with at most ``max_elements`` elements each, for ``rows=``.
 
     A batch ends before the row that would make it too large. The batches depend only on the
-    arguments and the epoch, so a feeder resumes them from its state.
+    arguments and the epoch, so a feeder resumes them from its state. With ``ranks=`` of the feeder,
+    ranks share the batches of an epoch: in each step, every rank has the next one, by ascending
+    rank. Any number of ranks can load the state, and continues with the next batch.
 
     Args:
         lengths: Number of elements of each row, shape (n_rows,), integers of 0 or more, such as
@@ -70,7 +72,8 @@ def element_batches(
 
     Returns:
         An iterable of arrays of row indices. Like a sampler, it has ``set_epoch(epoch)`` and
-        ``epoch``, which a feeder sets. ``count(epoch)`` returns the number of batches of an epoch.
+        ``epoch``, which a feeder sets. ``count(epoch)`` returns the number of batches of an epoch,
+        of all ranks together.
 
     Raises:
         ArgumentError: If an argument is invalid, or a row has more than ``max_elements`` elements.

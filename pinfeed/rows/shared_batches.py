@@ -68,6 +68,7 @@ class SharedBatches(SamplerEpochs, RowBatches):
         self, number: int, start: int = 0, checksum: int = 0, batches_per_slot: int = 1
     ) -> Iterator[RowIndices]:
         """Yield the batches of an epoch; the order determines them, so there is no checksum."""
+        self.epoch_changed(number)
         begun, mark = self._position(number)
         first = begun + start * self._n_all
         marks: deque[Mark] = deque([mark], _MOST_MARKS)
