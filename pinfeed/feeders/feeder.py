@@ -98,8 +98,10 @@ class Feeder(ResumableFeeder[T_co]):
         drop_last: Whether to leave out a last batch that is not full.
         ranks: Rule by which the processes of a job (such as those of torchrun) share an epoch if
             the rows do not divide evenly. ``"pad"`` repeats the first rows, ``"drop"`` leaves out
-            the remainder, and ``"join"`` gives some ranks one row more. Use ``Ranks`` for more
-            options. With ``"all"`` or None, every process iterates over all rows.
+            the remainder, and ``"join"`` gives some ranks one row more. Ranks share whole batches
+            of ``element_batches``, and whole sequences of ``packed``, by the same rule. Use
+            ``Ranks`` for more options. With ``"all"`` or None, every process iterates over all
+            rows.
         depth: Number of batches to prefetch, at most 1,024, because each takes memory; 0 is the
             synchronous loop. It replaces ``config.depth``. With None, pinfeed chooses 2, or more
             for small batches. On the CPU, a loop whose rows no native threads copy then measures

@@ -15,11 +15,11 @@ from pinfeed.memory.plan import Plan
 from pinfeed.rows.batches import OrderBatches, RowBatches
 from pinfeed.rows.length_batches import LengthBatches
 from pinfeed.rows.orders import BlockShuffled, Order, PerRank, sequential, shuffled
-from pinfeed.rows.packed import Packed
-from pinfeed.rows.packed_batches import PackedBatches, packed_batches
+from pinfeed.rows.ragged_batches import ElementBatches
 from pinfeed.rows.rank_batches import RankBatches, batches_of_rank
 from pinfeed.rows.ranks import Ranks
 from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch
+from pinfeed.rows.shared_batches import SharedBatches, shared_batches
 from pinfeed.validation.arguments import check_flag, check_seed
 
 logger = logging.getLogger("pinfeed")
@@ -75,10 +75,13 @@ class RowSelection:
         self.config = None if config is None else config.for_feeder()
         self.rank: int | None = None
         self.rank_batches: RankBatches | None = None
-        self._packed: PackedBatches | None = None
-        if isinstance(rows, Packed):
-            self._packed = packed_batches(rows, ranks)
-            self.rank = None if ranks in (None, "all") else self._packed.rank
+        self._shared: SharedBatches | None = None
+        if isinstance(rows, LengthBatches):
+            self._shared = shared_batches(rows, ranks)
+            if self._shared is not None and ranks not in (None, "all"):
+                self.rank = self._shared.rank
+                if isinstance(rows, ElementBatches) and self._shared.world_size > 1:
+                    self.order = rows.of_rank()
         else:
             self.rank_batches = batches_of_rank(ranks, rows, drop_last, size, size_name)
         if self.rank_batches is None:
@@ -101,9 +104,9 @@ class RowSelection:
             plan: Plan that fixes the batch size if ``config`` is given.
         """
         batch_size = self.batch_size if self.config is None else plan.batch_size
-        if self._packed is not None:
-            self._packed.packed.require_rows(n_rows)
-            return self._packed
+        if self._shared is not None:
+            self._shared.rows.require_rows(n_rows)
+            return self._shared
         if not isinstance(self.order, Order):
             return SamplerBatches(self.order, n_rows, batch_size, self.drop_last)
         assert batch_size is not None
@@ -195,10 +198,9 @@ def _check_order(rows: Any, shuffle: bool, drop_last: bool) -> None:
             "out shuffle, or give rows=pinfeed.rows.shuffled(seed)"
         )
     if drop_last and isinstance(rows, LengthBatches):
-        name = repr(rows).partition("(")[0]
         raise ArgumentError(
-            f"drop_last=True was given, but rows={name}(...) makes the batches; give "
-            f"{name}(..., drop_last=True)"
+            f"drop_last=True was given, but rows={rows.name}(...) makes the batches; give "
+            f"{rows.name}(..., drop_last=True)"
         )
 
 

@@ -66,8 +66,11 @@ class EpochPosition:
     def begin_run(self) -> int:
         """Begin the next run; return the number of its first batch."""
         epoch, batch, checksum = self.next()
-        if self.is_at_rest and epoch != self.epoch:
-            self._warn_if_dropped(epoch)
+        if epoch != self.epoch + (not self.is_at_rest):
+            # The owner of a sampler has chosen an epoch, which may run again from its first batch.
+            self._hooks.restart(epoch)
+            if self.is_at_rest:
+                self._warn_if_dropped(epoch)
         self.epoch = epoch
         self.batch = batch
         self.checksum = checksum

@@ -2,25 +2,48 @@
 
 from __future__ import annotations
 
+import functools
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.orders import Order, Rows, Sequential, check_order
+from pinfeed.rows.packing import Places
 from pinfeed.rows.row_lengths import checked_lengths
 from pinfeed.rows.windows import Windows
 from pinfeed.validation.arguments import whole_number
 
+Unit = TypeVar("Unit")
 
-class LengthBatches(ABC):
+
+class Mark(NamedTuple):
+    """A window, and the first unit that begins in it. An epoch without windows is one window."""
+
+    window: int
+    """Number of the window."""
+    skip: int
+    """Part of the window that earlier units have: its elements if units cut rows, else its rows.
+
+    If it is more than the window has, later windows have the rest.
+    """
+    unit: int
+    """Number of the unit in its epoch."""
+
+
+START = Mark(0, 0, 0)
+
+
+class LengthBatches(ABC, Generic[Unit]):
     """Iterable over the batches of one epoch, as row indices.
 
     Like a sampler, it has an epoch, which a feeder sets. It has no ``len``, because the number of
-    batches differs between the epochs of a shuffled order.
+    batches differs between the epochs of a shuffled order. A batch consists of units, which ranks
+    share.
 
     Args:
         lengths: Number of elements of each row, shape (n_rows,).
@@ -31,9 +54,17 @@ class LengthBatches(ABC):
         epoch: Epoch whose batches the next iteration yields.
         lengths: Number of elements of each row, shape (n_rows,), int64, read-only.
         order: Order of the rows.
+        drop_last: Whether to leave out what is not full.
+        name: Name of the function of ``pinfeed.rows`` that returns the batches.
+        units_name: The user's word for units. In a state, it is the key of their position.
+        n_units: Number of units of a batch.
     """
 
     batch_size: int
+    drop_last: bool
+    name: str
+    units_name: str
+    n_units: int = 1
 
     def __init__(self, lengths: Any, order: Order | None) -> None:
         self.lengths = checked_lengths(lengths)
@@ -82,7 +113,7 @@ class LengthBatches(ABC):
             ArgumentError: If the number of rows differs, or a row is longer than its entry in
                 ``self.lengths``.
         """
-        advice = f"give {repr(self).partition('(')[0]} the lengths of this store (store.lengths)"
+        advice = f"give {self.name} the lengths of this store (store.lengths)"
         if len(lengths) != len(self.lengths):
             raise ArgumentError(
                 f"rows={self!r} has {len(self.lengths):,} lengths, but {name} has "
@@ -95,9 +126,33 @@ class LengthBatches(ABC):
                 f"{lengths[row]:,} elements in {name}; expected at least as many; {advice}"
             )
 
+    @property
+    @abstractmethod
+    def fingerprint(self) -> dict[str, Any]:
+        """Plain values that are equal exactly if a unit has the same number and elements."""
+
+    @functools.cached_property
+    def _crc32(self) -> int:
+        """Checksum of the lengths, for the fingerprint."""
+        return zlib.crc32(self.lengths.tobytes())
+
+    @abstractmethod
+    def units(self, epoch: int, mark: Mark, note: Callable[[Mark], None]) -> Iterator[Unit]:
+        """Yield the units of an epoch from a mark on.
+
+        Args:
+            epoch: Number of the epoch.
+            mark: A mark of this epoch.
+            note: Called with later marks, each before its unit is yielded.
+        """
+
+    @abstractmethod
+    def joined(self, units: list[Unit]) -> tuple[Rows, Places | None]:
+        """Return the row indices of a batch of units, and their places if they are packed."""
+
     @abstractmethod
     def windows(self, epoch: int, start: int) -> tuple[Windows | None, int, int]:
-        """Return the windows of an epoch, or None, and the range of positions from ``start`` on."""
+        """Return the windows of an epoch, or None, and the positions from unit ``start`` on."""
 
     @abstractmethod
     def _batches(self, epoch: int) -> Iterator[Rows]:

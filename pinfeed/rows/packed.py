@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.indices import check_rows
-from pinfeed.rows.length_batches import LengthBatches
+from pinfeed.rows.length_batches import START, LengthBatches, Mark
 from pinfeed.rows.orders import Order, Rows, is_distinct
 from pinfeed.rows.packing import Pieces, Places, best_fit, cut_rows
 from pinfeed.rows.permutation import permutation
@@ -94,21 +93,7 @@ def packed(
     return Packed(lengths, max_elements, batch_size, window, order, split, seed, drop_last)
 
 
-class Mark(NamedTuple):
-    """A window, and the first sequence that begins in it."""
-
-    window: int
-    """Number of the window."""
-    skip: int
-    """Elements of the window, and of later ones if it has fewer, that earlier sequences have."""
-    sequence: int
-    """Number of the sequence in its epoch."""
-
-
-START = Mark(0, 0, 0)
-
-
-class Packed(LengthBatches):
+class Packed(LengthBatches[Pieces]):
     """Iterable over the batches of one epoch, as row indices; see ``packed``.
 
     A feeder sets its epoch, as it does for a sampler. A window is planned when its first sequence
@@ -116,9 +101,12 @@ class Packed(LengthBatches):
 
     Attributes:
         max_elements: Number of elements of a sequence.
-        n_sequences: Number of sequences of a batch.
+        n_units: Number of sequences of a batch.
         drop_last: Whether to leave out a last batch or sequence that is not full.
     """
+
+    name = "packed"
+    units_name = "sequences"
 
     def __init__(
         self,
@@ -132,7 +120,7 @@ class Packed(LengthBatches):
         drop_last: bool,
     ) -> None:
         self.max_elements = whole_number(max_elements, "max_elements")
-        self.n_sequences = whole_number(batch_size, "batch_size")
+        self.n_units = whole_number(batch_size, "batch_size")
         self._window = whole_number(window, "window")
         check_choice(split, "split", _SPLITS)
         self._seed = check_seed(seed)
@@ -150,17 +138,15 @@ class Packed(LengthBatches):
             )
         if not longest:
             raise ArgumentError("lengths: all rows have 0 elements; expected elements to pack")
-        self._crc32 = zlib.crc32(self.lengths.tobytes())
         self.batch_size = self._most_pieces()
 
     @safe_repr
     def __repr__(self) -> str:
-        size = "" if self.n_sequences == 1 else f", batch_size={self.n_sequences}"
+        size = "" if self.n_units == 1 else f", batch_size={self.n_units}"
         return f"packed(<{len(self.lengths)} lengths>, {self.max_elements}{size}, {self._options})"
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """Plain values that are equal exactly if a sequence has the same number and elements."""
         return {
             "order": f"packed(<crc32 {self._crc32}>, {self.max_elements}, {self._options})",
             "n_rows": len(self.lengths),
@@ -175,7 +161,7 @@ class Packed(LengthBatches):
         )
 
     def most_elements(self, *, padded: bool) -> int | None:
-        return None if padded else self.n_sequences * self.max_elements
+        return None if padded else self.n_units * self.max_elements
 
     def require_bound(self, lengths: npt.NDArray[Any], name: str) -> None:
         """Check that rows have the lengths for which the batches are planned.
@@ -207,43 +193,35 @@ class Packed(LengthBatches):
         n = 0
         n_elements = 0
         marks: list[Mark] = []
-        for pieces in self.sequences(epoch, START, marks.append):
+        for pieces in self.units(epoch, START, marks.append):
             if len(marks) > most_windows:
                 break
             n += 1
             n_elements += int(pieces.lengths.sum())
         return n_elements / (n * self.max_elements) if n else 0.0
 
-    def sequences(self, epoch: int, mark: Mark, note: Callable[[Mark], None]) -> Iterator[Pieces]:
-        """Yield the sequences of an epoch from a mark on.
-
-        Args:
-            epoch: Number of the epoch.
-            mark: A mark of this epoch.
-            note: Called with the mark of each window, before its first sequence is yielded.
-        """
+    def units(self, epoch: int, mark: Mark, note: Callable[[Mark], None]) -> Iterator[Pieces]:
         if self._split == "always":
             return self._runs(epoch, mark, note)
         return self._best_fits(epoch, mark, note)
 
-    def places(self, batch: list[Pieces]) -> tuple[Rows, Places]:
-        """Return the row indices of a batch of sequences, and their places in it."""
-        pieces = Pieces.joined(batch)
-        counts = [len(one.rows) for one in batch]
+    def joined(self, units: list[Pieces]) -> tuple[Rows, Places]:
+        pieces = Pieces.joined(units)
+        counts = [len(one.rows) for one in units]
         ends = np.cumsum(pieces.lengths)
         firsts = np.cumsum([0, *counts[:-1]])
         # Elements before each sequence, which has those of the batch except for the padding.
         before = np.repeat((ends - pieces.lengths)[firsts], counts)
-        numbers = np.repeat(np.arange(len(batch)), counts)
+        numbers = np.repeat(np.arange(len(units)), counts)
         places = ends - pieces.lengths - before + numbers * self.max_elements
-        shape = (len(batch), self.max_elements)
+        shape = (len(units), self.max_elements)
         return pieces.rows, Places(pieces.begins, pieces.lengths, places, shape)
 
     def _batches(self, epoch: int) -> Iterator[Rows]:
         batch: list[Pieces] = []
-        for pieces in self.sequences(epoch, START, lambda mark: None):
+        for pieces in self.units(epoch, START, lambda mark: None):
             batch.append(pieces)
-            if len(batch) == self.n_sequences:
+            if len(batch) == self.n_units:
                 yield Pieces.joined(batch).rows
                 batch = []
         if batch and not self.drop_last:
@@ -251,7 +229,7 @@ class Packed(LengthBatches):
 
     def _best_fits(self, epoch: int, mark: Mark, note: Callable[[Mark], None]) -> Iterator[Pieces]:
         most = self.max_elements
-        n = mark.sequence
+        n = mark.unit
         for number, rows in self._windows_from(epoch, mark.window):
             note(Mark(number, 0, n))
             lengths = self.lengths[rows]
@@ -273,7 +251,7 @@ class Packed(LengthBatches):
 
     def _runs(self, epoch: int, mark: Mark, note: Callable[[Mark], None]) -> Iterator[Pieces]:
         most = self.max_elements
-        n = mark.sequence
+        n = mark.unit
         skip = mark.skip
         # The pieces of the open sequence, and their elements.
         pending: list[Pieces] = []
@@ -319,9 +297,9 @@ class Packed(LengthBatches):
             kept = np.append(rests[rests > 0], most)
         table = RowLengths(kept)
         fitting = table.most_rows(
-            self.n_sequences * most, padded=False, repeats=not is_distinct(self.order)
+            self.n_units * most, padded=False, repeats=not is_distinct(self.order)
         )
         # A batch of a run of elements has its first row, and one at the end of each sequence, in
         # addition to whole rows.
-        cuts = self.n_sequences + 1 if self._split == "always" else self.n_sequences
+        cuts = self.n_units + 1 if self._split == "always" else self.n_units
         return fitting + cuts

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.indices import check_rows
-from pinfeed.rows.length_batches import LengthBatches
+from pinfeed.rows.length_batches import START, LengthBatches, Mark
 from pinfeed.rows.orders import Order, Rows, is_distinct, windows
 from pinfeed.rows.permutation import permutation
 from pinfeed.rows.row_lengths import RowLengths
@@ -50,7 +51,9 @@ def element_batches(
     """Return batches of ragged rows with at most ``max_elements`` elements each, for ``rows=``.
 
     A batch ends before the row that would make it too large. The batches depend only on the
-    arguments and the epoch, so a feeder resumes them from its state.
+    arguments and the epoch, so a feeder resumes them from its state. With ``ranks=`` of the feeder,
+    ranks share the batches of an epoch: in each step, every rank has the next one, by ascending
+    rank. Any number of ranks can load the state, and continues with the next batch.
 
     Args:
         lengths: Number of elements of each row, shape (n_rows,), integers of 0 or more, such as
@@ -69,7 +72,8 @@ def element_batches(
 
     Returns:
         An iterable of arrays of row indices. Like a sampler, it has ``set_epoch(epoch)`` and
-        ``epoch``, which a feeder sets. ``count(epoch)`` returns the number of batches of an epoch.
+        ``epoch``, which a feeder sets. ``count(epoch)`` returns the number of batches of an epoch,
+        of all ranks together.
 
     Raises:
         ArgumentError: If an argument is invalid, or a row has more than ``max_elements`` elements.
@@ -84,7 +88,7 @@ def element_batches(
     return ElementBatches(lengths, max_elements, batch_size, order, padded, drop_last, window, seed)
 
 
-class ElementBatches(LengthBatches):
+class ElementBatches(LengthBatches[Rows]):
     """Iterable over the batches of one epoch, as row indices; see ``element_batches``.
 
     A feeder sets its epoch, as it does for a sampler.
@@ -92,7 +96,13 @@ class ElementBatches(LengthBatches):
     Attributes:
         max_elements: Most elements of a batch.
         padded: Whether each row of a batch counts as many elements as the longest one.
+        drop_last: Whether to leave out a last batch in which another row would fit.
+        is_shared: Whether ranks share the batches, so that the rows of a rank leave the order.
     """
+
+    name = "element_batches"
+    units_name = "batches"
+    is_shared = False
 
     def __init__(
         self,
@@ -118,7 +128,7 @@ class ElementBatches(LengthBatches):
                 "max_elements, or cut the row"
             )
         self.padded = bool(padded)
-        self._drop_last = bool(drop_last)
+        self.drop_last = bool(drop_last)
         self._window = None if window is None else whole_number(window, "window")
         self._seed = check_seed(seed)
         self._given_size = None if batch_size is None else whole_number(batch_size, "batch_size")
@@ -130,19 +140,37 @@ class ElementBatches(LengthBatches):
 
     @safe_repr
     def __repr__(self) -> str:
+        return self._described(f"<{len(self.lengths)} lengths>")
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        return {
+            "order": self._described(f"<crc32 {self._crc32}>"),
+            "n_rows": len(self.lengths),
+        }
+
+    def of_rank(self) -> ElementBatches:
+        """Return the batches as a rank reads them, which skips those of other ranks."""
+        found = copy.copy(self)
+        found.is_shared = True
+        return found
+
+    def _described(self, lengths: str) -> str:
         size = "" if self._given_size is None else f", batch_size={self._given_size}"
-        flags = ", padded=True" * self.padded + ", drop_last=True" * self._drop_last
+        flags = ", padded=True" * self.padded + ", drop_last=True" * self.drop_last
         if self._window is not None:
             flags += f", window={self._window}, seed={self._seed}"
-        return (
-            f"element_batches(<{len(self.lengths)} lengths>, {self.max_elements}{size}, "
-            f"order={self.order!r}{flags})"
-        )
+        return f"element_batches({lengths}, {self.max_elements}{size}, order={self.order!r}{flags})"
 
     @property
     def rows_order(self) -> Order | None:
-        """Order in which batches have the rows; None if rows are sorted within windows."""
-        return self.order if self._window is None else None
+        """Order in which batches have the rows; None if they leave the order of their blocks."""
+        if self._window is not None:
+            return None
+        # A rank skips the batches of other ranks, so it cannot read windows at its own position.
+        if self.is_shared and windows(self.order, len(self.lengths), 0) is not None:
+            return None
+        return self.order
 
     def most_elements(self, *, padded: bool) -> int | None:
         return self.max_elements if self.padded or not padded else None
@@ -156,17 +184,35 @@ class ElementBatches(LengthBatches):
         position = sum(map(len, itertools.islice(self._batches(epoch), start)))
         return found, position, self.order.length(n_rows)
 
-    def _batches(self, epoch: int) -> Iterator[Rows]:
+    def units(self, epoch: int, mark: Mark, note: Callable[[Mark], None]) -> Iterator[Rows]:
+        unit = mark.unit
         if self._window is None:
-            yield from self._cut(self._rows(epoch, _RUN_ROWS))
+            position = due = mark.skip
+            for batch in self._cut(self._rows(epoch, _RUN_ROWS, position)):
+                if position >= due:
+                    note(Mark(0, position, unit))
+                    due = position + _RUN_ROWS
+                yield batch
+                position += len(batch)
+                unit += 1
             return
-        for number, rows in enumerate(self._rows(epoch, self._window)):
+        first = mark.window * self._window
+        for number, rows in enumerate(self._rows(epoch, self._window, first), mark.window):
+            note(Mark(number, 0, unit))
             # Rows of equal length keep their order, which is random if that of the rows is.
             by_length = rows[np.argsort(-self.lengths[rows], kind="stable")]
             batches = list(self._cut([by_length]))
             shuffle = permutation(len(batches), f"{self._seed}/{epoch}/elements/{number}")
             for i in shuffle(np.arange(len(batches))).tolist():
                 yield batches[i]
+            unit += len(batches)
+
+    def joined(self, units: list[Rows]) -> tuple[Rows, None]:
+        (rows,) = units
+        return rows, None
+
+    def _batches(self, epoch: int) -> Iterator[Rows]:
+        return self.units(epoch, START, lambda mark: None)
 
     def _cut(self, runs: Iterable[Rows]) -> Iterator[Rows]:
         """Cut rows, given in runs, into batches in their order."""
@@ -180,15 +226,15 @@ class ElementBatches(LengthBatches):
                 begin = end
             pending.append(rows[begin:])
         last = np.concatenate(pending) if pending else np.empty(0, np.int64)
-        if len(last) and not (self._drop_last and cut.has_room):
+        if len(last) and not (self.drop_last and cut.has_room):
             yield last
 
-    def _rows(self, epoch: int, n: int) -> Iterator[Rows]:
-        """Yield the row indices of an epoch in runs of ``n``."""
+    def _rows(self, epoch: int, n: int, first: int) -> Iterator[Rows]:
+        """Yield the row indices of an epoch from position ``first`` on, in runs of ``n``."""
         n_rows = len(self.lengths)
         at = self.order.bind(n_rows, epoch)
         stop = self.order.length(n_rows)
-        for begin in range(0, stop, n):
+        for begin in range(first, stop, n):
             positions = np.arange(begin, min(begin + n, stop))
             yield check_rows(at(positions), n_rows, f"order={self.order!r}")
 

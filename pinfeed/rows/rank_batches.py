@@ -14,9 +14,9 @@ from typing import Any, cast, get_args
 
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.batches import OrderBatches, RowBatches, RowIndices, saved_size
+from pinfeed.rows.length_batches import LengthBatches
 from pinfeed.rows.mixtures import Mixed
 from pinfeed.rows.orders import BlockShuffled, Drawn, Order, PerRank, Sequential, Shuffled
-from pinfeed.rows.ragged_batches import ElementBatches
 from pinfeed.rows.ranks import Progress, Ranks, Uneven, world
 from pinfeed.rows.subsets import SplitPart, Where
 from pinfeed.rows.windows import Windows
@@ -211,19 +211,15 @@ def batches_of_rank(
         ArgumentError: If the arguments conflict, or ``order`` cannot be shared.
     """
     if ranks is None:
-        _note_processes(order)
+        note_processes(order)
     if ranks is None or ranks == "all":
         return None
-    shared = _check_ranks(ranks, order, drop_last)
+    shared, rank, world_size = check_ranks(ranks, order, drop_last)
     if size is None:
         raise ArgumentError(
             "ranks= needs batches of the same size on all ranks; set preferred_batch_size in the "
             "config, or give batch_size"
         )
-    if shared.rank is None or shared.world_size is None:
-        rank, world_size = world()
-    else:
-        rank, world_size = shared.rank, shared.world_size
     if shared.split_batches and size % world_size:
         below = size // world_size * world_size
         above = below + world_size
@@ -231,11 +227,23 @@ def batches_of_rank(
             f"{size_name}={size} cannot be split among {world_size} ranks; expected a multiple of "
             f"{world_size}: {f'{below} or ' if below else ''}{above}"
         )
-    return RankBatches(order, shared, index(rank), index(world_size), drop_last, index(size))
+    return RankBatches(order, shared, rank, world_size, drop_last, index(size))
 
 
-def _check_ranks(ranks: Any, order: Any, drop_last: bool) -> Ranks:
-    """Check that the arguments agree; return ``ranks`` as ``Ranks``."""
+def check_ranks(ranks: Any, order: Any, drop_last: bool) -> tuple[Ranks, int, int]:
+    """Check that the arguments agree.
+
+    Args:
+        ranks: The user's argument ``ranks``, neither None nor ``"all"``.
+        order: Order of the rows of all ranks.
+        drop_last: Whether the batches leave out rows.
+
+    Returns:
+        The argument as ``Ranks``, the rank of this process, and the number of ranks.
+
+    Raises:
+        ArgumentError: If the arguments conflict, or ``order`` cannot be shared.
+    """
     is_name = isinstance(ranks, str) and ranks in get_args(Uneven)
     if not is_name and not isinstance(ranks, Ranks):
         raise ArgumentError(
@@ -244,8 +252,8 @@ def _check_ranks(ranks: Any, order: Any, drop_last: bool) -> Ranks:
     shared = ranks if isinstance(ranks, Ranks) else Ranks(cast(Uneven, ranks))
     if isinstance(order, PerRank):
         raise ArgumentError(
-            "rows=per_rank(...) is already the share of one rank, and ranks= would divide it "
-            "again; give one of them"
+            "per_rank(...) is already the share of one rank, and ranks= would divide it again; "
+            "give one of them"
         )
     if not isinstance(order, Order):
         raise ArgumentError(
@@ -258,13 +266,14 @@ def _check_ranks(ranks: Any, order: Any, drop_last: bool) -> Ranks:
             "ranks='join' reads every row once, but drop_last=True leaves rows out; give one of "
             "them, or ranks='drop'"
         )
-    return shared
+    rank, world_size = shared.rank, shared.world_size
+    if rank is None or world_size is None:
+        rank, world_size = world()
+    return shared, index(rank), index(world_size)
 
 
 def _own_share(rows: Any) -> str:
     """Say how rows without an order are divided; empty if a sampler divides them."""
-    if isinstance(rows, ElementBatches):
-        return ", and give element_batches order=pinfeed.rows.per_rank(order, rank=, world_size=)"
     if hasattr(rows, "__array__") or isinstance(rows, (list, range)):
         return ", and give rows[rank::world_size]"
     return ""
@@ -287,7 +296,7 @@ def note_workers(ranks: Ranks | str | None, order: Any) -> None:
     if info is None or info.num_workers < 2 or info.id != 0:
         return
     is_meant = ranks == "all" or (isinstance(ranks, Ranks) and ranks.rank is not None)
-    if not is_meant and isinstance(order, _ALL_ROWS):
+    if not is_meant and _has_all_rows(order):
         _warn_once(
             "each of the %(n)d worker processes of a DataLoader loops over all rows of its feeder; "
             "if these are the same rows, each row occurs %(n)d times. Give each worker its part "
@@ -298,9 +307,9 @@ def note_workers(ranks: Ranks | str | None, order: Any) -> None:
         )
 
 
-def _note_processes(order: Any) -> None:
+def note_processes(order: Any) -> None:
     """Warn, once, if several processes of a job each loop over all rows and no ranks were given."""
-    if not isinstance(order, _ALL_ROWS):
+    if not _has_all_rows(order):
         return
     # The user has not requested ranks, so an invalid environment is no error.
     with contextlib.suppress(ArgumentError):
@@ -311,6 +320,11 @@ def _note_processes(order: Any) -> None:
                 "'join') gives each process its share. If this is intended, give ranks='all'",
                 world_size,
             )
+
+
+def _has_all_rows(rows: Any) -> bool:
+    """Return whether every process has the same rows of an order, or of batches of an order."""
+    return isinstance(rows.order if isinstance(rows, LengthBatches) else rows, _ALL_ROWS)
 
 
 @functools.cache

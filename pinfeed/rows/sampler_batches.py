@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -14,27 +13,18 @@ from pinfeed.rows.batches import RowBatches, RowIndices
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.length_batches import LengthBatches
 from pinfeed.rows.orders import Rows
+from pinfeed.rows.sampler_epochs import SamplerEpochs
 from pinfeed.rows.windows import Windows
-
-_EPOCHS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""The epoch to which a feeder last set each sampler. Several feeders may share one sampler.
-
-If a sampler reports another epoch, its owner has set it.
-"""
 
 _LIBRARIES = ("pinfeed.", "torch", "numpy")
 
 
-class SamplerBatches(RowBatches):
+class SamplerBatches(SamplerEpochs, RowBatches):
     """Batches of a user's sampler, batch sampler, array or list.
 
     Elements that are integers are grouped into batches of ``batch_size``. Elements that are
     sequences of integers are the batches. Every batch has a checksum of all row indices so far.
     With it, a resumed epoch can detect that the sampler returns other rows than before.
-
-    If a sampler reports its epoch, the feeder sets it to the epoch of the loop, and after the loop
-    to the next one, unless its owner sets another epoch. If a sampler has ``set_epoch`` but does
-    not report its epoch, only the user sets it, as with a DataLoader.
 
     Args:
         rows: Iterable of integers or of integer sequences. If it, or its ``sampler``, has
@@ -87,46 +77,6 @@ class SamplerBatches(RowBatches):
             "batch_size": self._batch_size,
             "drop_last": self._drop_last,
         }
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the sampler to an epoch.
-
-        Raises:
-            ArgumentError: If the sampler's attribute ``epoch`` differs afterwards, because its
-                epoch would be unknown.
-        """
-        for sampler in self._samplers:
-            sampler.set_epoch(epoch)
-            if _epoch_of(sampler) not in (None, epoch):
-                raise ArgumentError(
-                    f"{self._name}: after set_epoch({epoch}), its attribute epoch is "
-                    f"{sampler.epoch}; expected a sampler that keeps the epoch, or one without "
-                    "this attribute"
-                )
-        self._remember_epochs()
-
-    def epoch_changed(self, epoch: int) -> None:
-        """Set the sampler to an epoch if it reports another one.
-
-        A sampler that does not report its epoch stays as it is, because its owner may have set it.
-        """
-        if any(_epoch_of(sampler) not in (None, epoch) for sampler in self._samplers):
-            self.set_epoch(epoch)
-        self._remember_epochs()
-
-    @property
-    def chosen_epoch(self) -> int | None:
-        """Epoch that the sampler's owner has set since a feeder set one, or None."""
-        for sampler in self._samplers:
-            epoch = _epoch_of(sampler)
-            if epoch is not None and epoch != _EPOCHS.get(sampler, 0):
-                return epoch
-        return None
-
-    def _remember_epochs(self) -> None:
-        for sampler in self._samplers:
-            if (epoch := _epoch_of(sampler)) is not None:
-                _EPOCHS[sampler] = epoch
 
     def __len__(self) -> int:
         try:
@@ -271,16 +221,6 @@ def _row_indices(group: Sequence[tuple[Rows, int]]) -> RowIndices:
     rows = group[0][0] if len(group) == 1 else np.concatenate([part for part, _ in group])
     batches = [(len(part), checksum) for part, checksum in group]
     return RowIndices(len(rows), batches, lambda: rows)
-
-
-def _epoch_of(sampler: Any) -> int | None:
-    """Return the epoch that a sampler reports; None if it reports none, or cannot be a weak key."""
-    epoch: Any = getattr(sampler, "epoch", None)
-    try:
-        hash(weakref.ref(sampler))
-    except TypeError:
-        return None
-    return int(epoch) if hasattr(epoch, "__index__") and not isinstance(epoch, bool) else None
 
 
 def _is_single(element: Any) -> bool:

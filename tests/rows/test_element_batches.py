@@ -184,8 +184,6 @@ def test_a_feeder_refuses_lengths_of_other_rows() -> None:
         Feeder(np.arange(12), rows=element_batches(LENGTHS, 7), batch_size=3, device="cpu")
     with pytest.raises(ArgumentError, match=r"give element_batches\(\.\.\., drop_last=True\)"):
         Feeder(np.arange(12), rows=element_batches(LENGTHS, 7), drop_last=True, device="cpu")
-    with pytest.raises(ArgumentError, match="ranks='pad' divides orders"):
-        Feeder(np.arange(12), rows=element_batches(LENGTHS, 7), ranks="pad", device="cpu")
 
 
 def test_windows_begin_at_the_position_of_the_first_batch() -> None:

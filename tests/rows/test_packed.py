@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pinfeed import ArgumentError, Feeder, RaggedStore, Ranks, rows
-from pinfeed.rows.packed import START, Packed
+from pinfeed.rows.length_batches import START
+from pinfeed.rows.packed import Packed
 from pinfeed.rows.packing import best_fit
 
 RNG = np.random.default_rng(0)
@@ -134,11 +135,11 @@ def test_a_feeder_resumes_at_every_batch(split: Any) -> None:
 def test_a_resumed_epoch_plans_from_its_window_on(split: Any) -> None:
     batches = rows.packed(LENGTHS, 12, window=16, split=split)
     marks: list[Any] = []
-    whole = list(batches.sequences(0, START, marks.append))
+    whole = list(batches.units(0, START, marks.append))
     assert len(marks) == 6
     for mark in marks:
-        rest = list(batches.sequences(0, mark, lambda mark: None))
-        pairs = zip(rest, whole[mark.sequence :], strict=True)
+        rest = list(batches.units(0, mark, lambda mark: None))
+        pairs = zip(rest, whole[mark.unit :], strict=True)
         assert all(
             np.array_equal(a, b) for one, other in pairs for a, b in zip(one, other, strict=True)
         )

@@ -1,0 +1,198 @@
+"""SharedBatches: batches of ragged rows that any number of ranks can share and resume."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pinfeed.errors import ArgumentError
+from pinfeed.rows.batches import RowBatches, RowIndices
+from pinfeed.rows.length_batches import START, LengthBatches, Mark
+from pinfeed.rows.packed import Packed
+from pinfeed.rows.rank_batches import check_ranks, note_processes
+from pinfeed.rows.ranks import RankPartition, Ranks, Uneven
+from pinfeed.rows.sampler_epochs import SamplerEpochs
+from pinfeed.rows.windows import Windows
+
+# A state that needs an older mark has none, and so plans the epoch from its beginning.
+_MOST_MARKS = 1 << 14
+
+
+@dataclass(eq=False)
+class SharedBatches(SamplerEpochs, RowBatches):
+    """The batches of one rank.
+
+    The units of an epoch (sequences of ``packed``, or batches of ``element_batches``) are divided
+    into steps of ``n_each`` units for each rank, by ascending rank. The units after the last whole
+    step are divided by the rule ``uneven``. A state counts units, so any number of ranks continues
+    with the next one. It also has a mark, so that the epoch is planned only from there on.
+
+    Args:
+        rows: The units.
+        rank: Number of the rank.
+        world_size: Number of ranks.
+        uneven: Treatment of units that do not divide evenly.
+        n_each: Units of a batch of each rank.
+    """
+
+    rows: LengthBatches[Any]
+    rank: int
+    world_size: int
+    uneven: Uneven
+    n_each: int
+    # An epoch, the unit with which its batch 0 begins, and a mark at or before the position.
+    _begun: tuple[int, int, Mark] = field(default=(0, 0, START), init=False)
+    # Marks of the epoch that was begun last; the reader thread appends them.
+    _marks: tuple[int, deque[Mark]] = field(default=(0, deque()), init=False)
+
+    def __post_init__(self) -> None:
+        self._name = f"rows={self.rows.name}(...)"
+        self._samplers = (self.rows,)
+        self.kind = f"a feeder with {self._name}"
+        self.state_keys = (self.rows.units_name,)
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        return {**self.rows.fingerprint, "ranks": self.uneven}
+
+    def __len__(self) -> int:
+        raise TypeError(
+            f"{self._name} has no len(), because the number of batches depends on the epoch; "
+            f"{self.rows.name} has count(epoch) instead"
+        )
+
+    def epoch(
+        self, number: int, start: int = 0, checksum: int = 0, batches_per_slot: int = 1
+    ) -> Iterator[RowIndices]:
+        """Yield the batches of an epoch; the order determines them, so there is no checksum."""
+        self.epoch_changed(number)
+        begun, mark = self._position(number)
+        first = begun + start * self._n_all
+        marks: deque[Mark] = deque([mark], _MOST_MARKS)
+        self._marks = number, marks
+        units = self.rows.units(number, mark, marks.append)
+        units = itertools.islice(units, first - mark.unit, None)
+        while step := list(itertools.islice(units, self._n_all)):
+            share = self._share(number, step)
+            if len(share) == self.n_each or (share and not self.rows.drop_last):
+                rows, places = self.rows.joined(share)
+                yield RowIndices(len(rows), [(len(rows), 0)], lambda rows=rows: rows, places)  # type: ignore[misc]
+
+    def windows(self, number: int, start: int) -> tuple[Windows | None, int, int]:
+        # A rank skips the rows of others, so no range of positions has its rows.
+        if self.world_size > 1:
+            return None, 0, 0
+        return self.rows.windows(number, self._position(number)[0] + start * self._n_all)
+
+    def restart(self, epoch: int) -> None:
+        self._begun = epoch, 0, START
+
+    def state(self, epoch: int, batch: int) -> dict[str, Any]:
+        """Return the units of all ranks that are done, and the mark to resume with."""
+        # An epoch whose first batch is still to come may be one that runs again.
+        begun, mark = self._position(epoch) if batch else (0, START)
+        done = begun + batch * self._n_all
+        number, marks = self._marks
+        if number == epoch:
+            # The copy is atomic; the reader thread may append at the same time.
+            mark = next((one for one in reversed(marks.copy()) if one.unit <= done), mark)
+        return {
+            self.rows.units_name: {
+                "begun": begun,
+                "step": self._n_all,
+                "mark": list(mark),
+            }
+        }
+
+    def resume(self, state: Mapping[str, Any], n_batches: float) -> tuple[int, bool]:
+        epoch = int(state["epoch"])
+        batch = int(state["batch"])
+        try:
+            theirs = state[self.rows.units_name]
+            begun = int(theirs["begun"])
+            step = int(theirs["step"])
+            mark = Mark(*(int(number) for number in theirs["mark"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._no_state(error) from None
+        done = begun + batch * step
+        is_position = batch >= 0 and step >= 1 and done >= 0 and (batch > 0 or begun == 0)
+        if not is_position or min(mark) < 0 or mark.unit > done:
+            raise self._no_state(dict(theirs))
+        # The number of batches stays about the same, and is 0 only at the beginning of an epoch.
+        if step != self._n_all:
+            batch = -(-done // self._n_all)
+            begun = done - batch * self._n_all
+        self._begun = epoch, begun, mark
+        return batch, False
+
+    def _no_state(self, found: object) -> ArgumentError:
+        return ArgumentError(
+            f"not a state of {self.kind}: {found!r}; expected the result of state_dict()"
+        )
+
+    @property
+    def _n_all(self) -> int:
+        """Units of a batch of all ranks together."""
+        return self.n_each * self.world_size
+
+    def _position(self, epoch: int) -> tuple[int, Mark]:
+        """Return the unit with which batch 0 of an epoch begins, and a mark before the run."""
+        return self._begun[1:] if epoch == self._begun[0] else (0, START)
+
+    def _share(self, epoch: int, step: list[Any]) -> list[Any]:
+        """Return this rank's units of a step, which is shorter at the end of the epoch."""
+        if len(step) == self._n_all:
+            return step[self.rank * self.n_each :][: self.n_each]
+        partition = RankPartition(self.world_size, self.uneven, self.n_each)
+        if self.uneven == "pad" and len(step) % self.world_size:
+            first = self.rows.units(epoch, START, lambda mark: None)
+            n_more = self.world_size - len(step) % self.world_size
+            # An epoch with few units repeats them more than once.
+            repeated = list(itertools.islice(first, n_more))
+            step = step + list(itertools.islice(itertools.cycle(repeated), n_more))
+        pieces = partition.pieces([(0, len(step))], len(step), self.rank)
+        return [step[piece.at(i)] for piece in pieces for i in range(piece.n)]
+
+
+def shared_batches(rows: LengthBatches[Any], ranks: Ranks | str | None) -> SharedBatches | None:
+    """Return the batches of this process.
+
+    They are None for all batches of ``element_batches``, which are those of any sampler.
+
+    Args:
+        rows: The units.
+        ranks: The user's argument ``ranks``.
+
+    Raises:
+        ArgumentError: If the ranks cannot share the units.
+    """
+    if ranks is None:
+        note_processes(rows)
+    if ranks is None or ranks == "all":
+        is_packed = isinstance(rows, Packed)
+        return SharedBatches(rows, 0, 1, "join", rows.n_units) if is_packed else None
+    shared, rank, world_size = check_ranks(ranks, rows.order, rows.drop_last)
+    n_each = rows.n_units
+    if shared.split_batches:
+        n_each = _split(rows, world_size)
+    return SharedBatches(rows, rank, world_size, shared.uneven, n_each)
+
+
+def _split(rows: LengthBatches[Any], world_size: int) -> int:
+    """Return the units of each rank if a batch of ``rows`` is that of all ranks together."""
+    if not isinstance(rows, Packed):
+        raise ArgumentError(
+            f"Ranks(split_batches=True) was given with rows={rows.name}(...), whose batches are "
+            "limited by elements and cannot be cut into equal parts; leave out split_batches, and "
+            "give max_elements for the batch of one rank"
+        )
+    n_each, rest = divmod(rows.n_units, world_size)
+    if rest:
+        raise ArgumentError(
+            f"batch_size={rows.n_units} of packed cannot be split among {world_size} "
+            f"ranks; expected a multiple of {world_size}"
+        )
+    return n_each
