@@ -15,7 +15,6 @@ from pinfeed.memory.plan import Plan
 from pinfeed.rows.batches import OrderBatches, RowBatches
 from pinfeed.rows.length_batches import LengthBatches
 from pinfeed.rows.orders import BlockShuffled, Order, PerRank, sequential, shuffled
-from pinfeed.rows.ragged_batches import ElementBatches
 from pinfeed.rows.rank_batches import RankBatches, batches_of_rank
 from pinfeed.rows.ranks import Ranks
 from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch
@@ -80,8 +79,6 @@ class RowSelection:
             self._shared = shared_batches(rows, ranks)
             if self._shared is not None and ranks not in (None, "all"):
                 self.rank = self._shared.rank
-                if isinstance(rows, ElementBatches) and self._shared.world_size > 1:
-                    self.order = rows.of_rank()
         else:
             self.rank_batches = batches_of_rank(ranks, rows, drop_last, size, size_name)
         if self.rank_batches is None:

@@ -35,8 +35,8 @@ from pinfeed.readahead.windows import (
     window_allocation,
     windows_in_sequence,
 )
+from pinfeed.rows.length_batches import LengthBatches
 from pinfeed.rows.orders import Order, PerRank, Sequential, windows
-from pinfeed.rows.ragged_batches import ElementBatches
 from pinfeed.rows.windows import Windows
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.chunked import ChunkedStore
@@ -119,7 +119,8 @@ def choose(
         free = free.without(strategy.items)
         notes.append(ReadNote(file.label, file.nbytes, reason))
         strategies.append(strategy)
-    order = order.rows_order if isinstance(order, ElementBatches) else order
+    # Rows are sorted or packed within windows, which follow each other as in the order.
+    order = order.order if isinstance(order, LengthBatches) else order
     for one in ragged:
         items = file_of(one.items)
         if items is None or not items.row_nbytes:

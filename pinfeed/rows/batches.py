@@ -39,6 +39,8 @@ class RowIndices(NamedTuple):
     """Computes the row indices, shape (n_rows,). Any thread may call it."""
     places: Places | None = None
     """Places of the rows of packed batches in their sequences; None for whole rows."""
+    n_positions: int | None = None
+    """Positions of the order that the batches of all ranks take; None for one for each row."""
 
 
 # The constructor of a NamedTuple is a Python function; this makes one without it.
@@ -282,7 +284,7 @@ class OrderBatches(RowBatches):
                 if run.computed is None or i == 0:
                     ahead = next_run if i == 0 else None
                     make = functools.partial(run.part, i, i + n, ahead)
-                yield _row_indices((n, batches, make, None))
+                yield _row_indices((n, batches, make, None, None))
             run = next_run
 
     def spans(self, number: int, start: int, batches_per_slot: int) -> Generator[Rows, None, None]:

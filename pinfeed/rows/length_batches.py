@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -12,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError
-from pinfeed.rows.orders import Order, Rows, Sequential, check_order
+from pinfeed.rows.orders import Order, Rows, Sequential, check_order, windows
 from pinfeed.rows.packing import Places
 from pinfeed.rows.row_lengths import checked_lengths
-from pinfeed.rows.windows import Windows
+from pinfeed.rows.windows import WidenedWindows, Windows
 from pinfeed.validation.arguments import whole_number
 
 Unit = TypeVar("Unit")
@@ -54,6 +55,7 @@ class LengthBatches(ABC, Generic[Unit]):
         epoch: Epoch whose batches the next iteration yields.
         lengths: Number of elements of each row, shape (n_rows,), int64, read-only.
         order: Order of the rows.
+        window: Number of consecutive rows of ``order`` that may change places; None without this.
         drop_last: Whether to leave out what is not full.
         name: Name of the function of ``pinfeed.rows`` that returns the batches.
         units_name: The user's word for units. In a state, it is the key of their position.
@@ -61,6 +63,7 @@ class LengthBatches(ABC, Generic[Unit]):
     """
 
     batch_size: int
+    window: int | None
     drop_last: bool
     name: str
     units_name: str
@@ -151,8 +154,31 @@ class LengthBatches(ABC, Generic[Unit]):
         """Return the row indices of a batch of units, and their places if they are packed."""
 
     @abstractmethod
-    def windows(self, epoch: int, start: int) -> tuple[Windows | None, int, int]:
-        """Return the windows of an epoch, or None, and the positions from unit ``start`` on."""
+    def n_begun(self, unit: Unit) -> int:
+        """Return the number of rows that begin in a unit."""
+
+    def windows(
+        self, epoch: int, start: int, mark: Mark = START
+    ) -> tuple[Windows | None, int, int]:
+        """Return the windows of an epoch, or None, and the positions from unit ``start`` on.
+
+        Args:
+            epoch: Number of the epoch.
+            start: Number of the unit.
+            mark: A mark of this epoch that is not later.
+        """
+        n_rows = len(self.lengths)
+        found = windows(self.order, n_rows, epoch)
+        if found is None:
+            return None, 0, 0
+        stop = self.order.length(n_rows)
+        position = mark.skip
+        if self.window is not None:
+            # Rows leave their places, but not their window.
+            found = WidenedWindows(found, self.window, stop)
+            position = mark.window * self.window
+        units = itertools.islice(self.units(epoch, mark, lambda mark: None), start - mark.unit)
+        return found, position + sum(map(self.n_begun, units)), stop
 
     @abstractmethod
     def _batches(self, epoch: int) -> Iterator[Rows]:

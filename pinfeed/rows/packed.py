@@ -15,7 +15,6 @@ from pinfeed.rows.orders import Order, Rows, is_distinct
 from pinfeed.rows.packing import Pieces, Places, best_fit, cut_rows
 from pinfeed.rows.permutation import permutation
 from pinfeed.rows.row_lengths import RowLengths
-from pinfeed.rows.windows import Windows
 from pinfeed.validation.arguments import (
     check_choice,
     check_flag,
@@ -121,7 +120,7 @@ class Packed(LengthBatches[Pieces]):
     ) -> None:
         self.max_elements = whole_number(max_elements, "max_elements")
         self.n_units = whole_number(batch_size, "batch_size")
-        self._window = whole_number(window, "window")
+        self.window: int = whole_number(window, "window")
         check_choice(split, "split", _SPLITS)
         self._seed = check_seed(seed)
         check_flag(drop_last, "drop_last")
@@ -156,7 +155,7 @@ class Packed(LengthBatches[Pieces]):
     def _options(self) -> str:
         flag = ", drop_last=True" * self.drop_last
         return (
-            f"window={self._window}, order={self.order!r}, split={self._split!r}, "
+            f"window={self.window}, order={self.order!r}, split={self._split!r}, "
             f"seed={self._seed}{flag}"
         )
 
@@ -178,9 +177,8 @@ class Packed(LengthBatches[Pieces]):
                 "lengths of this store (store.lengths)"
             )
 
-    def windows(self, epoch: int, start: int) -> tuple[Windows | None, int, int]:
-        # Rows leave their order within a window, so no blocks can be read ahead.
-        return None, 0, 0
+    def n_begun(self, unit: Pieces) -> int:
+        return int(np.count_nonzero(unit.begins == 0))
 
     def fill(self, epoch: int = 0, *, most_rows: int = 1 << 20) -> float:
         """Return the share of the elements of sequences that are not padding.
@@ -189,7 +187,7 @@ class Packed(LengthBatches[Pieces]):
             epoch: Number of the epoch.
             most_rows: Number of rows after which the count ends, rounded up to whole windows.
         """
-        most_windows = -(-whole_number(most_rows, "most_rows") // self._window)
+        most_windows = -(-whole_number(most_rows, "most_rows") // self.window)
         n = 0
         n_elements = 0
         marks: list[Mark] = []
@@ -283,10 +281,10 @@ class Packed(LengthBatches[Pieces]):
         n_rows = len(self.lengths)
         at = self.order.bind(n_rows, epoch)
         stop = self.order.length(n_rows)
-        for begin in range(first * self._window, stop, self._window):
-            positions = np.arange(begin, min(begin + self._window, stop))
+        for begin in range(first * self.window, stop, self.window):
+            positions = np.arange(begin, min(begin + self.window, stop))
             rows = check_rows(at(positions), n_rows, f"order={self.order!r}")
-            yield begin // self._window, rows[self.lengths[rows] > 0]
+            yield begin // self.window, rows[self.lengths[rows] > 0]
 
     def _most_pieces(self) -> int:
         """Return the most pieces that a batch can have."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -14,10 +12,9 @@ import numpy as np
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.length_batches import START, LengthBatches, Mark
-from pinfeed.rows.orders import Order, Rows, is_distinct, windows
+from pinfeed.rows.orders import Order, Rows, is_distinct
 from pinfeed.rows.permutation import permutation
 from pinfeed.rows.row_lengths import RowLengths
-from pinfeed.rows.windows import Windows
 from pinfeed.validation.arguments import (
     check_flag,
     check_seed,
@@ -97,12 +94,10 @@ class ElementBatches(LengthBatches[Rows]):
         max_elements: Most elements of a batch.
         padded: Whether each row of a batch counts as many elements as the longest one.
         drop_last: Whether to leave out a last batch in which another row would fit.
-        is_shared: Whether ranks share the batches, so that the rows of a rank leave the order.
     """
 
     name = "element_batches"
     units_name = "batches"
-    is_shared = False
 
     def __init__(
         self,
@@ -129,7 +124,7 @@ class ElementBatches(LengthBatches[Rows]):
             )
         self.padded = bool(padded)
         self.drop_last = bool(drop_last)
-        self._window = None if window is None else whole_number(window, "window")
+        self.window = None if window is None else whole_number(window, "window")
         self._seed = check_seed(seed)
         self._given_size = None if batch_size is None else whole_number(batch_size, "batch_size")
         fitting = table.most_rows(
@@ -149,44 +144,22 @@ class ElementBatches(LengthBatches[Rows]):
             "n_rows": len(self.lengths),
         }
 
-    def of_rank(self) -> ElementBatches:
-        """Return the batches as a rank reads them, which skips those of other ranks."""
-        found = copy.copy(self)
-        found.is_shared = True
-        return found
-
     def _described(self, lengths: str) -> str:
         size = "" if self._given_size is None else f", batch_size={self._given_size}"
         flags = ", padded=True" * self.padded + ", drop_last=True" * self.drop_last
-        if self._window is not None:
-            flags += f", window={self._window}, seed={self._seed}"
+        if self.window is not None:
+            flags += f", window={self.window}, seed={self._seed}"
         return f"element_batches({lengths}, {self.max_elements}{size}, order={self.order!r}{flags})"
-
-    @property
-    def rows_order(self) -> Order | None:
-        """Order in which batches have the rows; None if they leave the order of their blocks."""
-        if self._window is not None:
-            return None
-        # A rank skips the batches of other ranks, so it cannot read windows at its own position.
-        if self.is_shared and windows(self.order, len(self.lengths), 0) is not None:
-            return None
-        return self.order
 
     def most_elements(self, *, padded: bool) -> int | None:
         return self.max_elements if self.padded or not padded else None
 
-    def windows(self, epoch: int, start: int) -> tuple[Windows | None, int, int]:
-        n_rows = len(self.lengths)
-        # Rows that are sorted by length leave the order of their blocks.
-        found = None if self._window is not None else windows(self.order, n_rows, epoch)
-        if found is None:
-            return None, 0, 0
-        position = sum(map(len, itertools.islice(self._batches(epoch), start)))
-        return found, position, self.order.length(n_rows)
+    def n_begun(self, unit: Rows) -> int:
+        return len(unit)
 
     def units(self, epoch: int, mark: Mark, note: Callable[[Mark], None]) -> Iterator[Rows]:
         unit = mark.unit
-        if self._window is None:
+        if self.window is None:
             position = due = mark.skip
             for batch in self._cut(self._rows(epoch, _RUN_ROWS, position)):
                 if position >= due:
@@ -196,8 +169,8 @@ class ElementBatches(LengthBatches[Rows]):
                 position += len(batch)
                 unit += 1
             return
-        first = mark.window * self._window
-        for number, rows in enumerate(self._rows(epoch, self._window, first), mark.window):
+        first = mark.window * self.window
+        for number, rows in enumerate(self._rows(epoch, self.window, first), mark.window):
             note(Mark(number, 0, unit))
             # Rows of equal length keep their order, which is random if that of the rows is.
             by_length = rows[np.argsort(-self.lengths[rows], kind="stable")]

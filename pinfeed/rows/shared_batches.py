@@ -79,13 +79,13 @@ class SharedBatches(SamplerEpochs, RowBatches):
             share = self._share(number, step)
             if len(share) == self.n_each or (share and not self.rows.drop_last):
                 rows, places = self.rows.joined(share)
-                yield RowIndices(len(rows), [(len(rows), 0)], lambda rows=rows: rows, places)  # type: ignore[misc]
+                n = len(rows)
+                n_positions = sum(map(self.rows.n_begun, step))
+                yield RowIndices(n, [(n, 0)], lambda rows=rows: rows, places, n_positions)  # type: ignore[misc]
 
     def windows(self, number: int, start: int) -> tuple[Windows | None, int, int]:
-        # A rank skips the rows of others, so no range of positions has its rows.
-        if self.world_size > 1:
-            return None, 0, 0
-        return self.rows.windows(number, self._position(number)[0] + start * self._n_all)
+        begun, mark = self._position(number)
+        return self.rows.windows(number, begun + start * self._n_all, mark)
 
     def restart(self, epoch: int) -> None:
         self._begun = epoch, 0, START

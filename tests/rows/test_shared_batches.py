@@ -385,22 +385,30 @@ def test_limits_of_config_hold_for_each_rank() -> None:
     assert found == [batch.tolist() for batch in batches_of(window=16)][1::2]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_windows_of_blocks_are_read_ahead_in_one_process(world_size: int) -> None:
+@pytest.mark.parametrize("name", ["element_batches", "packed"])
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("window", [None, 16])
+def test_rows_are_in_the_windows_of_their_positions(
+    name: str, world_size: int, window: int | None
+) -> None:
     order = rows.block_shuffled(1, block_rows=4, window_blocks=2)
-    batches = batches_of(order=order)
-    shared = shared_batches(batches, Ranks("join", rank=0, world_size=world_size))
-    assert shared is not None
-    found, position, stop = shared.windows(0, 2)
-    if world_size == 1:
-        assert found is not None
-        assert (position, stop) == (sum(map(len, itertools.islice(batches, 2))), 83)
-    else:
-        assert found is None
-        # The plan does not promise them either.
-        assert batches.of_rank().rows_order is None
-    assert batches.rows_order is order
-    assert batches_of(order=rows.sequential()).of_rank().rows_order == rows.sequential()
+    options: Any = {} if window is None else {"window": window}
+    batches = getattr(rows, name)(np.maximum(LENGTHS, 1), 30, order=order, **options)
+    for start in (0, 1, 3):
+        for rank in range(world_size):
+            shared = shared_batches(batches, Ranks("drop", rank=rank, world_size=world_size))
+            assert shared is not None
+            found, position, stop = shared.windows(0, start)
+            assert found is not None
+            of_epoch = list(found.needed(position, stop))
+            for batch in shared.epoch(0, start):
+                assert batch.n_positions is not None
+                end = position + batch.n_positions
+                here = [w for w in of_epoch if w.begin < end and position < w.end]
+                runs = itertools.chain.from_iterable(window.runs for window in here)
+                assert set(batch.rows().tolist()) <= {row for run in runs for row in range(*run)}
+                position = end
+            assert position <= stop
 
 
 def test_processes_without_ranks_are_warned(

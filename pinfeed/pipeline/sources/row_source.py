@@ -99,7 +99,8 @@ class RowSource(Source):
                 if is_fixed:
                     yield functools.partial(self._host_batch, indices, makes)
                     continue
-                n = indices.n_rows
+                n = indices.n_positions
+                n = indices.n_rows if n is None else n
                 # Only the thunk keeps the parts, because they may hold memory that is read ahead.
                 yield functools.partial(
                     self._host_batch,
