@@ -11,11 +11,11 @@ import numpy as np
 
 from pinfeed.cli.bandwidth import gather_rate, link_rates, memory_rate, sequential_rates
 from pinfeed.cli.conditions import touch_memory
+from pinfeed.cli.orders import OrderOptions
 from pinfeed.cli.report import Report, saying, sections, table
 from pinfeed.cli.sources import (
     all_described,
     open_sources,
-    order_of,
     row_nbytes_of,
     sources_values,
     usual_batch,
@@ -71,15 +71,16 @@ def bench(
     Returns:
         The rates; with a finding if batches are not the rows of the files.
     """
-    order, order_name = order_of(shuffle, block_rows, seed)
+    options = OrderOptions(shuffle=shuffle, block_rows=block_rows, seed=seed)
+    options.check()
     with open_sources(files, others) as stores:
         local = list(map(_local, stores))
         size = batch_size or usual_batch(row_nbytes_of(local))
-        trial = Trial(local, order, size, device, seconds, step_ms / 1e3)
+        trial = Trial(local, options.order, size, device, seconds, step_ms / 1e3)
         trial.prepare(warm)
         ceilings = _ceilings(trial)
         timings = list(trial.timings(workers))
-    return _report(trial, order_name, ceilings, timings)
+    return _report(trial, options.order_name, ceilings, timings)
 
 
 def _local(store: OpenedFile) -> NpyStore:

@@ -5,7 +5,9 @@ The modules that do the work are imported when a subcommand runs, so that ``--he
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 import os
 import re
 import sys
@@ -114,6 +116,71 @@ def _counts(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
+def _weights(text: str) -> tuple[float, ...]:
+    """Parse weights that are separated by commas: ``0.7,0.3``."""
+    try:
+        weights = tuple(float(weight) for weight in text.split(","))
+    except ValueError:
+        weights = ()
+    if not weights or not all(weight > 0 and math.isfinite(weight) for weight in weights):
+        raise click.BadParameter(
+            f"{text!r} is not a list of weights; expected numbers above 0, such as 0.7,0.3"
+        )
+    return weights
+
+
+def _with_orders(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options for orders that only ``plan`` knows."""
+    for decorate in (
+        click.option(
+            "--world-size",
+            type=click.IntRange(1),
+            metavar="RANKS",
+            help="Plan for the first of this many ranks, which share the rows.",
+        ),
+        click.option(
+            "--packed",
+            type=click.IntRange(1),
+            metavar="ELEMENTS",
+            help="Pack ragged rows into sequences of this many elements; --batch-size is the "
+            "number of sequences of a batch, 1 by default.",
+        ),
+        click.option(
+            "--max-elements",
+            type=click.IntRange(1),
+            metavar="ELEMENTS",
+            help="Batches of ragged rows of similar lengths, with at most this many elements, "
+            "padding included.",
+        ),
+        click.option(
+            "--bucketed",
+            is_flag=True,
+            help="Batches of --batch-size ragged rows of similar lengths.",
+        ),
+        click.option(
+            "--offsets",
+            metavar="FILE",
+            help="FILE has the items of ragged rows, and this .npy file the position of each row, "
+            "and the end of the last one.",
+        ),
+        click.option(
+            "--weights",
+            type=_weights,
+            metavar="W,W",
+            help="Mix the rows of several FILEs by weight, such as 0.7,0.3. A quoted pattern of "
+            "shards is one FILE.",
+        ),
+        click.option(
+            "--window-blocks",
+            type=click.IntRange(1),
+            metavar="BLOCKS",
+            help="Number of blocks that are mixed, with --block-rows.  [default: 16]",
+        ),
+    ):
+        command = decorate(command)
+    return command
+
+
 def _with_sources(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the arguments for sources and row order, with the names that ``Feeder`` uses."""
     for decorate in (
@@ -186,6 +253,7 @@ def doctor(**options: Any) -> Report:
 
 @main.command(short_help="Print the plan that a Feeder over files would have.")
 @_with_sources
+@_with_orders
 @click.option(
     "--gpu-limit",
     type=_size,
@@ -208,14 +276,18 @@ def doctor(**options: Any) -> Report:
 def plan(**options: Any) -> Report:
     """Print the plan that a Feeder over these files would have.
 
-    The plan shows the batch size, the use of memory, and how the rows are read.
+    The plan shows the batch size, the use of memory, and how the rows are read. For ragged rows,
+    it also shows the share of padding.
 
     With limits and no --batch-size, the batch is the largest that fits, up to 65,536 rows or 64
     MiB. --device cuda also plans for a GPU on a machine without one.
     """
     from pinfeed.cli import plan
+    from pinfeed.cli.orders import OrderOptions
 
-    return plan.plan(**options)
+    names = [field.name for field in dataclasses.fields(OrderOptions)]
+    of_order = OrderOptions(**{name: options.pop(name) for name in names})
+    return plan.plan(options=of_order, **options)
 
 
 @main.command(short_help="Compare a Feeder over your files with a plain DataLoader.")

@@ -6,16 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from pinfeed.cli.orders import OrderOptions
+from pinfeed.cli.planned_rows import planned_rows
 from pinfeed.cli.report import Report, facts, sections, table
-from pinfeed.cli.sources import (
-    all_described,
-    open_sources,
-    order_of,
-    row_nbytes_of,
-    source_of,
-    sources_values,
-    usual_batch,
-)
+from pinfeed.cli.sources import usual_batch
 from pinfeed.errors import BudgetError
 from pinfeed.feeders.feeder import Feeder
 from pinfeed.memory.limits import MemoryLimits
@@ -38,9 +32,7 @@ def plan(
     *,
     others: Sequence[str],
     batch_size: int | None,
-    shuffle: bool,
-    block_rows: int | None,
-    seed: int | None,
+    options: OrderOptions,
     gpu_limit: int | None,
     cpu_limit: int | None,
     depth: int | None,
@@ -48,60 +40,73 @@ def plan(
 ) -> Report:
     """Report the plan that a feeder over files would have.
 
-    The arguments are the options of the command.
+    The arguments are the options of the command; ``options`` are those for rows and their order.
 
     Returns: The plan; with a finding if it, or the requested batch size, does not fit.
     """
-    order, order_name = order_of(shuffle, block_rows, seed)
     target, remarks = _device(device)
-    with open_sources(files, others) as stores:
-        n_rows = stores[0].n_rows
-        head = all_described(stores)
-        values = sources_values(stores) | {"order": order_name, "device": None, "plan": None}
+    with planned_rows(files, others, batch_size, options) as found:
+        values = {**found.values, "order": found.name, "device": None, "plan": None}
         values["remarks"] = remarks
-        source = source_of(stores)
-        arguments: dict[str, Any]
-        if cpu_limit is None and (gpu_limit is None or _is_cpu(target)):
-            arguments = {"batch_size": batch_size or usual_batch(row_nbytes_of(stores))}
-        else:
+        is_limited = cpu_limit is not None or (gpu_limit is not None and not _is_cpu(target))
+        size = found.batch_size
+        if not found.makes_batches and (options.world_size is not None or not is_limited):
+            # All ranks need a size before the limits of one rank are known.
+            size = size or usual_batch(found.row_nbytes)
+        arguments: dict[str, Any] = {"batch_size": size}
+        if is_limited:
             limits = MemoryLimits(
                 cpu_memory_limit=cpu_limit,
                 gpu_memory_limit=gpu_limit,
-                preferred_batch_size=batch_size,
+                preferred_batch_size=size,
             )
             arguments = {"config": limits}
         try:
-            with Feeder(source, rows=order, depth=depth, device=target, **arguments) as feeder:
+            with Feeder(
+                found.source,
+                rows=found.rows,
+                ranks=options.ranks,
+                depth=depth,
+                device=target,
+                **arguments,
+            ) as feeder:
                 made = feeder.plan
                 name = feeder.device
         except BudgetError as error:
-            return Report(values, head, (f"the plan does not fit: {error}",))
-        # Long runs of the largest rows matter most.
-        row_nbytes = max(store.row_nbytes for store in stores)
-    is_default = batch_size is None and "batch_size" in arguments
-    remarks += _remarks(made, name, row_nbytes, is_default=is_default, gpu_limit=gpu_limit)
+            return Report(values, found.head, (f"the plan does not fit: {error}",))
+    if batch_size is None and size is not None:
+        remarks.append(
+            f"Without --batch-size{'' if is_limited else ' or a limit'}, the plan uses batches of "
+            f"{made.batch_size:,} rows."
+        )
+    # Blocks help only rows that the order reads as they are in the files.
+    block_nbytes = None if options.weights or options.by_length else found.longest_nbytes
+    remarks += _remarks(made, name, block_nbytes, gpu_limit=gpu_limit)
     values |= {"device": name, "plan": plan_values(made)}
     parts = {
-        head: _text(made, order_name, name),
+        found.head: _text(made, found.name, found.shares, name),
         "Remarks": "\n".join(wrapped(f"- {remark}", rest="  ") for remark in remarks),
     }
     findings: tuple[str, ...] = ()
-    if batch_size is not None and made.batch_size < min(batch_size, n_rows):
+    if size is not None and made.batch_size < min(size, found.n_rows // (options.world_size or 1)):
         fit = f"{made.batch_size:,} rows fit"
-        findings = (f"batches of {batch_size:,} rows do not fit the limits; {fit}",)
+        findings = (f"batches of {size:,} rows do not fit the limits; {fit}",)
     return Report(values, sections(parts), findings)
 
 
 def _remarks(
-    made: Plan, device: str, row_nbytes: int, *, is_default: bool, gpu_limit: int | None
+    made: Plan, device: str, row_nbytes: float | None, *, gpu_limit: int | None
 ) -> list[str]:
-    """Say which batch size is the default, whether the order is slow, or a limit has no effect."""
+    """Say whether the order is slow, or a limit has no effect.
+
+    Args:
+        made: The plan.
+        device: Name of the device.
+        row_nbytes: Bytes of a row that decide the size of blocks; None if blocks do not help.
+        gpu_limit: The user's limit of GPU memory.
+    """
     remarks = []
-    if is_default:
-        remarks.append(
-            f"Without --batch-size or a limit, the plan uses batches of {made.batch_size:,} rows."
-        )
-    if any(note.endswith(BLOCKS_ALLOW) for note in made.notes):
+    if row_nbytes is not None and any(note.endswith(BLOCKS_ALLOW) for note in made.notes):
         block_rows = usual_block_rows(row_nbytes)
         remarks.append(
             "Random rows of a file that is not in memory are read slowly. With --block-rows "
@@ -149,7 +154,7 @@ def plan_values(made: Plan) -> dict[str, Any]:
     }
 
 
-def _text(made: Plan, order_name: str, device: str) -> str:
+def _text(made: Plan, order_name: str, shares: Sequence[tuple[str, str]], device: str) -> str:
     items = [
         (_PLACES[item.place], item.what, f"{item.count:,}", human(item.nbytes), human(item.total))
         for item in sorted(joined(made.items), key=lambda item: list(_PLACES).index(item.place))
@@ -160,6 +165,7 @@ def _text(made: Plan, order_name: str, device: str) -> str:
     gpu = human(made.device_bytes) + _limit(made.gpu_memory_limit)
     pairs = [
         ("batches", f"up to {made.batch_size:,} rows, {order_name}, {made.depth_in_words}"),
+        *shares,
         ("device", f"{device}, {made.route_in_words}"),
         ("host", host),
         ("GPU", gpu if made.device_bytes else ""),

@@ -1,4 +1,4 @@
-"""Sources: files of the command line and the order of their rows, opened and described."""
+"""Sources: files of the command line, opened and described."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
-
-import click
 
 from pinfeed.errors import FileMissing, StoreError
 from pinfeed.memory.units import human
@@ -169,10 +167,11 @@ def _files_of(store: OpenedFile) -> str:
 
 def sources_values(stores: Sequence[OpenedFile]) -> dict[str, Any]:
     """Describe the first source, and the others, for scripts."""
-    return {"source": _values(stores[0]), "with": [_values(store) for store in stores[1:]]}
+    return {"source": source_values(stores[0]), "with": list(map(source_values, stores[1:]))}
 
 
-def _values(store: OpenedFile) -> dict[str, Any]:
+def source_values(store: OpenedFile) -> dict[str, Any]:
+    """Describe a source for scripts."""
     return {
         "files": store.paths,
         "rows": store.n_rows,
@@ -181,23 +180,3 @@ def _values(store: OpenedFile) -> dict[str, Any]:
         "row_bytes": store.row_nbytes,
         "bytes": store.n_rows * store.row_nbytes,
     }
-
-
-def order_of(shuffle: bool, block_rows: int | None, seed: int | None) -> tuple[Any, str]:
-    """Return the order that the options select, and its name for people.
-
-    Raises:
-        click.UsageError: If two orders were given, or a seed without a random order.
-    """
-    from pinfeed.rows.orders import block_shuffled, sequential, shuffled
-
-    if shuffle and block_rows is not None:
-        raise click.UsageError("--shuffle and --block-rows conflict; give one of them")
-    if seed is not None and not shuffle and block_rows is None:
-        raise click.UsageError(
-            f"--seed {seed} has no effect without a random order; give --shuffle or --block-rows"
-        )
-    seed = seed or 0
-    if block_rows is not None:
-        return block_shuffled(seed, block_rows=block_rows), f"shuffled in blocks of {block_rows:,}"
-    return (shuffled(seed), "shuffled") if shuffle else (sequential(), "in sequence")

@@ -13,7 +13,7 @@ from pinfeed.feeders.row_selection import RowSelection
 from pinfeed.feeders.transform_trial import linear_nbytes, run_trial
 from pinfeed.memory.limits import MemoryLimits, usual_batch_size
 from pinfeed.memory.plan import Allocation, Plan, Route
-from pinfeed.pipeline.loop_memory import PartSize, loop_allocations
+from pinfeed.pipeline.loop_memory import PartSize, loop_allocations, order_allocations
 from pinfeed.pipeline.loop_transforms import LoopTransforms, TransformNbytes
 from pinfeed.pipeline.planner import free_memory
 from pinfeed.pipeline.schedule import PrefetchSchedule
@@ -61,8 +61,10 @@ class SamplePlanner:
         limits = (None, None) if config is None else self._limits(config)
         route: Route = "direct" if self.device.unified else "staged"
 
+        kept = order_allocations(selection.order)
+
         def plan_of(n: int, depth: int) -> Plan:
-            items = self._allocations(n, depth, per_sample, transform_nbytes)
+            items = self._allocations(n, depth, per_sample, transform_nbytes) + kept
             return Plan(n, depth, route, tuple(items), *limits)
 
         if config is None:

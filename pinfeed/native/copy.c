@@ -149,6 +149,32 @@ static const struct pf_rows *part_of(const struct pf_source *source, int64_t row
     return part;
 }
 
+/* Returns the target of row `done` of a list and of later rows. */
+static struct pf_rows target_from(const struct pf_rows *target, const int64_t *to, int64_t done)
+{
+    struct pf_rows places = *target;
+    if (!to) {
+        places.base += done * target->stride;
+        places.n -= done;
+    }
+    return places;
+}
+
+/* Copies consecutive rows, which the caller has checked, part by part. */
+static void copy_run_of_parts(const struct pf_source *source, int64_t first,
+                              const struct pf_rows *target, const int64_t *to, int64_t begin,
+                              int64_t end, int bypass)
+{
+    for (int64_t done = begin; done < end;) {
+        const struct pf_rows *const part = part_of(source, first + done);
+        const int64_t row = first + done - part->first;
+        const int64_t n = part->n - row < end - done ? part->n - row : end - done;
+        const struct pf_rows places = target_from(target, to, done);
+        pf_copy(part, NULL, row, &places, to ? to + done : NULL, source->row_nbytes, 0, n, bypass);
+        done += n;
+    }
+}
+
 void pf_copy_parts(const struct pf_source *source, const int64_t *from, int64_t first,
                    const struct pf_rows *target, const int64_t *to, int64_t begin, int64_t end,
                    int bypass)
@@ -157,14 +183,18 @@ void pf_copy_parts(const struct pf_source *source, const int64_t *from, int64_t 
         pf_copy(source->parts, from, first, target, to, source->row_nbytes, begin, end, bypass);
         return;
     }
+    if (!from) {
+        copy_run_of_parts(source, first, target, to, begin, end, bypass);
+        return;
+    }
     static const struct pf_rows all_memory = {.n = INT64_MAX, .stride = 1};
     int64_t rows[CHUNK];
     for (int64_t done = begin; done < end; done += CHUNK) {
         const int64_t n = end - done < CHUNK ? end - done : CHUNK;
-        const struct pf_rows *part = part_of(source, from ? from[done] : first + done);
+        const struct pf_rows *part = part_of(source, from[done]);
         int is_one = 1;
         for (int64_t i = 0; i < n; i++) {
-            rows[i] = (from ? from[done + i] : first + done + i) - part->first;
+            rows[i] = from[done + i] - part->first;
             is_one &= (uint64_t)rows[i] < (uint64_t)part->n;
         }
         if (!is_one) {
@@ -175,11 +205,7 @@ void pf_copy_parts(const struct pf_source *source, const int64_t *from, int64_t 
                 rows[i] = (intptr_t)row_at(part, before + rows[i] - part->first);
             }
         }
-        struct pf_rows places = *target;
-        if (!to) {
-            places.base += done * target->stride;
-            places.n -= done;
-        }
+        const struct pf_rows places = target_from(target, to, done);
         pf_copy(is_one ? part : &all_memory, rows, 0, &places, to ? to + done : NULL,
                 source->row_nbytes, 0, n, bypass);
     }

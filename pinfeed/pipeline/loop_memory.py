@@ -10,12 +10,13 @@ import numpy as np
 from pinfeed.devices.device import OVERLAP_CHUNK_BYTES, aligned
 from pinfeed.memory.depth import DEFAULT_DEPTH, n_batches, n_held
 from pinfeed.memory.pages import block_nbytes
-from pinfeed.memory.plan import Allocation
+from pinfeed.memory.plan import Allocation, Place
+from pinfeed.memory.proc_maps import mapping_at
 from pinfeed.pipeline.recent_rows import n_entries
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.rows.batches import ORDER_BYTES
 from pinfeed.rows.length_batches import LengthBatches
-from pinfeed.rows.orders import most_copies
+from pinfeed.rows.orders import kept_arrays, most_copies
 from pinfeed.stores.ragged import RaggedStore
 
 # For each row of a kept batch: its index, its position, and a link to an earlier batch.
@@ -170,6 +171,23 @@ def shared_row_allocations(
         Allocation("uploaded positions of shared rows", "device", n_batches, staged),
         Allocation("shared rows that are copied", "device", 1, aligned(copied)),
     ]
+
+
+def order_allocations(rows: Any) -> list[Allocation]:
+    """List the arrays that an order keeps, such as masks, row indices and lengths.
+
+    Orders that share an array count it once. Memory-mapped arrays are in the page cache.
+
+    Args:
+        rows: An order, or any other iterable of row indices or batches.
+    """
+    # Two views of the same memory are two objects.
+    distinct = {(array.ctypes.data, array.nbytes): array for array in kept_arrays(rows)}
+    nbytes: dict[Place, int] = {"host": 0, "page cache": 0}
+    for array in distinct.values():
+        is_mapped = mapping_at(array.ctypes.data) is not None
+        nbytes["page cache" if is_mapped else "host"] += array.nbytes
+    return [Allocation("arrays of the order", place, 1, n) for place, n in nbytes.items() if n]
 
 
 def ragged_sizes(

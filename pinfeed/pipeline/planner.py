@@ -18,7 +18,12 @@ from pinfeed.memory.limits import MemoryLimits, usual_batch_size
 from pinfeed.memory.plan import Allocation, Plan, Route
 from pinfeed.memory.units import human
 from pinfeed.native.library import is_turned_off, why_not
-from pinfeed.pipeline.loop_memory import PartSize, loop_allocations, ragged_sizes
+from pinfeed.pipeline.loop_memory import (
+    PartSize,
+    loop_allocations,
+    order_allocations,
+    ragged_sizes,
+)
 from pinfeed.pipeline.loop_transforms import LoopTransforms, TransformNbytes
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.store_tree import StoreTree
@@ -155,8 +160,14 @@ class Planner:
         if self.transform_nbytes is not None:
             nbytes = self.transform_nbytes(sum(part.nbytes for part in parts))
             found += nbytes.allocations(depth, unified=unified)
+        found += self._order_items
         resident = _resident([*self.tree.stores, *self.tree.ragged])
         return [*found, resident] if resident.total else found
+
+    @functools.cached_property
+    def _order_items(self) -> list[Allocation]:
+        """Arrays that the order keeps."""
+        return order_allocations(self.rows)
 
     @functools.cached_property
     def _route(self) -> Route:

@@ -117,7 +117,7 @@ class StoreTree:
         if library() is None or self.ragged:
             return False
         return all(
-            store.is_native and not is_limited and store.can_map
+            store.is_native and store.rows_in_one_file and not is_limited and store.can_map
             if isinstance(store, LocalFileStore)
             else memory_rows_of(store) is not None
             for store in self.stores

@@ -11,7 +11,17 @@ import numpy as np
 
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.indices import check_rows
-from pinfeed.rows.orders import At, Order, Rows, Shuffled, check_order, most_copies, windows
+from pinfeed.rows.orders import (
+    Arrays,
+    At,
+    Order,
+    Rows,
+    Shuffled,
+    check_order,
+    kept_arrays,
+    most_copies,
+    windows,
+)
 from pinfeed.rows.permutation import permutation
 from pinfeed.rows.row_lengths import checked_lengths
 from pinfeed.rows.windows import WidenedWindows, Windows
@@ -151,6 +161,11 @@ class Bucketed:
     def most_copies(self) -> int | None:
         """Most occurrences of a row in an epoch; None if unknown."""
         return most_copies(self.order)
+
+    @property
+    def kept_arrays(self) -> Arrays:
+        """Arrays that the order keeps."""
+        return (self.lengths.numbers, *kept_arrays(self.order))
 
     def padding(self, epoch: int = 0, *, most_rows: int = 1 << 20) -> Padding:
         """Return the share of padding of an epoch if each batch is padded to its longest row.

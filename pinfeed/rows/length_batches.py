@@ -13,7 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError
-from pinfeed.rows.orders import Order, Rows, Sequential, check_order, windows
+from pinfeed.rows.orders import (
+    Arrays,
+    Order,
+    Rows,
+    Sequential,
+    check_order,
+    kept_arrays,
+    windows,
+)
 from pinfeed.rows.packing import Places
 from pinfeed.rows.row_lengths import checked_lengths
 from pinfeed.rows.windows import WidenedWindows, Windows
@@ -88,6 +96,11 @@ class LengthBatches(ABC, Generic[Unit]):
         ``len``, because the number differs between the epochs of a shuffled order.
         """
         return sum(1 for _ in self._batches(self.epoch if epoch is None else epoch))
+
+    @property
+    def kept_arrays(self) -> Arrays:
+        """Arrays that the batches and their order keep."""
+        return (self.lengths, *kept_arrays(self.order))
 
     def require_rows(self, n_rows: int) -> None:
         """Check that the source has ``n_rows`` rows.

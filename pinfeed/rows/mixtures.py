@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,12 +15,14 @@ from pinfeed.rows.indices import check_rows
 from pinfeed.rows.interleaving import Interleaving, ShuffledTurns, whole_weights
 from pinfeed.rows.mixture_windows import MixedWindows, SourceWindows
 from pinfeed.rows.orders import (
+    Arrays,
     At,
     Order,
     PerRank,
     Rows,
     check_order,
     is_distinct,
+    kept_arrays,
     most_copies,
     shuffled,
     windows,
@@ -191,6 +194,11 @@ class Mixed:
             passes = -(-self.until // n) + 1 if isinstance(self.until, int) else n_passes
             most = max(most, copies * passes)
         return most
+
+    @property
+    def kept_arrays(self) -> Arrays:
+        """Arrays that the order keeps."""
+        return tuple(itertools.chain.from_iterable(map(kept_arrays, self.orders)))
 
     def require_end(self) -> None:
         """Raise ArgumentError if a source has no whole turn, or if an epoch would not end."""

@@ -32,6 +32,7 @@ Rows = npt.NDArray[np.int64]
 """Row indices, shape (n,)."""
 At = Callable[[Rows], Rows]
 """A function that returns the row indices at positions of one epoch."""
+Arrays = tuple[npt.NDArray[Any], ...]
 
 
 @runtime_checkable
@@ -39,6 +40,8 @@ class Order(Protocol):
     """The rows of an epoch and their sequence.
 
     Orders are frozen dataclasses: orders with equal arguments are equal, and ``repr`` shows them.
+    An order that keeps arrays may have a property ``kept_arrays``, a tuple of them and of those of
+    the orders in it. A feeder then counts them in its plan.
 
     Examples:
         >>> order = pinfeed.rows.shuffled(seed=1)
@@ -323,6 +326,11 @@ class PerRank:
         found = windows(self.order, n_rows, epoch)
         return None if found is None else SharedWindows(found, self.pieces(n_rows))
 
+    @property
+    def kept_arrays(self) -> Arrays:
+        """Arrays that the order keeps."""
+        return kept_arrays(self.order)
+
     def pieces(self, n_rows: int) -> tuple[StridedSlice, ...]:
         """Return the positions of the order that the rank reads."""
         whole = self.order.length(n_rows)
@@ -380,6 +388,12 @@ def most_copies(order: object) -> int | None:
         # Padding repeats fewer positions than there are ranks, at the end of the epoch.
         return copies + (order.uneven == "pad")
     return _copies(order)
+
+
+def kept_arrays(order: object) -> Arrays:
+    """Return the arrays that an order and the orders in it keep; an array may occur twice."""
+    arrays: Arrays = getattr(order, "kept_arrays", ())
+    return arrays
 
 
 def _copies(order: object) -> int | None:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.indices import sort_rows
-from pinfeed.rows.orders import Rows
+from pinfeed.rows.orders import Arrays, Rows
 
 # Bytes of a chunk of the mask. The rows before each chunk are counted, 8 bytes for each.
 _CHUNK = 16
@@ -67,6 +67,11 @@ class RowMask:
             )
         digest = hashlib.blake2b(bits.data, digest_size=16).hexdigest()
         return cls(n_rows, counts.item(-1), digest, chunks, counts[:-1])
+
+    @property
+    def arrays(self) -> Arrays:
+        """Arrays that represent the part."""
+        return self.chunks, self.before
 
     def at(self, numbers: Rows) -> Rows:
         """Return the row indices of rows of the part."""

@@ -17,10 +17,12 @@ from pinfeed.errors import ArgumentError
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.mixtures import check_inner
 from pinfeed.rows.orders import (
+    Arrays,
     At,
     Order,
     Rows,
     is_distinct,
+    kept_arrays,
     most_copies,
     sequential,
     windows,
@@ -99,6 +101,11 @@ class _Indices:
     rows: Rows
     largest: int
 
+    @property
+    def arrays(self) -> Arrays:
+        """Arrays that represent the part."""
+        return (self.rows,)
+
     def at(self, numbers: Rows) -> Rows:
         """Return the row indices of rows of the part."""
         return self.rows[numbers]
@@ -134,6 +141,11 @@ class Where:
     def most_copies(self) -> int | None:
         """Most occurrences of a row in an epoch; None if unknown."""
         return most_copies(self.order)
+
+    @property
+    def kept_arrays(self) -> Arrays:
+        """Arrays that the order keeps."""
+        return (*self.selection.arrays, *kept_arrays(self.order))
 
     def _require(self, n_rows: int) -> None:
         selection = self.selection
@@ -279,6 +291,11 @@ class SplitPart:
     def most_copies(self) -> int | None:
         """Most occurrences of a row in an epoch; None if unknown."""
         return most_copies(self.order)
+
+    @property
+    def kept_arrays(self) -> Arrays:
+        """Arrays that the order keeps."""
+        return kept_arrays(self.order)
 
     def _n_rows(self, n_rows: int) -> int:
         """Return the number of rows of the part."""

@@ -18,7 +18,7 @@ from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs, cut_run
 from pinfeed.stores.file_reader import SPAN_BYTES, FileReader
 from pinfeed.stores.file_store import FileStore
-from pinfeed.stores.mapped_store import MappedStore, is_safe_to_map
+from pinfeed.stores.mapped_store import FileMap, MappedStore, is_safe_to_map
 from pinfeed.stores.paths import file_version
 from pinfeed.stores.row_layout import RowLayout
 from pinfeed.stores.sharded_file import ShardedStore, as_bytes
@@ -50,6 +50,9 @@ class LocalFileStore(ShardedStore):
         ArgumentError: If ``mode``, ``keep_cache`` or ``memory_map`` is invalid, or if a file is
             given twice and opened for writing.
     """
+
+    rows_in_one_file = True
+    """Whether each row is in one file, so that the compiled functions find it by its index."""
 
     _PROCESS_STATE: ClassVar[tuple[str, ...]] = ("_open", "_lock", "_n_writes", "_inodes")
 
@@ -156,9 +159,13 @@ class LocalFileStore(ShardedStore):
         Raises:
             OSError: If a file cannot be mapped, has shrunk, or was replaced.
         """
+        return MappedStore(*self._map_files())
+
+    def _map_files(self) -> tuple[list[RowLayout], list[FileMap]]:
+        """Map the files that have rows, and return the layout and the map of each."""
         numbers = [number for number, layout in enumerate(self._layouts) if layout.n_rows]
         maps = [self._reader(number).map() for number in numbers]
-        return MappedStore([self._layouts[number] for number in numbers], maps)
+        return [self._layouts[number] for number in numbers], maps
 
     def _gather_run(self, run: slice, out: Array) -> None:
         target = as_bytes(out)

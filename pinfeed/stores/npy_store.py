@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from pinfeed.stores.npy_header import create, holds, read_header
 from pinfeed.stores.paths import Path, local_path, local_paths
 from pinfeed.stores.raw_layouts import Windows, raw_layout, series_layout
 from pinfeed.stores.row_layout import RowLayout
+from pinfeed.stores.spanning_windows import SpanningFiles
 from pinfeed.stores.store import Array, Store, shape_to_make
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.validation.arguments import (
@@ -29,6 +31,9 @@ from pinfeed.validation.arguments import (
     explain_arguments,
 )
 from pinfeed.validation.safe_repr import safe_repr
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 HINTS = {
     "mmap_mode readonly writable": "give mode='r' to read, or mode='r+' to write rows back to the "
@@ -47,6 +52,8 @@ _WINDOW_HINTS = {
     "horizon target_length prediction_length": "give inputs length= and span=, and targets "
     "length=, start= and the same span=",
     "shape": "the file has one axis of items; give length= and dtype=",
+    "cross_files span_files join_files": "windows extend over the ends of files with "
+    "across_files=True",
     "mode": "windows are read-only, because they may overlap; leave it out",
 }
 
@@ -108,7 +115,7 @@ class NpyStore(LocalFileStore):
         mode: str,
         keep_cache: bool | None,
         memory_map: bool,
-    ) -> NpyStore:
+    ) -> Self:
         """Open files with known layouts."""
         store = cls.__new__(cls)
         LocalFileStore.__init__(store, layouts, mode, keep_cache, memory_map)
@@ -158,6 +165,7 @@ class NpyStore(LocalFileStore):
         dtype: npt.DTypeLike | None = None,
         start: int = 0,
         span: int | None = None,
+        across_files: bool = False,
         offset: int = 0,
         keep_cache: bool | None = None,
         memory_map: bool = True,
@@ -169,8 +177,8 @@ class NpyStore(LocalFileStore):
 
         Args:
             path: As for the class. The items are the first axis of a .npy file, or the numbers in a
-                file without a header. A window never extends over two files. Files that are shorter
-                than ``span`` have no windows.
+                file without a header. By default, a window never extends over two files, and files
+                that are shorter than ``span`` have no windows.
             length: Items of a window. Items of shape (C,) make rows of shape (length, C).
             step: Items from the beginning of one window to the beginning of the next.
             dtype: Dtype of the items, required for a file without a header; as for the class for a
@@ -179,16 +187,20 @@ class NpyStore(LocalFileStore):
             span: Items that must exist from ``i * step`` on; by default ``start + length``. Stores
                 with equal ``step`` and ``span`` have the same number of rows in each file, so they
                 can be inputs and targets of one feeder.
+            across_files: Whether the items of all files are one sequence, as if the files were
+                joined. Windows then extend over the ends of files.
             offset: Bytes before the first item of a file without a header.
             keep_cache: As for the class.
             memory_map: As for the class.
 
         Raises:
             FileMissing: As for the class.
-            StoreError: If no file has ``span`` items, if a file without a header gets no ``dtype``
+            StoreError: If no file, or with ``across_files`` not all files together, has ``span``
+                items, if a file without a header gets no ``dtype``
                 or does not end with a whole item, or if the class refuses a .npy file.
             ArgumentError: If ``length`` or ``step`` is below 1, ``start`` or ``offset`` is
-                negative, ``span`` ends before the window, or ``offset`` is given for a .npy file.
+                negative, ``span`` ends before the window, ``offset`` is given for a .npy file, or
+                ``across_files`` is not True or False.
 
         Example::
 
@@ -198,8 +210,13 @@ class NpyStore(LocalFileStore):
             feeder = Feeder((past, future), batch_size=64, shuffle=True)
         """
         windows = Windows(length, step, start, span)
-        layouts = windows.layouts([series_layout(p, dtype, offset) for p in local_paths(path)])
-        return cls._of_layouts(layouts, "r", keep_cache, memory_map)
+        check_flag(across_files, "across_files")
+        items = [series_layout(p, dtype, offset) for p in local_paths(path)]
+        if across_files:
+            store = _SpanningNpyStore._of_layouts(items, "r", keep_cache, memory_map)
+            store._divide(windows)
+            return store
+        return cls._of_layouts(windows.layouts(items), "r", keep_cache, memory_map)
 
     @classmethod
     def safetensors(
@@ -313,6 +330,10 @@ class NpyStore(LocalFileStore):
             array = np.memmap(file, self.dtype, "r+", layout.offset, shape)
             yield np.asarray(array)
             array.flush()
+
+
+class _SpanningNpyStore(SpanningFiles, NpyStore):
+    """Windows over the items of all files as one sequence."""
 
 
 def open_created(path: Path, shape: tuple[int, ...], dtype: npt.DTypeLike) -> NpyStore:

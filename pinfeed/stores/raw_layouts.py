@@ -76,30 +76,36 @@ class Windows:
         note = f", because start={start} and length={length} need this many items"
         self.span = least if span is None else whole_number(span, "span", least=least, note=note)
 
+    @property
+    def in_words(self) -> str:
+        """The items that one window needs, for errors."""
+        return (
+            f"{self.span:,} for one window of length={self.length} with start={self.start} and "
+            f"span={self.span}"
+        )
+
+    def count(self, n_items: int) -> int:
+        """Return the number of windows of a sequence of items."""
+        return max(0, (n_items - self.span) // self.step + 1)
+
     def layouts(self, series: Sequence[RowLayout]) -> list[RowLayout]:
         """Return the layouts of the windows of files, given layouts in which a row is one item.
 
         Raises:
-            StoreError: If items have 0 bytes, or if no file is as long as ``span``.
+            StoreError: If no file is as long as ``span``.
         """
-        for items in series:
-            if not items.row_nbytes:
-                raise StoreError(
-                    f"{items.path}: items of shape {items.row_shape} have 0 bytes; expected at "
-                    "least 1 on each axis"
-                )
         found = [self._layout(items) for items in series]
         if not any(layout.n_rows for layout in found):
             longest = max(series, key=lambda items: items.n_rows)
             raise StoreError(
-                f"{longest.path} has {longest.n_rows:,} items; expected at least {self.span:,} "
-                f"for one window of length={self.length} with start={self.start} and "
-                f"span={self.span}; give a smaller length, or a longer file"
+                f"{longest.path} has {longest.n_rows:,} items; expected at least {self.in_words}; "
+                "give a smaller length, a longer file, or across_files=True if all files are one "
+                "sequence"
             )
         return found
 
     def _layout(self, items: RowLayout) -> RowLayout:
-        n_rows = max(0, (items.n_rows - self.span) // self.step + 1)
+        n_rows = self.count(items.n_rows)
         return dataclasses.replace(
             items,
             n_rows=n_rows,
@@ -124,7 +130,7 @@ def series_layout(path: str, dtype: npt.DTypeLike | None, offset: int) -> RowLay
         FileMissing: If there is no such file.
         ArgumentError: If ``offset`` is given for a .npy file, or is negative.
         StoreError: If the file has neither a header nor a dtype, is named .npy and is not a .npy
-            file, or cannot be read.
+            file, or cannot be read, or if its items have 0 bytes.
     """
     offset = whole_number(offset, "offset", least=0)
     size = file_size(path)
@@ -139,7 +145,13 @@ def series_layout(path: str, dtype: npt.DTypeLike | None, offset: int) -> RowLay
             f"{path}, offset={offset}: the header of a .npy file says where the items begin; "
             "leave offset out, and give start= to begin at a later item"
         )
-    return read_header(path, None if dtype is None else dtype_of(dtype, "NpyStore"))
+    items = read_header(path, None if dtype is None else dtype_of(dtype, "NpyStore"))
+    if not items.row_nbytes:
+        raise StoreError(
+            f"{path}: items of shape {items.row_shape} have 0 bytes; expected at least 1 on each "
+            "axis"
+        )
+    return items
 
 
 def _flat_layout(path: str, size: int, dtype: npt.DTypeLike, offset: int) -> RowLayout:

@@ -18,7 +18,7 @@ from pinfeed.cli import trial as trials
 from pinfeed.cli.bench import _report
 from pinfeed.cli.conditions import cached_share, drop, read_through
 from pinfeed.cli.dataloader import Rows
-from pinfeed.cli.sources import order_of
+from pinfeed.cli.orders import OrderOptions
 from pinfeed.cli.trial import Rate, Timing
 
 
@@ -91,7 +91,7 @@ def test_bench_cold_in_words(quick: list[str]) -> None:
 @pytest.mark.parametrize("block_rows", [None, 8])
 def test_all_contestants_stream_the_same_rows(block_rows: int | None) -> None:
     """All contestants stream the same rows in each epoch, and a difference is detected."""
-    order, _ = order_of(block_rows is None, block_rows, 5)
+    order = OrderOptions(shuffle=block_rows is None, block_rows=block_rows, seed=5).order
     with NpyStore(["s-0.npy", "s-1.npy"]) as store:
         trial = trials.Trial([store], order, 32, "cpu", 0.01)
         with (
