@@ -16,7 +16,7 @@ from pinfeed.pipeline.recent_rows import n_entries
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.rows.batches import ORDER_BYTES
 from pinfeed.rows.length_batches import LengthBatches
-from pinfeed.rows.orders import kept_arrays, most_copies
+from pinfeed.rows.orders import PerRank, kept_arrays, most_copies
 from pinfeed.stores.ragged import RaggedStore
 
 # For each row of a kept batch: its index, its position, and a link to an earlier batch.
@@ -174,9 +174,10 @@ def shared_row_allocations(
 
 
 def order_allocations(rows: Any) -> list[Allocation]:
-    """List the arrays that an order keeps, such as masks, row indices and lengths.
+    """List the arrays that an order keeps, such as masks, row indices and lengths, and its windows.
 
-    Orders that share an array count it once. Memory-mapped arrays are in the page cache.
+    Orders that share an array count it once. Memory-mapped arrays are in the page cache. Windows of
+    rows that are sorted or packed together count if they exceed the memory of any order.
 
     Args:
         rows: An order, or any other iterable of row indices or batches.
@@ -187,7 +188,12 @@ def order_allocations(rows: Any) -> list[Allocation]:
     for array in distinct.values():
         is_mapped = mapping_at(array.ctypes.data) is not None
         nbytes["page cache" if is_mapped else "host"] += array.nbytes
-    return [Allocation("arrays of the order", place, 1, n) for place, n in nbytes.items() if n]
+    found = [Allocation("arrays of the order", place, 1, n) for place, n in nbytes.items() if n]
+    sorted_rows = rows.order if isinstance(rows, PerRank) else rows
+    window_nbytes = getattr(sorted_rows, "window_nbytes", 0)
+    if window_nbytes > ORDER_BYTES:
+        found.append(Allocation("windows of the order", "host", 1, window_nbytes))
+    return found
 
 
 def ragged_sizes(

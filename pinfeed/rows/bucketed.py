@@ -27,6 +27,9 @@ from pinfeed.rows.row_lengths import checked_lengths
 from pinfeed.rows.windows import WidenedWindows, Windows
 from pinfeed.validation.arguments import check_seed, explain_arguments, whole_number
 
+# Measured bytes of a row while a window is sorted, rounded up.
+_ROW_NBYTES = 56
+
 
 @explain_arguments(
     {
@@ -161,6 +164,12 @@ class Bucketed:
     def most_copies(self) -> int | None:
         """Most occurrences of a row in an epoch; None if unknown."""
         return most_copies(self.order)
+
+    @property
+    def window_nbytes(self) -> int:
+        """Bytes that a window needs while its rows are sorted."""
+        n_rows = min(self.batch_size * self.window_batches, self.lengths.n_rows)
+        return n_rows * _ROW_NBYTES
 
     @property
     def kept_arrays(self) -> Arrays:

@@ -64,6 +64,7 @@ class LengthBatches(ABC, Generic[Unit]):
         lengths: Number of elements of each row, shape (n_rows,), int64, read-only.
         order: Order of the rows.
         window: Number of consecutive rows of ``order`` that may change places; None without this.
+        row_nbytes: Most bytes of a row of a window while its batches are planned, as measured.
         drop_last: Whether to leave out what is not full.
         name: Name of the function of ``pinfeed.rows`` that returns the batches.
         units_name: The user's word for units. In a state, it is the key of their position.
@@ -72,6 +73,7 @@ class LengthBatches(ABC, Generic[Unit]):
 
     batch_size: int
     window: int | None
+    row_nbytes: int
     drop_last: bool
     name: str
     units_name: str
@@ -96,6 +98,11 @@ class LengthBatches(ABC, Generic[Unit]):
         ``len``, because the number differs between the epochs of a shuffled order.
         """
         return sum(1 for _ in self._batches(self.epoch if epoch is None else epoch))
+
+    @property
+    def window_nbytes(self) -> int:
+        """Bytes that a window needs while its batches are planned."""
+        return min(self.window or 0, len(self.lengths)) * self.row_nbytes
 
     @property
     def kept_arrays(self) -> Arrays:

@@ -106,6 +106,7 @@ class Packed(LengthBatches[Pieces]):
 
     name = "packed"
     units_name = "sequences"
+    row_nbytes = 184
 
     def __init__(
         self,

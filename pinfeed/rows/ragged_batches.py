@@ -98,6 +98,7 @@ class ElementBatches(LengthBatches[Rows]):
 
     name = "element_batches"
     units_name = "batches"
+    row_nbytes = 72
 
     def __init__(
         self,

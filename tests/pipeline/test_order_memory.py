@@ -153,3 +153,21 @@ def test_an_order_of_the_user_may_say_what_it_keeps() -> None:
 
     order = rows.bucketed(LENGTHS, batch_size=100, order=Reversed(rows.shuffled(1)))
     assert kept_of(order) == {"host": 8 * N + 800}
+
+
+@pytest.mark.parametrize("window", [1000, 200_000])
+def test_the_plan_counts_large_windows(window: int) -> None:
+    lengths = np.arange(300_000) % 7 + 1
+    orders = [
+        rows.packed(lengths, 64, window=window),
+        rows.element_batches(lengths, 64, window=window),
+        rows.bucketed(lengths, batch_size=100, window_batches=window // 100),
+    ]
+    for order in orders:
+        size = 100 if order is orders[-1] else None
+        offsets = np.append(0, lengths.cumsum())
+        source = RaggedStore(np.arange(offsets[-1]), offsets, layout="packed")
+        with Feeder(source, rows=order, batch_size=size, device="cpu") as feeder:
+            found = [i.total for i in feeder.plan.items if i.what == "windows of the order"]
+        assert bool(found) == (window > 1000)
+        assert all(total > 50 * window for total in found)

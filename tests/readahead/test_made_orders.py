@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.unwrapped import unwrapped
 
-from pinfeed import Config, Feeder, MiB, NpyStore, concat, rows
+from pinfeed import Config, Feeder, MiB, NpyStore, RaggedStore, Ranks, concat, rows
 from pinfeed.rows.orders import Order
 from pinfeed.stores.store import Store
 
@@ -55,3 +57,32 @@ def test_single_rows_are_not_worth_windows(store: Store) -> None:
     order = rows.split([0.7, 0.3], order=BLOCKS)[0]
     with Feeder(store, config=config, rows=order, device="cpu") as feeder:
         assert "read ahead window by window" not in unwrapped(feeder.plan)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", ["packed", "element_batches", "bucketed"])
+def test_items_of_ragged_rows_are_prefetched(tmp_path: Path, name: str, world_size: int) -> None:
+    lengths = np.random.default_rng(0).integers(1, 400, 4000)
+    offsets = np.append(0, lengths.cumsum())
+    np.save(tmp_path / "x.npy", np.arange(offsets[-1]))
+    order = rows.block_shuffled(3, block_rows=64, window_blocks=4)
+    made: Any = (
+        rows.bucketed(lengths, batch_size=16, window_batches=8, order=order)
+        if name == "bucketed"
+        else getattr(rows, name)(lengths, 4096, window=300, order=order)
+    )
+    size = 16 if name == "bucketed" else None
+    config = Config(cpu_memory_limit=MiB(5), preferred_batch_size=size, depth=1)
+    for rank in range(world_size):
+        ranks = Ranks("drop", rank=rank, world_size=world_size) if world_size > 1 else None
+        options: Any = {"rows": made, "ranks": ranks, "device": "cpu"}
+        with (
+            RaggedStore(NpyStore(tmp_path / "x.npy"), offsets, layout="packed") as limited,
+            RaggedStore(np.arange(offsets[-1]), offsets, layout="packed") as plain,
+            Feeder(limited, config=config, **options) as feeder,
+            Feeder(plain, batch_size=size, **options) as expected,
+        ):
+            assert "prefetched one window ahead" in unwrapped(feeder.plan)
+            for batch, other in zip(feeder, expected, strict=True):
+                assert torch.equal(batch.values, other.values)
+                assert torch.equal(batch.cu_seqlens, other.cu_seqlens)
