@@ -72,7 +72,7 @@ def run_pinfeed(folder: Path, state: Any, n_ranks: int, rank: int) -> tuple[Any,
     """Return the batches from a state on, and the function that returns the state."""
     sources = {name: pinfeed.NpyStore(folder / f"{name}.npy") for name in SIZES}
     order = pinfeed.rows.mixed(sources, WEIGHTS, seed=42)
-    ranks = pinfeed.Ranks("drop", rank=rank, world_size=n_ranks, split_batches=True)
+    ranks = pinfeed.Ranks("join", rank=rank, world_size=n_ranks, split_batches=True)
     feeder = pinfeed.Feeder(
         pinfeed.concat(sources), batch_size=BATCH_SIZE, rows=order, ranks=ranks, device="cpu"
     )
