@@ -26,9 +26,11 @@ lint: .venv/installed
 docs: .venv/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Redraw the pictures of the protocol, of benchmarks/results/, and of loops that run for seconds.
+# Redraw the pictures of the protocol, of orders, of benchmarks/results/, and of loops that run for
+# seconds.
 pictures: .venv/docs
 	$(BIN)/python docs/pictures/protocol.py
+	$(BIN)/python docs/pictures/orders.py
 	$(BIN)/python -m docs.pictures.measured
 	$(BIN)/python docs/pictures/timelines.py
 

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from tabulate import tabulate
 
-from benchmarks.environment import environment
+from benchmarks.environment import environment, save
 from pinfeed.rows import block_shuffled, drawn, mixed, sequential, shuffled, split, where
 
 N_ROWS = 100_000_000
 RUN = 1 << 14
-N_RUNS = 40
+N_RUNS = 100
 NEED = 10e9 / 4096
 
 
@@ -45,9 +45,9 @@ def orders() -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    print(environment())
-    lines = []
+def measure() -> dict[str, float]:
+    """Return the rows ordered per second by each order."""
+    rates = {}
     for name, order in orders().items():
         at = order.bind(N_ROWS, 0)
         # The machine may be busy with other work, so the fastest run counts.
@@ -56,10 +56,28 @@ def main() -> None:
             begin = time.perf_counter()
             at(np.arange(i * RUN, (i + 1) * RUN))
             spent.append(time.perf_counter() - begin)
-        rate = RUN / min(spent)
-        lines.append([name, f"{rate / 1e6:.1f}", f"{1e9 / rate:.0f}", f"{rate / NEED:.1f}"])
+        rates[name] = RUN / min(spent)
+    return rates
+
+
+def report(rates: dict[str, float]) -> str:
+    """Return the rates as a table in Markdown."""
+    lines = [
+        [name, f"{rate / 1e6:.1f}", f"{1e9 / rate:.0f}", f"{rate / NEED:.1f}"]
+        for name, rate in rates.items()
+    ]
     headers = ["order", "million rows/s", "ns per row", "times the need of a loop"]
-    print(tabulate(lines, headers, tablefmt="github", disable_numparse=True))
+    align = ("left", "right", "right", "right")
+    return tabulate(lines, headers, tablefmt="github", disable_numparse=True, colalign=align)
+
+
+def main() -> None:
+    print(environment())
+    rates = measure()
+    print(report(rates))
+    path = save("orders", rates)
+    path.with_suffix(".md").write_text(report(rates) + "\n")
+    print(path)
 
 
 if __name__ == "__main__":

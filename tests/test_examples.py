@@ -62,6 +62,10 @@ def test_token_batches() -> None:
     example("token_batches").main(n_sequences=200, longest=300)
 
 
+def test_mixture(tmp_path: Path) -> None:
+    example("mixture").main(tmp_path, n_steps=5)
+
+
 def test_dlrm() -> None:
     example("dlrm").main(n_batches=30, n_tests=2)
 

@@ -24,6 +24,7 @@ NAMES = (
     "forecasting",
     "token_batches",
     "sentence_pairs",
+    "group_by_length",
     "criteo",
     "hdf5_images",
     "image_augment",
