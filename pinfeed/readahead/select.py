@@ -28,6 +28,7 @@ from pinfeed.readahead.strategy import (
     block_hint,
     whole_file_hint,
 )
+from pinfeed.readahead.window_reads import WindowReads
 from pinfeed.readahead.windows import (
     UNCOUNTED_CACHE,
     PageCacheReadahead,
@@ -39,6 +40,7 @@ from pinfeed.rows.length_batches import LengthBatches
 from pinfeed.rows.orders import Order, PerRank, Sequential, windows
 from pinfeed.rows.windows import Windows
 from pinfeed.stores.array import ArrayStore
+from pinfeed.stores.axis_windows import ItemWindows, WindowStore
 from pinfeed.stores.chunked import ChunkedStore
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.local_file import LocalFileStore
@@ -85,6 +87,8 @@ class _Reads(NamedTuple):
     free: FreeMemory
     mapped: Sequence[ShardedStore] = ()
     """Stores whose files are mapped already."""
+    view: WindowStore | None = None
+    """Windows along axes that are read; the rows of the file are their items."""
 
 
 def choose(
@@ -107,18 +111,30 @@ def choose(
     ragged_reads: list[RaggedReads] = []
     notes: list[ReadNote] = []
     mapped: list[ShardedStore] = []
+    loaded: dict[int, tuple[ResidentFile, str]] = {}
     for store in stores:
+        view = store if isinstance(store, WindowStore) else None
         file = file_of(store)
         if file is None or not file.row_nbytes:
             strategies.append(_read_directly(store))
             continue
-        share = _share(order, file.n_rows, file.row_nbytes, file.nbytes)
-        strategy, reason = _choose(file, _Reads(order, share, n_batch_rows, free, mapped))
+        row_nbytes = file.row_nbytes if view is None else view.row_nbytes
+        share = _share(order, store.n_rows, row_nbytes, file.nbytes)
+        strategy: ReadStrategy
+        if id(file) in loaded:
+            # Other windows of the same items load them.
+            resident, reason = loaded[id(file)]
+            strategy = DirectReads(resident)
+        else:
+            reads = _Reads(order, share, n_batch_rows, free, mapped, view)
+            strategy, reason = _choose(file, reads)
+        if view is not None and isinstance(strategy, ResidentFile):
+            loaded[id(file)] = strategy, reason
         if isinstance(file, LocalFileStore) and isinstance(strategy, MappedFile):
             mapped.append(file)
         free = free.without(strategy.items)
         notes.append(ReadNote(file.label, file.nbytes, reason))
-        strategies.append(strategy)
+        strategies.append(strategy if view is None else WindowReads(view, strategy))
     # Rows are sorted or packed within windows, which follow each other as in the order.
     order = order.order if isinstance(order, LengthBatches) else order
     for one in ragged:
@@ -140,8 +156,12 @@ def windows_ahead(stores: Sequence[Store], order: Any) -> Callable[[int], list[A
 
     Only files whose windows can be read ahead count.
     """
-    files = [file for file in map(file_of, stores) if file is not None and _may_copy(file)]
-    found = [(_windows(file, order), file.row_nbytes) for file in files]
+    files = [(store, file_of(store)) for store in stores]
+    found = [
+        (_windows(file, order, store if isinstance(store, WindowStore) else None), file.row_nbytes)
+        for store, file in files
+        if file is not None and _may_copy(file)
+    ]
     return lambda n_batch_rows: [
         window_allocation(windows, row_nbytes, n_batch_rows)
         for windows, row_nbytes in found
@@ -150,7 +170,12 @@ def windows_ahead(stores: Sequence[Store], order: Any) -> Callable[[int], list[A
 
 
 def file_of(store: Store) -> FileStore | None:
-    """Return the store that reads the rows of a store from files; None if they are not in files."""
+    """Return the store that reads the rows of a store from files; None if they are not in files.
+
+    For windows along axes, it is the store of their items.
+    """
+    if isinstance(store, WindowStore):
+        return file_of(store.items)
     if isinstance(store, ChunkedStore):
         return store.native or store
     return store if isinstance(store, FileStore) else None
@@ -203,7 +228,7 @@ def _choose(file: FileStore, reads: _Reads) -> Choice:
         return _read_in_sequence(file, why)
     if _may_copy(file) and (copy := _copy(file, reads, "loaded")) is not None:
         return copy
-    found = _windows(file, reads.order)
+    found = _windows(file, reads.order, reads.view)
     if found is not None:
         return _read_windows(file, found, reads, why)
     return _read_in_any_order(file, reads.share, why)
@@ -259,10 +284,11 @@ def _choose_for_chunks(store: ChunkedStore, reads: _Reads) -> Choice:
     copy = _copy(store, reads, "decoded")
     if copy is not None:
         return copy
-    block_rows = _BLOCK_CHUNKS * store.chunk_rows
+    n_rows = store.n_rows if reads.view is None else reads.view.n_rows
+    block_rows = max(1, _BLOCK_CHUNKS * store.chunk_rows * n_rows // store.n_rows)
     problem = ""
     advice = f"a block_shuffled order with block_rows={block_rows} decodes fewer"
-    found = _windows(store, reads.order)
+    found = _windows(store, reads.order, reads.view)
     if found is not None:
         problem = _memory_problem(store, found, reads)
         if not problem:
@@ -291,7 +317,7 @@ def _is_map_worth_it(store: LocalFileStore, reads: _Reads) -> bool:
     """
     if reads.share > 0.5:
         return True
-    in_runs = is_in_sequence(reads.order) or _windows(store, reads.order) is not None
+    in_runs = is_in_sequence(reads.order) or _windows(store, reads.order, reads.view) is not None
     return not in_runs and _is_read_whole(store, reads.share)
 
 
@@ -374,14 +400,16 @@ def _read_in_any_order(store: ShardedStore, share: float, why: str) -> Choice:
     return strategy, f"{how}{why}; {BLOCKS_ALLOW}"
 
 
-def _windows(store: FileStore, order: Any) -> Windows | None:
+def _windows(store: FileStore, order: Any, view: WindowStore | None) -> Windows | None:
     """Return the windows of an order, if its blocks are large enough to be worth a seek.
 
     Decoding a chunk takes longer than a seek, so windows of any size are worth it for chunks.
     """
     if not isinstance(order, Order):
         return None
-    found = windows(order, store.n_rows, 0)
+    found = windows(order, store.n_rows if view is None else view.n_rows, 0)
+    if found is not None and view is not None:
+        found = ItemWindows(found, view)
     if found is None or isinstance(store, ChunkedStore):
         return found
     return found if found.block_rows * store.nbytes >= SEEK_BYTES * store.n_rows else None

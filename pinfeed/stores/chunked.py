@@ -194,7 +194,7 @@ class ChunkedStore(FileStore):
                     continue
             whole.append((start, stop, place))
         for start, stop, place in whole:
-            self._read(start, stop, out[place : place + stop - start])
+            self.read_chunks(start, stop, out[place : place + stop - start])
 
     def decode_ahead(self, number: int) -> None:
         """Decode and keep a chunk whose rows will be gathered soon."""
@@ -244,7 +244,7 @@ class ChunkedStore(FileStore):
         """Decode the rows [start, stop), which are whole chunks, into ``out``."""
         raise NotImplementedError
 
-    def _read(self, start: int, stop: int, out: Array) -> None:
+    def read_chunks(self, start: int, stop: int, out: Array) -> None:
         """Decode whole chunks into ``out``; say which rows could not be read."""
         try:
             with self._decodes:
@@ -265,7 +265,7 @@ class ChunkedStore(FileStore):
         chunk = spare
         if chunk is None:
             chunk = np.empty((self.chunk_rows, *self.row_shape), self.dtype)
-        self._read(start, stop, chunk[: stop - start])
+        self.read_chunks(start, stop, chunk[: stop - start])
         return chunk
 
 

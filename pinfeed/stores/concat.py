@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -15,6 +15,10 @@ from pinfeed.rows.mixtures import n_rows_of
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import ArrayStore
+from pinfeed.stores.axis_windows import WindowStore
+from pinfeed.stores.chunked import ChunkedStore
+from pinfeed.stores.concat_chunks import ConcatChunks
+from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.host_rows import Gather, run_gather
 from pinfeed.stores.leaves import leaves_of
 from pinfeed.stores.npy_store import NpyStore
@@ -231,11 +235,35 @@ def _concat(leaves: Sequence[Any], names: Sequence[str], made: Sequence[Store]) 
                     f"rows of shape {parts[0].row_shape}, {parts[0].dtype}; expected equal shapes "
                     "and dtypes"
                 )
-        shards = NpyStore.joined(parts)
-        if shards is None:
+        shards = _joined(parts, owned)
+        if not isinstance(shards, NpyStore):
+            # Others read from the parts, and close those that were opened here.
             stack.pop_all()
-            return ConcatStore(parts, owned)
-    return shards
+    return ConcatStore(parts, owned) if shards is None else shards
+
+
+def _joined(parts: Sequence[Store], owned: Sequence[Store] = ()) -> Store | None:
+    """Return rows of files as one store of files, which is read in longer runs; None if unlike."""
+    if all(isinstance(part, WindowStore) for part in parts):
+        return _joined_windows(cast(Sequence[WindowStore], parts))
+    if all(isinstance(part, ChunkedStore) for part in parts):
+        chunked = cast(Sequence[ChunkedStore], parts)
+        if any(part.native is None for part in chunked):
+            return ConcatChunks(chunked, owned)
+        parts = [cast(Store, part.native) for part in chunked]
+    return NpyStore.joined(parts)
+
+
+def _joined_windows(parts: Sequence[WindowStore]) -> WindowStore | None:
+    """Return the windows of several stores, if all windows have the same items."""
+    first = parts[0]
+    if any(not np.array_equal(part.offsets, first.offsets) for part in parts):
+        return None
+    axes = [axes for part in parts for axes in part.parts]
+    if any(one.axes != axes[0].axes for one in axes):
+        return None
+    items = _joined([part.items for part in parts])
+    return WindowStore(items, axes, owned=True) if isinstance(items, FileStore) else None
 
 
 def _concat_ragged(leaves: Sequence[Any], names: Sequence[str]) -> RaggedStore:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from pinfeed.errors import ArgumentError, ClosedError, FileMissing, StoreError, described
-from pinfeed.stores.chunked import MAX_DECODES, ChunkedStore, ChunkLayout
+from pinfeed.stores.chunked import MAX_DECODES, ChunkLayout
+from pinfeed.stores.chunked_array import Box, ChunkedArray
 from pinfeed.stores.hdf5_chunks import RawChunks
 from pinfeed.stores.libraries import imported, library_errors
 from pinfeed.stores.npy_store import NpyStore
@@ -32,11 +33,12 @@ _HINTS = {
 }
 
 
-class HDF5Store(ChunkedStore):
+class HDF5Store(ChunkedArray):
     """Read-only rows of an HDF5 dataset, read with h5py.
 
-    The first axis of the dataset is the rows. A dataset without chunks and filters is read straight
-    from the file, like a ``NpyStore``, if it was opened by path or its file is open read-only.
+    The first axis of the dataset is the rows; ``windows`` returns windows along any axis. A dataset
+    without chunks and filters is read straight from the file, like a ``NpyStore``, if it was opened
+    by path or its file is open read-only.
 
     The dataset must not change while the store is open, even if its file is open for writing.
 
@@ -101,6 +103,8 @@ class HDF5Store(ChunkedStore):
         """Find out how the rows of a dataset are read."""
         self._name = dataset.name
         self._raw = _raw_chunks(dataset)
+        self.array_shape = dataset.shape or ()
+        self.array_chunks = dataset.chunks
         # HDF5 itself decodes one chunk at a time.
         self._max_decodes = MAX_DECODES if self._raw is not None else 1
         super().__init__(_layout(dataset), None if self._path else dataset)
@@ -113,27 +117,22 @@ class HDF5Store(ChunkedStore):
         super().close()
         self._close_file()
 
-    def _read_chunks(self, start: int, stop: int, out: Array) -> None:
+    def read_box(self, box: Box, out: Array) -> None:
         with _reading:
             # If the file was replaced, it may have other chunks when it is opened again.
             self._dataset()
             raw = self._raw
-        if raw is None:
-            self._read_rows(start, stop, out)
-            return
-        for first in range(start, stop, self.chunk_rows):
-            end = min(first + self.chunk_rows, stop)
-            rows = out[first - start : end - start]
-            if not all(self._decode_chunk(raw, offset, rows) for offset in raw.offsets(first)):
-                # HDF5 reads chunks that were never written, and explains damaged chunks.
-                self._read_rows(first, end, rows)
+        begin = tuple(one.start or 0 for one in box)
+        # HDF5 reads chunks that were never written, and explains damaged chunks.
+        if raw is None or not all(
+            self._decode_chunk(raw, offset, begin, out) for offset in raw.offsets(box)
+        ):
+            with _reading:
+                self._dataset().read_direct(out, box)
 
-    def _read_rows(self, start: int, stop: int, out: Array) -> None:
-        """Let HDF5 read the rows [start, stop)."""
-        with _reading:
-            self._dataset().read_direct(out, np.s_[start:stop])
-
-    def _decode_chunk(self, chunks: RawChunks, offset: tuple[int, ...], out: Array) -> bool:
+    def _decode_chunk(
+        self, chunks: RawChunks, offset: tuple[int, ...], begin: tuple[int, ...], out: Array
+    ) -> bool:
         """Read one chunk as it is in the file, and decode it; return whether that was possible."""
         with _reading:
             dataset = self._dataset()
@@ -142,7 +141,7 @@ class HDF5Store(ChunkedStore):
             except (OSError, RuntimeError, ValueError, MemoryError):
                 # Some releases of h5py raise MemoryError if the dataset has no written chunk.
                 return False
-        return not filters_left_out and chunks.decode(raw, offset, out)
+        return not filters_left_out and chunks.decode(raw, offset, begin, out)
 
     def _open_path(self) -> tuple[Any, ChunkLayout]:
         dataset = _open(self._path, self._name)

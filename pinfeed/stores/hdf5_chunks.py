@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -38,19 +39,22 @@ class RawChunks:
         """Return whether the dataset has chunks, and only known filters."""
         return dataset.chunks is not None and _filters_of(dataset) in _FILTERS
 
-    def offsets(self, start: int) -> list[tuple[int, ...]]:
-        """Return the positions in the dataset of the chunks with row ``start``."""
-        axes = zip(self._shape[1:], self._chunks[1:], strict=True)
-        others = [range(0, length, chunk) for length, chunk in axes]
-        return [(start, *offset) for offset in itertools.product(*others)]
+    def offsets(self, box: tuple[slice, ...]) -> Iterator[tuple[int, ...]]:
+        """Yield the positions in the dataset of the chunks of a box of whole chunks."""
+        sizes = zip(box, self._shape, self._chunks, strict=True)
+        ranges = (range(*one.indices(size)[:2], chunk) for one, size, chunk in sizes)
+        return itertools.product(*ranges)
 
-    def decode(self, raw: bytes, offset: tuple[int, ...], out: npt.NDArray[Any]) -> bool:
+    def decode(
+        self, raw: bytes, offset: tuple[int, ...], begin: tuple[int, ...], out: npt.NDArray[Any]
+    ) -> bool:
         """Decode one chunk.
 
         Args:
             raw: The chunk as it is in the file.
             offset: Position of the chunk in the dataset.
-            out: Rows from ``offset[0]`` on, shape (n, *row_shape).
+            begin: Position in the dataset of the first item of ``out``.
+            out: A box of whole chunks with this one.
 
         Returns:
             True, or False if the chunk is damaged.
@@ -69,8 +73,8 @@ class RawChunks:
             # so on.
             values = np.ascontiguousarray(values.reshape(self._dtype.itemsize, -1).T).reshape(-1)
         block = values.view(self._dtype).reshape(self._chunks)
-        axes = zip((0, *offset[1:]), self._chunks, strict=True)
-        target = out[tuple(slice(begin, begin + size) for begin, size in axes)]
+        axes = zip(offset, begin, self._chunks, strict=True)
+        target = out[tuple(slice(at - first, at - first + size) for at, first, size in axes)]
         # A chunk at the end of an axis extends beyond it.
         target[...] = block[tuple(map(slice, target.shape))]
         return True

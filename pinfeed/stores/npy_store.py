@@ -8,6 +8,8 @@ cache, a feeder gathers their rows from a memory map instead, which is several t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -15,7 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.errors import StoreError
+from pinfeed.errors import ArgumentError, StoreError
+from pinfeed.stores.axis_windows import AxisWindow, AxisWindows, WindowStore, axis_windows
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.npy_header import create, holds, read_header
 from pinfeed.stores.paths import Path, local_path, local_paths
@@ -160,20 +163,25 @@ class NpyStore(LocalFileStore):
         cls,
         path: Path | Sequence[Path],
         *,
-        length: int,
-        step: int = 1,
+        length: int | Sequence[int],
+        step: int | Sequence[int] = 1,
         dtype: npt.DTypeLike | None = None,
-        start: int = 0,
-        span: int | None = None,
+        start: int | Sequence[int] = 0,
+        span: int | Sequence[int | None] | None = None,
+        axis: int | Sequence[int] = 0,
+        stride: int | Sequence[int] = 1,
         across_files: bool = False,
         offset: int = 0,
         keep_cache: bool | None = None,
         memory_map: bool = True,
-    ) -> NpyStore:
+    ) -> NpyStore | WindowStore:
         """Open windows of consecutive items of a flat file, such as tokens or a time series.
 
         Row i contains the items ``[i * step + start, i * step + start + length)`` of the file.
         Windows may overlap without copies in the file. The rows are read-only.
+
+        Windows along another axis, along several, or with a ``stride`` are those of
+        ``HDF5Store.windows``.
 
         Args:
             path: As for the class. The items are the first axis of a .npy file, or the numbers in a
@@ -187,6 +195,8 @@ class NpyStore(LocalFileStore):
             span: Items that must exist from ``i * step`` on; by default ``start + length``. Stores
                 with equal ``step`` and ``span`` have the same number of rows in each file, so they
                 can be inputs and targets of one feeder.
+            axis: Axis of the items, or several, as for ``HDF5Store.windows``.
+            stride: Items from one item of a window to the next.
             across_files: Whether the items of all files are one sequence, as if the files were
                 joined. Windows then extend over the ends of files.
             offset: Bytes before the first item of a file without a header.
@@ -199,8 +209,8 @@ class NpyStore(LocalFileStore):
                 items, if a file without a header gets no ``dtype``
                 or does not end with a whole item, or if the class refuses a .npy file.
             ArgumentError: If ``length`` or ``step`` is below 1, ``start`` or ``offset`` is
-                negative, ``span`` ends before the window, ``offset`` is given for a .npy file, or
-                ``across_files`` is not True or False.
+                negative, ``span`` ends before the window, ``offset`` is given for a .npy file,
+                ``across_files`` is not True or False, or is given with an ``axis`` or ``stride``.
 
         Example::
 
@@ -209,14 +219,43 @@ class NpyStore(LocalFileStore):
             future = NpyStore.windows("series.npy", length=24, start=96, span=120)
             feeder = Feeder((past, future), batch_size=64, shuffle=True)
         """
-        windows = Windows(length, step, start, span)
         check_flag(across_files, "across_files")
+        if axis != 0 or stride != 1:
+            if across_files:
+                raise ArgumentError(
+                    f"across_files=True with axis={axis!r}, stride={stride!r}: windows extend over "
+                    "the ends of files only along axis 0, without a stride; leave one out"
+                )
+            axes = axis_windows(axis, length, step, stride, start, span)
+            items = [series_layout(p, dtype, offset) for p in local_paths(path)]
+            return cls._of_layouts(items, "r", keep_cache, memory_map)._axis_windows(axes)
+        windows = Windows(length, step, start, span)
         items = [series_layout(p, dtype, offset) for p in local_paths(path)]
         if across_files:
             store = _SpanningNpyStore._of_layouts(items, "r", keep_cache, memory_map)
             store._divide(windows)
             return store
         return cls._of_layouts(windows.layouts(items), "r", keep_cache, memory_map)
+
+    def _axis_windows(self, axes: dict[int, AxisWindow]) -> WindowStore:
+        shapes = [(layout.n_rows, *layout.row_shape) for layout in self._layouts]
+        parts = [AxisWindows.of(shape, axes, self.label) for shape in shapes]
+        return WindowStore(self.flat(max(axes) + 1), parts, owned=True)
+
+    def flat(self, n_axes: int) -> NpyStore:
+        """Return a store of the same bytes whose rows are numbered through ``n_axes`` axes.
+
+        The rows have no gaps between them. The caller closes the store.
+        """
+        layouts = [
+            dataclasses.replace(
+                layout,
+                n_rows=layout.n_rows * math.prod(layout.row_shape[: n_axes - 1]),
+                row_shape=layout.row_shape[n_axes - 1 :],
+            )
+            for layout in self._layouts
+        ]
+        return NpyStore._of_layouts(layouts, "r", self._keep_cache, self._memory_map)
 
     @classmethod
     def safetensors(

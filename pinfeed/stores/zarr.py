@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from pinfeed.errors import ArgumentError, FileMissing, StoreError
-from pinfeed.stores.chunked import ChunkedStore, ChunkLayout
+from pinfeed.stores.chunked import ChunkLayout
+from pinfeed.stores.chunked_array import Box, ChunkedArray
 from pinfeed.stores.libraries import imported, library_errors
 from pinfeed.stores.paths import has_protocol
 from pinfeed.stores.store import Array
@@ -20,12 +21,12 @@ from pinfeed.validation.requirements import install_line
 _N_SHOWN = 8
 
 
-class ZarrStore(ChunkedStore):
+class ZarrStore(ChunkedArray):
     """Read-only rows of a Zarr array of format 2 or 3, read with zarr.
 
-    The first axis of the array is the rows. If the array has shards, a chunk of the store is a
-    shard. Chunks that were never written contain the fill value. The array must not change while
-    the store is open.
+    The first axis of the array is the rows; ``windows`` returns windows along any axis. If the
+    array has shards, a chunk of the store is a shard. Chunks that were never written contain the
+    fill value. The array must not change while the store is open.
 
     Args:
         source: Path or URL of an array or group, which the store opens and closes, or an open
@@ -51,7 +52,7 @@ class ZarrStore(ChunkedStore):
         ...     n_batches = len(list(feeder))
     """
 
-    _PROCESS_STATE: ClassVar[tuple[str, ...]] = (*ChunkedStore._PROCESS_STATE, "_opening")
+    _PROCESS_STATE: ClassVar[tuple[str, ...]] = (*ChunkedArray._PROCESS_STATE, "_opening")
 
     def __init__(self, source: Any, name: str | None = None) -> None:
         problem = f"ZarrStore: zarr 3.1 or later is needed; {install_line('zarr')}"
@@ -73,6 +74,8 @@ class ZarrStore(ChunkedStore):
             )
         with _zarr_errors(self._path or "ZarrStore"):
             layout = _layout(array, self._path)
+        self.array_shape = array.shape
+        self.array_chunks = array.shards or array.chunks
         super().__init__(layout, array if self._path is None else None)
         self._opened = array
 
@@ -87,16 +90,16 @@ class ZarrStore(ChunkedStore):
         # Without a lock, two threads could open the path, and one could close the other's array.
         self._opening = threading.Lock()
 
-    def _read_chunks(self, start: int, stop: int, out: Array) -> None:
+    def read_box(self, box: Box, out: Array) -> None:
         from zarr.buffer.cpu import NDBuffer
 
         with self._opening:
             array = self._source()
         if array.dtype == self.dtype:
-            array.get_basic_selection(slice(start, stop), out=NDBuffer.from_numpy_array(out))
+            array.get_basic_selection(box, out=NDBuffer.from_numpy_array(out))
         else:
             # The array has the other byte order.
-            out[...] = array[start:stop]
+            out[...] = array[box]
 
     def _open_path(self) -> tuple[Any, ChunkLayout]:
         assert self._path is not None

@@ -451,13 +451,13 @@ def test_the_plan_says_how_a_file_is_read(kind: str, order: Any, note: str, tmp_
         source.close()
 
 
-def test_ranks_that_share_batches_read_no_windows_ahead(tmp_path: Path) -> None:
+def test_ranks_that_share_batches_read_windows_ahead(tmp_path: Path) -> None:
     with source_of("uncached", tmp_path) as source:
         store = RaggedStore(source, PLAIN.offsets)
         chosen = rows.element_batches(store.lengths, 20, order=ORDERS[2])
         ranks = Ranks("join", rank=1, world_size=2)
         with Feeder(store, rows=chosen, ranks=ranks, device="cpu", depth=2) as feeder:
-            assert "ragged rows, read row by row" in feeder.plan.notes[-1]
+            assert "prefetched one window ahead" in feeder.plan.notes[-1]
             for data, wanted in zip(feeder, list(chosen)[1::2], strict=True):
                 require_equal(data, wanted, "offsets")
 

@@ -23,6 +23,7 @@ from pinfeed.readahead.strategy import AnyBatch, ReadStrategy, UnreadRows, main_
 from pinfeed.rows.batches import EpochHooks, RowBatches, RowIndices
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.packing import Places
+from pinfeed.stores.axis_windows import WindowStore
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.host_rows import UnreadPart
 from pinfeed.stores.local_file import LocalFileStore
@@ -133,7 +134,8 @@ class RowSource(Source):
 
     def _files(self) -> list[FileStore]:
         found = (*self.stores, *(reads.store.items for reads in self.ragged))
-        return [store for store in found if isinstance(store, FileStore)]
+        items = [store.items if isinstance(store, WindowStore) else store for store in found]
+        return [store for store in items if isinstance(store, FileStore)]
 
     def _host_batch(
         self,

@@ -1,0 +1,314 @@
+"""AxisWindows: windows along axes of an array, as runs of its items; WindowStore: their rows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pinfeed.errors import ArgumentError, StoreError
+from pinfeed.rows.orders import Rows
+from pinfeed.rows.ranks import Interval
+from pinfeed.rows.runs import Runs
+from pinfeed.rows.windows import Window, WrappedWindows
+from pinfeed.stores.file_store import FileStore
+from pinfeed.stores.host_rows import run_gather
+from pinfeed.stores.store import Array
+from pinfeed.validation.arguments import whole_number
+from pinfeed.validation.safe_repr import safe_repr
+
+
+class AxisWindow(NamedTuple):
+    """Windows along one axis."""
+
+    length: int
+    """Indices of a window."""
+    step: int
+    """Indices from the beginning of one window to the beginning of the next."""
+    stride: int
+    """Indices from one index of a window to the next."""
+    start: int
+    """Indices from ``i * step`` to the beginning of window i."""
+    span: int
+    """Indices that must exist from ``i * step`` on."""
+
+    @property
+    def extent(self) -> int:
+        """Indices from the first one of a window to the last one, both included."""
+        return (self.length - 1) * self.stride + 1
+
+    def count(self, size: int) -> int:
+        """Return the number of windows along an axis."""
+        return max(0, (size - self.span) // self.step + 1)
+
+
+def axis_windows(
+    axis: Any, length: Any, step: Any, stride: Any, start: Any, span: Any
+) -> dict[int, AxisWindow]:
+    """Return the windows along each axis that a user gives.
+
+    Raises:
+        ArgumentError: If a value is no whole number, or out of range, or if axes and values differ
+            in number.
+    """
+    several = isinstance(axis, (tuple, list))
+    axes = tuple(axis) if several else (axis,)
+
+    def of_axes(value: Any, name: str) -> tuple[Any, ...]:
+        if not several:
+            return (value,)
+        if not isinstance(value, (tuple, list)):
+            return (value,) * len(axes)
+        if len(value) != len(axes):
+            raise ArgumentError(
+                f"{name}={value!r} with axis={axis!r}; expected one value for each axis"
+            )
+        return tuple(value)
+
+    if len(set(axes)) < len(axes) or not axes:
+        raise ArgumentError(f"axis={axis!r}: expected distinct axes, such as 1 or (1, 2)")
+    found = {}
+    values = zip(
+        axes,
+        of_axes(length, "length"),
+        of_axes(step, "step"),
+        of_axes(stride, "stride"),
+        of_axes(start, "start"),
+        of_axes(span, "span"),
+        strict=True,
+    )
+    for number, n, by, apart, first, whole in values:
+        one = AxisWindow(
+            whole_number(n, "length"),
+            whole_number(by, "step"),
+            whole_number(apart, "stride"),
+            whole_number(first, "start", least=0),
+            0,
+        )
+        least = one.start + one.extent
+        note = f", because start, length and stride need {least} indices"
+        one = one._replace(
+            span=least if whole is None else whole_number(whole, "span", least=least, note=note)
+        )
+        found[whole_number(number, "axis", least=0)] = one
+    return found
+
+
+@dataclass(frozen=True)
+class AxisWindows:
+    """Windows along axes of an array, whose items are numbered through its leading axes.
+
+    The axes before the first windowed one are loops: each of their indices has windows of its own.
+    Other axes are whole.
+
+    Args:
+        shape: Shape of the leading axes, up to the last windowed one.
+        axes: Windows along each axis; an axis that is not here is a loop, or whole.
+    """
+
+    shape: tuple[int, ...]
+    axes: dict[int, AxisWindow]
+
+    @classmethod
+    def of(cls, shape: Sequence[int], axes: dict[int, AxisWindow], label: str) -> AxisWindows:
+        """Return the windows of an array.
+
+        Args:
+            shape: Shape of the array.
+            axes: Windows along each axis.
+            label: Name of the array in errors.
+
+        Raises:
+            ArgumentError: If the array has no such axis.
+        """
+        n_axes = max(axes) + 1
+        if n_axes > len(shape):
+            raise ArgumentError(
+                f"axis={n_axes - 1}: {label} has {len(shape)} axes; expected 0 to {len(shape) - 1}"
+            )
+        return cls(tuple(shape[:n_axes]), axes)
+
+    @property
+    def first_axis(self) -> int:
+        """The first windowed axis."""
+        return min(self.axes)
+
+    @property
+    def window_shape(self) -> tuple[int, ...]:
+        """Shape of a window on the axes from the first windowed one to the last."""
+        numbers = range(self.first_axis, len(self.shape))
+        return tuple(self.axes[i].length if i in self.axes else self.shape[i] for i in numbers)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Number of windows along each axis; for a loop, its indices, and 1 for a whole axis."""
+        found = []
+        for i, size in enumerate(self.shape):
+            whole = 1 if i > self.first_axis else size
+            found.append(self.axes[i].count(size) if i in self.axes else whole)
+        return tuple(found)
+
+    @property
+    def n_windows(self) -> int:
+        return math.prod(self.counts)
+
+    @property
+    def n_items(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def offsets(self) -> Rows:
+        """Items of a window, counted from its first one; ascending, shape (n,)."""
+        found = np.zeros(1, np.int64)
+        for i, n in enumerate(self.window_shape, self.first_axis):
+            apart = self.axes[i].stride if i in self.axes else 1
+            items = np.arange(n) * apart * math.prod(self.shape[i + 1 :])
+            found = (found[:, None] + items).ravel()
+        return found
+
+    def first_items(self, numbers: Rows) -> Rows:
+        """Return the first item of windows."""
+        found = np.zeros(len(numbers), np.int64)
+        left = numbers
+        counts = self.counts
+        for i in reversed(range(len(self.shape))):
+            left, index = np.divmod(left, counts[i])
+            if i in self.axes:
+                index = index * self.axes[i].step + self.axes[i].start
+            found += index * math.prod(self.shape[i + 1 :])
+        return found
+
+
+class WindowStore(FileStore):
+    """Read-only windows along axes of the arrays of other stores, one array after the other.
+
+    Args:
+        items: Items of all arrays, one after the other.
+        parts: Windows of each array, with equal lengths, steps, strides, starts and spans.
+        owned: Whether ``close`` closes ``items``.
+
+    Raises:
+        StoreError: If no array is long enough for a window.
+    """
+
+    def __init__(
+        self, items: FileStore, parts: Sequence[AxisWindows], *, owned: bool = False
+    ) -> None:
+        kept = [part for part in parts if part.n_windows]
+        if not kept:
+            raise StoreError(
+                f"{items.label}: no window fits in {_in_words(parts)}; give a smaller length, span "
+                "or stride"
+            )
+        self.items = items
+        self.parts = tuple(parts)
+        self.offsets = kept[0].offsets
+        """Items of a window, counted from its first one, shape (n,)."""
+        self._ends = np.cumsum([part.n_windows for part in parts])
+        n_items = np.cumsum([part.n_items for part in parts])
+        self._begins = n_items - [part.n_items for part in parts]
+        shape = (self._ends.item(-1), *kept[0].window_shape, *items.row_shape)
+        super().__init__(items.label, items.paths, shape, items.dtype)
+        self.nbytes = items.nbytes
+        self._owned = owned
+
+    @safe_repr
+    def __repr__(self) -> str:
+        return f"<{self.n_rows:,} windows of shape {self.row_shape} of {self.label}>"
+
+    @property
+    def resident_bytes(self) -> int:
+        return self.items.resident_bytes
+
+    @property
+    def version(self) -> object:
+        return self.items.version
+
+    def close(self) -> None:
+        """Close the items if the store opened them. Further calls do nothing."""
+        super().close()
+        if self._owned:
+            self.items.close()
+
+    def first_items(self, rows: Rows) -> Rows:
+        """Return the first item of windows."""
+        if len(self.parts) == 1:
+            return self.parts[0].first_items(rows)
+        numbers = self._ends.searchsorted(rows, side="right")
+        found = np.empty(len(rows), np.int64)
+        for number in np.unique(numbers).tolist():
+            here = np.flatnonzero(numbers == number)
+            part = self.parts[number]
+            before = self._ends.item(number) - part.n_windows
+            found[here] = part.first_items(rows[here] - before) + self._begins[number]
+        return found
+
+    def items_of(self, rows: Rows) -> Rows:
+        """Return the items of windows, one window after the other."""
+        return (self.first_items(rows)[:, None] + self.offsets).ravel()
+
+    def as_items(self, out: Array) -> Array:
+        """Return an array of windows as an array of items, on the same memory."""
+        return out.reshape(len(out) * len(self.offsets), *self.items.row_shape)
+
+    def gather_runs(self, runs: Runs, out: Array) -> None:
+        n = len(self.offsets)
+        places = (runs.positions()[:, None] * n + np.arange(n)).ravel()
+        wanted = Runs.of_rows(self.items_of(runs.rows()), places).merged()
+        run_gather(self.items)(wanted, self.as_items(out))
+
+    def item_runs(self, runs: Sequence[Interval]) -> list[Interval]:
+        """Return the items of windows as runs [start, stop), in ascending order."""
+        rows = np.concatenate([np.arange(*run) for run in runs])
+        starts = np.sort(self.first_items(rows))
+        stops = starts + self.offsets[-1] + 1
+        is_first = np.concatenate(([True], starts[1:] > stops[:-1]))
+        begins = np.flatnonzero(is_first)
+        ends = np.append(begins[1:], len(starts)) - 1
+        return list(zip(starts[begins].tolist(), stops[ends].tolist(), strict=True))
+
+
+@dataclass(frozen=True)
+class ItemWindows(WrappedWindows):
+    """Windows of rows of an order as windows of the items of these rows."""
+
+    store: WindowStore
+
+    @property
+    def window_rows(self) -> int:
+        return self._most_items(self.windows.window_rows)
+
+    @property
+    def block_rows(self) -> int:
+        runs = [run for window in itertools.islice(self.needed(0, 1), 1) for run in window.runs]
+        return sum(stop - start for start, stop in runs) // max(1, len(runs))
+
+    def needed(self, start: int, stop: int) -> Iterator[Window]:
+        for window in self.windows.needed(start, stop):
+            yield window._replace(runs=self.store.item_runs(window.runs))
+
+    def _most_items(self, n_rows: int) -> int:
+        """Return the most items of ``n_rows`` rows in runs."""
+        store = self.store
+        extent = store.offsets.item(-1) + 1
+        kept = [part for part in store.parts if part.n_windows]
+        most = min(n_rows * extent, max(part.n_items for part in kept) * len(kept))
+        if len(kept[0].axes) == 1:
+            # Consecutive rows overlap, up to the end of the axis, or of a run.
+            (axis,) = kept[0].axes.values()
+            n_along = min(part.counts[-1] for part in kept)
+            n_runs = n_rows // max(1, self.windows.block_rows) + 2
+            n_runs += n_rows // n_along + n_runs
+            most = min(most, n_rows * axis.step + n_runs * extent)
+        return most
+
+
+def _in_words(parts: Sequence[AxisWindows]) -> str:
+    shapes = sorted({part.shape for part in parts}, reverse=True)
+    spans = {i: one.span for i, one in parts[0].axes.items()}
+    needs = " and ".join(f"{n} along axis {i}" for i, n in spans.items())
+    return f"shape {shapes[0]}; expected at least {needs}"
