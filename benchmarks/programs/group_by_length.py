@@ -12,7 +12,7 @@ import datasets
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data import DataLoader, Sampler
 
 import pinfeed
 from benchmarks.programs.program import DEVICE, OURS, SEED, Program, Step
@@ -130,10 +130,8 @@ def moved(folder: Path, size: Size, step: Step) -> None:
     texts = pinfeed.RaggedStore.from_arrow(dataset.data.column("input_ids"), layout="padded")
     generator = torch.Generator().manual_seed(SEED)
     sampler = LengthGroupedSampler(size.batch_size, texts.lengths, generator)
-    # pinfeed takes objects with an attribute batch_size, as this sampler has, for batch samplers.
-    rows = BatchSampler(sampler, size.batch_size, drop_last=False)
     source = (texts, dataset.data.column("label"))
-    with pinfeed.Feeder(source, rows=rows, device=DEVICE) as feeder:
+    with pinfeed.Feeder(source, rows=sampler, batch_size=size.batch_size, device=DEVICE) as feeder:
         for (ids, lengths), labels in feeder:
             mask = torch.arange(ids.shape[1], device=DEVICE) < lengths[:, None]
             step(ids.long(), mask.long(), labels)

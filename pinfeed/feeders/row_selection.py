@@ -175,7 +175,7 @@ def _check_batch_size(batch_size: int | None, config: Any, rows: Any) -> None:
             f"rows={rows!r}: expected an order of pinfeed.rows, a sampler, or an iterable of row "
             f"indices{advice}"
         )
-    if batch_size is None or largest_batch(rows) is None:
+    if batch_size is None or largest_batch(rows, batch_size) is None:
         return
     first = np.asarray(rows[0]) if isinstance(rows, (np.ndarray, Sequence)) else None
     if first is not None and first.size and first.dtype.kind not in "iu":

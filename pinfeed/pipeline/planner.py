@@ -105,7 +105,7 @@ class Planner:
     @functools.cached_property
     def _largest_given(self) -> int | None:
         """Size of the largest batch that ``rows`` yields; None if ``rows`` yields single rows."""
-        return None if isinstance(self.rows, Order) else largest_batch(self.rows)
+        return None if isinstance(self.rows, Order) else largest_batch(self.rows, self.batch_size)
 
     @property
     def _most_rows(self) -> int:

@@ -47,7 +47,7 @@ class SamplerBatches(SamplerEpochs, RowBatches):
         self._batch_size = batch_size
         self._drop_last = drop_last
         self._name = f"rows={type(rows).__name__}"
-        self.gives_batches = batch_size is None or largest_batch(rows) is not None
+        self.gives_batches = batch_size is None or largest_batch(rows, batch_size) is not None
         # The epoch of a BatchSampler is that of its sampler.
         samplers: list[Any] = [rows, getattr(rows, "sampler", None)]
         self._samplers = [sampler for sampler in samplers if hasattr(sampler, "set_epoch")]
@@ -205,15 +205,22 @@ class SamplerBatches(SamplerEpochs, RowBatches):
         return self._batch_size
 
 
-def largest_batch(rows: Iterable[Any]) -> int | None:
-    """Return the size of the largest batch if ``rows`` gives batches and reports it; else None."""
+def largest_batch(rows: Iterable[Any], batch_size: int | None = None) -> int | None:
+    """Return the size of the largest batch if ``rows`` gives batches and reports it; else None.
+
+    Args:
+        rows: Row indices, or batches of row indices.
+        batch_size: Batch size that the user gives for single row indices.
+    """
     if isinstance(rows, (np.ndarray, Sequence)):
         if _is_single(rows) or len(rows) == 0 or _is_single(rows[0]):
             return None
         return max(len(batch) for batch in rows if not _is_single(batch))
-    # A torch BatchSampler, or an object like it.
+    # A torch BatchSampler, or an object like it. Samplers of single rows may have a batch size too,
+    # such as Transformers' sampler for rows of similar lengths.
     size = getattr(rows, "batch_size", None)
-    return size if isinstance(size, int) else None
+    has_batches = isinstance(rows, LengthBatches) or hasattr(rows, "sampler")
+    return size if isinstance(size, int) and (batch_size is None or has_batches) else None
 
 
 def _row_indices(group: Sequence[tuple[Rows, int]]) -> RowIndices:

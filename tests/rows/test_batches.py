@@ -18,6 +18,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from pinfeed import Feeder
 from pinfeed.errors import ArgumentError, RowIndexError
 from pinfeed.rows.batches import OrderBatches, RowBatches
 from pinfeed.rows.orders import Order, per_rank, sequential, shuffled
@@ -248,6 +249,10 @@ def test_a_sampler_with_a_batch_size_may_give_single_rows() -> None:
     batches = SamplerBatches(sampler, 5, 2, False)
     assert rows_of(batches) == [[4, 0], [3, 3], [1, 2], [0]]
     assert len(batches) == 4
+    for size in (2, 3):
+        with Feeder(np.arange(5), rows=sampler, batch_size=size, device="cpu") as feeder:
+            found = [batch.tolist() for batch in feeder]
+        assert found == [ROWS[i : i + size] for i in range(0, 7, size)]
 
 
 def test_an_iterator_serves_one_epoch() -> None:
