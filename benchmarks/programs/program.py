@@ -27,6 +27,7 @@ NAMES = (
     "group_by_length",
     "criteo",
     "hdf5_images",
+    "simulations",
     "image_augment",
     "replay_buffer",
     "mnist",

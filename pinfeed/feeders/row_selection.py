@@ -14,7 +14,7 @@ from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
 from pinfeed.rows.batches import OrderBatches, RowBatches
 from pinfeed.rows.length_batches import LengthBatches
-from pinfeed.rows.orders import BlockShuffled, Order, PerRank, sequential, shuffled
+from pinfeed.rows.orders import Order, PerRank, in_blocks, sequential, shuffled
 from pinfeed.rows.rank_batches import RankBatches, batches_of_rank
 from pinfeed.rows.ranks import Ranks
 from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch
@@ -220,7 +220,7 @@ def _rank_note(share: RankBatches, plan: Plan, n_rows: int) -> str:
     )
     if share.ranks.split_batches:
         note += f", as parts of global batches of {share.size} rows"
-        if isinstance(share.order, BlockShuffled) and share.world_size > 1:
+        if in_blocks(share.order) and share.world_size > 1:
             note += (
                 "; every rank reads every block (without split_batches, each rank reads only its "
                 "own blocks)"

@@ -1,6 +1,7 @@
 """Row orders: the rows of an epoch's batches, their order, and each rank's part."""
 
 from pinfeed.rows.bucketed import bucketed
+from pinfeed.rows.chunk_shuffled import chunk_shuffled
 from pinfeed.rows.mixtures import mixed
 from pinfeed.rows.orders import Order, block_shuffled, drawn, per_rank, sequential, shuffled
 from pinfeed.rows.packed import packed
@@ -11,6 +12,7 @@ __all__ = [
     "Order",
     "block_shuffled",
     "bucketed",
+    "chunk_shuffled",
     "drawn",
     "element_batches",
     "mixed",

@@ -176,7 +176,7 @@ def per_rank(order: Order, *, rank: int, world_size: int, drop_last: bool = Fals
     order = check_order(order)
     check_flag(drop_last, "drop_last")
     rank, world_size = check_rank(rank, world_size, f"rank={rank!r}, world_size={world_size!r}")
-    chunk = None if isinstance(order, BlockShuffled) else 1
+    chunk = None if in_blocks(order) else 1
     return PerRank(order, rank, world_size, "drop" if drop_last else "pad", hand=chunk)
 
 
@@ -225,6 +225,8 @@ class BlockShuffled:
     seed: int
     block_rows: int
     window_blocks: int
+
+    in_blocks = True
 
     def length(self, n_rows: int) -> int:
         return n_rows
@@ -364,6 +366,11 @@ def windows(order: object, n_rows: int, epoch: int) -> Windows | None:
     if isinstance(order, Order) and "windows" in vars(type(order)):
         made = order.windows(n_rows, epoch)  # type: ignore[attr-defined]
     return made
+
+
+def in_blocks(order: object) -> bool:
+    """Return whether an order visits contiguous blocks of rows, which only one rank should read."""
+    return getattr(order, "in_blocks", False)
 
 
 def is_repeatable(order: object) -> bool:

@@ -14,9 +14,19 @@ from typing import Any, cast, get_args
 
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.batches import OrderBatches, RowBatches, RowIndices, saved_size
+from pinfeed.rows.bucketed import Bucketed
+from pinfeed.rows.chunk_shuffled import ChunkShuffled
 from pinfeed.rows.length_batches import LengthBatches
 from pinfeed.rows.mixtures import Mixed
-from pinfeed.rows.orders import BlockShuffled, Drawn, Order, PerRank, Sequential, Shuffled
+from pinfeed.rows.orders import (
+    BlockShuffled,
+    Drawn,
+    Order,
+    PerRank,
+    Sequential,
+    Shuffled,
+    in_blocks,
+)
 from pinfeed.rows.ranks import Progress, Ranks, Uneven, world
 from pinfeed.rows.subsets import SplitPart, Where
 from pinfeed.rows.windows import Windows
@@ -24,7 +34,17 @@ from pinfeed.rows.windows import Windows
 logger = logging.getLogger("pinfeed")
 
 
-_ALL_ROWS = (Sequential, Shuffled, BlockShuffled, Drawn, Mixed, Where, SplitPart)
+_ALL_ROWS = (
+    Sequential,
+    Shuffled,
+    BlockShuffled,
+    ChunkShuffled,
+    Bucketed,
+    Drawn,
+    Mixed,
+    Where,
+    SplitPart,
+)
 """Orders with which every process reads the same rows."""
 
 
@@ -82,7 +102,7 @@ class RankBatches(RowBatches):
         Args:
             done: Positions of the epoch that are already done.
         """
-        in_one = isinstance(self.order, BlockShuffled) and not self.ranks.split_batches
+        in_one = in_blocks(self.order) and not self.ranks.split_batches
         chunk = None if in_one else self.batch_size
         return PerRank(self.order, self.rank, self.world_size, self.ranks.uneven, chunk, done)
 

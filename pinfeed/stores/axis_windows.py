@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -233,6 +234,26 @@ class WindowStore(FileStore):
         super().close()
         if self._owned:
             self.items.close()
+
+    @functools.cached_property
+    def bounds(self) -> Rows | None:
+        """First window that begins in each chunk or later, followed by the number of windows.
+
+        It is None if the items have no chunks.
+        """
+        chunks: Rows | None = getattr(self.items, "bounds", None)
+        if chunks is None:
+            return None
+        # First items ascend, so a bisection finds all bounds at the same time.
+        low = np.zeros(len(chunks), np.int64)
+        high = np.full(len(chunks), self.n_rows)
+        while (low < high).any():
+            middle = (low + high) // 2
+            is_before = self.first_items(np.minimum(middle, self.n_rows - 1)) < chunks
+            is_before &= low < high
+            low = np.where(is_before, middle + 1, low)
+            high = np.where(is_before, high, np.minimum(middle, high))
+        return low
 
     def first_items(self, rows: Rows) -> Rows:
         """Return the first item of windows."""
