@@ -54,6 +54,7 @@ from pinfeed.stores.concat import concat, source_ids
 if TYPE_CHECKING:
     from pinfeed import checkpoint as checkpoint
     from pinfeed.feeders.dataset import RowDataset as RowDataset
+    from pinfeed.feeders.mean_and_std import mean_and_std as mean_and_std
     from pinfeed.training.distributed.sharded_table import ShardedEmbedding as ShardedEmbedding
     from pinfeed.training.distributed.sharded_table import (
         ShardedEmbeddingBag as ShardedEmbeddingBag,
@@ -88,6 +89,7 @@ _WITH_TORCH = {
     "ShardedEmbeddingBag": "training.distributed.sharded_table",
     "BigBatch": "training.large_batch.big_batch",
     "estimate": "training.memory_model.estimate",
+    "mean_and_std": "feeders.mean_and_std",
     "read_rows": "training.row_loop.train_rows",
     "train_rows": "training.row_loop.train_rows",
 }
@@ -140,6 +142,7 @@ __all__ = [
     "endless",
     "errors",
     "estimate",
+    "mean_and_std",
     "read_rows",
     "restartable",
     "rows",
