@@ -72,6 +72,8 @@ class _Split:
 
     left: _Split | int
     right: _Split | int
+    middle: int
+    """The first source on the right; sources on the left have lower numbers."""
     share: int
     """Weight of the sources on the left."""
     whole: int
@@ -115,7 +117,21 @@ class EvenTurns:
         middle = (len(numbers) + 1) // 2
         sides = numbers[:middle], numbers[middle:]
         share, other = (sum(self.weights[number] for number in side) for side in sides)
-        return _Split(self._node(sides[0]), self._node(sides[1]), share, share + other)
+        left, right = map(self._node, sides)
+        return _Split(left, right, sides[1][0], share, share + other)
+
+    def count(self, number: int, n: int) -> int:
+        """Return how many of the first ``n`` places a source fills."""
+        node = self._tree
+        while not isinstance(node, int):
+            n_left = node.n_left(n)
+            if number < node.middle:
+                node = node.left
+                n = n_left
+            else:
+                node = node.right
+                n -= n_left
+        return n if node == number else 0
 
     def counts(self, n: int) -> list[int]:
         """Return how many of the first ``n`` places each source fills."""
@@ -178,9 +194,13 @@ class Interleaving:
 
     def counts(self, n: int) -> list[int]:
         """Return how many of the first ``n`` places each source fills."""
-        part = max(0, bisect.bisect_left(self.table, n, key=lambda one: one[0]) - 1)
+        part = self._part(n)
         more = self._turns[part].counts(n - self.table[part][0])
         return [a + b for a, b in zip(self._before[part], more, strict=True)]
+
+    def _part(self, n: int) -> int:
+        """Return the part of the table in which the first ``n`` places end."""
+        return max(0, bisect.bisect_left(self.table, n, key=lambda one: one[0]) - 1)
 
     def groups(self, places: Rows) -> Iterator[Group]:
         """Yield the sources of some places, each with the places that it fills."""
@@ -196,7 +216,9 @@ class Interleaving:
 
     def before(self, number: int, place: int) -> int:
         """Return how many places before ``place`` a source fills."""
-        return self.counts(place)[number]
+        part = self._part(place)
+        begin = self.table[part][0]
+        return self._before[part][number] + self._turns[part].count(number, place - begin)
 
     def place(self, number: int, n: int) -> int | None:
         """Return the place that a source fills after ``n`` others; None if there is none."""
@@ -209,9 +231,9 @@ class Interleaving:
         Returns:
             The number of places, or None if the source never fills so many.
         """
-        if self.counts(_LAST)[number] < n:
+        if self.before(number, _LAST) < n:
             return None
-        return bisect.bisect_left(range(_LAST), n, key=lambda i: self.counts(i)[number])
+        return bisect.bisect_left(range(_LAST), n, key=functools.partial(self.before, number))
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
 from pinfeed.rows.interleaving import Interleaving, ShuffledTurns
+from pinfeed.rows.ranks import Interval
 from pinfeed.rows.windows import Window, Windows
 
 
@@ -46,19 +47,19 @@ class SourceWindows:
 
     def needed(self, start: int, stop: int) -> Iterator[Window]:
         """Yield the windows of the draws [start, stop); their positions are draws of all passes."""
-        if self.is_whole:
-            if start < stop:
-                yield self._shifted(start, next(self.usual.needed(0, 1))._replace(begin=0), stop)
-            return
         for number in range(start // self.n_draws, -(-stop // self.n_draws)):
             first = number * self.n_draws
             end = min(stop - first, self.n_draws)
             for window in self.of_pass(number).needed(max(0, start - first), end):
-                yield self._shifted(first, window, first + window.end)
+                yield Window(first + window.begin, first + window.end, self._shifted(window.runs))
 
-    def _shifted(self, first: int, window: Window, end: int) -> Window:
-        runs = [(self.first_row + start, self.first_row + stop) for start, stop in window.runs]
-        return Window(first + window.begin, end, runs)
+    @property
+    def all_runs(self) -> list[Interval]:
+        """The rows of a source whose one window has all of them."""
+        return self._shifted(next(self.usual.needed(0, 1)).runs)
+
+    def _shifted(self, runs: Sequence[Interval]) -> list[Interval]:
+        return [(self.first_row + start, self.first_row + stop) for start, stop in runs]
 
 
 @dataclass(frozen=True)
@@ -95,11 +96,17 @@ class MixedWindows:
         return heapq.merge(*streams, key=attrgetter("begin"))
 
     def _of_source(self, source: SourceWindows, start: int, stop: int) -> Iterator[Window]:
-        draws = [self._n_draws(source.number, position) for position in (start, stop)]
-        for begin, end, runs in source.needed(*draws):
-            first = max(0, self._position(source.number, begin))
-            last = min(self.length, self._position(source.number, end - 1) + 1)
-            yield Window(first, last, runs)
+        first, last = (self._n_draws(source.number, position) for position in (start, stop))
+        if source.is_whole:
+            if first < last:
+                yield Window(0, self.length, source.all_runs)
+            return
+        for begin, end, runs in source.needed(first, last):
+            yield Window(
+                max(0, self._position(source.number, begin)),
+                min(self.length, self._position(source.number, end - 1) + 1),
+                runs,
+            )
 
     def _n_draws(self, number: int, position: int) -> int:
         """Return the draws of a source before a position."""

@@ -111,21 +111,24 @@ class SharedWindows(WrappedWindows):
     def needed(self, start: int, stop: int) -> Iterator[Window]:
         for first, pieces in self._ascending():
             begin = first
-            reached = 0
+            # Several pieces may need the same window.
+            seen = set()
             for piece in pieces:
                 i = max(0, start - begin)
                 end = min(piece.n, stop - begin)
+                least = begin
                 begin += piece.n
                 if i >= end:
                     continue
-                last = piece.at(end - 1) + 1
-                for window in self.windows.needed(piece.at(i), last):
-                    # The piece before needs the windows that begin earlier, too.
-                    if window.begin >= reached:
-                        low = first + sum(one.below(window.begin) for one in pieces)
-                        high = first + sum(one.below(window.end) for one in pieces)
+                for window in self.windows.needed(piece.at(i), piece.at(end - 1) + 1):
+                    low = first + sum(one.below(window.begin) for one in pieces)
+                    low = max(least, low)
+                    high = first + sum(one.below(window.end) for one in pieces)
+                    key = window._replace(runs=tuple(window.runs))
+                    # Other ranks may have all positions of a window.
+                    if low < high and key not in seen:
+                        seen.add(key)
                         yield Window(low, high, window.runs)
-                reached = last
 
     def _ascending(self) -> list[tuple[int, list[StridedSlice]]]:
         """Return groups of ascending pieces, each with its first position in the share.

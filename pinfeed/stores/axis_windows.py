@@ -277,6 +277,7 @@ class WindowStore(FileStore):
         return out.reshape(len(out) * len(self.offsets), *self.items.row_shape)
 
     def gather_runs(self, runs: Runs, out: Array) -> None:
+        self._require_open()
         n = len(self.offsets)
         places = (runs.positions()[:, None] * n + np.arange(n)).ravel()
         wanted = Runs.of_rows(self.items_of(runs.rows()), places).merged()
@@ -299,7 +300,7 @@ class ItemWindows(WrappedWindows):
 
     store: WindowStore
 
-    @property
+    @functools.cached_property
     def window_rows(self) -> int:
         return self._most_items(self.windows.window_rows)
 
@@ -309,11 +310,15 @@ class ItemWindows(WrappedWindows):
         return sum(stop - start for start, stop in runs) // max(1, len(runs))
 
     def needed(self, start: int, stop: int) -> Iterator[Window]:
+        most = self.window_rows
         for window in self.windows.needed(start, stop):
-            yield window._replace(runs=self.store.item_runs(window.runs))
+            # A window of selected rows may have more gaps than the first one. The items that
+            # memory cannot hold are read with their batches.
+            runs = _first_rows(self.store.item_runs(window.runs), most)
+            yield window._replace(runs=runs)
 
     def _most_items(self, n_rows: int) -> int:
-        """Return the most items of ``n_rows`` rows in runs."""
+        """Return the most items of ``n_rows`` rows in runs, if no run is shorter than usual."""
         store = self.store
         extent = store.offsets.item(-1) + 1
         kept = [part for part in store.parts if part.n_windows]
@@ -326,6 +331,17 @@ class ItemWindows(WrappedWindows):
             n_runs += n_rows // n_along + n_runs
             most = min(most, n_rows * axis.step + n_runs * extent)
         return most
+
+
+def _first_rows(runs: Sequence[Interval], most: int) -> list[Interval]:
+    """Return runs [start, stop) without the rows after the first ``most`` ones."""
+    found = []
+    for start, stop in runs:
+        if most <= 0:
+            break
+        found.append((start, min(stop, start + most)))
+        most -= stop - start
+    return found
 
 
 def _in_words(parts: Sequence[AxisWindows]) -> str:

@@ -342,6 +342,29 @@ def test_bad_windows_are_refused(tmp_path: Path, arguments: dict[str, Any], mess
 def test_windows_of_a_closed_store(tmp_path: Path) -> None:
     store = saved_h5(tmp_path, ARRAY, (1, 7, 8, 8))
     windows = store.windows(1, 3)
+    closed = store.windows(1, 3)
+    closed.close()
+    gathered(windows, [0])
+    with pytest.raises(errors.ClosedError):
+        gathered(closed, [0])
     store.close()
     with pytest.raises(errors.ClosedError):
         gathered(windows, [0])
+
+
+def test_a_selection_with_more_gaps_than_in_its_first_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array = np.arange(20_000)
+    monkeypatch.setattr(select, "_copy", lambda *given: None)
+    with saved_h5(tmp_path, array, (100,)) as store, store.windows(0, 60) as windows:
+        # The first rows are consecutive, and the later ones far apart. With this seed, the first
+        # window has one run.
+        selected = np.append(np.arange(1500), np.arange(1500, windows.n_rows, 40))
+        blocks = rows.block_shuffled(3, block_rows=50, window_blocks=4)
+        order = rows.where(selected, blocks)
+        with Feeder(windows, batch_size=32, rows=order, device="cpu") as feeder:
+            assert "window by window" in feeder.plan.notes[0]
+            batches = torch.cat(list(feeder)).numpy()
+    numbers = order.bind(len(array) - 59, 0)(np.arange(len(selected)))
+    np.testing.assert_array_equal(batches, plain(array, 0, length=60)[numbers])
