@@ -120,7 +120,7 @@ def _gathered(leaf: Store | RaggedStore, rows: Rows, as_samples: bool) -> Any:
         leaf.gather(rows, out)
         return to_torch(out)
     if not as_samples:
-        items, bounds = leaf.read(rows)
-        return leaf.batch(to_torch(items), to_torch(bounds))
-    items, offsets = leaf.read(rows, "offsets")
-    return to_torch(items).tensor_split(to_torch(offsets)[1:-1])
+        return leaf.batch(map(to_torch, leaf.read_parts(rows)))
+    *items, offsets = map(to_torch, leaf.read_parts(rows, "offsets"))
+    samples = [part.tensor_split(offsets[1:-1]) for part in items]
+    return [leaf.structure(iter(parts)) for parts in zip(*samples, strict=True)]

@@ -407,7 +407,7 @@ class Feeder(ResumableFeeder[T_co]):
         # A loop that writes back prefetches single batches.
         write_depth = schedule.depth if schedule.batches_per_slot == 1 else DEFAULT_DEPTH
         n_batches = schedule.n_slots + 1 + n_held(write_depth)
-        n_parts = len(tree.stores) + 2 * len(tree.ragged)
+        n_parts = len(tree.stores) + len(tree.ragged) + len(tree.parts_of_ragged)
         self._open_device(device, n_parts * n_batches)
         # Whether verify finds changed rows must not depend on measured times.
         schedule = schedule.on(self._device, may_measure=not self._verify)

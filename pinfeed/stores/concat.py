@@ -243,7 +243,12 @@ def _concat_ragged(leaves: Sequence[Any], names: Sequence[str]) -> RaggedStore:
     for leaf, name in zip(leaves, names, strict=True):
         if not isinstance(leaf, RaggedStore):
             raise StoreError(f"{name} is not a RaggedStore, but others are; expected only these")
-        if (leaf.layout, leaf.padding) != (leaves[0].layout, leaves[0].padding):
+        if leaf.paths_of_parts != leaves[0].paths_of_parts:
+            raise StoreError(
+                f"{name} has the parts {leaf.paths_of_parts}, and {names[0]} has "
+                f"{leaves[0].paths_of_parts}; expected the same"
+            )
+        if (leaf.layout, leaf.paddings) != (leaves[0].layout, leaves[0].paddings):
             raise StoreError(
                 f"{name} has layout={leaf.layout!r} and padding={leaf.padding}, and {names[0]} has "
                 f"layout={leaves[0].layout!r} and padding={leaves[0].padding}; expected the same"
@@ -257,5 +262,8 @@ def _concat_ragged(leaves: Sequence[Any], names: Sequence[str]) -> RaggedStore:
     begins = [0, *itertools.accumulate(leaf.n_items for leaf in leaves)]
     pairs = zip(leaves[1:], begins[1:], strict=False)
     offsets = np.concatenate([leaves[0].offsets, *(leaf.offsets[1:] + n for leaf, n in pairs)])
-    items = _concat([leaf.items for leaf in leaves], names, [])
-    return RaggedStore.owning(items, offsets, leaves[0])
+    parts = [
+        _concat([leaf.parts[i] for leaf in leaves], [f"{name}{path}" for name in names], [])
+        for i, path in enumerate(leaves[0].paths_of_parts)
+    ]
+    return RaggedStore.owning(parts, offsets, leaves[0])
