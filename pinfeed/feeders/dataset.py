@@ -121,6 +121,4 @@ def _gathered(leaf: Store | RaggedStore, rows: Rows, as_samples: bool) -> Any:
         return to_torch(out)
     if not as_samples:
         return leaf.batch(map(to_torch, leaf.read_parts(rows)))
-    *items, offsets = map(to_torch, leaf.read_parts(rows, "offsets"))
-    samples = [part.tensor_split(offsets[1:-1]) for part in items]
-    return [leaf.structure(iter(parts)) for parts in zip(*samples, strict=True)]
+    return leaf.samples([*map(to_torch, leaf.read_parts(rows, "offsets"))])

@@ -256,6 +256,7 @@ class Feeder(ResumableFeeder[T_co]):
         self._begin = functools.partial(note_workers, ranks, selection.all_rows)
         self._stores = StoreTree(source)
         try:
+            options = _making_batches(options, self._stores, verify)
             self._prepare(selection, options, depth, device, route)
         except BaseException:
             self._stores.close()
@@ -468,6 +469,29 @@ def _check_transforms(options: LoopOptions, verify: bool, route: str | None) -> 
             "route='direct' was given with host_transform, which needs the rows on the host; leave "
             "out route, or give device_transform"
         )
+
+
+def _making_batches(options: LoopOptions, tree: StoreTree, verify: bool) -> LoopOptions:
+    """Return options with which the transform thread makes the batches that take new memory.
+
+    Raises:
+        ArgumentError: If ``verify`` is set, but the batches differ from the rows of the stores.
+    """
+    if not tree.made_row_nbytes:
+        return options
+    if verify:
+        raise ArgumentError(
+            "verify=True was given with a SparseStore of layout='dense', whose batches differ from "
+            "its rows; leave out verify, or give layout='csr'"
+        )
+    if options.has_transforms:
+        return options
+    return dataclasses.replace(options, device_transform=_unchanged)
+
+
+def _unchanged(batch: Any) -> Any:
+    """Return the batch; the thread that calls this has made it."""
+    return batch
 
 
 def _check_continuous(

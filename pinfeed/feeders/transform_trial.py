@@ -105,7 +105,7 @@ def _run(
     runner = options.runner(source, device, PrefetchSchedule(0), transforms)
     what = f"in a trial with the first {n_rows} rows, for the limits of config"
     took, peak_nbytes = run_trial(runner, device, transforms, what)
-    rows_nbytes = n_rows * sum(map(row_nbytes, tree.stores))
+    rows_nbytes = n_rows * (sum(map(row_nbytes, tree.stores)) + tree.made_row_nbytes)
     # The bounds of ragged rows do not count: their share is larger in small rows than in large
     # ones.
     for one in tree.ragged:

@@ -158,7 +158,9 @@ class Planner:
             parts, batch_size, schedule, unified=unified, reads_for_host=has_host
         )
         if self.transform_nbytes is not None:
-            nbytes = self.transform_nbytes(sum(part.nbytes for part in parts))
+            nbytes = self.transform_nbytes(
+                sum(part.nbytes for part in parts) + batch_size * self.tree.made_row_nbytes
+            )
             found += nbytes.allocations(depth, unified=unified)
         found += self._order_items
         resident = _resident([*self.tree.stores, *self.tree.ragged])

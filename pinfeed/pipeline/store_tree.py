@@ -110,6 +110,11 @@ class StoreTree:
         return [part for store in self.ragged for part in store.parts]
 
     @property
+    def made_row_nbytes(self) -> int:
+        """Bytes per row of new memory that ``rebuild`` takes; 0 if it only arranges tensors."""
+        return sum(store.made_row_nbytes for store in self.ragged)
+
+    @property
     def only_reads_files(self) -> bool:
         """Whether all rows are in files that are open for reading, by code of pinfeed."""
         return all(map(only_reads_files, (*self.stores, *self.parts_of_ragged)))

@@ -248,10 +248,9 @@ def _concat_ragged(leaves: Sequence[Any], names: Sequence[str]) -> RaggedStore:
                 f"{name} has the parts {leaf.paths_of_parts}, and {names[0]} has "
                 f"{leaves[0].paths_of_parts}; expected the same"
             )
-        if (leaf.layout, leaf.paddings) != (leaves[0].layout, leaves[0].paddings):
+        if leaf.form != leaves[0].form:
             raise StoreError(
-                f"{name} has layout={leaf.layout!r} and padding={leaf.padding}, and {names[0]} has "
-                f"layout={leaves[0].layout!r} and padding={leaves[0].padding}; expected the same"
+                f"{name} has {leaf.form}, and {names[0]} has {leaves[0].form}; expected the same"
             )
     for before, after, name in zip(leaves, leaves[1:], names[1:], strict=False):
         if before.offsets[-1] != before.n_items or after.offsets[0] != 0:
@@ -266,4 +265,5 @@ def _concat_ragged(leaves: Sequence[Any], names: Sequence[str]) -> RaggedStore:
         _concat([leaf.parts[i] for leaf in leaves], [f"{name}{path}" for name in names], [])
         for i, path in enumerate(leaves[0].paths_of_parts)
     ]
-    return RaggedStore.owning(parts, offsets, leaves[0])
+    joined: RaggedStore = leaves[0].joined(parts, offsets)
+    return joined

@@ -16,7 +16,7 @@ from pinfeed.rows.packing import Places
 from pinfeed.rows.row_lengths import RowLengths
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.arrow import ArrowStore, items_and_offsets
-from pinfeed.stores.host_rows import RunGather, RunRows, run_gather
+from pinfeed.stores.host_rows import RunGather, RunRows, UnreadPart, run_gather
 from pinfeed.stores.leaves import leaves_of
 from pinfeed.stores.opened import open_store
 from pinfeed.stores.ragged_offsets import check_offsets, read_offsets
@@ -43,7 +43,7 @@ _HINTS = {
 class RaggedParts(NamedTuple):
     """The arrays of a batch of ragged rows."""
 
-    items: Sequence[RunRows]
+    items: Sequence[UnreadPart]
     """Items of each part that are still to be gathered."""
     bounds: npt.NDArray[np.signedinteger[Any]]
     """Offsets of the rows in the batch, shape (n + 1,), or lengths, shape (n,), if it is padded.
@@ -191,15 +191,6 @@ class RaggedStore:
         values, offsets = _arrow_parts(column)
         return cls(values, offsets, layout=layout, padding=padding)
 
-    @classmethod
-    def owning(cls, parts: Sequence[Store], offsets: Rows, like: RaggedStore) -> RaggedStore:
-        """Return ragged rows that close the stores of their items, in the form of other ones."""
-        items = like.structure(iter(parts))
-        padding = like.structure(iter(like.paddings))
-        store = cls(items, offsets, layout=like.layout, padding=padding)
-        store._owned = [*parts]
-        return store
-
     @safe_repr
     def __repr__(self) -> str:
         return f"<RaggedStore: {self.n_rows:,} rows of {self.items!r}, {self.layout}>"
@@ -236,6 +227,16 @@ class RaggedStore:
         return self.structure(iter(self.paddings))
 
     @property
+    def form(self) -> str:
+        """Words that are equal for stores whose rows ``concat`` may join."""
+        return f"layout={self.layout!r} and padding={self.padding}"
+
+    @property
+    def made_row_nbytes(self) -> int:
+        """Bytes per row of new memory that ``batch`` takes; 0 if batches have the given memory."""
+        return 0
+
+    @property
     def mean_row_nbytes(self) -> float:
         """Mean bytes of a row of all parts."""
         return self.row_lengths.mean * sum(map(row_nbytes, self.parts))
@@ -250,6 +251,13 @@ class RaggedStore:
     def row_lengths(self) -> RowLengths:
         """Numbers of rows of each length."""
         return RowLengths(self.lengths)
+
+    def joined(self, parts: Sequence[Store], offsets: Rows) -> RaggedStore:
+        """Return rows of other items in the form of these, which close the stores of the items."""
+        items = self.structure(iter(parts))
+        store = RaggedStore(items, offsets, layout=self.layout, padding=self.padding)
+        store._owned = [*parts]
+        return store
 
     def batch_parts(
         self,
@@ -344,6 +352,12 @@ class RaggedStore:
             return [next(leaves) for _ in range(len(self.parts) + 1)]
         nested = [next(leaves) for _ in self.parts]
         return [*(one.values() for one in nested), nested[0].offsets()]
+
+    def samples(self, tensors: Sequence[Any]) -> list[Any]:
+        """Return the rows of a batch with offsets, in the structure of the parts."""
+        *items, offsets = tensors
+        rows = [part.tensor_split(offsets[1:-1]) for part in items]
+        return [self.structure(iter(parts)) for parts in zip(*rows, strict=True)]
 
     def close(self) -> None:
         """Close the files of the items that this store opened. Further calls do nothing."""
