@@ -26,6 +26,7 @@ NAMES = (
     "sentence_pairs",
     "criteo",
     "hdf5_images",
+    "single_cells",
     "image_augment",
     "replay_buffer",
     "mnist",

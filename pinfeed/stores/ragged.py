@@ -195,6 +195,17 @@ class RaggedStore:
     def __repr__(self) -> str:
         return f"<RaggedStore: {self.n_rows:,} rows of {self.items!r}, {self.layout}>"
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A function that builds a structure cannot be pickled, but the structure can.
+        state = dict(vars(self))
+        del state["structure"]
+        return {**state, "names": self.structure(iter(self.paths_of_parts))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        _, self.structure = flatten(state.pop("names"))
+        vars(self).update(state)
+
     def __enter__(self) -> RaggedStore:
         return self
 

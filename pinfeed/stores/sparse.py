@@ -9,6 +9,8 @@ from typing import Any, Literal
 import numpy as np
 
 from pinfeed.errors import ArgumentError, StoreError
+from pinfeed.memory.buffer_pool import BufferPool
+from pinfeed.memory.pages import huge
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.packing import Places
 from pinfeed.stores.host_rows import CheckStop, RunGather, UnreadPart, never
@@ -17,6 +19,9 @@ from pinfeed.stores.sparse_sources import open_matrix
 from pinfeed.stores.store import Array, Store
 from pinfeed.validation.arguments import explain_arguments
 from pinfeed.validation.safe_repr import safe_repr
+
+# Most free blocks of memory for dense batches.
+_N_SPARE = 4
 
 _HINTS = {
     "layer layers": 'give the layer as key: SparseStore(path, "layers/counts")',
@@ -82,8 +87,19 @@ class SparseStore(RaggedStore):
             stack.pop_all()
         self._owned = list(matrix.owned)
 
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        del state["_memory"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._memory = BufferPool(_N_SPARE, huge)
+
     def _fill(self, parts: Sequence[Any], offsets: Any, n_columns: int, layout: str) -> None:
         """Make the ragged rows of the values and the columns."""
+        # Memory of dense batches on the host, for reuse: new memory costs more than to fill it.
+        self._memory = BufferPool(_N_SPARE, huge)
         super().__init__(dict(zip(("values", "columns"), parts, strict=True)), offsets)
         self.layout = layout  # type: ignore[assignment]  # the base has other layouts
         self._is_dense = layout == "dense"
@@ -138,11 +154,12 @@ class SparseStore(RaggedStore):
 
     def batch(self, tensors: Iterator[Any]) -> Any:
         """Return a batch in the form of the layout, made of its tensors."""
-        from pinfeed.tensors.csr import csr, dense
-
         values, columns, bounds = (next(tensors) for _ in range(3))
-        make = dense if self._is_dense else csr
-        return make(values, columns, bounds, self.n_columns)
+        if self._is_dense:
+            return self._dense(values, columns, bounds)
+        from pinfeed.tensors.csr import csr
+
+        return csr(values, columns, bounds, self.n_columns)
 
     def tensors(self, leaves: Iterator[Any]) -> list[Any]:
         """Return the tensors of which a sparse batch was made, given its leaves."""
@@ -152,10 +169,19 @@ class SparseStore(RaggedStore):
 
     def samples(self, tensors: Sequence[Any]) -> list[Any]:
         """Return the rows of a batch, each a dense tensor of shape (n_columns,)."""
+        return list(self._dense(*tensors))
+
+    def close(self) -> None:
+        """Close the files of the matrix that this store opened. Further calls do nothing."""
+        super().close()
+        self._memory.close()
+
+    def _dense(self, values: Any, columns: Any, bounds: Any) -> Any:
+        """Return the rows of a batch as a dense tensor, on the device of its tensors."""
         from pinfeed.tensors.csr import dense
 
-        values, columns, bounds = tensors
-        return list(dense(values, columns, bounds, self.n_columns))
+        take = self._memory.take if values.device.type == "cpu" else None
+        return dense(values, columns, bounds, self.n_columns, take)
 
 
 class _Columns:

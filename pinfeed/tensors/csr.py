@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from pinfeed.tensors.numpy_torch import memory_of
+from pinfeed.tensors.numpy_torch import memory_of, to_torch
 
 # Elements that are written into a dense matrix together, so that their positions stay in the cache
 # of the processor.
@@ -48,8 +50,7 @@ def dense(
     columns: torch.Tensor,
     bounds: torch.Tensor,
     n_columns: int,
-    *,
-    with_numpy: bool = True,
+    take: Callable[[int], npt.NDArray[np.uint8]] | None = None,
 ) -> torch.Tensor:
     """Return the rows of a sparse matrix as a new dense tensor, on the device of its tensors.
 
@@ -60,19 +61,24 @@ def dense(
         columns: Columns of the elements, in range.
         bounds: First element of each row, and the end of the last one.
         n_columns: Number of columns.
-        with_numpy: Whether numpy adds on the CPU, which takes two thirds of the time of torch.
+        take: Returns memory on the host of a number of bytes, for which numpy is used. It takes two
+            thirds of the time of torch. None uses torch, on any device.
     """
     n_rows = len(bounds) - 1
-    out = torch.zeros(n_rows, n_columns, dtype=values.dtype, device=values.device)
-    if with_numpy and values.device.type == "cpu":
-        _put(*map(memory_of, (values, columns, bounds, out)))
-        return out
+    if take is not None:
+        array = memory_of(values)
+        out = take(n_rows * n_columns * array.itemsize).view(array.dtype)
+        out = out.reshape(n_rows, n_columns)
+        out.fill(0)
+        _put(array, memory_of(columns), memory_of(bounds), out)
+        return to_torch(out)
+    made = torch.zeros(n_rows, n_columns, dtype=values.dtype, device=values.device)
     first = torch.arange(n_rows, device=values.device) * n_columns
     places = first.repeat_interleave(bounds.diff().long(), output_size=len(values))
     places += columns
     kind = _SIGNED.get(values.dtype, values.dtype)
-    out.view(-1).view(kind).scatter_add_(0, places, values.view(kind))
-    return out
+    made.view(-1).view(kind).scatter_add_(0, places, values.view(kind))
+    return made
 
 
 def _put(values: Any, columns: Any, bounds: Any, out: Any) -> None:

@@ -1,6 +1,7 @@
 """Parts of ragged rows that share offsets: each equals a RaggedStore of this part alone."""
 
 import dataclasses
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -355,3 +356,11 @@ def test_parts_in_compressed_chunks(order: Any, limit: Any, tmp_path: Path) -> N
                 np.testing.assert_array_equal(values["more"], expected[0] / 3)
                 np.testing.assert_array_equal(bounds, expected[1])
             assert i == -(-2000 // size) - 1
+
+
+def test_copies_in_other_processes() -> None:
+    store = RaggedStore(PARTS, IDS.offsets, layout="padded")
+    copied = pickle.loads(pickle.dumps(store))
+    values, _ = copied.read(np.arange(9))
+    np.testing.assert_array_equal(values["ids"], store.read(np.arange(9))[0]["ids"])
+    assert isinstance(values["more"], list)

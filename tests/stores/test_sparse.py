@@ -1,5 +1,6 @@
 """SparseStore: its rows from every kind of source, its arguments, and its files."""
 
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -132,13 +133,11 @@ def test_matrices_of_any_kind(
 
 @pytest.mark.parametrize("dtype", [np.float32, np.bool_, np.uint16, np.uint32, np.uint64, np.int8])
 @pytest.mark.parametrize("repeats", [False, True])
-def test_other_devices_add_with_torch(
-    dtype: Any, repeats: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_devices_add_with_torch(dtype: Any, repeats: bool) -> None:
     matrix = Sparse(50, 13, dtype, repeats=repeats)
     tensors = [torch.from_numpy(part) for part in (matrix.data, matrix.indices, matrix.indptr)]
     # The way of a GPU, on the CPU.
-    found = dense(*tensors, 13, with_numpy=False)
+    found = dense(*tensors, 13)
     np.testing.assert_array_equal(found.numpy(), matrix.dense)
 
 
@@ -326,3 +325,11 @@ def test_a_matrix_without_elements(tmp_path: Path) -> None:
         )
     with pytest.raises(StoreError, match="X has no elements other than zero"):
         SparseStore(tmp_path / "x.h5ad")
+
+
+def test_copies_in_other_processes(tmp_path: Path) -> None:
+    for source in (SOURCES["compressed h5ad"](tmp_path), MATRIX):
+        with SparseStore(source, layout="dense") as store:
+            copied = pickle.loads(pickle.dumps(store))
+            np.testing.assert_array_equal(RowDataset(copied)[:], MATRIX.dense)
+            copied.close()
