@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +17,9 @@ from pinfeed.rows.row_lengths import RowLengths
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.arrow import ArrowStore, items_and_offsets
 from pinfeed.stores.host_rows import RunGather, RunRows, UnreadPart, run_gather
-from pinfeed.stores.leaves import leaves_of
-from pinfeed.stores.opened import open_store
+from pinfeed.stores.item_parts import ItemParts
 from pinfeed.stores.ragged_offsets import check_offsets, read_offsets
-from pinfeed.stores.store import Array, Store, is_store, row_nbytes
-from pinfeed.tensors.pytree import Rebuild, flatten
+from pinfeed.stores.store import Array, Store, row_nbytes
 from pinfeed.validation.arguments import explain_arguments
 from pinfeed.validation.safe_repr import safe_repr
 
@@ -87,6 +85,7 @@ class RaggedStore:
     - ``"packed"``: a ``PackedBatch`` of sequences for attention by document. With
       ``rows=pinfeed.rows.packed(...)`` these have one length; otherwise all rows are one sequence.
 
+    It is one class, because the layout decides the memory, the arrays and the form of a batch.
     Offsets and lengths are int64. Several parts of one length, such as the columns of a tokenized
     data set, share their offsets: give them as a dict, and ``values`` is a dict in each batch. With
     ``"jagged"``, the batch is a dict of nested tensors with the same offsets.
@@ -143,12 +142,16 @@ class RaggedStore:
             """Position of each row in the items, and the end of the last, shape (n_rows + 1,)."""
             self.n_rows = len(self.offsets) - 1
             """Number of rows."""
-            self.parts, self.paths_of_parts, self.structure, self._owned = _open_parts(values)
-            stack.callback(self.close)
+            self.item_parts = stack.enter_context(ItemParts(values))
+            self.parts = self.item_parts.stores
+            """Stores of the items, one for each part."""
+            self.paths_of_parts = self.item_parts.paths
+            """Path of each part in the structure of the parts."""
             self.n_items = self.parts[0].n_rows
             """Number of items of ``values``, including items that are in no row."""
             check_offsets(self.offsets, self.n_items)
-            self.paddings = _paddings(padding, self.paths_of_parts, self.parts)
+            self.paddings = self.item_parts.paddings(padding)
+            """Value of padded elements of each part."""
             if layout == "jagged":
                 # Imported here, because torch need not be loaded for numpy arrays.
                 from pinfeed.tensors.numpy_torch import load_jagged
@@ -195,17 +198,6 @@ class RaggedStore:
     def __repr__(self) -> str:
         return f"<RaggedStore: {self.n_rows:,} rows of {self.items!r}, {self.layout}>"
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A function that builds a structure cannot be pickled, but the structure can.
-        state = dict(vars(self))
-        del state["structure"]
-        return {**state, "names": self.structure(iter(self.paths_of_parts))}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        state = dict(state)
-        _, self.structure = flatten(state.pop("names"))
-        vars(self).update(state)
-
     def __enter__(self) -> RaggedStore:
         return self
 
@@ -217,10 +209,14 @@ class RaggedStore:
         """Number of items of each row, shape (n_rows,), int64; a new array."""
         return np.diff(self.offsets)
 
+    def structure(self, values: Iterable[Any]) -> Any:
+        """Return values, one for each part, in the structure in which the parts were given."""
+        return self.item_parts.structure(iter(values))
+
     @property
     def items(self) -> Any:
         """Store of the items; several parts have the structure in which they were given."""
-        return self.structure(iter(self.parts))
+        return self.structure(self.parts)
 
     @property
     def item_shape(self) -> Any:
@@ -235,7 +231,7 @@ class RaggedStore:
     @property
     def padding(self) -> Any:
         """Value of padded elements; several parts as for ``items``."""
-        return self.structure(iter(self.paddings))
+        return self.structure(self.paddings)
 
     @property
     def form(self) -> str:
@@ -263,11 +259,15 @@ class RaggedStore:
         """Numbers of rows of each length."""
         return RowLengths(self.lengths)
 
+    def own(self, stores: Iterable[Store]) -> None:
+        """Close stores of the items together with this store."""
+        self.item_parts.owned += stores
+
     def joined(self, parts: Sequence[Store], offsets: Rows) -> RaggedStore:
         """Return rows of other items in the form of these, which close the stores of the items."""
-        items = self.structure(iter(parts))
+        items = self.structure(parts)
         store = RaggedStore(items, offsets, layout=self.layout, padding=self.padding)
-        store._owned = [*parts]
+        store.own(parts)
         return store
 
     def batch_parts(
@@ -338,7 +338,7 @@ class RaggedStore:
     def read(self, rows: Rows, layout: Layout | None = None) -> tuple[Any, Rows]:
         """Return the items of a batch, in the structure of the parts, and the bounds."""
         *items, bounds = self.read_parts(rows, layout)
-        return self.structure(iter(items)), bounds
+        return self.structure(items), bounds
 
     def batch(self, tensors: Iterator[Any]) -> Any:
         """Return a batch in the form of the layout, made of the tensors of its arrays."""
@@ -348,7 +348,7 @@ class RaggedStore:
             from pinfeed.tensors.numpy_torch import jagged
 
             return self.structure(jagged(one, bounds) for one in items)
-        values = self.structure(iter(items))
+        values = self.structure(items)
         if self.layout == "packed":
             # The first part has the shape of all.
             n_sequences, length = items[0].shape[:2]
@@ -368,58 +368,11 @@ class RaggedStore:
         """Return the rows of a batch with offsets, in the structure of the parts."""
         *items, offsets = tensors
         rows = [part.tensor_split(offsets[1:-1]) for part in items]
-        return [self.structure(iter(parts)) for parts in zip(*rows, strict=True)]
+        return [self.structure(parts) for parts in zip(*rows, strict=True)]
 
     def close(self) -> None:
         """Close the files of the items that this store opened. Further calls do nothing."""
-        with contextlib.ExitStack() as stack:
-            for store in self._owned:
-                stack.callback(store.close)
-
-
-def _open_parts(values: Any) -> tuple[list[Store], list[str], Rebuild, list[Store]]:
-    """Return the stores of the items.
-
-    Returns:
-        The stores, the path of each in ``values``, a function that builds the structure of
-        ``values``, and the stores that were opened.
-    """
-    if isinstance(values, list):
-        raise StoreError(
-            "values is a list; expected one array with the items of all rows; "
-            "give np.concatenate(rows), and the offsets "
-            "np.concatenate(([0], np.cumsum([len(row) for row in rows])))"
-        )
-    leaves, structure, owned = leaves_of(values, "values")
-    with contextlib.ExitStack() as stack:
-        for store in owned:
-            stack.callback(store.close)
-        parts: list[Store] = []
-        for path, leaf in leaves:
-            if isinstance(leaf, RaggedStore):
-                raise StoreError(
-                    f"values{path} is a RaggedStore; expected the items of its rows; give "
-                    "store.items"
-                )
-            if not is_store(leaf):
-                leaf = open_store(leaf, f"values{path}")
-                stack.callback(leaf.close)
-                owned.append(leaf)
-            parts.append(cast(Store, leaf))
-        if not parts:
-            raise StoreError("values has no parts; expected at least one array of items")
-        if len({part.n_rows for part in parts}) > 1:
-            counts = [
-                f"values{path} has {part.n_rows}"
-                for (path, _), part in zip(leaves, parts, strict=True)
-            ]
-            raise StoreError(
-                f"parts have unequal numbers of items: {', '.join(counts)}; expected equal "
-                "numbers, because parts share their offsets; give parts of other lengths as a "
-                "RaggedStore each"
-            )
-        stack.pop_all()
-    return parts, [path for path, _ in leaves], structure, owned
+        self.item_parts.close()
 
 
 def _arrow_parts(column: Any) -> tuple[Any, Rows]:
@@ -455,40 +408,3 @@ def _require_same_lengths(first: str, expected: Rows, name: str, offsets: Rows) 
         f"{first} {expected[row + 1] - expected[row]}; expected lists of the same lengths; give "
         "columns of other lengths as a RaggedStore each"
     )
-
-
-def _paddings(padding: Any, paths: Sequence[str], parts: Iterable[Store]) -> list[Any]:
-    """Return the padding of each part.
-
-    Raises:
-        ArgumentError: If a part has none, or its dtype cannot represent it.
-    """
-    found = dict(flatten(padding, "")[0])
-    if found.keys() == {""}:
-        found = dict.fromkeys(paths, padding)
-    if found.keys() != set(paths):
-        raise ArgumentError(
-            f"padding={padding!r}: expected one number, or numbers in the structure of values, for "
-            f"{', '.join(path or 'values' for path in paths)}"
-        )
-    return [
-        _padding(found[path], part.dtype, path) for path, part in zip(paths, parts, strict=True)
-    ]
-
-
-def _padding(padding: Any, dtype: np.dtype[Any], path: str) -> Any:
-    """Return the padding as a number of a dtype.
-
-    Raises:
-        ArgumentError: If the dtype cannot represent this number.
-    """
-    number = np.zeros((), dtype)
-    try:
-        number[...] = padding
-        has_it = np.ndim(padding) == 0 and (dtype.kind not in "iub" or bool(number == padding))
-    except (TypeError, ValueError, OverflowError):
-        has_it = False
-    if not has_it:
-        name = f"padding{path}"
-        raise ArgumentError(f"{name}={padding!r}: expected a number that {dtype} can represent")
-    return cast(Any, number[()])

@@ -85,16 +85,13 @@ class SparseStore(RaggedStore):
                 stack.callback(store.close)
             self._fill(matrix.parts, matrix.offsets, matrix.n_columns, layout)
             stack.pop_all()
-        self._owned = list(matrix.owned)
+        self.own(matrix.owned)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        del state["_memory"]
-        return state
+        return {name: value for name, value in vars(self).items() if name != "_memory"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._memory = BufferPool(_N_SPARE, huge)
+        vars(self).update(state, _memory=BufferPool(_N_SPARE, huge))
 
     def _fill(self, parts: Sequence[Any], offsets: Any, n_columns: int, layout: str) -> None:
         """Make the ragged rows of the values and the columns."""
@@ -132,7 +129,7 @@ class SparseStore(RaggedStore):
     def joined(self, parts: Sequence[Store], offsets: Rows) -> SparseStore:
         store = SparseStore.__new__(SparseStore)
         store._fill(parts, offsets, self.n_columns, self.layout)
-        store._owned = [*parts]
+        store.own(parts)
         return store
 
     def batch_parts(
