@@ -85,7 +85,6 @@ class RaggedStore:
     - ``"packed"``: a ``PackedBatch`` of sequences for attention by document. With
       ``rows=pinfeed.rows.packed(...)`` these have one length; otherwise all rows are one sequence.
 
-    It is one class, because the layout decides the memory, the arrays and the form of a batch.
     Offsets and lengths are int64. Several parts of one length, such as the columns of a tokenized
     data set, share their offsets: give them as a dict, and ``values`` is a dict in each batch. With
     ``"jagged"``, the batch is a dict of nested tensors with the same offsets.
@@ -121,6 +120,7 @@ class RaggedStore:
         (1, 7) [7]
     """
 
+    # It is one class, because the layout decides the arrays and the tensors of a batch.
     writable = False
 
     @explain_arguments(_HINTS)
