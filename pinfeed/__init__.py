@@ -46,6 +46,7 @@ from pinfeed.stores import (
     PinnedStore,
     RaggedStore,
     RemoteStore,
+    SparseStore,
     Store,
     ZarrStore,
 )
@@ -132,6 +133,7 @@ __all__ = [
     "RowOptimizer",
     "ShardedEmbedding",
     "ShardedEmbeddingBag",
+    "SparseStore",
     "Store",
     "StoreError",
     "VerificationError",

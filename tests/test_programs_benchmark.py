@@ -29,6 +29,8 @@ def settings_of_the_process() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_program_and_its_pinfeed_version_have_equal_results(name: str, tmp_path: Path) -> None:
+    if name == "single_cells":
+        pytest.importorskip("scipy")
     program = load(name)
     size = program.sizes["tiny"]
     program.prepare(tmp_path, size)

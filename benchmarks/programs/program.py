@@ -28,6 +28,7 @@ NAMES = (
     "criteo",
     "hdf5_images",
     "simulations",
+    "single_cells",
     "image_augment",
     "replay_buffer",
     "mnist",

@@ -17,6 +17,7 @@ from pinfeed.cli.sources import (
     source_of,
     source_values,
     sources_values,
+    sparse_rows,
     usual_batch,
 )
 from pinfeed.errors import StoreError
@@ -32,6 +33,7 @@ from pinfeed.validation.wrapping import wrapped
 
 if TYPE_CHECKING:
     from pinfeed.cli.sources import OpenedFile
+    from pinfeed.stores.sparse import SparseStore
 
 # Batches whose rows are sorted by length together, as many as in a window of ``bucketed``.
 _WINDOW_BATCHES = 50
@@ -88,6 +90,8 @@ def planned_rows(
         opened = _mixture(files, options.weights, batch_size, options)
     elif options.offsets is not None:
         opened = _ragged(files, others, options.offsets, batch_size, options)
+    elif (matrix := sparse_rows(files)) is not None:
+        opened = _sparse(matrix, files[0], others, batch_size, options)
     else:
         opened = _plain(files, others, batch_size, options)
     with opened as found:
@@ -170,6 +174,63 @@ def _mixture(
 
 
 @contextlib.contextmanager
+def _sparse(
+    matrix: SparseStore,
+    name: str,
+    others: Sequence[str],
+    batch_size: int | None,
+    options: OrderOptions,
+) -> Iterator[PlannedRows]:
+    """Take the rows of a sparse matrix, and other sources with as many rows."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(matrix.close)
+        rest = _equally_long(stack, others, name, matrix.n_rows)
+        nbytes = matrix.mean_row_nbytes + row_nbytes_of(rest)
+        head = (
+            f"{name}: {matrix.n_rows:,} sparse rows of {matrix.n_columns:,} columns and "
+            f"{matrix.row_lengths.mean:,.1f} elements on average, {matrix.parts[0].dtype}, "
+            f"{human(round(matrix.n_rows * matrix.mean_row_nbytes))}"
+        )
+        source = {
+            "files": [name],
+            "rows": matrix.n_rows,
+            "row_shape": [matrix.n_columns],
+            "dtype": str(matrix.parts[0].dtype),
+            "row_bytes": round(matrix.mean_row_nbytes),
+            "bytes": round(matrix.n_rows * matrix.mean_row_nbytes),
+        }
+        more = [wrapped(described(one), "with ", "  ") for one in rest]
+        yield PlannedRows(
+            (matrix, *rest) if rest else matrix,
+            matrix.n_rows,
+            options.order,
+            options.order_name,
+            batch_size,
+            max(1, round(nbytes)),
+            max(matrix.mean_row_nbytes, *(one.row_nbytes for one in rest), 0),
+            "\n".join([wrapped(head, rest="  "), *more]),
+            {"source": source, "with": [source_values(one) for one in rest]},
+        )
+
+
+def _equally_long(
+    stack: contextlib.ExitStack, names: Sequence[str], first: str, n_rows: int
+) -> list[OpenedFile]:
+    """Open sources with as many rows as the first one."""
+    found: list[OpenedFile] = []
+    for name in names:
+        one = stack.enter_context(contextlib.closing(open_rows([name])))
+        if one.n_rows != n_rows:
+            raise StoreError(
+                f"{first} has the bounds of {n_rows:,} rows, but {one.paths[0]} has "
+                f"{one.n_rows:,} rows; expected equal numbers, because each sample has one row "
+                "of every source"
+            )
+        found.append(one)
+    return found
+
+
+@contextlib.contextmanager
 def _ragged(
     files: Sequence[str],
     others: Sequence[str],
@@ -183,14 +244,7 @@ def _ragged(
         items = stack.enter_context(contextlib.closing(open_rows(files)))
         layout: Any = layouts.get(options.by_length, "padded")
         store = RaggedStore(items, offsets, layout=layout)
-        rest = [stack.enter_context(contextlib.closing(open_rows([name]))) for name in others]
-        for one in rest:
-            if one.n_rows != store.n_rows:
-                raise StoreError(
-                    f"{offsets} has the bounds of {store.n_rows:,} rows, but {one.paths[0]} has "
-                    f"{one.n_rows:,} rows; expected equal numbers, because each sample has one row "
-                    "of every source"
-                )
+        rest = _equally_long(stack, others, offsets, store.n_rows)
         lengths = store.lengths
         nbytes = store.mean_row_nbytes + row_nbytes_of(rest)
         rows, size, name = _by_length(lengths, nbytes, batch_size, options)

@@ -9,19 +9,20 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pinfeed.errors import FileMissing, StoreError
+from pinfeed.errors import FileMissing, PinfeedError, StoreError
 from pinfeed.memory.units import human
 from pinfeed.validation.wrapping import wrapped
 
 if TYPE_CHECKING:
     from pinfeed.stores.chunked import ChunkedStore
     from pinfeed.stores.sharded_file import ShardedStore
+    from pinfeed.stores.sparse import SparseStore
 
     OpenedFile = ShardedStore | ChunkedStore
 
 # A file of another format, and the dataset or column to read, such as x.h5:/images.
 _FORMAT = re.compile(
-    r"(?P<path>.+\.(?P<format>h5|hdf5|zarr|parquet))(:(?P<name>.+))?", re.IGNORECASE
+    r"(?P<path>.+\.(?P<format>h5|h5ad|hdf5|zarr|parquet))(:(?P<name>.+))?", re.IGNORECASE
 )
 
 _BATCH_BYTES = 16 << 20
@@ -70,6 +71,24 @@ def open_rows(files: Sequence[str]) -> OpenedFile:
             f"{error}; several files are shards of one source; give another source, such as "
             "labels, with --with FILE"
         ) from None
+
+
+def sparse_rows(files: Sequence[str]) -> SparseStore | None:
+    """Open a sparse matrix, such as ``x.h5ad:layers/counts``; None if the file has none there.
+
+    The name of the matrix of an .h5ad file may be left out. The caller closes the store.
+    """
+    from pinfeed.stores import SparseStore
+
+    found = _FORMAT.fullmatch(files[0]) if len(files) == 1 else None
+    if found is None or not os.path.exists(found["path"]) or found["format"] == "parquet":
+        return None
+    if found["name"] is None and found["format"] != "h5ad":
+        return None
+    # The store of dense rows explains what is wrong.
+    with contextlib.suppress(PinfeedError):
+        return SparseStore(found["path"], found["name"])
+    return None
 
 
 def shell_hint(path: str) -> str:

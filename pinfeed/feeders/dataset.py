@@ -120,7 +120,5 @@ def _gathered(leaf: Store | RaggedStore, rows: Rows, as_samples: bool) -> Any:
         leaf.gather(rows, out)
         return to_torch(out)
     if not as_samples:
-        items, bounds = leaf.read(rows)
-        return leaf.batch(to_torch(items), to_torch(bounds))
-    items, offsets = leaf.read(rows, "offsets")
-    return to_torch(items).tensor_split(to_torch(offsets)[1:-1])
+        return leaf.batch(map(to_torch, leaf.read_parts(rows)))
+    return leaf.samples([*map(to_torch, leaf.read_parts(rows, "offsets"))])

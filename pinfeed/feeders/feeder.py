@@ -256,6 +256,7 @@ class Feeder(ResumableFeeder[T_co]):
         self._begin = functools.partial(note_workers, ranks, selection.all_rows)
         self._stores = StoreTree(source)
         try:
+            options = _making_batches(options, self._stores, verify)
             self._prepare(selection, options, depth, device, route)
         except BaseException:
             self._stores.close()
@@ -407,7 +408,7 @@ class Feeder(ResumableFeeder[T_co]):
         # A loop that writes back prefetches single batches.
         write_depth = schedule.depth if schedule.batches_per_slot == 1 else DEFAULT_DEPTH
         n_batches = schedule.n_slots + 1 + n_held(write_depth)
-        n_parts = len(tree.stores) + 2 * len(tree.ragged)
+        n_parts = len(tree.stores) + len(tree.ragged) + len(tree.parts_of_ragged)
         self._open_device(device, n_parts * n_batches)
         # Whether verify finds changed rows must not depend on measured times.
         schedule = schedule.on(self._device, may_measure=not self._verify)
@@ -468,6 +469,29 @@ def _check_transforms(options: LoopOptions, verify: bool, route: str | None) -> 
             "route='direct' was given with host_transform, which needs the rows on the host; leave "
             "out route, or give device_transform"
         )
+
+
+def _making_batches(options: LoopOptions, tree: StoreTree, verify: bool) -> LoopOptions:
+    """Return options with which the transform thread makes the batches that take new memory.
+
+    Raises:
+        ArgumentError: If ``verify`` is set, but the batches differ from the rows of the stores.
+    """
+    if not tree.made_row_nbytes:
+        return options
+    if verify:
+        raise ArgumentError(
+            "verify=True was given with a SparseStore of layout='dense', whose batches differ from "
+            "its rows; leave out verify, or give layout='csr'"
+        )
+    if options.has_transforms:
+        return options
+    return dataclasses.replace(options, device_transform=_unchanged)
+
+
+def _unchanged(batch: Any) -> Any:
+    """Return the batch; the thread that calls this has made it."""
+    return batch
 
 
 def _check_continuous(

@@ -98,17 +98,19 @@ def _run(
         Bytes of the rows, and bytes that the transforms took.
     """
     reads = [DirectReads(store) for store in tree.stores]
-    ragged = [RaggedReads(one, DirectReads(one.items), one.items) for one in tree.ragged]
+    ragged = [RaggedReads.direct(one) for one in tree.ragged]
     batches = OrderBatches(sequential(), n_rows, n_rows, False)
     source = RowSource(tree.stores, reads, tree.rebuild, batches, ragged)
     options = LoopOptions("refuse", progress=False, timeline=False)
     runner = options.runner(source, device, PrefetchSchedule(0), transforms)
     what = f"in a trial with the first {n_rows} rows, for the limits of config"
     took, peak_nbytes = run_trial(runner, device, transforms, what)
-    rows_nbytes = n_rows * sum(map(row_nbytes, tree.stores))
+    rows_nbytes = n_rows * (sum(map(row_nbytes, tree.stores)) + tree.made_row_nbytes)
     # The bounds of ragged rows do not count: their share is larger in small rows than in large
     # ones.
-    rows_nbytes += sum(one.read(np.arange(n_rows))[0].nbytes for one in tree.ragged)
+    for one in tree.ragged:
+        *items, _ = one.read_parts(np.arange(n_rows))
+        rows_nbytes += sum(part.nbytes for part in items)
     moved = took.host_returned if transforms.host is not None else rows_nbytes
     working = max(0, peak_nbytes - moved - took.device_new)
     return rows_nbytes, took._replace(device_working=working)

@@ -18,9 +18,13 @@ from pinfeed.rows.batches import ORDER_BYTES
 from pinfeed.rows.length_batches import LengthBatches
 from pinfeed.rows.orders import PerRank, kept_arrays, most_copies
 from pinfeed.stores.ragged import RaggedStore
+from pinfeed.stores.store import row_nbytes
 
 # For each row of a kept batch: its index, its position, and a link to an earlier batch.
 _KEPT_ROW_NBYTES = 8 + 2 * 4
+# For each offset or length of a ragged row, and for each number of a packed batch.
+_INDEX_NBYTES = 8
+_PACKED_NBYTES = 4
 
 
 class PartSize(NamedTuple):
@@ -199,7 +203,7 @@ def order_allocations(rows: Any) -> list[Allocation]:
 def ragged_sizes(
     store: RaggedStore, rows: Any, *, is_limited: bool, is_staged: bool
 ) -> Callable[[int], list[PartSize]]:
-    """Return a function from the number of rows of a batch to the sizes of its two ragged arrays.
+    """Return a function from the number of rows of a batch to the sizes of its ragged arrays.
 
     With limits, or with batches that are bounded by elements, every batch reserves memory for the
     largest batch. Without either, one very long row would multiply the memory of all batches.
@@ -219,14 +223,39 @@ def ragged_sizes(
     is_exact = is_limited or max_elements is not None
 
     def sizes(n_rows: int) -> list[PartSize]:
-        both = store.batch_nbytes(n_rows, copies=copies, max_elements=max_elements)
+        elements, bounds = _most_elements(store, n_rows, copies, max_elements)
+        most = [*(elements * row_nbytes(part) for part in store.parts), bounds]
         if is_exact:
-            return [PartSize(nbytes, nbytes, is_staged) for nbytes in both]
-        items, bounds = both
+            return [PartSize(nbytes, nbytes, is_staged) for nbytes in most]
+        n_usual = store.row_lengths.usual_elements(n_rows, padded=store.layout == "padded")
+        usual = [*(n_usual * row_nbytes(part) for part in store.parts), bounds]
         # Memory that grows is rounded up by at most a sixteenth.
         return [
-            PartSize(items + -(-items // 16), min(items, store.usual_nbytes(n_rows)), is_staged),
-            PartSize(bounds + -(-bounds // 16), bounds, is_staged),
+            PartSize(nbytes + -(-nbytes // 16), min(nbytes, reserved), is_staged)
+            for nbytes, reserved in zip(most, usual, strict=True)
         ]
 
     return sizes
+
+
+def _most_elements(
+    store: RaggedStore, n_rows: int, copies: int | None, max_elements: int | None
+) -> tuple[int, int]:
+    """Return the most elements of a batch, and the most bytes of the bounds of its rows.
+
+    Args:
+        store: The ragged rows.
+        n_rows: Number of rows of the batch.
+        copies: Most occurrences of one row in the batch; None for any number.
+        max_elements: Most elements of the batch, with padding; None for no limit.
+    """
+    if store.layout == "padded" or copies is None:
+        elements = n_rows * store.row_lengths.longest
+    else:
+        elements = copies * store.row_lengths.most_elements(-(-n_rows // copies))
+    if max_elements is not None:
+        elements = min(elements, max_elements)
+    if store.layout == "packed":
+        # Each row may end a sequence, whose padding has a bound, too.
+        return elements, (2 * elements + 2 * n_rows + 1) * _PACKED_NBYTES
+    return elements, (n_rows if store.layout == "padded" else n_rows + 1) * _INDEX_NBYTES

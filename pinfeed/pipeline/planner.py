@@ -77,7 +77,7 @@ class Planner:
         preferred = config.preferred_batch_size if config is not None else None
         n_rows = self.batch_size or preferred or self._largest_given or 0
         why = self.device.choose_route(tree.stores, n_rows, route)
-        free = free_memory([*tree.stores, *(store.items for store in tree.ragged)], config)
+        free = free_memory([*tree.stores, *tree.parts_of_ragged], config)
         if config is None:
             size = min(self.batch_size or self._largest_given or 0, self._most_rows)
             plan = self._plan_of(size, self.schedule.depth)
@@ -158,7 +158,9 @@ class Planner:
             parts, batch_size, schedule, unified=unified, reads_for_host=has_host
         )
         if self.transform_nbytes is not None:
-            nbytes = self.transform_nbytes(sum(part.nbytes for part in parts))
+            nbytes = self.transform_nbytes(
+                sum(part.nbytes for part in parts) + batch_size * self.tree.made_row_nbytes
+            )
             found += nbytes.allocations(depth, unified=unified)
         found += self._order_items
         resident = _resident([*self.tree.stores, *self.tree.ragged])

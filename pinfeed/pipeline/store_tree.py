@@ -47,7 +47,8 @@ CopyToHost = Callable[[Tensor, tuple[int, ...], np.dtype[Any]], npt.NDArray[Any]
 class StoreTree:
     """Stores with equally many rows, in the structure that the user gave.
 
-    A batch has one part for each store in ``stores``, followed by two for each one in ``ragged``.
+    A batch has one part for each store in ``stores``, followed by those of each one in
+    ``ragged``: one for each part of its items, and one for the bounds of its rows.
 
     Args:
         source: Source as ``Feeder`` takes it. The tree opens leaves that are not stores, and
@@ -93,7 +94,7 @@ class StoreTree:
 
     def __str__(self) -> str:
         """Describe the stores, for the ``repr`` of a feeder."""
-        stores = [f"{name} {_shape_of(store)} {store.dtype}" for name, store in self._leaves]
+        stores = [text for name, leaf in self._leaves for text in _described(name, leaf)]
         more = f", and {len(stores) - _N_SHOWN} more" if len(stores) > _N_SHOWN else ""
         return f"{self.n_rows:,} rows of {', '.join(stores[:_N_SHOWN])}{more}"
 
@@ -104,9 +105,19 @@ class StoreTree:
         return sum(map(row_nbytes, self.stores)) + math.ceil(ragged)
 
     @property
+    def parts_of_ragged(self) -> list[Store]:
+        """Stores of the items of all ragged rows."""
+        return [part for store in self.ragged for part in store.parts]
+
+    @property
+    def made_row_nbytes(self) -> int:
+        """Bytes per row of new memory that ``rebuild`` takes; 0 if it only arranges tensors."""
+        return sum(store.made_row_nbytes for store in self.ragged)
+
+    @property
     def only_reads_files(self) -> bool:
         """Whether all rows are in files that are open for reading, by code of pinfeed."""
-        return all(map(only_reads_files, (*self.stores, *(store.items for store in self.ragged))))
+        return all(map(only_reads_files, (*self.stores, *self.parts_of_ragged)))
 
     def may_have_crew(self, *, is_limited: bool) -> bool:
         """Return whether a crew can copy the rows of all stores, if all files are in memory.
@@ -137,7 +148,7 @@ class StoreTree:
     @functools.cached_property
     def write_check(self) -> WriteCheck:
         """Check of the values that are to be written back."""
-        items = {name: leaf.items for name, leaf in self._leaves if isinstance(leaf, RaggedStore)}
+        items = {name: leaf.parts for name, leaf in self._leaves if isinstance(leaf, RaggedStore)}
         names = [name for name, _ in self._leaves if name not in items]
         return WriteCheck(names, self.stores, items)
 
@@ -153,14 +164,14 @@ class StoreTree:
         Raises:
             VerificationError: If a row differs.
         """
-        tensors = [tensor for _, tensor in flatten(data)[0]]
+        tensors = (tensor for _, tensor in flatten(data)[0])
         for name, store in self._leaves:
             if isinstance(store, RaggedStore):
                 differs = _ragged_differences(store, rows, tensors, copy_to_host)
             else:
                 expected = np.empty((len(rows), *store.row_shape), store.dtype)
                 store.gather(rows, expected)
-                differs = _differences(tensors.pop(0), expected, copy_to_host)
+                differs = _differences(next(tensors), expected, copy_to_host)
             wrong = np.flatnonzero(differs)
             if len(wrong):
                 raise VerificationError(
@@ -191,13 +202,11 @@ class StoreTree:
         )
 
     def _rebuild(self, parts: Iterator[Any]) -> Any:
-        """Build a batch from its parts: one of each store, then two of each ragged store."""
-        found = list(parts)
-        fixed = iter(found[: len(self.stores)])
-        ragged = iter(found[len(self.stores) :])
+        """Build a batch from its parts: one of each store, then those of each ragged store."""
+        fixed = iter([next(parts) for _ in self.stores])
         return self.structure(
-            leaf.batch(next(ragged), next(ragged)) if isinstance(leaf, RaggedStore) else next(fixed)
-            for _, leaf in self._leaves
+            leaf.batch(parts) if isinstance(leaf, RaggedStore) else next(fixed)
+            for leaf in self.leaves
         )
 
     def _open(self, leaf: Any, name: str) -> Store | RaggedStore:
@@ -211,11 +220,14 @@ class StoreTree:
         return store
 
 
-def _shape_of(store: Store | RaggedStore) -> tuple[int | str, ...]:
-    """Return the shape of a row, as the representation shows it."""
-    if isinstance(store, RaggedStore):
-        return ("ragged", *store.item_shape)
-    return store.row_shape
+def _described(name: str, leaf: Store | RaggedStore) -> list[str]:
+    """Return the name, shape and dtype of the rows of each part, as the representation shows it."""
+    if not isinstance(leaf, RaggedStore):
+        return [f"{name} {leaf.row_shape} {leaf.dtype}"]
+    return [
+        f"{name}{path} {('ragged', *part.row_shape)} {part.dtype}"
+        for path, part in zip(leaf.paths_of_parts, leaf.parts, strict=True)
+    ]
 
 
 def _differences(
@@ -230,22 +242,21 @@ def _differences(
 
 
 def _ragged_differences(
-    store: RaggedStore, rows: Rows, tensors: list[Tensor], copy_to_host: CopyToHost
+    store: RaggedStore, rows: Rows, leaves: Iterator[Tensor], copy_to_host: CopyToHost
 ) -> npt.NDArray[np.bool_]:
     """Return whether each ragged row of a batch differs from the row in the store, shape (n,).
 
     Args:
         store: The store.
         rows: Row indices of the batch.
-        tensors: Remaining tensors of the batch; those of the store are first, and are removed.
+        leaves: Remaining tensors of the batch; this takes those of the store, which are first.
         copy_to_host: As for ``StoreTree.require_equal``.
     """
-    if store.layout == "jagged":
-        items, bounds = store.tensors(tensors.pop(0))
-    else:
-        items, bounds = tensors.pop(0), tensors.pop(0)
-    expected, expected_bounds = store.read(rows)
-    differs = _differences(items, expected, copy_to_host)
+    *items, bounds = store.tensors(leaves)
+    *expected, expected_bounds = store.read_parts(rows)
+    pairs = zip(items, expected, strict=True)
+    found = [_differences(one, other, copy_to_host) for one, other in pairs]
+    differs: npt.NDArray[np.bool_] = np.logical_or.reduce(found)
     if store.layout != "padded":
         # Positions of items, as rows of the batch.
         wrong = np.searchsorted(expected_bounds, np.flatnonzero(differs), side="right") - 1

@@ -23,11 +23,12 @@ class WriteCheck:
     Args:
         names: Name of each store, which begins with ``source``.
         stores: Stores of the feeder.
-        ragged: Items of each ragged store of the feeder, by its name. Ragged rows are read-only.
+        ragged: Parts of the items of each ragged store of the feeder, by its name. Ragged rows are
+            read-only.
     """
 
     def __init__(
-        self, names: Sequence[str], stores: Sequence[Store], ragged: Mapping[str, Store]
+        self, names: Sequence[str], stores: Sequence[Store], ragged: Mapping[str, Sequence[Store]]
     ) -> None:
         self._names = names
         self._name_set = frozenset((*names, *ragged))
@@ -107,8 +108,11 @@ class WriteCheck:
 
     @functools.cached_property
     def _aliases(self) -> str:
-        stores = (*self._stores, *self._ragged.values())
-        return aliases((*self._names, *self._ragged), stores, [one.writable for one in stores])
+        parts = [(name, part) for name, parts in self._ragged.items() for part in parts]
+        names = (*self._names, *(name for name, _ in parts))
+        # Parts of ragged rows are read-only, even if their arrays are not.
+        writable = [*(one.writable for one in self._stores), *(False for _ in parts)]
+        return aliases(names, (*self._stores, *(part for _, part in parts)), writable)
 
 
 def aliases(names: Sequence[str], stores: Sequence[Store], written: Sequence[bool]) -> str:

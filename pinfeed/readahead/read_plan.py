@@ -11,12 +11,14 @@ from typing import NamedTuple
 
 from pinfeed.memory.plan import Allocation
 from pinfeed.memory.units import human
-from pinfeed.readahead.strategy import ReadStrategy
+from pinfeed.readahead.strategy import DirectReads, ReadStrategy, main_hint
+from pinfeed.readahead.windows import WindowBatch
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.packing import Places
 from pinfeed.rows.windows import Window, Windows, WrappedWindows
-from pinfeed.stores.host_rows import Gatherable, run_gather
+from pinfeed.stores.host_rows import RunGather, run_gather
 from pinfeed.stores.ragged import RaggedParts, RaggedStore
+from pinfeed.stores.store import row_nbytes
 
 # Sources that are read alike have one note each if they are at most this many.
 _MOST_NOTES = 4
@@ -50,25 +52,39 @@ class ReadPlan:
         return [one.close for one in self.strategies] + [one.close for one in self.ragged]
 
 
+class PartReads(NamedTuple):
+    """Method of reading one part of the items of ragged rows."""
+
+    strategy: ReadStrategy
+    gather: RunGather
+    """Gathers runs of the items, unless the strategy has windows for a batch."""
+
+
 class RaggedReads:
-    """Method of reading ragged rows: the strategy of their items, in terms of rows.
+    """Method of reading ragged rows: the strategies of the parts of their items, in terms of rows.
 
     Args:
         store: The ragged rows.
-        strategy: Strategy of the items.
-        source: Rows of the strategy from which runs are gathered.
+        parts: Method of reading each part.
     """
 
-    def __init__(self, store: RaggedStore, strategy: ReadStrategy, source: Gatherable) -> None:
+    def __init__(self, store: RaggedStore, parts: Sequence[PartReads]) -> None:
         self.store = store
-        self.items: tuple[Allocation, ...] = strategy.items
-        self._strategy = strategy
-        self._gather = run_gather(source)
+        self.items: tuple[Allocation, ...] = tuple(
+            itertools.chain.from_iterable(part.strategy.items for part in parts)
+        )
+        self._parts = parts
+
+    @classmethod
+    def direct(cls, store: RaggedStore) -> RaggedReads:
+        """Return the method that gathers all items straight from their stores."""
+        return cls(store, [PartReads(DirectReads(one), run_gather(one)) for one in store.parts])
 
     @property
     def hint(self) -> str:
         """Advice, in whole sentences, for a loop that waits for these rows."""
-        return self._strategy.hint
+        pairs = zip(self.store.parts, self._parts, strict=True)
+        return main_hint([(float(row_nbytes(one)), part.strategy.hint) for one, part in pairs])
 
     @contextlib.contextmanager
     def open_epoch(
@@ -76,31 +92,49 @@ class RaggedReads:
     ) -> Iterator[OpenRaggedBatch]:
         """Serve the positions [start, stop) of an epoch, like ``ReadStrategy.open_epoch``."""
         if windows is not None:
-            windows = _ItemWindows(windows, self.store.offsets)
-        with self._strategy.open_epoch(windows, start, stop) as open_batch:
+            windows = RaggedWindows(windows, self.store)
+        with contextlib.ExitStack() as stack:
+            serving = [
+                stack.enter_context(part.strategy.open_epoch(windows, start, stop))
+                for part in self._parts
+            ]
 
             def open_ragged(position: int, n: int) -> Callable[[Rows, Places | None], RaggedParts]:
                 # This starts reading the next window.
-                open_batch(position, n)
-                return functools.partial(self.store.batch_parts, self._gather)
+                opened = [serve(position, n) for serve in serving]
+                gathers = [
+                    one.gather_runs if isinstance(one, WindowBatch) else part.gather
+                    for one, part in zip(opened, self._parts, strict=True)
+                ]
+                return functools.partial(self.store.batch_parts, gathers)
 
             yield open_ragged
 
     def close(self) -> None:
-        """Free the memory of the strategy."""
-        self._strategy.close()
+        """Free the memory of the strategies."""
+        with contextlib.ExitStack() as stack:
+            for part in self._parts:
+                stack.callback(part.strategy.close)
 
 
 @dataclass(frozen=True)
-class _ItemWindows(WrappedWindows):
-    """Windows whose runs are items of ragged rows."""
+class RaggedWindows(WrappedWindows):
+    """Windows whose runs are items of ragged rows; windows without items are left out."""
 
-    offsets: Rows
+    store: RaggedStore
+
+    @functools.cached_property
+    def window_rows(self) -> int:
+        """Most items of a window: those of its longest rows, if it had them all."""
+        return self.store.row_lengths.most_elements(self.windows.window_rows)
 
     def needed(self, start: int, stop: int) -> Iterator[Window]:
+        offsets = self.store.offsets
         for window in self.windows.needed(start, stop):
-            found = [(self.offsets.item(a), self.offsets.item(b)) for a, b in window.runs]
-            yield window._replace(runs=[(a, b) for a, b in found if a < b])
+            found = [(offsets.item(a), offsets.item(b)) for a, b in window.runs]
+            runs = [(a, b) for a, b in found if a < b]
+            if runs:
+                yield window._replace(runs=runs)
 
 
 class ReadNote(NamedTuple):

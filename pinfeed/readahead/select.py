@@ -13,7 +13,14 @@ from typing import Any, NamedTuple
 from pinfeed.memory.plan import Allocation
 from pinfeed.memory.units import human
 from pinfeed.readahead.chunk_reads import ChunkReads
-from pinfeed.readahead.read_plan import RaggedReads, ReadNote, ReadPlan, notes_of
+from pinfeed.readahead.read_plan import (
+    PartReads,
+    RaggedReads,
+    RaggedWindows,
+    ReadNote,
+    ReadPlan,
+    notes_of,
+)
 from pinfeed.readahead.resident_file import (
     InMemoryCopy,
     MappedFile,
@@ -43,6 +50,7 @@ from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.axis_windows import ItemWindows, WindowStore
 from pinfeed.stores.chunked import ChunkedStore
 from pinfeed.stores.file_store import FileStore
+from pinfeed.stores.host_rows import run_gather
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.ragged import RaggedStore
 from pinfeed.stores.remote import RemoteStore
@@ -138,16 +146,23 @@ def choose(
     # Rows are sorted or packed within windows, which follow each other as in the order.
     order = order.order if isinstance(order, LengthBatches) else order
     for one in ragged:
-        items = file_of(one.items)
-        if items is None or not items.row_nbytes:
-            ragged_reads.append(RaggedReads(one, DirectReads(one.items), one.items))
-            continue
-        share = _share(order, one.n_rows, one.mean_row_nbytes, one.n_items * items.row_nbytes)
-        strategy, reason = _choose_for_items(one, items, _Reads(order, share, n_batch_rows, free))
-        free = free.without(strategy.items)
-        notes.append(ReadNote(items.label, items.nbytes, f"ragged rows, {reason}"))
-        source = strategy if isinstance(strategy, ResidentFile) else items
-        ragged_reads.append(RaggedReads(one, strategy, source))
+        parts: list[PartReads] = []
+        for part in one.parts:
+            items = file_of(part)
+            if items is None or not items.row_nbytes:
+                parts.append(PartReads(DirectReads(part), run_gather(part)))
+                continue
+            mean = one.row_lengths.mean * items.row_nbytes
+            share = _share(order, one.n_rows, mean, one.n_items * items.row_nbytes)
+            reads = _Reads(order, share, n_batch_rows, free, mapped)
+            strategy, reason = _choose_for_items(one, items, reads)
+            if isinstance(items, LocalFileStore) and isinstance(strategy, MappedFile):
+                mapped.append(items)
+            free = free.without(strategy.items)
+            notes.append(ReadNote(items.label, items.nbytes, f"ragged rows, {reason}"))
+            source = strategy if isinstance(strategy, ResidentFile) else items
+            parts.append(PartReads(strategy, run_gather(source)))
+        ragged_reads.append(RaggedReads(one, parts))
     return ReadPlan(strategies, notes_of(notes), ragged_reads)
 
 
@@ -238,7 +253,8 @@ def _choose_for_items(store: RaggedStore, items: FileStore, reads: _Reads) -> Ch
     """Choose a strategy for the items of ragged rows."""
     if not isinstance(items, LocalFileStore):
         return _choose_for_slow_items(store, items, reads)
-    if items.nbytes <= reads.free.page_cache and (mapped := _map(items, reads)) is not None:
+    fits = items.nbytes_beside(reads.mapped) <= reads.free.page_cache
+    if fits and (mapped := _map(items, reads)) is not None:
         return mapped, _MAPPED
     if is_in_sequence(reads.order):
         return _read_in_sequence(items)
@@ -263,14 +279,23 @@ def _choose_for_slow_items(store: RaggedStore, items: FileStore, reads: _Reads) 
     copy = _copy(items, reads, verb)
     if copy is not None:
         return copy
+    problem = ""
     if in_chunks:
+        found = windows(reads.order, store.n_rows, 0) if isinstance(reads.order, Order) else None
+        if found is not None:
+            of_items = RaggedWindows(found, store)
+            problem = _memory_problem(items, of_items, reads)
+            if not problem:
+                strategy = WindowReadahead(items, of_items, reads.n_batch_rows)
+                return strategy, "read ahead window by window; a window decodes each chunk once"
+            problem = f" ({problem})"
         how = "decodes the whole chunks of its rows"
         advice = "A copy of the items in a .npy file needs no decoding."
     else:
         how = "requests its rows"
         advice = block_hint(store.mean_row_nbytes)
     hint = f"Each batch {how} of {items.label}. {advice} {whole_file_hint(items)}"
-    return DirectReads(items, hint), f"each batch {how}"
+    return DirectReads(items, hint), f"each batch {how}{problem}"
 
 
 def _choose_for_chunks(store: ChunkedStore, reads: _Reads) -> Choice:

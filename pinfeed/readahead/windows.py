@@ -126,9 +126,7 @@ class WindowReadahead(ReadStrategy):
                 lambda: len(self._live) < self.items[0].count,
             )
             try:
-                yield lambda position, n: functools.partial(
-                    _WindowRows, self._store, cursor.take(position, n)
-                )
+                yield lambda position, n: WindowBatch(self._store, cursor.take(position, n))
             except GeneratorExit:
                 # The training loop ended early. At the end of the data, in contrast, the last
                 # batches may still wait for reads, so these are not cancelled.
@@ -220,6 +218,39 @@ def _joined(store: FileStore, runs: Runs) -> Iterator[Runs]:
         begins = begins[np.append(True, first[1:] != last[:-1])]
     for begin, end in itertools.pairwise([*begins.tolist(), len(runs.starts)]):
         yield Runs(*(numbers[begin:end] for numbers in runs))
+
+
+class WindowBatch:
+    """Windows that may have the rows of a batch; it is the function that makes these rows.
+
+    Args:
+        store: The file.
+        windows: The windows.
+    """
+
+    def __init__(self, store: FileStore, windows: Sequence[_Window]) -> None:
+        self._store = store
+        self._windows = windows
+
+    def __call__(self, rows: Rows) -> _WindowRows:
+        return _WindowRows(self._store, self._windows, rows)
+
+    def gather_runs(self, runs: Runs, out: Array) -> None:
+        """Copy runs of rows to their positions in ``out``.
+
+        Each run is a part of one run of a window, or of none. The caller has checked all arguments.
+        """
+        left = runs.take(np.flatnonzero(runs.lengths))
+        for window in self._windows:
+            found = window.find(left.starts)
+            is_here = found >= 0
+            if is_here.any():
+                here = Runs(found[is_here], left.lengths[is_here], left.places[is_here])
+                window.wait().gather_runs(here, out)
+                left = left.take(np.flatnonzero(~is_here))
+        if len(left.starts):
+            # Sources of a mixture without windows.
+            self._store.gather_runs(left, out)
 
 
 class _WindowRows:

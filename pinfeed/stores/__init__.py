@@ -8,5 +8,6 @@ from pinfeed.stores.parquet import ParquetStore as ParquetStore
 from pinfeed.stores.pinned import PinnedStore as PinnedStore
 from pinfeed.stores.ragged import RaggedStore as RaggedStore
 from pinfeed.stores.remote import RemoteStore as RemoteStore
+from pinfeed.stores.sparse import SparseStore as SparseStore
 from pinfeed.stores.store import Store as Store
 from pinfeed.stores.zarr import ZarrStore as ZarrStore

@@ -36,6 +36,8 @@ COPIED_BYTES = 1 << 20
 
 # Above this size, the compiled gather is faster, although it takes some us to describe the rows.
 _LARGE_BYTES = 256 << 10
+# For more runs, the compiled copy is faster, although it takes some us to describe the rows.
+_FEW_RUNS = 4
 # From these sizes of the values and of the array on, a scatter past the caches is faster, even if
 # the same rows are gathered next.
 _LARGE_SCATTER_BYTES = 2 << 20
@@ -155,7 +157,11 @@ class ArrayStore:
 
     def gather_runs(self, runs: Runs, out: Array) -> None:
         """Copy runs of rows to their places in ``out``. The caller has checked all arguments."""
-        copy_runs(self._array, runs.merged(), out)
+        memory_rows = self.memory_rows if len(runs.starts) > _FEW_RUNS else None
+        if memory_rows is not None:
+            memory_rows.gather_runs(*runs, out)
+        else:
+            copy_runs(self._array, runs.merged(), out)
 
     def scatter(self, rows: Rows, values: Array) -> None:
         """Store rows in the array.

@@ -271,10 +271,14 @@ def _concat_ragged(leaves: Sequence[Any], names: Sequence[str]) -> RaggedStore:
     for leaf, name in zip(leaves, names, strict=True):
         if not isinstance(leaf, RaggedStore):
             raise StoreError(f"{name} is not a RaggedStore, but others are; expected only these")
-        if (leaf.layout, leaf.padding) != (leaves[0].layout, leaves[0].padding):
+        if leaf.paths_of_parts != leaves[0].paths_of_parts:
             raise StoreError(
-                f"{name} has layout={leaf.layout!r} and padding={leaf.padding}, and {names[0]} has "
-                f"layout={leaves[0].layout!r} and padding={leaves[0].padding}; expected the same"
+                f"{name} has the parts {leaf.paths_of_parts}, and {names[0]} has "
+                f"{leaves[0].paths_of_parts}; expected the same"
+            )
+        if leaf.form != leaves[0].form:
+            raise StoreError(
+                f"{name} has {leaf.form}, and {names[0]} has {leaves[0].form}; expected the same"
             )
     for before, after, name in zip(leaves, leaves[1:], names[1:], strict=False):
         if before.offsets[-1] != before.n_items or after.offsets[0] != 0:
@@ -285,5 +289,9 @@ def _concat_ragged(leaves: Sequence[Any], names: Sequence[str]) -> RaggedStore:
     begins = [0, *itertools.accumulate(leaf.n_items for leaf in leaves)]
     pairs = zip(leaves[1:], begins[1:], strict=False)
     offsets = np.concatenate([leaves[0].offsets, *(leaf.offsets[1:] + n for leaf, n in pairs)])
-    items = _concat([leaf.items for leaf in leaves], names, [])
-    return RaggedStore.owning(items, offsets, leaves[0])
+    parts = [
+        _concat([leaf.parts[i] for leaf in leaves], [f"{name}{path}" for name in names], [])
+        for i, path in enumerate(leaves[0].paths_of_parts)
+    ]
+    joined: RaggedStore = leaves[0].joined(parts, offsets)
+    return joined

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -177,24 +179,29 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 def _open(path: Path, name: str | None) -> Any:
     """Open a dataset of a file; the caller closes ``dataset.file``."""
-    import h5py
-
-    if not os.path.exists(path):
-        raise FileMissing(f"{path}: no such file (looked in {os.getcwd()})")
-    try:
-        # The store keeps chunks itself, so the library need not.
-        file = h5py.File(path, "r", rdcc_nbytes=0)
-    except OSError as error:
-        raise StoreError(
-            f"{path}: h5py cannot open it ({described(error)}); expected an HDF5 file that is not "
-            "open for writing; if the file is open in this process, give its dataset"
-        ) from error
+    file = _open_file(path)
     try:
         with _h5py_errors(path, name):
             return _dataset_of(file, name)
     except BaseException:
         file.close()
         raise
+
+
+def _open_file(path: Path) -> Any:
+    """Open a file, which the caller closes."""
+    import h5py
+
+    if not os.path.exists(path):
+        raise FileMissing(f"{path}: no such file (looked in {os.getcwd()})")
+    try:
+        # The store keeps chunks itself, so the library need not.
+        return h5py.File(path, "r", rdcc_nbytes=0)
+    except OSError as error:
+        raise StoreError(
+            f"{path}: h5py cannot open it ({described(error)}); expected an HDF5 file that is not "
+            "open for writing; if the file is open in this process, give its dataset"
+        ) from error
 
 
 def _h5py_errors(path: Path, name: str | None) -> AbstractContextManager[None]:
@@ -216,6 +223,7 @@ def _dataset_of(file: Any, name: str | None) -> Any:
     if name is not None and isinstance(file.get(name), h5py.Dataset):
         return file[name]
     found = dataset_names(file)
+    _refuse_encoded(file, name)
     if name is None and len(found) == 1:
         return file[found[0]]
     shown = ", ".join(map(repr, found[:_N_SHOWN])) or "none"
@@ -227,6 +235,23 @@ def _dataset_of(file: Any, name: str | None) -> Any:
     )
 
 
+def _refuse_encoded(file: Any, name: str | None) -> None:
+    """Raise StoreError if a name is that of a matrix or a column of AnnData in several datasets."""
+    item = None if name is None else file.get(name)
+    kind = "" if item is None else str(item.attrs.get("encoding-type", ""))
+    advice = {
+        "csr_matrix": f"give SparseStore(path, {name!r})",
+        "categorical": f"give HDF5Store(path, '{name}/codes'); -1 is a missing value",
+        "nullable-integer": f"give HDF5Store(path, '{name}/values')",
+        "nullable-boolean": f"give HDF5Store(path, '{name}/values')",
+    }
+    if kind in advice:
+        raise StoreError(
+            f"{file.filename}: {name!r} is a {kind} of AnnData, in several datasets; expected a "
+            f"dataset; {advice[kind]}"
+        )
+
+
 def dataset_names(file: Any) -> list[str]:
     """Return the names of all datasets of an open file or group, in order."""
     import h5py
@@ -236,6 +261,37 @@ def dataset_names(file: Any) -> list[str]:
         lambda name, item: found.append(name) if isinstance(item, h5py.Dataset) else None
     )
     return found
+
+
+@contextlib.contextmanager
+def hdf5_group(source: Any, key: str | None) -> Iterator[tuple[Any, str]]:
+    """Open the group of a name in a file or in an open group; return it and its place in words.
+
+    Raises:
+        StoreError: If there is no such group.
+    """
+    h5py = imported("h5py", f"SparseStore: h5py is needed; {install_line('hdf5')}")
+    with contextlib.ExitStack() as stack:
+        parent = source
+        if isinstance(source, (str, os.PathLike)):
+            parent = stack.enter_context(_open_file(os.path.abspath(local_path(source))))
+        else:
+            _require_valid(source, "SparseStore")
+        path = os.fspath(os.path.basename(parent.file.filename))
+        group = parent if key is None else parent.get(key)
+        if isinstance(group, h5py.Dataset):
+            raise StoreError(
+                f"{path}: {key!r} is a dense dataset; expected a group with a sparse matrix; give "
+                f"HDF5Store(path, {key!r})"
+            )
+        if group is None:
+            names = ", ".join(sorted(parent.keys())[:_N_SHOWN])
+            raise StoreError(
+                f"{path} has no {key!r}; expected the name of a sparse matrix, such as 'X' or "
+                f"'layers/counts'; it has {names or 'nothing'}"
+            )
+        with _h5py_errors(path, key):
+            yield group, f"{path}:{group.name}"
 
 
 def _require_valid(dataset: Any, name: str) -> None:

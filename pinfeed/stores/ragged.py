@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import logging
-import os
-from typing import Any, Literal, NamedTuple, cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,21 +15,17 @@ from pinfeed.rows.orders import Rows
 from pinfeed.rows.packing import Places
 from pinfeed.rows.row_lengths import RowLengths
 from pinfeed.rows.runs import Runs
-from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.arrow import ArrowStore, items_and_offsets
-from pinfeed.stores.host_rows import RunGather, RunRows, run_gather
-from pinfeed.stores.opened import open_store
-from pinfeed.stores.store import Array, Store, is_store, row_nbytes
+from pinfeed.stores.host_rows import RunGather, RunRows, UnreadPart, run_gather
+from pinfeed.stores.item_parts import ItemParts
+from pinfeed.stores.ragged_offsets import check_offsets, read_offsets
+from pinfeed.stores.store import Array, Store, row_nbytes
 from pinfeed.validation.arguments import explain_arguments
 from pinfeed.validation.safe_repr import safe_repr
 
 Layout = Literal["offsets", "padded", "jagged", "packed"]
 
-logger = logging.getLogger("pinfeed")
-
 _LAYOUTS = ("offsets", "padded", "jagged", "packed")
-_INDEX_NBYTES = 8
-_PACKED_NBYTES = 4
 
 _HINTS = {
     "data": "the items are the first positional argument",
@@ -43,10 +39,10 @@ _HINTS = {
 
 
 class RaggedParts(NamedTuple):
-    """The two arrays of a batch of ragged rows."""
+    """The arrays of a batch of ragged rows."""
 
-    items: RunRows
-    """Items that are still to be gathered."""
+    items: Sequence[UnreadPart]
+    """Items of each part that are still to be gathered."""
     bounds: npt.NDArray[np.signedinteger[Any]]
     """Offsets of the rows in the batch, shape (n + 1,), or lengths, shape (n,), if it is padded.
 
@@ -62,7 +58,10 @@ class PackedBatch(NamedTuple):
     """
 
     values: Any
-    """Items, shape (n_sequences, length, *item_shape); padding is at the end of each sequence."""
+    """Items, shape (n_sequences, length, *item_shape); padding is at the end of each sequence.
+
+    Several parts that share offsets have the structure in which they were given.
+    """
     document_ids: Any
     """Number of the row of each item in the batch, shape (n_sequences, length); -1 for padding."""
     position_ids: Any
@@ -86,21 +85,26 @@ class RaggedStore:
     - ``"packed"``: a ``PackedBatch`` of sequences for attention by document. With
       ``rows=pinfeed.rows.packed(...)`` these have one length; otherwise all rows are one sequence.
 
-    Offsets and lengths are int64.
+    Offsets and lengths are int64. Several parts of one length, such as the columns of a tokenized
+    data set, share their offsets: give them as a dict, and ``values`` is a dict in each batch. With
+    ``"jagged"``, the batch is a dict of nested tensors with the same offsets.
 
     Args:
         values: Items of all rows, shape (n_items, *item_shape): a path, a pattern, an array, a CPU
-            tensor or a Store. This store closes a file that it opened from a path.
+            tensor or a Store. It may also be a dict or another structure of these, all with the
+            same number of items. This store closes files that it opened from paths.
         offsets: Position of each row in ``values``, followed by the end of the last row, shape
             (n_rows + 1,), non-decreasing integers: a path of a .npy file, an array, a CPU tensor,
             an ``h5py.Dataset`` or a ``zarr.Array``. Items before the first and after the last
             offset are in no row. For lengths, give ``np.concatenate(([0], np.cumsum(lengths)))``.
             The store copies the offsets into memory as int64, 8 bytes per row.
         layout: Form of the batches.
-        padding: Value of the elements after the end of a row in a padded batch.
+        padding: Value of the elements after the end of a row in a padded batch. For different
+            values, give them in the structure of ``values``.
 
     Raises:
-        StoreError: If a source cannot be read, or if offsets decrease or are out of range.
+        StoreError: If a source cannot be read, if parts have different numbers of items, or if
+            offsets decrease or are out of range.
         ArgumentError: If ``layout`` or ``padding`` is invalid.
 
     Examples:
@@ -116,6 +120,7 @@ class RaggedStore:
         (1, 7) [7]
     """
 
+    # It is one class, because the layout decides the arrays and the tensors of a batch.
     writable = False
 
     @explain_arguments(_HINTS)
@@ -125,71 +130,69 @@ class RaggedStore:
         offsets: Any,
         *,
         layout: Layout = "offsets",
-        padding: complex = 0,
+        padding: complex | Mapping[Any, Any] = 0,
     ) -> None:
         if layout not in _LAYOUTS:
             raise ArgumentError(
                 f"layout={layout!r}: expected 'offsets', 'padded', 'jagged' or 'packed'"
             )
-        if isinstance(values, RaggedStore):
-            raise StoreError("values is a RaggedStore; expected the items of its rows")
         self.layout: Layout = layout
-        self.offsets = _read_offsets(offsets)
-        """Position of each row in the items, then the end of the last row, shape (n_rows + 1,)."""
-        self.n_rows = len(self.offsets) - 1
-        """Number of rows."""
-        self.items = _open_items(values)
-        self._is_owner = self.items is not values
-        self.n_items = self.items.n_rows
-        """Number of items of ``values``, including items that are in no row."""
-        self.item_shape = self.items.row_shape
-        """Shape of one item; ``()`` if an item is a single number."""
-        self.dtype = self.items.dtype
-        """Dtype of the items."""
-        try:
-            _check_offsets(self.offsets, self.n_items)
-            self.padding = _padding(padding, self.dtype)
+        with contextlib.ExitStack() as stack:
+            self.offsets = read_offsets(offsets)
+            """Position of each row in the items, and the end of the last, shape (n_rows + 1,)."""
+            self.n_rows = len(self.offsets) - 1
+            """Number of rows."""
+            self.item_parts = stack.enter_context(ItemParts(values))
+            self.parts = self.item_parts.stores
+            """Stores of the items, one for each part."""
+            self.paths_of_parts = self.item_parts.paths
+            """Path of each part in the structure of the parts."""
+            self.n_items = self.parts[0].n_rows
+            """Number of items of ``values``, including items that are in no row."""
+            check_offsets(self.offsets, self.n_items)
+            self.paddings = self.item_parts.paddings(padding)
+            """Value of padded elements of each part."""
             if layout == "jagged":
                 # Imported here, because torch need not be loaded for numpy arrays.
                 from pinfeed.tensors.numpy_torch import load_jagged
 
                 load_jagged()
-        except BaseException:
-            self.close()
-            raise
+            stack.pop_all()
 
     @classmethod
     def from_arrow(
-        cls, column: Any, *, layout: Layout = "offsets", padding: complex = 0
+        cls,
+        column: Any,
+        *,
+        layout: Layout = "offsets",
+        padding: complex | Mapping[Any, Any] = 0,
     ) -> RaggedStore:
         """Return the lists of an Arrow column as ragged rows; the items are not copied.
 
             store = RaggedStore.from_arrow(dataset.data.column("input_ids"))
+
+        Columns whose lists have the same lengths share their offsets:
+
+            store = RaggedStore.from_arrow(dataset.data.select(["input_ids", "attention_mask"]))
 
         Call ``dataset.flatten_indices()`` first if a Hugging Face dataset was shuffled or filtered;
         otherwise, the rows are those of the unfiltered table.
 
         Args:
             column: Column of lists of numbers, without nulls: a pyarrow.ListArray, a
-                LargeListArray, or a ChunkedArray of these.
+                LargeListArray, or a ChunkedArray of these. A table, or a dict of columns, has
+                several parts.
             layout: As for the class.
             padding: As for the class.
 
         Raises:
             MissingDependency: If pyarrow is not installed.
             StoreError: If ``column`` is not a column of lists of numbers, has nulls, or has no
-                items.
+                items, or if the lists of several columns have different lengths.
             ArgumentError: As for the class.
         """
-        items, offsets = items_and_offsets(column)
-        return cls(ArrowStore(items, name="from_arrow"), offsets, layout=layout, padding=padding)
-
-    @classmethod
-    def owning(cls, items: Store, offsets: Rows, like: RaggedStore) -> RaggedStore:
-        """Return ragged rows that close the store of their items, in the form of other ones."""
-        store = cls(items, offsets, layout=like.layout, padding=like.padding)
-        store._is_owner = True
-        return store
+        values, offsets = _arrow_parts(column)
+        return cls(values, offsets, layout=layout, padding=padding)
 
     @safe_repr
     def __repr__(self) -> str:
@@ -206,70 +209,81 @@ class RaggedStore:
         """Number of items of each row, shape (n_rows,), int64; a new array."""
         return np.diff(self.offsets)
 
+    def structure(self, values: Iterable[Any]) -> Any:
+        """Return values, one for each part, in the structure in which the parts were given."""
+        return self.item_parts.structure(iter(values))
+
+    @property
+    def items(self) -> Any:
+        """Store of the items; several parts have the structure in which they were given."""
+        return self.structure(self.parts)
+
+    @property
+    def item_shape(self) -> Any:
+        """Shape of one item, ``()`` if it is a number; several parts as for ``items``."""
+        return self.structure(part.row_shape for part in self.parts)
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the items; several parts as for ``items``."""
+        return self.structure(part.dtype for part in self.parts)
+
+    @property
+    def padding(self) -> Any:
+        """Value of padded elements; several parts as for ``items``."""
+        return self.structure(self.paddings)
+
+    @property
+    def form(self) -> str:
+        """Words that are equal for stores whose rows ``concat`` may join."""
+        return f"layout={self.layout!r} and padding={self.padding}"
+
+    @property
+    def made_row_nbytes(self) -> int:
+        """Bytes per row of new memory that ``batch`` takes; 0 if batches have the given memory."""
+        return 0
+
     @property
     def mean_row_nbytes(self) -> float:
-        """Mean bytes of a row."""
-        return self.row_lengths.mean * row_nbytes(self.items)
+        """Mean bytes of a row of all parts."""
+        return self.row_lengths.mean * sum(map(row_nbytes, self.parts))
 
     @property
     def resident_bytes(self) -> int:
-        """Host memory of the offsets and of the items' store, in bytes."""
-        return self.offsets.nbytes + self.row_lengths.nbytes + self.items.resident_bytes
+        """Host memory of the offsets and of the stores of the items, in bytes."""
+        parts = sum(part.resident_bytes for part in self.parts)
+        return self.offsets.nbytes + self.row_lengths.nbytes + parts
 
     @functools.cached_property
     def row_lengths(self) -> RowLengths:
         """Numbers of rows of each length."""
         return RowLengths(self.lengths)
 
-    def batch_nbytes(
-        self, n_rows: int, *, copies: int | None, max_elements: int | None = None
-    ) -> tuple[int, int]:
-        """Return the most bytes that the two arrays of a batch may have.
+    def own(self, stores: Iterable[Store]) -> None:
+        """Close stores of the items together with this store."""
+        self.item_parts.owned += stores
 
-        Args:
-            n_rows: Number of rows of the batch.
-            copies: Most occurrences of one row in the batch; None for any number.
-            max_elements: Most elements of the batch, with padding; None for no limit.
-        """
-        if self.layout == "padded" or copies is None:
-            elements = n_rows * self.row_lengths.longest
-        else:
-            elements = copies * self.row_lengths.most_elements(-(-n_rows // copies))
-        if max_elements is not None:
-            elements = min(elements, max_elements)
-        bounds = (n_rows if self.layout == "padded" else n_rows + 1) * _INDEX_NBYTES
-        if self.layout == "packed":
-            # Each row may end a sequence, whose padding has a bound, too.
-            bounds = (2 * elements + 2 * n_rows + 1) * _PACKED_NBYTES
-        return elements * row_nbytes(self.items), bounds
+    def joined(self, parts: Sequence[Store], offsets: Rows) -> RaggedStore:
+        """Return rows of other items in the form of these, which close the stores of the items."""
+        items = self.structure(parts)
+        store = RaggedStore(items, offsets, layout=self.layout, padding=self.padding)
+        store.own(parts)
+        return store
 
-    def usual_nbytes(self, n_rows: int) -> int:
-        """Return a number of bytes that the items of few batches of random rows exceed.
-
-        Args:
-            n_rows: Number of rows of the batch.
-        """
-        elements = self.row_lengths.usual_elements(n_rows, padded=self.layout == "padded")
-        return elements * row_nbytes(self.items)
-
-    def batch_parts(self, gather: RunGather, rows: Rows, places: Places | None) -> RaggedParts:
-        """Return ``parts`` of a batch in the layout of the store."""
-        return self.parts(rows, gather, places=places)
-
-    def parts(
+    def batch_parts(
         self,
+        gathers: Sequence[RunGather],
         rows: Rows,
-        gather: RunGather,
-        layout: Layout | None = None,
         places: Places | None = None,
+        layout: Layout | None = None,
     ) -> RaggedParts:
-        """Return the two arrays of a batch, the items still to be gathered.
+        """Return the arrays of a batch, the items still to be gathered.
 
         Args:
+            gathers: Functions that gather runs of the items of each part.
             rows: Row indices in range, shape (n,); they may repeat.
-            gather: Function that gathers runs of the items.
-            layout: Form of the batch; None uses the layout of the store.
             places: Parts of the rows to gather, and their places in sequences; None for whole rows.
+            layout: Form of the batch; None uses the layout of the store.
         """
         starts = self.offsets[rows]
         lengths = self.offsets[rows + 1] - starts
@@ -283,133 +297,114 @@ class RaggedStore:
                 total = int(lengths.sum())
                 places = Places(np.zeros_like(rows), lengths, ends - lengths, (1, total))
             runs = Runs(starts, lengths, places.places)
-            shape = (*places.shape, *self.item_shape)
-            items = RunRows(gather, runs, shape, self.dtype, n_axes=2, padding=self.padding)
-            return RaggedParts(items, places.documents())
+            return RaggedParts(self._items(gathers, runs, places.shape), places.documents())
         if layout == "padded":
             longest = int(lengths.max()) if len(lengths) else 0
             runs = Runs(starts, lengths, np.arange(len(rows)) * longest)
-            shape = (len(rows), longest, *self.item_shape)
-            items = RunRows(gather, runs, shape, self.dtype, n_axes=2, padding=self.padding)
-            return RaggedParts(items, lengths)
+            return RaggedParts(self._items(gathers, runs, (len(rows), longest)), lengths)
         offsets = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
         runs = Runs(starts, lengths, offsets[:-1])
-        shape = (offsets.item(-1), *self.item_shape)
-        return RaggedParts(RunRows(gather, runs, shape, self.dtype), offsets)
+        return RaggedParts(self._items(gathers, runs, (offsets.item(-1),)), offsets)
 
-    def read(self, rows: Rows, layout: Layout | None = None) -> tuple[Array, Rows]:
-        """Return the two arrays of a batch, as ``parts``, with the items gathered."""
-        parts = self.parts(rows, run_gather(self.items), layout)
-        out = np.empty(parts.items.shape, parts.items.dtype)
-        parts.items.read(out)
-        return out, parts.bounds
+    def _items(
+        self, gathers: Sequence[RunGather], runs: Runs, shape: tuple[int, ...]
+    ) -> list[RunRows]:
+        """Return runs of the items of each part, with elements to pad if ``shape`` has two axes."""
+        n_axes = len(shape)
+        return [
+            RunRows(
+                gather,
+                runs,
+                (*shape, *part.row_shape),
+                part.dtype,
+                n_axes=n_axes,
+                padding=padding if n_axes == 2 else None,
+            )
+            for gather, part, padding in zip(gathers, self.parts, self.paddings, strict=True)
+        ]
 
-    def batch(self, items: Any, bounds: Any) -> Any:
-        """Return a batch in the form of the layout, made of the tensors of its two arrays."""
+    def read_parts(self, rows: Rows, layout: Layout | None = None) -> list[Array]:
+        """Return the arrays of a batch: the items of each part, gathered, and the bounds."""
+        gathers = [run_gather(part) for part in self.parts]
+        parts = self.batch_parts(gathers, rows, layout=layout)
+        found = []
+        for items in parts.items:
+            out = np.empty(items.shape, items.dtype)
+            items.read(out)
+            found.append(out)
+        return [*found, parts.bounds]
+
+    def read(self, rows: Rows, layout: Layout | None = None) -> tuple[Any, Rows]:
+        """Return the items of a batch, in the structure of the parts, and the bounds."""
+        *items, bounds = self.read_parts(rows, layout)
+        return self.structure(items), bounds
+
+    def batch(self, tensors: Iterator[Any]) -> Any:
+        """Return a batch in the form of the layout, made of the tensors of its arrays."""
+        items = [next(tensors) for _ in self.parts]
+        bounds = next(tensors)
+        if self.layout == "jagged":
+            from pinfeed.tensors.numpy_torch import jagged
+
+            return self.structure(jagged(one, bounds) for one in items)
+        values = self.structure(items)
         if self.layout == "packed":
-            n_sequences, length = items.shape[:2]
+            # The first part has the shape of all.
+            n_sequences, length = items[0].shape[:2]
             n = n_sequences * length
             document_ids, position_ids = bounds[: 2 * n].reshape(2, n_sequences, length)
-            return PackedBatch(items, document_ids, position_ids, bounds[2 * n :])
+            return PackedBatch(values, document_ids, position_ids, bounds[2 * n :])
+        return values, bounds
+
+    def tensors(self, leaves: Iterator[Any]) -> list[Any]:
+        """Return the tensors of which a batch was made, given its leaves."""
         if self.layout != "jagged":
-            return items, bounds
-        from pinfeed.tensors.numpy_torch import jagged
+            return [next(leaves) for _ in range(len(self.parts) + 1)]
+        nested = [next(leaves) for _ in self.parts]
+        return [*(one.values() for one in nested), nested[0].offsets()]
 
-        return jagged(items, bounds)
-
-    def tensors(self, batch: Any) -> tuple[Any, Any]:
-        """Return the tensors that a batch in the form of the layout was made of."""
-        return (batch.values(), batch.offsets()) if self.layout == "jagged" else tuple(batch)
+    def samples(self, tensors: Sequence[Any]) -> list[Any]:
+        """Return the rows of a batch with offsets, in the structure of the parts."""
+        *items, offsets = tensors
+        rows = [part.tensor_split(offsets[1:-1]) for part in items]
+        return [self.structure(parts) for parts in zip(*rows, strict=True)]
 
     def close(self) -> None:
-        """Close the file of the items if this store opened it. Further calls do nothing."""
-        if self._is_owner:
-            self.items.close()
+        """Close the files of the items that this store opened. Further calls do nothing."""
+        self.item_parts.close()
 
 
-def _open_items(values: Any) -> Store:
-    """Return the store of the items."""
-    if is_store(values):
-        return cast(Store, values)
-    if isinstance(values, (list, tuple)):
+def _arrow_parts(column: Any) -> tuple[Any, Rows]:
+    """Return the items of a column of lists, or of each column of a table, and their offsets."""
+    if hasattr(column, "column_names") and hasattr(column, "column"):
+        column = {name: column.column(name) for name in column.column_names}
+    if not isinstance(column, Mapping):
+        items, offsets = items_and_offsets(column)
+        return ArrowStore(items, name="from_arrow"), offsets
+    if not column:
+        raise StoreError("from_arrow: got no columns; expected at least one column of lists")
+    found = {name: items_and_offsets(one) for name, one in column.items()}
+    first, *others = found
+    expected = found[first][1]
+    for name in others:
+        _require_same_lengths(str(first), expected, str(name), found[name][1])
+    stores = {name: ArrowStore(items, name=str(name)) for name, (items, _) in found.items()}
+    return stores, expected
+
+
+def _require_same_lengths(first: str, expected: Rows, name: str, offsets: Rows) -> None:
+    """Raise StoreError unless the lists of two Arrow columns have the same lengths."""
+    if np.array_equal(expected, offsets):
+        return
+    if len(expected) != len(offsets):
         raise StoreError(
-            f"values is a {type(values).__name__}; expected one array with the items of all rows; "
-            "give np.concatenate(rows), and the offsets "
-            "np.concatenate(([0], np.cumsum([len(row) for row in rows])))"
+            f"from_arrow: {name} has {len(offsets) - 1} rows, and {first} has "
+            f"{len(expected) - 1}; expected equally many"
         )
-    return open_store(values, "values")
-
-
-def _read_offsets(offsets: Any) -> Rows:
-    """Return a read-only copy of offsets, shape (n_rows + 1,), int64.
-
-    Raises:
-        StoreError: If they are not a 1-d array of at least two integers.
-    """
-    name = os.fspath(offsets) if isinstance(offsets, (str, os.PathLike)) else "offsets"
-    store = open_store(np.asarray(offsets) if isinstance(offsets, list) else offsets, "offsets")
-    try:
-        if isinstance(store, ArrayStore):
-            found = store.array
-        else:
-            found = np.empty((store.n_rows, *store.row_shape), store.dtype)
-            run_gather(store)(Runs.one(0, store.n_rows), found)
-    finally:
-        store.close()
-    if found.ndim != 1 or found.dtype.kind not in "iu" or len(found) < 2:
-        raise StoreError(
-            f"{name}: shape {found.shape} of {found.dtype}; expected integers of shape "
-            "(n_rows + 1,) for at least one row: the position of each row, and the end of the last"
-        )
-    if found.dtype == np.uint64 and found.max() > np.iinfo(np.int64).max:
-        raise StoreError(f"{name}: offset {found.max()} is too large; expected at most 2**63 - 1")
-    own: Rows = found.astype(np.int64)
-    own.flags.writeable = False
-    return own
-
-
-def _check_offsets(offsets: Rows, n_items: int) -> None:
-    """Raise StoreError unless offsets do not decrease and are in [0, n_items]."""
-    decreases = np.flatnonzero(offsets[1:] < offsets[:-1])
-    if len(decreases):
-        i = int(decreases[0]) + 1
-        raise StoreError(
-            f"offsets[{i}] is {offsets[i]}, but offsets[{i - 1}] is {offsets[i - 1]}; expected "
-            "offsets that do not decrease; for lengths, give np.concatenate(([0], "
-            "np.cumsum(lengths)))"
-        )
-    if offsets[0] < 0:
-        raise StoreError(f"offsets[0] is {offsets[0]}; expected at least 0")
-    if offsets[-1] > n_items:
-        i = int(np.searchsorted(offsets, n_items, side="right"))
-        raise StoreError(
-            f"offsets[{i}] is {offsets[i]}, but values has {n_items} items; expected offsets of "
-            "at most the number of items; check that values and offsets match"
-        )
-    if offsets[0] > 0 and offsets.sum() == n_items:
-        logger.warning(
-            "offsets begins at %d, so %d of %d items are in no row, and its sum is the number of "
-            "items, as if it held lengths. For lengths, give np.concatenate(([0], "
-            "np.cumsum(lengths)))",
-            offsets[0],
-            n_items - (offsets[-1] - offsets[0]),
-            n_items,
-        )
-
-
-def _padding(padding: Any, dtype: np.dtype[Any]) -> Any:
-    """Return the padding as a number of a dtype.
-
-    Raises:
-        ArgumentError: If the dtype cannot represent this number.
-    """
-    number = np.zeros((), dtype)
-    try:
-        number[...] = padding
-        has_it = np.ndim(padding) == 0 and (dtype.kind not in "iub" or bool(number == padding))
-    except (TypeError, ValueError, OverflowError):
-        has_it = False
-    if not has_it:
-        raise ArgumentError(f"padding={padding!r}: expected a number that {dtype} can represent")
-    return cast(Any, number[()])
+    row = int(np.flatnonzero(np.diff(expected) != np.diff(offsets))[0])
+    raise StoreError(
+        f"from_arrow: row {row} of {name} has {offsets[row + 1] - offsets[row]} items, and of "
+        f"{first} {expected[row + 1] - expected[row]}; expected lists of the same lengths; give "
+        "columns of other lengths as a RaggedStore each"
+    )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -127,6 +129,39 @@ def _open(path: str, name: str | None) -> Any:
             "ZarrStore(path, name)"
         )
     return found
+
+
+@contextlib.contextmanager
+def zarr_group(source: Any, key: str | None) -> Iterator[tuple[Any, str]]:
+    """Open the group of a name in a store or in an open group; return it and its place in words.
+
+    Raises:
+        StoreError: If there is no such group.
+    """
+    zarr = imported("zarr", f"SparseStore: zarr 3.1 or later is needed; {install_line('zarr')}")
+    path = ""
+    if isinstance(source, (str, os.PathLike)):
+        path = os.fspath(source)
+        if not has_protocol(path) and not os.path.exists(path):
+            raise FileMissing(f"{path}: no such file or Zarr group (looked in {os.getcwd()})")
+    with contextlib.ExitStack() as stack, _zarr_errors(path or "SparseStore"):
+        parent = source
+        if path:
+            parent = zarr.open_group(path, mode="r")
+            stack.callback(parent.store.close)
+        found = parent if key is None else parent.get(key)
+        if isinstance(found, zarr.Array):
+            raise StoreError(
+                f"{path}: {key!r} is a dense array; expected a group with a sparse matrix; give "
+                f"ZarrStore(path, {key!r})"
+            )
+        if found is None:
+            names = ", ".join(sorted(parent.keys())[:_N_SHOWN])
+            raise StoreError(
+                f"{path} has no {key!r}; expected the name of a sparse matrix, such as 'X' or "
+                f"'layers/counts'; it has {names or 'nothing'}"
+            )
+        yield found, f"{os.path.basename(path)}/{found.path}"
 
 
 def _zarr_errors(place: str) -> AbstractContextManager[None]:

@@ -65,7 +65,7 @@ def to_numpy(value: Any, name: str) -> npt.NDArray[Any]:
         if value.is_quantized:
             todo = "; give tensor.dequantize()"
         elif value.layout is not torch.strided:
-            todo = "; give tensor.to_dense() if that fits in memory"
+            todo = "; give pinfeed.SparseStore(tensor.to_sparse_csr()), or tensor.to_dense()"
         raise StoreError(
             f"{name}: got a {value.layout} tensor of {value.dtype}; expected a dense tensor of "
             f"{', '.join(sorted(DTYPES))}{todo}"

@@ -20,6 +20,10 @@ _BY_TYPE = {
     ("pandas", "Index"): "give index.to_numpy()",
     ("polars", "LazyFrame"): "compute it, and give frame.collect()",
     ("polars", "Series"): "give series.to_arrow()",
+    (
+        "anndata",
+        "AnnData",
+    ): "give pinfeed.SparseStore(adata.X), or the array adata.X if it is dense",
     ("zarr", "Group"): "give a dict of its arrays, dict(group.arrays())",
     ("cupy", "ndarray"): "it is already on the GPU; index it, or give array.get()",
     ("torch", "TensorDataset"): "give dataset.tensors",
@@ -52,7 +56,10 @@ _ZIP = (
     "a zip archive: for a .npz file, save each array alone, np.save(name, np.load(path)[name]); "
     "for a file of torch.save, np.save(name, tensor.numpy())"
 )
-_HDF5 = "an HDF5 file: give pinfeed.HDF5Store(path, name), with the name of a dataset"
+_HDF5 = (
+    "an HDF5 file: give pinfeed.HDF5Store(path, name), with the name of a dataset, or "
+    "pinfeed.SparseStore(path) for the sparse matrix of an .h5ad file"
+)
 _IMAGE = "image: read it with wrap_readers, or save decoded images with np.save"
 _KINDS = {
     b"PK\x03\x04": _ZIP,
@@ -106,8 +113,8 @@ def of_object(value: Any) -> str:
         return found
     if any(package == "scipy" for package, _ in kinds):
         return (
-            "a sparse matrix has no dense rows; give matrix.toarray() if that fits in memory, or a "
-            "Store with gather(rows, out) that copies matrix[rows].toarray()"
+            "a sparse matrix has no dense rows; give pinfeed.SparseStore(matrix.tocsr()), or "
+            "matrix.toarray() if that fits in memory"
         )
     if found := next((hint for kinds, hint in _BY_KIND.items() if isinstance(value, kinds)), None):
         return found

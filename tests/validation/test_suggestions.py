@@ -101,7 +101,7 @@ def refusal(source: Any) -> str:
         ),
         ({"x": X, "y": Lazy(X)}, "source['y']: got Lazy; "),
         (of("cupy", "ndarray"), "it is already on the GPU"),
-        (of("scipy", "csr_matrix"), "give matrix.toarray()"),
+        (of("scipy", "csr_matrix"), "give pinfeed.SparseStore(matrix.tocsr())"),
         (Samples(), "give pinfeed.wrap_loader(DataLoader(dataset, batch_size=...))"),
         (Endless(), "give pinfeed.wrap_loader(DataLoader(dataset, batch_size=...))"),
         (Duck(), "for a Dataset of samples, give pinfeed.wrap_loader(DataLoader"),
@@ -133,7 +133,7 @@ def refusal(source: Any) -> str:
             torch.eye(4).to_sparse(),
             "got a torch.sparse_coo tensor of torch.float32; expected a dense tensor",
         ),
-        (torch.eye(4).to_sparse(), "give tensor.to_dense()"),
+        (torch.eye(4).to_sparse(), "or tensor.to_dense()"),
         (
             torch.nested.as_nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged),
             "pad the rows with tensor.to_padded_tensor(0)",
@@ -160,7 +160,7 @@ def test_the_advice_names_a_section_of_the_guide() -> None:
 
 def test_a_sparse_matrix_may_be_read_by_a_store() -> None:
     matrix = type("csr_matrix", (), {"__module__": "scipy.sparse"})()
-    assert "matrix[rows].toarray()" in suggestions.of_object(matrix)
+    assert "matrix.toarray() if that fits" in suggestions.of_object(matrix)
 
 
 def test_the_advice_for_a_dataframe_works() -> None:

@@ -42,8 +42,8 @@ class RowSource(Source):
     Args:
         stores: Stores with equally many rows.
         strategies: Strategy to read the rows of each store.
-        rebuild: Makes a batch, in the user's structure, from one tensor per store and two per
-            ragged store.
+        rebuild: Makes a batch, in the user's structure, from one tensor per store, and those of
+            each ragged store.
         batches: Row indices of the batches.
         ragged: Strategy to read the rows of each ragged store.
     """
@@ -133,7 +133,7 @@ class RowSource(Source):
         return drawn_early("rows=") if self.batches.are_from_user else ""
 
     def _files(self) -> list[FileStore]:
-        found = (*self.stores, *(reads.store.items for reads in self.ragged))
+        found = (*self.stores, *(part for reads in self.ragged for part in reads.store.parts))
         items = [store.items if isinstance(store, WindowStore) else store for store in found]
         return [store for store in items if isinstance(store, FileStore)]
 
@@ -150,6 +150,6 @@ class RowSource(Source):
             host_parts.append(make(rows))  # noqa: PERF401
         for make_ragged in ragged:
             items, bounds = make_ragged(rows, indices.places)
-            host_parts += [items, ArrayPart(bounds)]
+            host_parts += [*items, ArrayPart(bounds)]
         groups = [new_row_group((rows, 0, self.stores, None, None, None))]
         return HostBatch(host_parts, self.rebuild, indices.batches, groups)

@@ -1,0 +1,204 @@
+"""SparseStore: rows of a sparse matrix, whose values and columns share offsets."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from pinfeed.errors import ArgumentError, StoreError
+from pinfeed.memory.buffer_pool import BufferPool
+from pinfeed.memory.pages import huge
+from pinfeed.rows.orders import Rows
+from pinfeed.rows.packing import Places
+from pinfeed.stores.host_rows import CheckStop, RunGather, UnreadPart, never
+from pinfeed.stores.ragged import RaggedParts, RaggedStore
+from pinfeed.stores.sparse_sources import open_matrix
+from pinfeed.stores.store import Array, Store
+from pinfeed.validation.arguments import explain_arguments
+from pinfeed.validation.safe_repr import safe_repr
+
+# Most free blocks of memory for dense batches.
+_N_SPARE = 4
+
+_HINTS = {
+    "layer layers": 'give the layer as key: SparseStore(path, "layers/counts")',
+    "name dataset group": "the name of the matrix in its file is key=",
+    "dense to_dense": 'give layout="dense"',
+    "shape": "the shape is that of the matrix; leave it out",
+}
+
+
+class SparseStore(RaggedStore):
+    """Read-only rows of a sparse matrix in CSR format, in memory or in an AnnData file.
+
+    A ``Feeder`` or a ``RowDataset`` accepts it as a source, alone or with other stores of as many
+    rows. A batch of n rows depends on the ``layout``:
+
+    - ``"csr"``: a ``torch.sparse_csr`` tensor, shape (n, n_columns).
+    - ``"dense"``: a dense tensor, shape (n, n_columns). Only the elements of the matrix are copied
+      to the device. The thread of ``device_transform`` makes them dense there, or on the host for a
+      ``host_transform``. As with these, batches cannot be written back.
+
+    It is a RaggedStore, whose row lengths are the numbers of elements of the rows. So
+    ``pinfeed.rows.element_batches(store.lengths, ...)`` bounds the elements of batches.
+
+    Args:
+        source: A ``scipy.sparse`` matrix or array in CSR format, a ``torch.sparse_csr`` tensor on
+            the CPU, the path of an .h5ad or another HDF5 file, the path or URL of a Zarr group, or
+            an open ``h5py.Group`` or ``zarr.Group``, which the caller closes.
+        key: Name of the matrix in a file, such as ``"X"`` or ``"layers/counts"``, as AnnData writes
+            it: a group with ``data``, ``indices`` and ``indptr``. By default, it is ``"X"`` in a
+            file, and an open group is the matrix itself.
+        layout: Form of the batches.
+
+    Raises:
+        MissingDependency: If the library of the file is not installed.
+        FileMissing: If the file does not exist.
+        StoreError: If the source has no sparse matrix in CSR format, the matrix has no elements, or
+            its parts do not match.
+        ArgumentError: If ``layout`` is invalid, or ``key`` is given for a matrix in memory.
+
+    Examples:
+        >>> matrix = torch.eye(5).to_sparse_csr()
+        >>> store = pinfeed.SparseStore(matrix, layout="dense")
+        >>> with pinfeed.Feeder(store, batch_size=2) as feeder:
+        ...     print(next(iter(feeder)).tolist())
+        [[1.0, 0.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0, 0.0]]
+    """
+
+    @explain_arguments(_HINTS)
+    def __init__(
+        self,
+        source: Any,
+        key: str | None = None,
+        *,
+        layout: Literal["csr", "dense"] = "csr",
+    ) -> None:
+        if layout not in ("csr", "dense"):
+            raise ArgumentError(f"layout={layout!r}: expected 'csr' or 'dense'")
+        matrix = open_matrix(source, key)
+        with contextlib.ExitStack() as stack:
+            for store in matrix.owned:
+                stack.callback(store.close)
+            self._fill(matrix.parts, matrix.offsets, matrix.n_columns, layout)
+            stack.pop_all()
+        self.own(matrix.owned)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_memory"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _memory=BufferPool(_N_SPARE, huge))
+
+    def _fill(self, parts: Sequence[Any], offsets: Any, n_columns: int, layout: str) -> None:
+        """Make the ragged rows of the values and the columns."""
+        # Memory of dense batches on the host, for reuse: new memory costs more than to fill it.
+        self._memory = BufferPool(_N_SPARE, huge)
+        super().__init__(dict(zip(("values", "columns"), parts, strict=True)), offsets)
+        self.layout = layout  # type: ignore[assignment]  # the base has other layouts
+        self._is_dense = layout == "dense"
+        self.n_columns = n_columns
+        """Number of columns of the matrix."""
+        columns = self.parts[1].dtype
+        if columns not in (np.int32, np.int64):
+            raise StoreError(
+                f"the columns of the matrix are {columns}; expected int32 or int64; write the "
+                "matrix with indices.astype('int32')"
+            )
+        # Imported here, because torch need not be loaded for numpy arrays.
+        from pinfeed.tensors.csr import load_csr
+
+        load_csr()
+
+    @safe_repr
+    def __repr__(self) -> str:
+        shape = f"{self.n_rows:,} x {self.n_columns:,}"
+        return f"<SparseStore: {shape}, {self.parts[0].dtype}, {self.layout}>"
+
+    @property
+    def form(self) -> str:
+        return f"layout={self.layout!r} and {self.n_columns} columns"
+
+    @property
+    def made_row_nbytes(self) -> int:
+        return self.n_columns * self.parts[0].dtype.itemsize if self._is_dense else 0
+
+    def joined(self, parts: Sequence[Store], offsets: Rows) -> SparseStore:
+        store = SparseStore.__new__(SparseStore)
+        store._fill(parts, offsets, self.n_columns, self.layout)
+        store.own(parts)
+        return store
+
+    def batch_parts(
+        self,
+        gathers: Sequence[RunGather],
+        rows: Rows,
+        places: Places | None = None,
+        layout: Any = None,
+    ) -> RaggedParts:
+        """Return the values and the columns of a batch, still to be gathered, and its bounds."""
+        (values, columns), bounds = super().batch_parts(gathers, rows, places, "offsets")
+        if bounds[-1] > np.iinfo(columns.dtype).max:
+            raise StoreError(
+                f"{self!r}: a batch of {len(rows):,} rows has {bounds[-1]:,} elements; expected at "
+                f"most {np.iinfo(columns.dtype).max:,}; give smaller batches"
+            )
+        # torch requires one dtype for both.
+        return RaggedParts([values, _Columns(columns, self)], bounds.astype(columns.dtype))
+
+    def batch(self, tensors: Iterator[Any]) -> Any:
+        """Return a batch in the form of the layout, made of its tensors."""
+        values, columns, bounds = (next(tensors) for _ in range(3))
+        if self._is_dense:
+            return self._dense(values, columns, bounds)
+        from pinfeed.tensors.csr import csr
+
+        return csr(values, columns, bounds, self.n_columns)
+
+    def tensors(self, leaves: Iterator[Any]) -> list[Any]:
+        """Return the tensors of which a sparse batch was made, given its leaves."""
+        from pinfeed.tensors.csr import parts_of_csr
+
+        return parts_of_csr(next(leaves))
+
+    def samples(self, tensors: Sequence[Any]) -> list[Any]:
+        """Return the rows of a batch, each a dense tensor of shape (n_columns,)."""
+        return list(self._dense(*tensors))
+
+    def close(self) -> None:
+        """Close the files of the matrix that this store opened. Further calls do nothing."""
+        super().close()
+        self._memory.close()
+
+    def _dense(self, values: Any, columns: Any, bounds: Any) -> Any:
+        """Return the rows of a batch as a dense tensor, on the device of its tensors."""
+        from pinfeed.tensors.csr import dense
+
+        take = self._memory.take if values.device.type == "cpu" else None
+        return dense(values, columns, bounds, self.n_columns, take)
+
+
+class _Columns:
+    """Columns of the elements of a batch, an ``UnreadPart``, which refuses those out of range.
+
+    torch does not check them, and would read or write other memory.
+    """
+
+    def __init__(self, columns: UnreadPart, store: SparseStore) -> None:
+        self._columns = columns
+        self._store = store
+        self.shape = columns.shape
+        self.dtype = columns.dtype
+
+    def read(self, out: Array, check_stop: CheckStop = never) -> None:
+        """Gather the columns into ``out``, step by step."""
+        self._columns.read(out, check_stop)
+        if len(out) and (out.min() < 0 or out.max() >= self._store.n_columns):
+            wrong = out[(out < 0) | (out >= self._store.n_columns)][0]
+            raise StoreError(
+                f"{self._store!r}: an element of the batch has column {wrong}; expected at least 0 "
+                f"and less than {self._store.n_columns}; check the file that the matrix is from"
+            )

@@ -1,0 +1,145 @@
+"""Sources of sparse matrices: scipy, torch, and groups of HDF5 and Zarr files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pinfeed.errors import ArgumentError, PinfeedError, StoreError
+from pinfeed.stores.hdf5 import HDF5Store, hdf5_group
+from pinfeed.stores.store import Store, whole_numbers
+from pinfeed.stores.zarr import ZarrStore, zarr_group
+
+_HDF5_SUFFIXES = (".h5ad", ".h5", ".hdf5", ".h5mu", ".loom")
+_PARTS = ("data", "indices", "indptr")
+# Names of the format and of the shape: of AnnData since 0.7, and before.
+_FORMATS = (("encoding-type", "shape"), ("h5sparse_format", "h5sparse_shape"))
+
+
+class Matrix(NamedTuple):
+    """The arrays of a sparse matrix in CSR format."""
+
+    parts: Sequence[Any]
+    """Values and columns of its elements, row by row."""
+    offsets: Any
+    n_columns: int
+    owned: Sequence[Store] = ()
+    """Stores that were opened for the parts."""
+
+
+def open_matrix(source: Any, key: str | None) -> Matrix:
+    """Return a sparse matrix, as ``SparseStore`` takes it.
+
+    Raises:
+        ArgumentError: If ``key`` is given for a matrix in memory.
+        StoreError: If the source has no sparse matrix in CSR format.
+    """
+    package = type(source).__module__.partition(".")[0]
+    if isinstance(source, (str, os.PathLike)):
+        name = "X" if key is None else key
+        path = os.fspath(source)
+        is_hdf5 = path.endswith(_HDF5_SUFFIXES) or os.path.isfile(path)
+        return _from_group(path, name, HDF5Store if is_hdf5 else ZarrStore)
+    if package in ("h5py", "zarr") and hasattr(source, "keys"):
+        return _from_group(source, key, HDF5Store if package == "h5py" else ZarrStore)
+    if key is not None:
+        raise ArgumentError(
+            f"key={key!r} with a {type(source).__name__}; a key names a matrix in a file; leave "
+            "key out"
+        )
+    if package == "torch":
+        return _from_torch(source)
+    if all(hasattr(source, name) for name in (*_PARTS, "shape", "format")):
+        _require_csr(source.format, type(source).__name__, "matrix.tocsr()")
+        n = int(source.indptr[-1])
+        # scipy permits arrays that are longer than the matrix.
+        return Matrix((source.data[:n], source.indices[:n]), source.indptr, source.shape[1])
+    advice = "give matrix.tocsr()" if hasattr(source, "tocsr") else "give a dense array as it is"
+    if hasattr(source, "X") and hasattr(source, "obs"):
+        advice = "give adata.X, or the path of its file"
+    raise StoreError(
+        f"source is a {type(source).__name__}; expected a scipy.sparse matrix in CSR format, a "
+        f"torch.sparse_csr tensor, the path of an .h5ad file or a Zarr group, or an open group; "
+        f"{advice}"
+    )
+
+
+def _from_torch(tensor: Any) -> Matrix:
+    """Return the parts of a sparse CSR tensor."""
+    layout = str(getattr(tensor, "layout", type(tensor).__name__)).removeprefix("torch.sparse_")
+    _require_csr(layout, "tensor", "tensor.to_sparse_csr(), or a dense tensor as it is")
+    if tensor.ndim != 2 or tensor.values().ndim != 1:
+        raise StoreError(
+            f"source has shape {tuple(tensor.shape)}; expected a matrix; give its slices to "
+            "pinfeed.concat"
+        )
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    parts = (tensor.values(), tensor.col_indices())
+    return Matrix(parts, tensor.crow_indices(), tensor.shape[1])
+
+
+def _from_group(source: Any, key: str | None, kind: type[HDF5Store] | type[ZarrStore]) -> Matrix:
+    """Return the matrix of a group of a file, and open its arrays.
+
+    Args:
+        source: Path of the file, or an open group.
+        key: Name of the group in it; None for the open group itself.
+        kind: Store of its arrays.
+    """
+    find: Callable[..., Any] = hdf5_group if kind is HDF5Store else zarr_group
+    with find(source, key) as (group, place):
+        attributes = dict(group.attrs)
+        n_columns = _n_columns(attributes, place, sorted(group.keys()), kind.__name__)
+        missing = [name for name in _PARTS if name not in group]
+        if missing:
+            raise StoreError(
+                f"{place} has no {', '.join(missing)}; expected data, indices and indptr, as "
+                "AnnData writes a sparse matrix"
+            )
+        offsets = group["indptr"][()]
+        arrays = {name: group[name] for name in _PARTS[:2]}
+        is_path = isinstance(source, (str, os.PathLike))
+        with contextlib.ExitStack() as stack:
+            stores: list[Store] = []
+            for name, array in arrays.items():
+                try:
+                    store = kind(source, f"{key}/{name}") if is_path else kind(array)
+                except PinfeedError as error:
+                    if not array.shape[0]:
+                        raise StoreError(
+                            f"{place} has no elements other than zero; expected at least one"
+                        ) from error
+                    raise
+                stack.callback(store.close)
+                stores.append(store)
+            stack.pop_all()
+    return Matrix(stores, offsets, n_columns, stores)
+
+
+def _n_columns(attributes: Mapping[str, Any], place: str, names: Sequence[str], store: str) -> int:
+    """Return the number of columns of the matrix of a group, given its attributes.
+
+    Raises:
+        StoreError: If the group is not a sparse matrix in CSR format.
+    """
+    for format_name, shape_name in _FORMATS:
+        if format_name in attributes and shape_name in attributes:
+            found = str(attributes[format_name]).removesuffix("_matrix")
+            _require_csr(found, place, "the matrix as adata.X.tocsr(), and write the file again")
+            return whole_numbers(tuple(attributes[shape_name]), place)[1]
+    raise StoreError(
+        f"{place} is not a sparse matrix; expected a group with the attributes encoding-type and "
+        f"shape, as AnnData writes it; the group has {', '.join(names) or 'nothing'}; for an "
+        f"array in it, give {store}(path, name)"
+    )
+
+
+def _require_csr(found: str, place: str, todo: str) -> None:
+    if found != "csr":
+        raise StoreError(
+            f"{place} is in the format {found}; expected csr, in which rows are contiguous; give "
+            f"{todo}"
+        )

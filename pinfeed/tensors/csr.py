@@ -1,0 +1,102 @@
+"""Batches of sparse rows as torch tensors, sparse or dense."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pinfeed.tensors.numpy_torch import memory_of, to_torch
+
+# Elements that are written into a dense matrix together, so that their positions stay in the cache
+# of the processor.
+_PIECE = 1 << 15
+# torch adds no unsigned integers of more than 8 bits. Sums of signed ones have the same bits.
+_SIGNED = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
+
+
+@functools.cache
+def load_csr() -> None:
+    """Make a sparse tensor before a loop needs one, without torch's warning of a beta state."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        csr(torch.zeros(1), torch.zeros(1, dtype=torch.int64), torch.tensor([0, 1]), 1)
+
+
+def csr(
+    values: torch.Tensor, columns: torch.Tensor, bounds: torch.Tensor, n_columns: int
+) -> torch.Tensor:
+    """Return a sparse CSR tensor on the memory of its three tensors, whose columns are in range."""
+    size = (len(bounds) - 1, n_columns)
+    return torch.sparse_csr_tensor(bounds, columns, values, size=size, check_invariants=False)
+
+
+def parts_of_csr(matrix: torch.Tensor) -> list[torch.Tensor]:
+    """Return the values, the columns and the bounds of a sparse CSR tensor."""
+    return [matrix.values(), matrix.col_indices(), matrix.crow_indices()]
+
+
+def dense(
+    values: torch.Tensor,
+    columns: torch.Tensor,
+    bounds: torch.Tensor,
+    n_columns: int,
+    take: Callable[[int], npt.NDArray[np.uint8]] | None = None,
+) -> torch.Tensor:
+    """Return the rows of a sparse matrix as a new dense tensor, on the device of its tensors.
+
+    Values of equal columns of a row are added.
+
+    Args:
+        values: Values of the elements.
+        columns: Columns of the elements, in range.
+        bounds: First element of each row, and the end of the last one.
+        n_columns: Number of columns.
+        take: Returns memory on the host of a number of bytes, for which numpy is used. It takes two
+            thirds of the time of torch. None uses torch, on any device.
+    """
+    n_rows = len(bounds) - 1
+    if take is not None:
+        array = memory_of(values)
+        out = take(n_rows * n_columns * array.itemsize).view(array.dtype)
+        out = out.reshape(n_rows, n_columns)
+        out.fill(0)
+        _put(array, memory_of(columns), memory_of(bounds), out)
+        return to_torch(out)
+    made = torch.zeros(n_rows, n_columns, dtype=values.dtype, device=values.device)
+    first = torch.arange(n_rows, device=values.device) * n_columns
+    places = first.repeat_interleave(bounds.diff().long(), output_size=len(values))
+    places += columns
+    kind = _SIGNED.get(values.dtype, values.dtype)
+    made.view(-1).view(kind).scatter_add_(0, places, values.view(kind))
+    return made
+
+
+def _put(values: Any, columns: Any, bounds: Any, out: Any) -> None:
+    """Add values to zeros with numpy."""
+    n_rows, n_columns = out.shape
+    flat = out.reshape(-1)
+    ends = bounds[1:]
+    begin = 0
+    while begin < n_rows:
+        # A group of rows with about as many elements as a piece has, and at least one row.
+        end = int(np.searchsorted(ends, bounds[begin] + _PIECE, side="right"))
+        end = min(max(end, begin + 1), n_rows)
+        part = slice(bounds[begin], bounds[end])
+        places = np.repeat(np.arange(begin, end) * n_columns, np.diff(bounds[begin : end + 1]))
+        places += columns[part]
+        # Columns of a row usually ascend, and then no place occurs twice.
+        if (places[1:] > places[:-1]).all():
+            flat[places] = values[part]
+        else:
+            np.add.at(flat, places, values[part])
+        begin = end
