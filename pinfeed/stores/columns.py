@@ -198,10 +198,12 @@ def _fill_value(missing: Any, dtype: np.dtype[Any]) -> npt.NDArray[Any] | None:
             value = dtype.type(missing)
     except (OverflowError, ValueError):
         value = None
-    is_nan = missing != missing
-    # A float is rounded to the dtype, but must not become infinite.
-    rounds = dtype.kind not in "iub" and bool(np.isfinite(value))
-    if value is None or not (value == missing or is_nan or rounds):
+    if dtype.kind in "iub":
+        fits = value is not None and value == missing
+    else:
+        # A float is rounded to the dtype, but must not become infinite.
+        fits = bool(np.isfinite(value) == np.isfinite(float(missing)))
+    if not fits:
         raise ArgumentError(
             f"missing={missing!r} is not a number of {dtype}; expected one that it has; give "
             'another dtype, such as dtype="float32", or another number'

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from pinfeed.errors import ArgumentError
+from pinfeed.errors import ArgumentError, ReadError
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.chunked import DECODED_BYTES, ChunkedStore, ChunkLayout, even_bounds
 from pinfeed.stores.columns import checked_columns
@@ -155,9 +155,6 @@ class ParquetStore(ChunkedStore):
         if self._is_split:
             # The cursor is at one place.
             self._max_decodes = 1
-        elif len(form.stored) > 1:
-            # pyarrow decodes columns in threads of its own.
-            self._max_decodes = 2
         paths = tuple(shard.path for shard in shards)
         super().__init__(ChunkLayout(form.label, form.dtype, form.row_shape, bounds, paths))
 
@@ -217,6 +214,8 @@ class ParquetStore(ChunkedStore):
             for batch in self._batches(number, names, buffered=False):
                 self._form.copy(batch, names, out[done : done + len(batch)])
                 done += len(batch)
+            if done < len(out):
+                raise ReadError(f"{self!r}: a row group has {done:,} of its {len(out):,} rows")
 
     def _passes(self, number: int) -> Iterator[list[str]]:
         """Yield columns that are decoded together, in limited memory."""
@@ -261,7 +260,12 @@ class ParquetStore(ChunkedStore):
         self, number: int, names: Sequence[str], *, buffered: bool
     ) -> Generator[Any, None, None]:
         shard, group = self._groups[number]
-        return self._shards[shard].read(group, names, self._form.piece_rows, buffered=buffered)
+        # pyarrow decodes several columns at a time in its own threads, unless those of pinfeed
+        # already decode several row groups.
+        use_threads = self._n_decodes == 1 and len(names) > 1
+        return self._shards[shard].read(
+            group, names, self._form.piece_rows, buffered=buffered, use_threads=use_threads
+        )
 
     def _decoder_nbytes(self, number: int, names: Sequence[str] | None = None) -> int:
         """Return the memory of the decoders of some columns of a row group; by default, of all."""

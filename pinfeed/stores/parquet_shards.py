@@ -22,9 +22,7 @@ from pinfeed.validation.requirements import install_line
 _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 # Bytes of each column that are read at a time, if a row group is too large to read at once.
 _BUFFER_BYTES = 64 << 10
-# A decoder of a column keeps a dictionary page, the decoded dictionary and a data page, which have
-# up to this size by default.
-_DECODER_PAGES = 3
+# Largest page, by default.
 _PAGE_BYTES = 1 << 20
 
 
@@ -50,12 +48,23 @@ class ParquetShard:
             raise ReadError(f"{self.path} has changed since it was opened; open it again")
 
     def read(
-        self, group: int, names: Sequence[str], n_rows: int, *, buffered: bool = False
+        self,
+        group: int,
+        names: Sequence[str],
+        n_rows: int,
+        *,
+        buffered: bool = False,
+        use_threads: bool = False,
     ) -> Generator[Any, None, None]:
         """Decode columns of a row group, ``n_rows`` rows at a time, as ``pyarrow.RecordBatch``.
 
-        The names may also be the beginning of the names of other columns, which are decoded, too.
-        Several columns are decoded in threads of pyarrow.
+        Args:
+            group: Number of the row group in the file.
+            names: Columns. They may also be the beginning of the names of others, which are decoded
+                with them.
+            n_rows: Most rows of a batch.
+            buffered: Whether the file is read in parts, instead of whole columns of the row group.
+            use_threads: Whether threads of pyarrow decode the columns.
         """
         from pyarrow.parquet import ParquetFile
 
@@ -63,7 +72,7 @@ class ParquetShard:
         buffer_size = _BUFFER_BYTES if buffered else 0
         with ParquetFile(self.path, metadata=self.metadata, buffer_size=buffer_size) as file:
             yield from file.iter_batches(
-                n_rows, row_groups=[group], columns=list(names), use_threads=len(names) > 1
+                n_rows, row_groups=[group], columns=list(names), use_threads=use_threads
             )
 
     @functools.cached_property
@@ -79,11 +88,13 @@ class ParquetShard:
 
     def decoder_nbytes(self, group: int, name: str) -> int:
         """Return the memory that a decoder of a column of numbers needs, in bytes."""
-        nbytes: int = self._column(group, name).total_uncompressed_size
-        return _DECODER_PAGES * min(nbytes, _PAGE_BYTES) + _BUFFER_BYTES
+        column = self._column(group, name)
+        # A data page, and perhaps a page of the dictionary and the decoded dictionary.
+        n_pages = 3 if column.has_dictionary_page else 1
+        return n_pages * min(column.total_uncompressed_size, _PAGE_BYTES) + _BUFFER_BYTES
 
     def n_nulls(self, group: int, name: str) -> int:
-        """Return how many nulls a column of numbers has, as far as the metadata shows."""
+        """Return how many nulls a column of numbers has; 0 if the metadata does not show it."""
         statistics = self._column(group, name).statistics
         is_known = statistics is not None and statistics.has_null_count
         return statistics.null_count if is_known else 0
@@ -93,9 +104,15 @@ class ParquetShard:
 
     @functools.cached_property
     def _leaves(self) -> dict[str, int]:
-        """Number of each column by the path of its values, which is the name of a flat column."""
+        """Number in the file of each column that is neither a list nor a struct, by name."""
         schema = self.metadata.schema
-        return {schema.column(number).path: number for number in range(len(schema))}
+        leaves = map(schema.column, range(len(schema)))
+        # The path of a field of a struct may be equal to the name of a column.
+        return {
+            leaf.path: number
+            for number, leaf in enumerate(leaves)
+            if leaf.max_definition_level < 2 and not leaf.max_repetition_level
+        }
 
     @property
     def partition(self) -> dict[str, str | None]:
