@@ -91,7 +91,8 @@ class ParquetShard:
         column = self._column(group, name)
         # A data page, and perhaps a page of the dictionary and the decoded dictionary.
         n_pages = 3 if column.has_dictionary_page else 1
-        return n_pages * min(column.total_uncompressed_size, _PAGE_BYTES) + _BUFFER_BYTES
+        nbytes: int = column.total_uncompressed_size
+        return n_pages * min(nbytes, _PAGE_BYTES) + _BUFFER_BYTES
 
     def n_nulls(self, group: int, name: str) -> int:
         """Return how many nulls a column of numbers has; 0 if the metadata does not show it."""
