@@ -134,7 +134,7 @@ def test_the_columns_of_a_source(make: Callable[[bool], Any], dtype: str) -> Non
 ORDERS = {
     "sequential": pinfeed.rows.sequential(),
     "shuffled": pinfeed.rows.shuffled(3),
-    "block_shuffled": pinfeed.rows.block_shuffled(3, block_rows=500, window_blocks=4),
+    "block_shuffled": pinfeed.rows.block_shuffled(3, block_rows=1000, window_blocks=2),
 }
 
 
