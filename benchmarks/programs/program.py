@@ -25,6 +25,8 @@ NAMES = (
     "token_batches",
     "sentence_pairs",
     "criteo",
+    "tabular",
+    "parquet_batches",
     "hdf5_images",
     "image_augment",
     "replay_buffer",
