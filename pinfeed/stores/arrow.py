@@ -111,6 +111,12 @@ class ArrowStore:
         return f"<{type(self).__name__} {self._name}: {in_words(self)}>"
 
     @property
+    def array(self) -> Array | None:
+        """The rows as one array on Arrow's memory; None if there is no such array."""
+        is_one = self._indices is None and len(self.arrays) == len(self._chunks) == 1
+        return self.arrays[0] if is_one else None
+
+    @property
     def resident_bytes(self) -> int:
         if len(self.arrays) == len(self._chunks) == 1:
             return 0

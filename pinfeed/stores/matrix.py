@@ -34,7 +34,7 @@ from pinfeed.stores.frames import (
 from pinfeed.stores.host_rows import gather_rows, unchecked_gather
 from pinfeed.stores.opened import arrow_table, open_store
 from pinfeed.stores.paths import has_protocol
-from pinfeed.stores.store import Array, Store, checked_gather, in_words, is_store
+from pinfeed.stores.store import Array, Store, checked_gather, in_words, is_store, run_of
 from pinfeed.validation.arguments import explain_arguments
 from pinfeed.validation.safe_repr import safe_repr
 
@@ -150,8 +150,9 @@ class MatrixStore(FileStore):
         for i in range(0, len(rows), _STEP_ROWS):
             part = rows[i : i + _STEP_ROWS]
             target = out[i : i + _STEP_ROWS]
+            run = run_of(part)
             for number, column in enumerate(self._columns.values()):
-                self._gather_column(column, part, target[:, number])
+                self._gather_column(column, part, run, target[:, number])
 
     def gather_runs(self, runs: Runs, out: Array) -> None:
         gather_rows(self, runs, out)
@@ -163,13 +164,18 @@ class MatrixStore(FileStore):
             if column.values is not None and column.is_opened:
                 column.values.close()
 
-    def _gather_column(self, column: _Column, rows: Rows, out: Array) -> None:
+    def _gather_column(self, column: _Column, rows: Rows, run: slice | None, out: Array) -> None:
         if column.values is None:
             out[...] = self._rule.missing
             return
-        values = np.empty(len(rows), column.values.dtype)
-        unchecked_gather(column.values)(rows, values)
-        self._rule.convert(values, out)
+        values = column.values
+        array = values.array if isinstance(values, (ArrayStore, ArrowStore)) else None
+        if run is not None and array is not None:
+            self._rule.convert(array[run], out)
+        else:
+            numbers = np.empty(len(rows), values.dtype)
+            unchecked_gather(values)(rows, numbers)
+            self._rule.convert(numbers, out)
         if column.valid is not None:
             valid = np.empty(len(rows), np.bool_)
             unchecked_gather(column.valid)(rows, valid)
