@@ -26,6 +26,8 @@ NAMES = (
     "sentence_pairs",
     "group_by_length",
     "criteo",
+    "tabular",
+    "parquet_batches",
     "hdf5_images",
     "simulations",
     "single_cells",

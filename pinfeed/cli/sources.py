@@ -43,6 +43,7 @@ def open_rows(files: Sequence[str]) -> OpenedFile:
     """Open one file, or the shards of one source; local, or remote (``s3://…``).
 
     The name of a dataset or column follows a colon: ``x.h5:/images``, ``x.parquet:embedding``.
+    Several columns with commas are a matrix: ``x.parquet:age,income``.
 
     The caller closes the store.
 
@@ -114,12 +115,17 @@ def _open_format(path: str, kind: str, name: str | None) -> ChunkedStore:
         return ZarrStore(path, name)
     if kind != "parquet":
         return HDF5Store(path, name)
+    if name is not None and "," in name:
+        return ParquetStore(path, columns=name.split(","))
     if name is not None:
         return ParquetStore(path, name)
     columns = ParquetStore.columns(path)
     if len(columns) > 1:
         names = ", ".join(f"{path}:{column}" for column in columns)
-        raise StoreError(f"{path} has {len(columns)} columns; expected one of them: {names}")
+        raise StoreError(
+            f"{path} has {len(columns)} columns; expected one of them: {names}; or several with "
+            "commas, as a matrix"
+        )
     return next(iter(columns.values()))
 
 

@@ -75,8 +75,9 @@ class ResidentFile(ReadStrategy):
         self._starts = even_bounds(store.n_rows, self._chunk_rows)
         self._is_even = True
         if isinstance(store, ChunkedStore):
-            # Chunks in which a file stores its rows are not divided.
-            self._starts = np.unique(store.bounds[np.searchsorted(store.bounds, self._starts)])
+            # Parts that a file stores together are not divided.
+            bounds = store.load_bounds
+            self._starts = np.unique(bounds[np.searchsorted(bounds, self._starts)])
             self._is_even = False
         n_chunks = len(self._starts) - 1
         self._is_loaded = np.zeros(n_chunks, np.bool_)

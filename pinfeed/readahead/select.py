@@ -52,6 +52,7 @@ from pinfeed.stores.chunked import ChunkedStore
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.host_rows import run_gather
 from pinfeed.stores.local_file import LocalFileStore
+from pinfeed.stores.matrix import MatrixStore
 from pinfeed.stores.ragged import RaggedStore
 from pinfeed.stores.remote import RemoteStore
 from pinfeed.stores.sharded_file import ShardedStore
@@ -225,6 +226,8 @@ def _choose(file: FileStore, reads: _Reads) -> Choice:
     """Choose a strategy for the rows of one file."""
     if isinstance(file, ChunkedStore):
         return _choose_for_chunks(file, reads)
+    if isinstance(file, MatrixStore):
+        return _choose_for_columns(file, reads)
     assert isinstance(file, ShardedStore)
     why = ""
     if isinstance(file, LocalFileStore):
@@ -333,6 +336,23 @@ def _choose_for_chunks(store: ChunkedStore, reads: _Reads) -> Choice:
         f"each{problem}; {advice}"
     )
     return ChunkReads(store, hint), reason
+
+
+def _choose_for_columns(store: MatrixStore, reads: _Reads) -> Choice:
+    reason = "gathered column by column"
+    if not is_in_sequence(reads.order):
+        copy = _copy(store, reads, "converted")
+        if copy is not None:
+            return copy
+        found = _windows(store, reads.order)
+        if found is not None and not _memory_problem(store, found, reads):
+            strategy = WindowReadahead(store, found, reads.n_batch_rows)
+            return strategy, "converted window by window, ahead"
+        reason = f"{reason}; more memory allows a copy of the matrix"
+    hint = (
+        f"Each batch gathers its rows from each column of {store.label}. {whole_file_hint(store)}"
+    )
+    return DirectReads(store, hint), reason
 
 
 def _is_map_worth_it(store: LocalFileStore, reads: _Reads) -> bool:

@@ -3,6 +3,7 @@
 from pinfeed.stores.array import ArrayStore as ArrayStore
 from pinfeed.stores.arrow import ArrowStore as ArrowStore
 from pinfeed.stores.hdf5 import HDF5Store as HDF5Store
+from pinfeed.stores.matrix import MatrixStore as MatrixStore
 from pinfeed.stores.npy_store import NpyStore as NpyStore
 from pinfeed.stores.parquet import ParquetStore as ParquetStore
 from pinfeed.stores.pinned import PinnedStore as PinnedStore

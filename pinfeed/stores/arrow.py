@@ -111,6 +111,12 @@ class ArrowStore:
         return f"<{type(self).__name__} {self._name}: {in_words(self)}>"
 
     @property
+    def array(self) -> Array | None:
+        """The rows as one array on Arrow's memory; None if there is no such array."""
+        is_one = self._indices is None and len(self.arrays) == len(self._chunks) == 1
+        return self.arrays[0] if is_one else None
+
+    @property
     def resident_bytes(self) -> int:
         if len(self.arrays) == len(self._chunks) == 1:
             return 0
@@ -214,6 +220,19 @@ class PackedBooleans:
             values = self._packed[bits >> 3] >> (bits & 7) & 1
             out[places[i : i + step]] = values.reshape(-1, *row_shape)
 
+    def copy_run(self, start: int, out: Array) -> None:
+        """Copy the rows from ``start`` on into ``out``."""
+        row_shape = self.shape[1:]
+        n_bits = math.prod(row_shape)
+        step = max(1, N_BITS // max(1, n_bits))
+        for i in range(0, len(out), step):
+            part = out[i : i + step]
+            first = self._first + (start + i) * n_bits
+            end = first + len(part) * n_bits
+            packed = self._packed[first >> 3 : (end + 7) >> 3]
+            bits = np.unpackbits(packed, bitorder="little")[first & 7 :][: end - first]
+            part[...] = bits.reshape(part.shape)
+
 
 def rows_of_chunk(array: Any, name: str) -> Array | PackedBooleans:
     """Return the rows of a chunk, shape (n_rows, *row_shape), on Arrow's memory."""
@@ -244,7 +263,7 @@ def rows_of_chunk(array: Any, name: str) -> Array | PackedBooleans:
 def copy_run(chunk: Array | PackedBooleans, start: int, out: Array) -> None:
     """Copy the rows of a chunk from ``start`` on into ``out``."""
     if isinstance(chunk, PackedBooleans):
-        chunk.copy_runs(Runs.one(start, len(out)), out)
+        chunk.copy_run(start, out)
     else:
         out[...] = chunk[start : start + len(out)]
 

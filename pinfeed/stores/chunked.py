@@ -29,7 +29,8 @@ _MAX_KEPT = 8
 _KEPT_BYTES = 32 << 20
 MAX_DECODES = 4
 """Most threads that decode at the same time."""
-_DECODED_BYTES = 16 << 20
+DECODED_BYTES = 16 << 20
+"""Size of all chunks that are decoded at the same time, unless a chunk is larger."""
 # Consecutive chunks are decoded in one call, up to this size.
 _RUN_BYTES = 2 << 20
 
@@ -96,6 +97,8 @@ class ChunkedStore(FileStore):
     """Memory that decoding needs in addition to the result, in multiples of the decoded bytes."""
     _max_decodes = MAX_DECODES
     """Most runs of chunks that are decoded at the same time."""
+    _run_bytes = _RUN_BYTES
+    """Consecutive chunks are decoded in one call, up to this size."""
 
     native: LocalFileStore | None = None
     """Store that reads the same rows without the library, if they are stored as plain bytes."""
@@ -147,8 +150,17 @@ class ChunkedStore(FileStore):
         """Memory for the kept chunks and for decoding, in bytes."""
         if self.native is not None:
             return self.native.resident_bytes
-        run = max(self.chunk_nbytes, min(_RUN_BYTES, self.nbytes))
-        return self.n_kept * self.chunk_nbytes + self._n_decodes * self._decoding_chunks * run
+        return self.n_kept * self.chunk_nbytes + self._n_decodes * self._decoding_nbytes
+
+    @property
+    def load_bounds(self) -> Rows:
+        """First row of each part that is best decoded by one thread, followed by the last bound."""
+        return self.bounds
+
+    @property
+    def _decoding_nbytes(self) -> int:
+        """Memory that one thread needs to decode, in addition to the result, in bytes."""
+        return self._decoding_chunks * max(self.chunk_nbytes, min(_RUN_BYTES, self.nbytes))
 
     @property
     def n_kept(self) -> int:
@@ -159,7 +171,7 @@ class ChunkedStore(FileStore):
     @property
     def _n_decodes(self) -> int:
         """Number of runs of chunks that are decoded at the same time."""
-        n = _DECODED_BYTES // max(_RUN_BYTES, self.chunk_nbytes)
+        n = DECODED_BYTES // max(_RUN_BYTES, self.chunk_nbytes)
         return min(max(1, n), self._max_decodes)
 
     @property
@@ -189,7 +201,7 @@ class ChunkedStore(FileStore):
             if whole:
                 first, end, target = whole[-1]
                 follows = (start, place) == (end, target + end - first)
-                if follows and (stop - first) * self.row_nbytes <= _RUN_BYTES:
+                if follows and (stop - first) * self.row_nbytes <= self._run_bytes:
                     whole[-1] = (first, stop, target)
                     continue
             whole.append((start, stop, place))

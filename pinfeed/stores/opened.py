@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import sys
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from pinfeed.errors import MissingDependency, StoreError
+from pinfeed.errors import StoreError
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.arrow import ArrowStore
+from pinfeed.stores.frames import frame_columns
 from pinfeed.stores.hdf5 import HDF5Store
 from pinfeed.stores.libraries import check_names
 from pinfeed.stores.npy_store import NpyStore
@@ -20,38 +18,8 @@ from pinfeed.stores.numpy_memmap import store_of_map
 from pinfeed.stores.parquet import ParquetStore
 from pinfeed.stores.paths import has_protocol
 from pinfeed.stores.remote import RemoteStore
-from pinfeed.stores.store import Array, Store
+from pinfeed.stores.store import Store
 from pinfeed.stores.zarr import ZarrStore
-from pinfeed.tensors.dtypes import DTYPES
-from pinfeed.validation.requirements import install_line
-
-_LEAVE_OUT = "or leave the column out (df.drop)"
-_EXPECTED = "expected numbers or booleans"
-
-# Advice for types of columns that a tensor cannot have, by the name of the type without parameters.
-_PANDAS_ADVICE = {
-    "category": "give its numbers: df[name].cat.codes",
-    **dict.fromkeys(("str", "string"), "number the texts: pandas.factorize(df[name])[0]"),
-    **dict.fromkeys(
-        ("datetime64", "timedelta64", "period"), 'convert it: df[name].astype("int64")'
-    ),
-    "interval": "give its ends as two columns",
-    "Sparse": "make it dense: df[name].sparse.to_dense()",
-    "object": (
-        "give np.stack(df[name]) if each object is a row of numbers, or "
-        "pinfeed.RaggedStore(values, offsets) if the rows differ in length"
-    ),
-}
-_POLARS_ADVICE = {
-    **dict.fromkeys(("Categorical", "Enum"), "give its numbers: df[name].to_physical()"),
-    "String": "number the texts: df[name].cast(polars.Categorical).to_physical()",
-    **dict.fromkeys(("Date", "Datetime", "Duration", "Time"), "convert it: df[name].to_physical()"),
-    "Decimal": "convert it: df[name].cast(polars.Float64)",
-    "Struct": "give its fields as columns: df.unnest(name)",
-    "Object": "convert it to numbers",
-}
-
-FrameStore = ArrayStore | ArrowStore
 
 
 def open_store(source: Any, name: str) -> Store:
@@ -111,105 +79,19 @@ def stores_of_columns(source: Any, name: str) -> Mapping[Any, Store] | None:
     """
     if is_parquet(source):
         return ParquetStore.columns(source)
-    found = _frame_columns(source, name)
+    found = frame_columns(source, name)
     return _arrow_columns(source, name) if found is None else found
 
 
 def is_parquet(source: Any) -> bool:
-    """Return whether a source is the path or the pattern of local Parquet files, by its name."""
+    """Return whether a source is a path or a pattern of local Parquet files, or a folder of them.
+
+    Their names end in ``.parquet``.
+    """
     if not isinstance(source, (str, os.PathLike)) or has_protocol(source):
         return False
     name = os.fspath(source)
-    if not isinstance(name, str) or os.path.splitext(name)[1].lower() != ".parquet":
-        return False
-    return glob.has_magic(name) or not os.path.isdir(name)
-
-
-def _frame_columns(source: Any, name: str) -> dict[Any, FrameStore] | None:
-    """Return a read-only store for each column of a pandas or polars DataFrame; else None.
-
-    The store shares the memory of a column that is one numpy or Arrow array of numbers. Other
-    columns may be copied, so rows cannot be written back. The index of a pandas frame is not a
-    column.
-
-    Raises:
-        StoreError: If the frame has no columns, or pinfeed cannot read a column.
-        MissingDependency: If a column of lists or booleans needs pyarrow, which is not installed.
-    """
-    # If a library is not loaded, the source cannot be one of its frames.
-    pandas = sys.modules.get("pandas")
-    if pandas is not None and isinstance(source, pandas.DataFrame):
-        _check_frame(list(source.columns), name)
-        return {column: _pandas_store(source[column], name) for column in source.columns}
-    polars = sys.modules.get("polars")
-    if polars is not None and isinstance(source, polars.DataFrame):
-        _check_frame(source.columns, name)
-        return {column: _polars_store(source[column], name) for column in source.columns}
-    return None
-
-
-def _check_frame(names: list[Any], name: str) -> None:
-    if not names:
-        raise StoreError(f"{name}: the frame has no columns; expected at least one")
-    check_names(names, name, "rename them (df.columns = [...])")
-
-
-def _pandas_store(series: Any, name: str) -> FrameStore:
-    name = f"{name}[{series.name!r}]"
-    kind = series.dtype
-    if isinstance(kind, np.dtype):
-        if kind.name in DTYPES:
-            return _read_only(series.to_numpy(), name)
-    elif type(kind).__name__ == "ArrowDtype":
-        return ArrowStore(series.array.__arrow_array__(), name=name)
-    elif (numbers := _numbers_of_masked(kind)) is not None:
-        if series.isna().any():
-            raise _nulls_error(name, "df.fillna", "df.dropna")
-        return _read_only(series.to_numpy(dtype=numbers), name)
-    raise _type_error(name, str(kind), _PANDAS_ADVICE)
-
-
-def _numbers_of_masked(kind: Any) -> np.dtype[Any] | None:
-    """Return the dtype of the numbers of a nullable pandas dtype, such as Int64; else None."""
-    is_masked = any(base.__name__ == "BaseMaskedDtype" for base in type(kind).__mro__)
-    return kind.numpy_dtype if is_masked else None
-
-
-def _polars_store(series: Any, name: str) -> FrameStore:
-    name = f"{name}[{series.name!r}]"
-    kind = str(series.dtype)
-    if kind.partition("(")[0] in _POLARS_ADVICE:
-        raise _type_error(name, kind, _POLARS_ADVICE)
-    if series.null_count():
-        raise _nulls_error(name, "df.fill_null", "df.drop_nulls")
-    if series.dtype.is_numeric() and series.n_chunks() == 1:
-        return _read_only(series.to_numpy(), name)
-    try:
-        column = series.to_arrow()
-    except ImportError:
-        raise MissingDependency(
-            f"{name}: pyarrow is needed for a column of {kind}; {install_line('parquet')}"
-        ) from None
-    return ArrowStore(column, name=name)
-
-
-def _read_only(array: Array, name: str) -> ArrayStore:
-    view = array.view()
-    view.flags.writeable = False
-    return ArrayStore(view, name=name)
-
-
-def _nulls_error(name: str, fill: str, drop: str) -> StoreError:
-    return StoreError(
-        f"{name} has nulls, but tensors have no nulls; fill them ({fill}), drop their rows "
-        f"({drop}), {_LEAVE_OUT}"
-    )
-
-
-def _type_error(name: str, kind: str, advice: dict[str, str]) -> StoreError:
-    found = next((hint for start, hint in advice.items() if kind.startswith(start)), "")
-    todo = f"{found}, " if found else ""
-    return StoreError(f"{name}: a column of {kind}; {_EXPECTED}; {todo}{_LEAVE_OUT}")
+    return isinstance(name, str) and os.path.splitext(name)[1].lower() == ".parquet"
 
 
 def _arrow_columns(source: Any, name: str) -> dict[str, ArrowStore] | None:
@@ -221,16 +103,40 @@ def _arrow_columns(source: Any, name: str) -> dict[str, ArrowStore] | None:
         StoreError: If pinfeed cannot read a column, or if the rows of a dataset are not those of
             its table.
     """
+    found = arrow_table(source, name)
+    if found is None:
+        return None
+    columns, indices = found
+    stores = {
+        column: ArrowStore(values, name=f"{name}[{column!r}]", indices=indices)
+        for column, values in columns.items()
+    }
+    if _is_dataset(source) and (kind := source.format["type"]) in ("numpy", "torch"):
+        _check_format(kind, source[0], stores, name)
+    return stores
+
+
+def arrow_table(source: Any, name: str) -> tuple[dict[str, Any], Any] | None:
+    """Return the columns of a pyarrow.Table or of a Hugging Face dataset, and its row indices.
+
+    Args:
+        source: One of these, or anything else.
+        name: Name of the source in errors.
+
+    Returns:
+        The columns by name, and a column of row indices: row i of the source is row ``indices[i]``
+        of the columns, or row i if there are none. None if ``source`` is anything else.
+
+    Raises:
+        StoreError: If two columns have the same name, or if a dataset has a transform.
+    """
     # If pyarrow is not loaded, the source cannot be a table.
     pyarrow = sys.modules.get("pyarrow")
     if pyarrow is None:
         return None
     if isinstance(source, pyarrow.Table):
         check_names(source.column_names, name, "rename them with table.rename_columns")
-        return {
-            column: ArrowStore(source[column], name=f"{name}[{column!r}]")
-            for column in source.column_names
-        }
+        return dict(zip(source.column_names, source.columns, strict=True)), None
     if not _is_dataset(source):
         return None
     view = source.format
@@ -246,13 +152,7 @@ def _arrow_columns(source: Any, name: str) -> dict[str, ArrowStore] | None:
     ]
     # Row indices that select, shuffle, sort and other methods store in the dataset.
     indices = source._indices.column(0) if source._indices is not None else None
-    stores = {
-        column: ArrowStore(source.data.column(column), name=f"{name}[{column!r}]", indices=indices)
-        for column in names
-    }
-    if view["type"] in ("numpy", "torch"):
-        _check_format(view["type"], source[0], stores, name)
-    return stores
+    return {column: source.data.column(column) for column in names}, indices
 
 
 def _is_dataset(source: Any) -> bool:

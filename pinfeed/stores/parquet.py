@@ -1,81 +1,109 @@
-"""ParquetStore: rows of one column of Parquet files, read with pyarrow."""
+"""ParquetStore: rows of one column, or of a matrix of columns, of Parquet files, by pyarrow."""
 
 from __future__ import annotations
 
 import itertools
-import math
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+import sys
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import numpy as np
 
-from pinfeed.errors import ArgumentError, ReadError, StoreError
-from pinfeed.stores.arrow import (
-    RAGGED_ADVICE,
-    copy_run,
-    nulls_error,
-    ragged_error,
-    rows_of_chunk,
-)
-from pinfeed.stores.chunked import ChunkedStore, ChunkLayout
-from pinfeed.stores.libraries import check_names, imported, library_errors
-from pinfeed.stores.paths import Path, file_size, file_version, local_paths
+from pinfeed.errors import ArgumentError, ReadError
+from pinfeed.rows.orders import Rows
+from pinfeed.stores.chunked import DECODED_BYTES, ChunkedStore, ChunkLayout, even_bounds
+from pinfeed.stores.columns import checked_columns
+from pinfeed.stores.libraries import check_names
+from pinfeed.stores.parquet_columns import OneColumn, ParquetMatrix
+from pinfeed.stores.parquet_shards import ParquetShard, open_shards, pyarrow_errors
+from pinfeed.stores.paths import Path
 from pinfeed.stores.store import Array
 from pinfeed.validation.arguments import explain_arguments
-from pinfeed.validation.requirements import install_line
 
-_HINTS = {
-    "name": "the name of the column is column=",
-    "columns": "a ParquetStore has one column; give a dict of several stores, {name: "
-    "ParquetStore(path, name), ...}, or ParquetStore.columns(path) for all columns",
-}
+_HINTS = {"name": "the name of the column is column="}
 
-# Rows are decoded in pieces of this size. pyarrow needs up to 11 times the memory of the values
-# that it decodes, because it adds four bytes for each number in a list, and grows its arrays.
-_PIECE_BYTES = 128 << 10
+# Larger row groups are kept in pieces, so that a store need not keep them whole.
+_CHUNK_BYTES = 16 << 20
 
 
 class ParquetStore(ChunkedStore):
-    """Read-only rows of one column of Parquet files, decoded with pyarrow.
+    """Read-only rows of Parquet files: one column, or a matrix of several; decoded with pyarrow.
 
-    The column contains numbers, booleans, or (nested) lists of numbers that all have the same
-    length. A chunk of the store is a row group. Several decoded row groups are in memory at a time.
-    If you shuffle the rows, write files with small row groups, such as ``row_group_size=10_000``.
+    One column contains numbers, booleans, or (nested) lists of numbers that all have the same
+    length. Each of several columns contains numbers or booleans, and is a column of the matrix, so
+    that a row has the shape ``(len(columns),)``.
+
+    A chunk of the store is a row group, or a piece of a large one. Several decoded chunks are in
+    memory at a time. If you shuffle the rows, write files with small row groups, such as
+    ``row_group_size=10_000``.
 
     Args:
-        path: A file, a pattern (``"part-*.parquet"``, in sorted order) or a sequence of files.
-            Several files are shards of one store.
-        column: Name of the column. ``ParquetStore.columns(path)`` opens all columns.
+        path: A file, a pattern (``"part-*.parquet"``, in sorted order), a folder, or a sequence of
+            these. Several files are shards of one store. A folder has the files in it and in its
+            folders whose names end in ``.parquet``, sorted by their paths.
+        column: Name of one column. ``ParquetStore.columns(path)`` opens all columns.
+        columns: Names of the columns of a matrix. A name may also be a key of folders
+            ``key=value`` of a partitioned data set, if the values are numbers.
+        dtype: Dtype of the rows, by default the smallest one that holds all columns. Numbers are
+            rounded to the nearest float, as by numpy; integers must fit.
+        missing: Number in place of nulls, such as ``float("nan")``. By default, nulls are an error.
+            NaN is a number, and stays as it is.
 
     Raises:
         MissingDependency: If pyarrow is not installed.
-        FileMissing: If a file, or every file of a pattern, is missing.
-        StoreError: If a file is not a Parquet file or does not contain the column, or if the column
-            has no rows, nulls, lists of different lengths, or anything but numbers.
-        ArgumentError: If ``path`` is not a path.
+        FileMissing: If a file, or every file of a pattern or a folder, is missing.
+        StoreError: If a file is not a Parquet file or does not contain a column, or if a column has
+            no rows, nulls, lists of different lengths, or anything but numbers.
+        ArgumentError: If ``path`` is not a path, if not exactly one of ``column`` and ``columns``
+            is given, or if ``missing`` is not a number of the dtype.
 
     Examples:
         >>> import pyarrow.parquet
-        >>> table = pyarrow.table({"price": np.zeros(1000)})
+        >>> table = pyarrow.table({"age": np.arange(1000), "price": np.zeros(1000)})
         >>> pyarrow.parquet.write_table(table, "part-0.parquet", row_group_size=500)
+        >>> names = ["age", "price"]
         >>> with (
-        ...     pinfeed.ParquetStore("part-*.parquet", "price") as store,
+        ...     pinfeed.ParquetStore("part-*.parquet", columns=names, dtype="float32") as store,
         ...     pinfeed.Feeder(store, batch_size=100) as feeder,
         ... ):
-        ...     n_batches = len(list(feeder))
+        ...     shapes = {tuple(batch.shape) for batch in feeder}
+        >>> shapes
+        {(100, 2)}
     """
 
     # The encoded row group, one of its pages, and a piece that is being decoded.
     _decoding_chunks = 3
+    _PROCESS_STATE: ClassVar[tuple[str, ...]] = (*ChunkedStore._PROCESS_STATE, "_cursor")
+    # Row groups are decoded one after the other, in the same memory.
+    _run_bytes = sys.maxsize
 
     @explain_arguments(_HINTS)
-    def __init__(self, path: Path | Sequence[Path], column: str) -> None:
-        if not isinstance(column, str):
+    def __init__(
+        self,
+        path: Path | Sequence[Path],
+        column: str | None = None,
+        *,
+        columns: Sequence[str] | None = None,
+        dtype: Any = None,
+        missing: float | None = None,
+    ) -> None:
+        if (column is None) == (columns is None):
+            raise ArgumentError(
+                f"column={column!r} and columns={columns!r}; expected one of them: the name of one "
+                "column, or the names of the columns of a matrix"
+            )
+        if column is not None and not isinstance(column, str):
             raise ArgumentError(f"column={column!r}; expected the name of a column")
-        self._open(_files(path), column)
+        names = checked_columns([column] if columns is None else columns)
+        shards = open_shards(path)
+        with pyarrow_errors(f"{_place(shards)}, column {names[0]!r}"):
+            if column is not None and dtype is None and missing is None:
+                self._open(shards, OneColumn.of(shards, column))
+                return
+            matrix = ParquetMatrix.of(shards, names, dtype, missing)
+            # One column with a dtype is an array of numbers, not a matrix with one column.
+            self._open(shards, matrix if column is None else replace(matrix, row_shape=()))
 
     @classmethod
     def columns(cls, path: Path | Sequence[Path]) -> dict[str, ParquetStore]:
@@ -92,177 +120,196 @@ class ParquetStore(ChunkedStore):
             FileMissing: As for the class.
             StoreError: As for the class, or if two columns have the same name.
         """
-        files = _files(path)
-        with _pyarrow_errors(files[0].path):
-            names: list[str] = files[0].metadata.schema.to_arrow_schema().names
-        check_names(names, files[0].path, "write the file with different names")
+        shards = open_shards(path)
+        with pyarrow_errors(shards[0].path):
+            names: list[str] = shards[0].schema.names
+        check_names(names, shards[0].path, "write the file with different names")
         stores = {}
         for name in names:
             store = cls.__new__(cls)
-            store._open(files, name)
+            with pyarrow_errors(f"{_place(shards)}, column {name!r}"):
+                store._open(shards, OneColumn.of(shards, name))
             stores[name] = store
         return stores
 
-    def _open(self, files: Sequence[_ParquetFile], column: str) -> None:
-        self._files = files
-        self._column = column
-        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-        with _pyarrow_errors(f"{files[0].path}{more}, column {column!r}"):
-            # The file and the row group of each chunk.
-            self._groups = [
-                (number, group)
-                for number, file in enumerate(files)
-                for group in range(file.metadata.num_row_groups)
-                if file.metadata.row_group(group).num_rows
-            ]
-            layout = _layout(files, self._groups, column)
-        super().__init__(layout)
+    def _open(self, shards: Sequence[ParquetShard], form: OneColumn | ParquetMatrix) -> None:
+        self._shards = shards
+        self._form = form
+        # The file and the row group of each part of the rows that is stored together.
+        self._groups = [(i, group) for i, shard in enumerate(shards) for group in shard.groups]
+        counts = [n_rows for shard in shards for n_rows in shard.groups.values()]
+        self._group_bounds = np.array([0, *itertools.accumulate(counts)], np.int64)
+        # Most memory of all decoders of a row group, if they are open at the same time.
+        self._decoders_nbytes = max(map(self._decoder_nbytes, range(len(counts))), default=0)
+        row_nbytes = form.dtype.itemsize * int(np.prod(form.row_shape))
+        # In pieces, a row group needs the decoders of all columns, which may be larger than itself.
+        most = max(_CHUNK_BYTES, self._decoders_nbytes)
+        parts = [
+            first + even_bounds(n, -(-n // -(-n * row_nbytes // _CHUNK_BYTES)))[:-1]
+            if n * row_nbytes > most
+            else [first]
+            for first, n in zip(self._group_bounds.tolist(), counts, strict=False)
+        ]
+        bounds = np.concatenate([*parts, self._group_bounds[-1:]]).astype(np.int64)
+        self._is_split = len(bounds) > len(self._group_bounds)
+        if self._is_split:
+            # The cursor is at one place.
+            self._max_decodes = 1
+        paths = tuple(shard.path for shard in shards)
+        super().__init__(ChunkLayout(form.label, form.dtype, form.row_shape, bounds, paths))
+
+    def _init_process_state(self) -> None:
+        super()._init_process_state()
+        self._cursor: _Cursor | None = None
+
+    @property
+    def load_bounds(self) -> Rows:
+        return self._group_bounds
+
+    @property
+    def _decoding_nbytes(self) -> int:
+        if isinstance(self._form, OneColumn):
+            return super()._decoding_nbytes
+        decoders = self._decoders_nbytes
+        if not self._is_split:
+            decoders = min(decoders, self._pass_nbytes)
+        return decoders + self._form.piece_rows * self.row_nbytes
+
+    @property
+    def _pass_nbytes(self) -> int:
+        """Memory of the decoders that are open at the same time to decode a whole row group."""
+        return DECODED_BYTES // self._n_decodes
+
+    def close(self) -> None:
+        super().close()
+        # A gather that is running still decodes.
+        with self._decodes:
+            self._drop_cursor()
 
     def _read_chunks(self, start: int, stop: int, out: Array) -> None:
         from pyarrow import default_memory_pool
 
-        first = int(np.searchsorted(self.bounds, start))
-        last = int(np.searchsorted(self.bounds, stop))
-        for chunk in range(first, last):
-            number, group = self._groups[chunk]
-            begin = int(self.bounds[chunk]) - start
-            step = max(1, _PIECE_BYTES // max(1, self.row_nbytes))
-            for part in self._files[number].read(group, self._column, step):
-                rows = rows_of_chunk(part, self.label)
-                if rows.shape[1:] != self.row_shape:
-                    raise ragged_error(self.label, self.row_shape, rows.shape[1:])
-                end = begin + rows.shape[0]
-                copy_run(rows, 0, out[begin:end])
-                begin = end
+        first = start
+        number = int(np.searchsorted(self._group_bounds, start, side="right")) - 1
+        while first < stop:
+            begin, end = self._group_bounds[number : number + 2].tolist()
+            last = min(stop, end)
+            part = out[first - start : last - start]
+            if last - first == end - begin:
+                self._read_group(number, part)
+            else:
+                self._read_piece(number, first - begin, part)
+            shard, _ = self._groups[number]
+            self._form.fill(shard, part)
+            first = last
+            number += 1
         # Otherwise, each decoding thread would keep memory that no limit counts.
         default_memory_pool().release_unused()
 
+    def _read_group(self, number: int, out: Array) -> None:
+        """Decode a whole row group, some columns at a time."""
+        self._drop_cursor()
+        for names in self._passes(number):
+            done = 0
+            for batch in self._batches(number, names, buffered=False):
+                self._form.copy(batch, names, out[done : done + len(batch)])
+                done += len(batch)
+            if done < len(out):
+                raise ReadError(f"{self!r}: a row group has {done:,} of its {len(out):,} rows")
 
-@dataclass(frozen=True)
-class _ParquetFile:
-    """A Parquet file, which is opened for each row group that is read.
+    def _passes(self, number: int) -> Iterator[list[str]]:
+        """Yield columns that are decoded together, in limited memory."""
+        names: list[str] = []
+        nbytes = 0
+        for name in self._form.stored:
+            more = self._decoder_nbytes(number, (name,))
+            if names and nbytes + more > self._pass_nbytes:
+                yield names
+                names = []
+                nbytes = 0
+            names.append(name)
+            nbytes += more
+        if names:
+            yield names
 
-    An open file of pyarrow belongs to one thread, and opening it again takes a few microseconds.
-    """
+    def _read_piece(self, number: int, start: int, out: Array) -> None:
+        """Decode rows of a row group from ``start`` on.
 
-    path: str
-    metadata: Any
-    version: tuple[int, ...]
-    """Device, inode, size and time of change of the file."""
+        pyarrow can decode a row group only from its beginning on, so the store continues where the
+        last piece ended, if that is possible.
+        """
+        names = self._form.stored
+        cursor = self._cursor
+        self._cursor = None
+        if cursor is None or cursor.group != number or cursor.position > start:
+            if cursor is not None:
+                cursor.close()
+            cursor = _Cursor(number, self._batches(number, names, buffered=True))
+        shard, _ = self._groups[number]
+        self._shards[shard].require_unchanged()
+        for _ in cursor.read(start):
+            pass
+        done = 0
+        for batch in cursor.read(start + len(out)):
+            self._form.copy(batch, names, out[done : done + len(batch)])
+            done += len(batch)
+        if not self._closed:
+            self._cursor = cursor
 
-    def read(self, group: int, column: str, n_rows: int) -> Iterator[Any]:
-        """Decode one column of a row group, ``n_rows`` rows at a time, as ``pyarrow.Array``."""
-        from pyarrow.parquet import ParquetFile
-
-        if file_version(self.path) != self.version:
-            raise ReadError(f"{self.path} has changed since it was opened; open it again")
-        with ParquetFile(self.path, metadata=self.metadata) as file:
-            for batch in file.iter_batches(
-                n_rows, row_groups=[group], columns=[column], use_threads=False
-            ):
-                # The name may also be the beginning of the names of other columns.
-                yield batch[column]
-
-
-def _files(path: Path | Sequence[Path]) -> list[_ParquetFile]:
-    """Open files and read their metadata.
-
-    Raises:
-        MissingDependency: If pyarrow is not installed.
-        StoreError: If a file is not a Parquet file, or its columns differ from those of the first.
-    """
-    parquet = imported(
-        "pyarrow.parquet", f"ParquetStore: pyarrow is needed; {install_line('parquet')}"
-    )
-    files: list[_ParquetFile] = []
-    for name in map(os.path.abspath, local_paths(path)):
-        file_size(name, "*.parquet")
-        version = file_version(name)
-        with _pyarrow_errors(name):
-            metadata = parquet.read_metadata(name)
-        files.append(_ParquetFile(name, metadata, version))
-    return files
-
-
-def _pyarrow_errors(place: str) -> AbstractContextManager[None]:
-    """Raise errors of pyarrow for a damaged file as ``StoreError``."""
-    return library_errors(place, "pyarrow", "an undamaged Parquet file; write it again")
-
-
-def _layout(
-    files: Sequence[_ParquetFile], groups: Sequence[tuple[int, int]], column: str
-) -> ChunkLayout:
-    """Return the rows and row groups of a column.
-
-    Raises:
-        StoreError: If pinfeed cannot read its rows.
-    """
-    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-    label = f"{os.path.basename(files[0].path)}{more}[{column!r}]"
-    _check_kinds(files, column, label)
-    if not groups:
-        raise StoreError(f"{label} has no rows; expected at least one")
-    number, group = groups[0]
-    first = rows_of_chunk(next(files[number].read(group, column, 1)), label)
-    row_shape = first.shape[1:]
-    leaves = [_leaves_of(file, column) for file in files]
-    counts = []
-    for number, group in groups:
-        found = files[number].metadata.row_group(group)
-        for leaf in leaves[number]:
-            _check_leaf(found.column(leaf), found.num_rows, row_shape, label)
-        counts.append(found.num_rows)
-    bounds = np.array([0, *itertools.accumulate(counts)], np.int64)
-    paths = tuple(file.path for file in files)
-    return ChunkLayout(label, first.dtype, row_shape, bounds, paths)
-
-
-def _check_kinds(files: Sequence[_ParquetFile], column: str, label: str) -> None:
-    """Check that every file has one column of this name, always of the same type."""
-    kinds = []
-    for file in files:
-        schema = file.metadata.schema.to_arrow_schema()
-        n = schema.names.count(column)
-        if n != 1:
-            found = f"{n} columns" if n else "no column"
-            raise StoreError(
-                f"{file.path} has {found} {column!r}; expected one of "
-                f"{', '.join(map(repr, schema.names))}"
-            )
-        kinds.append(schema.field(column).type)
-    for file, kind in zip(files, kinds, strict=True):
-        if kind != kinds[0]:
-            raise StoreError(
-                f"{label}: shards do not match: {files[0].path} has {kinds[0]}, {file.path} {kind}"
-            )
-
-
-def _leaves_of(file: _ParquetFile, column: str) -> list[int]:
-    """Return the numbers of the columns in the file that contain the values of a column."""
-    schema = file.metadata.schema
-    names = schema.to_arrow_schema().names
-
-    def owner(path: str) -> str:
-        # A name may contain a dot, which also separates the levels of a path.
-        owners = [name for name in names if path == name or path.startswith(f"{name}.")]
-        return max(owners, key=len, default="")
-
-    return [i for i in range(len(schema)) if owner(schema.column(i).path) == column]
-
-
-def _check_leaf(chunk: Any, n_rows: int, row_shape: tuple[int, ...], label: str) -> None:
-    """Check the metadata of a row group before anything is decoded.
-
-    Raises:
-        StoreError: If the column has nulls, or lists of different lengths.
-    """
-    if chunk.num_values != n_rows * math.prod(row_shape):
-        mean = chunk.num_values / n_rows
-        raise StoreError(
-            f"{label}: lists of different lengths, or null lists: the first has "
-            f"{math.prod(row_shape)} values, those of a row group have {mean:.4g} on average; "
-            f"{RAGGED_ADVICE}"
+    def _batches(
+        self, number: int, names: Sequence[str], *, buffered: bool
+    ) -> Generator[Any, None, None]:
+        shard, group = self._groups[number]
+        # pyarrow decodes several columns at a time in its own threads, unless those of pinfeed
+        # already decode several row groups.
+        use_threads = self._n_decodes == 1 and len(names) > 1
+        return self._shards[shard].read(
+            group, names, self._form.piece_rows, buffered=buffered, use_threads=use_threads
         )
-    statistics = chunk.statistics
-    if statistics is not None and statistics.has_null_count and statistics.null_count:
-        raise nulls_error(label)
+
+    def _decoder_nbytes(self, number: int, names: Sequence[str] | None = None) -> int:
+        """Return the memory of the decoders of some columns of a row group; by default, of all."""
+        if isinstance(self._form, OneColumn):
+            return 0
+        shard, group = self._groups[number]
+        wanted = self._form.stored if names is None else names
+        return sum(self._shards[shard].decoder_nbytes(group, name) for name in wanted)
+
+    def _drop_cursor(self) -> None:
+        if self._cursor is not None:
+            self._cursor.close()
+            self._cursor = None
+
+
+class _Cursor:
+    """Decoders of a row group, and the row that they decode next.
+
+    Args:
+        group: Number of the row group in the store.
+        batches: Decoded rows, from the first row of the row group on.
+    """
+
+    def __init__(self, group: int, batches: Generator[Any, None, None]) -> None:
+        self.group = group
+        self.position = 0
+        self._batches = batches
+        self._rest: Any = None
+
+    def read(self, stop: int) -> Iterator[Any]:
+        """Decode rows up to ``stop``."""
+        while self.position < stop:
+            batch = next(self._batches) if self._rest is None else self._rest
+            n_rows = min(len(batch), stop - self.position)
+            self._rest = batch.slice(n_rows) if n_rows < len(batch) else None
+            self.position += n_rows
+            yield batch.slice(0, n_rows)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._batches.close()
+
+
+def _place(shards: Sequence[ParquetShard]) -> str:
+    """Return the files, for an error of pyarrow."""
+    more = f" and {len(shards) - 1} more" if len(shards) > 1 else ""
+    return f"{shards[0].path}{more}"

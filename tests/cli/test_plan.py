@@ -120,7 +120,11 @@ def test_plan_remarks_that_a_random_order_is_slow() -> None:
 
 def test_plan_of_other_formats() -> None:
     table = pa.table(
-        {"x": pa.FixedSizeListArray.from_arrays(pa.array(X.reshape(-1)), 24), "y": X[:, 0, 0]}
+        {
+            "x": pa.FixedSizeListArray.from_arrays(pa.array(X.reshape(-1)), 24),
+            "y": X[:, 0, 0],
+            "z": np.arange(500),
+        }
     )
     pq.write_table(table, "x.parquet")
     with h5py.File("x.h5", "w") as file:
@@ -129,6 +133,7 @@ def test_plan_of_other_formats() -> None:
         ("x.h5", "x.h5:/a/x: 500"),
         ("x.h5:/a/x", "x.h5:/a/x: 500"),
         ("x.parquet:x", "x.parquet['x']: 500"),
+        ("x.parquet:y,z", "x.parquet[2 columns]: 500 rows of shape (2,), float64"),
     ):
         result = run("plan", name, "--shuffle", "--device", "cpu")
         assert result.exit_code == 0

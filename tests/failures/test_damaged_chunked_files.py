@@ -109,13 +109,19 @@ def test_any_hdf5_file_for_long(
 
 
 @settings(max_examples=100, derandomize=True, **QUIET)
-@given(number=st.integers(0, 1), changes=mutations, is_named=st.booleans())
+@given(
+    number=st.integers(0, 1),
+    changes=mutations,
+    kind=st.sampled_from(["column", "matrix", "columns"]),
+)
 def test_any_parquet_file(
-    scratch: Path, parquet_files: list[bytes], number: int, changes: Any, is_named: bool
+    scratch: Path, parquet_files: list[bytes], number: int, changes: Any, kind: str
 ) -> None:
     def open_it(path: Path) -> Any:
-        if is_named:
+        if kind == "column":
             return ParquetStore(path, "x")
+        if kind == "matrix":
+            return ParquetStore(path, columns=["x"], dtype="float32", missing=0)
         return list(ParquetStore.columns(path).values())
 
     content = mutated(parquet_files[number], changes)

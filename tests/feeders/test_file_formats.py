@@ -83,7 +83,7 @@ def test_epochs_within_a_limit(
     store: ChunkedStore, array: np.ndarray, order: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunked, "_KEPT_BYTES", KiB(400))
-    monkeypatch.setattr(chunked, "_DECODED_BYTES", KiB(256))
+    monkeypatch.setattr(chunked, "DECODED_BYTES", KiB(256))
     monkeypatch.setattr(chunked, "_RUN_BYTES", KiB(128))
     store._init_process_state()
     limit = Config(cpu_memory_limit=LIMIT, preferred_batch_size=32, depth=1).for_feeder()

@@ -159,7 +159,7 @@ def test_a_chunk_that_failed_is_tried_again() -> None:
 
 def test_the_memory_of_large_chunks_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked, "_KEPT_BYTES", 256)
-    monkeypatch.setattr(chunked, "_DECODED_BYTES", 256)
+    monkeypatch.setattr(chunked, "DECODED_BYTES", 256)
     monkeypatch.setattr(chunked, "_RUN_BYTES", 16)
     # The one chunk of 400 bytes is kept, and one thread at a time decodes.
     assert small(50, [0, 50]).resident_bytes == 400 + 2 * 400

@@ -1,0 +1,300 @@
+"""MatrixStore: a matrix whose columns are those of a DataFrame, a table or a dataset in memory."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pinfeed.errors import StoreError
+from pinfeed.rows.orders import Rows
+from pinfeed.rows.runs import Runs
+from pinfeed.stores.array import ArrayStore
+from pinfeed.stores.arrow import ArrowStore
+from pinfeed.stores.columns import (
+    MatrixColumns,
+    checked_columns,
+    numeric_dtype,
+    validity,
+    without_nulls,
+)
+from pinfeed.stores.file_store import FileStore
+from pinfeed.stores.frames import (
+    frame_series,
+    is_pandas,
+    numbers_of_masked,
+    pandas_store,
+    polars_store,
+    polars_to_arrow,
+)
+from pinfeed.stores.host_rows import gather_rows, unchecked_gather
+from pinfeed.stores.opened import arrow_table, open_store
+from pinfeed.stores.paths import has_protocol
+from pinfeed.stores.store import Array, Store, checked_gather, in_words, is_store, run_of
+from pinfeed.validation.arguments import explain_arguments
+from pinfeed.validation.safe_repr import safe_repr
+
+# Rows of a column that are converted at a time, so that the caches of a core hold them.
+_STEP_ROWS = 1 << 13
+# Memory for a row of a step: the numbers of a column, row indices and their order in Arrow chunks.
+_STEP_ROW_NBYTES = 64
+# Most gathers that run at the same time.
+_MAX_GATHERS = 8
+
+_HINTS = {
+    "column": "a matrix has several columns: columns=[...]",
+    "name": "the names of the columns are columns=[...]",
+}
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A column of numbers, and where it has values."""
+
+    values: Store | None
+    """The numbers; None if all are missing."""
+    valid: Store | None = None
+    """Booleans that are False where a value is missing; None if none is."""
+    n_missing: int = 0
+    is_opened: bool = False
+    """Whether the matrix has opened the numbers, and so closes them."""
+
+
+class MatrixStore(FileStore):
+    """Read-only rows of a matrix, whose columns are those of a table in memory.
+
+    A batch is one tensor instead of a dict of columns, which needs one gather instead of many. If
+    the order is not sequential and a copy of the matrix fits in memory, the columns are converted
+    once, during the first epoch, and the plan counts the copy. Otherwise, each batch gathers its
+    rows from each column. The table must not change while the store is open.
+
+    Args:
+        source: A pandas or polars DataFrame, a ``pyarrow.Table``, a Hugging Face dataset, or a dict
+            of arrays or other sources with one number in each row. For Parquet files, give
+            ``ParquetStore(path, columns=[...])``.
+        columns: Names of the columns, by default all.
+        dtype: Dtype of the rows, by default the smallest one that holds all columns. Numbers are
+            rounded to the nearest float, as by numpy; integers must fit.
+        missing: Number in place of missing values, such as ``float("nan")``. By default, missing
+            values are an error. Nulls are missing, and in a pandas frame also NaN. In other
+            sources, NaN is a number, and stays as it is.
+
+    Raises:
+        MissingDependency: If a column needs pyarrow, which is not installed.
+        StoreError: If the source is none of these or lacks a column, or if a column has no rows,
+            missing values, or anything but numbers and booleans.
+        ArgumentError: If ``columns`` is not a sequence of names, or ``missing`` is not a number of
+            the dtype.
+
+    Examples:
+        >>> import pyarrow
+        >>> table = pyarrow.table({"age": [30, 40], "income": [1.5, None], "name": ["a", "b"]})
+        >>> store = pinfeed.MatrixStore(
+        ...     table, ["age", "income"], dtype="float32", missing=float("nan")
+        ... )
+        >>> with pinfeed.Feeder(store, batch_size=2) as feeder:
+        ...     (batch,) = feeder
+        >>> batch
+        tensor([[30.0000,  1.5000],
+                [40.0000,     nan]])
+    """
+
+    @explain_arguments(_HINTS)
+    def __init__(
+        self,
+        source: Any,
+        columns: Sequence[Any] | None = None,
+        *,
+        dtype: Any = None,
+        missing: float | None = None,
+    ) -> None:
+        kind = type(source).__name__
+        wanted = None if columns is None else checked_columns(columns)
+        found = _columns_of(source, wanted, kind)
+        label = f"{kind}[{len(found)} columns]"
+        _check_lengths(found, label)
+        dtypes = {
+            name: None if column.values is None else column.values.dtype
+            for name, column in found.items()
+        }
+        self._rule = MatrixColumns.of_dtypes(dtypes, dtype, missing, label)
+        for name, column in found.items():
+            self._rule.require_none_missing(name, column.n_missing)
+        self._columns = found
+        n_rows = max(
+            column.values.n_rows if column.values else column.n_missing for column in found.values()
+        )
+        super().__init__(label, (), (n_rows, len(found)), self._rule.dtype)
+        self.nbytes = self.n_rows * self.row_nbytes
+
+    @safe_repr
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.label}: {in_words(self)}>"
+
+    @property
+    def resident_bytes(self) -> int:
+        masks = [column.valid for column in self._columns.values()]
+        of_masks = sum(mask.n_rows for mask in masks if isinstance(mask, ArrayStore))
+        return of_masks + _MAX_GATHERS * _STEP_ROWS * _STEP_ROW_NBYTES
+
+    def gather(self, rows: Rows, out: Array) -> None:
+        self.gather_unchecked(checked_gather(self, rows, out), out)
+
+    def gather_unchecked(self, rows: Rows, out: Array) -> None:
+        """Copy rows into ``out``. The caller has checked all arguments."""
+        self._require_open()
+        for i in range(0, len(rows), _STEP_ROWS):
+            part = rows[i : i + _STEP_ROWS]
+            target = out[i : i + _STEP_ROWS]
+            run = run_of(part)
+            for number, column in enumerate(self._columns.values()):
+                self._gather_column(column, part, run, target[:, number])
+
+    def gather_runs(self, runs: Runs, out: Array) -> None:
+        gather_rows(self, runs, out)
+
+    def close(self) -> None:
+        """Close the columns that the store has opened. Further calls do nothing."""
+        super().close()
+        for column in self._columns.values():
+            if column.values is not None and column.is_opened:
+                column.values.close()
+
+    def _gather_column(self, column: _Column, rows: Rows, run: slice | None, out: Array) -> None:
+        if column.values is None:
+            out[...] = self._rule.missing
+            return
+        values = column.values
+        array = values.array if isinstance(values, (ArrayStore, ArrowStore)) else None
+        if run is not None and array is not None:
+            self._rule.convert(array[run], out)
+        else:
+            numbers = np.empty(len(rows), values.dtype)
+            unchecked_gather(values)(rows, numbers)
+            self._rule.convert(numbers, out)
+        if column.valid is not None:
+            valid = np.empty(len(rows), np.bool_)
+            unchecked_gather(column.valid)(rows, valid)
+            out[~valid] = self._rule.missing
+
+
+def _columns_of(source: Any, wanted: list[Any] | None, kind: str) -> dict[Any, _Column]:
+    """Return the columns of a source by name, in the wanted order.
+
+    Raises:
+        StoreError: If the source has no columns, lacks one, or has one that pinfeed cannot read.
+    """
+    if (series := frame_series(source, kind)) is not None:
+        column = _pandas_column if is_pandas(source) else _polars_column
+        chosen = _chosen(series, wanted, kind)
+        return {name: column(one, f"{kind}[{name!r}]", kind) for name, one in chosen.items()}
+    if (table := arrow_table(source, kind)) is not None:
+        columns, indices = table
+        chosen = _chosen(columns, wanted, kind)
+        return {
+            name: _arrow_column(one, f"{kind}[{name!r}]", indices) for name, one in chosen.items()
+        }
+    if isinstance(source, Mapping):
+        chosen = _chosen(source, wanted, kind)
+        return {name: _other_column(one, f"{kind}[{name!r}]") for name, one in chosen.items()}
+    if isinstance(source, str) or hasattr(source, "__fspath__"):
+        hint = (
+            ""
+            if has_protocol(source)
+            else "; for Parquet files, give ParquetStore(path, columns=[...])"
+        )
+        raise StoreError(f"MatrixStore({source!r}): a path; expected a table in memory{hint}")
+    raise StoreError(
+        f"MatrixStore: got {kind}; expected a pandas or polars DataFrame, a pyarrow.Table, a "
+        "Hugging Face dataset, or a dict of columns; give an array straight to the Feeder"
+    )
+
+
+def _chosen(columns: Mapping[Any, Any], wanted: list[Any] | None, kind: str) -> dict[Any, Any]:
+    names = list(columns) if wanted is None else wanted
+    for name in names:
+        if name not in columns:
+            raise StoreError(
+                f"{kind} has no column {name!r}; expected one of {', '.join(map(repr, columns))}"
+            )
+    if not names:
+        raise StoreError(f"{kind} has no columns; expected at least one")
+    return {name: columns[name] for name in names}
+
+
+def _check_lengths(columns: Mapping[Any, _Column], label: str) -> None:
+    """Check that all columns have equally many rows.
+
+    Raises:
+        StoreError: If they do not.
+    """
+    found = [(name, one.values) for name, one in columns.items() if one.values is not None]
+    for (one, first), (name, values) in itertools.pairwise(found):
+        if first.n_rows != values.n_rows:
+            raise StoreError(
+                f"{label}: unequal numbers of rows: {one!r} has {first.n_rows:,}, {name!r} "
+                f"{values.n_rows:,}; expected equal numbers"
+            )
+
+
+def _pandas_column(series: Any, name: str, kind: str) -> _Column:
+    if type(series.dtype).__name__ == "ArrowDtype":
+        return _arrow_column(series.array.__arrow_array__(), name)
+    is_missing = series.isna().to_numpy()
+    n_missing = int(np.count_nonzero(is_missing))
+    numbers = numbers_of_masked(series.dtype)
+    if not n_missing or numbers is None:
+        values: Store = pandas_store(series, kind)
+    else:
+        values = ArrayStore(series.to_numpy(dtype=numbers, na_value=0), name=name)
+    return _Column(values, ArrayStore(~is_missing) if n_missing else None, n_missing)
+
+
+def _polars_column(series: Any, name: str, kind: str) -> _Column:
+    if series.null_count():
+        return _arrow_column(polars_to_arrow(series, name), name)
+    return _Column(_numbers(polars_store(series, kind), name))
+
+
+def _arrow_column(column: Any, name: str, indices: Any = None) -> _Column:
+    """Return an Arrow column, on its memory."""
+    import pyarrow
+
+    dtype = numeric_dtype(column.type, name)
+    chunks = column.chunks if isinstance(column, pyarrow.ChunkedArray) else [column]
+    if dtype is None:
+        n_rows = len(column) if indices is None else len(indices)
+        return _Column(None, None, n_rows)
+    values = pyarrow.chunked_array(list(map(without_nulls, chunks)), column.type)
+    store = ArrowStore(values, name=name, indices=indices)
+    if not column.null_count:
+        return _Column(store)
+    valid = pyarrow.chunked_array(list(map(validity, chunks)), pyarrow.bool_())
+    return _Column(store, ArrowStore(valid, name=name, indices=indices), column.null_count)
+
+
+def _other_column(source: Any, name: str) -> _Column:
+    pyarrow = sys.modules.get("pyarrow")
+    if pyarrow is not None and isinstance(source, (pyarrow.ChunkedArray, pyarrow.Array)):
+        return _arrow_column(source, name)
+    is_opened = not is_store(source)
+    store = open_store(source, name) if is_opened else source
+    return _Column(_numbers(store, name), is_opened=is_opened)
+
+
+def _numbers(store: Store, name: str) -> Store:
+    """Return a store, if it has one number in each row.
+
+    Raises:
+        StoreError: If it has not.
+    """
+    if store.row_shape:
+        raise StoreError(
+            f"{name}: rows of shape {store.row_shape}; expected one number in each row, because it "
+            "becomes one column of a matrix; give it as a source of its own"
+        )
+    return store
