@@ -21,8 +21,8 @@ from pinfeed.rows.replay_draws import (
     generator_state,
     set_generator_state,
 )
-from pinfeed.stores.transition_ring import Draw, RingLayout, TransitionRing
-from pinfeed.tensors.dtypes import dtype_of
+from pinfeed.stores.ring_layout import RingLayout, checked_parts
+from pinfeed.stores.transition_ring import Draw, TransitionRing
 from pinfeed.validation.arguments import (
     check_path,
     check_seed,
@@ -31,13 +31,6 @@ from pinfeed.validation.arguments import (
     whole_number,
 )
 from pinfeed.validation.safe_repr import safe_repr
-
-_ADDED = {
-    "discount": "the discount of the next value of n-step windows",
-    "weight": "the importance weights of prioritized draws",
-    "row": "the numbers of prioritized transitions",
-}
-"""Parts that batches have in addition."""
 
 
 class ReplayBuffer:
@@ -80,11 +73,11 @@ class ReplayBuffer:
             separately.
         stacked: Names of observations in ``next_of`` whose first axis is a stack of frames.
         n_steps: Number of steps of a window that a batch joins to one transition. The ``reward`` is
-            then the discounted sum of the rewards. Parts named ``done``, ``truncated``, ``next_...``
-            and those of ``next_of`` are those of the last step, and the other parts are those of
-            the first one. A window ends with the first step that is ``done`` or ``truncated``, and
-            with the latest step. Batches have a part ``discount``: ``gamma`` to the power of the
-            number of steps.
+            then the discounted sum of the rewards. Parts named ``done``, ``truncated`` or
+            ``next_...``, and those of ``next_of``, are those of the last step, and the other parts
+            are those of the first one. A window ends with the first step that is ``done`` or
+            ``truncated``, and with the latest step. Batches have a part ``discount``: ``gamma`` to
+            the power of the number of steps.
         gamma: Discount of the rewards of a window.
         alpha: Exponent of the priorities of prioritized draws. None draws uniformly.
         beta: Exponent of the importance weights of prioritized draws. The attribute ``beta`` may
@@ -125,14 +118,12 @@ class ReplayBuffer:
         layout = RingLayout(
             n_steps=max(1, capacity // n_envs),
             n_envs=n_envs,
-            parts=_checked_parts(parts),
+            parts=checked_parts(parts),
             next_of=dict(next_of or {}),
             stacked=frozenset((stacked,) if isinstance(stacked, str) else stacked),
             window=whole_number(n_steps, "n_steps"),
             gamma=real_number(gamma, "gamma"),
         )
-        _check_observations(layout)
-        _check_window(layout)
         if generator is None:
             generator = np.random.default_rng(check_seed(seed))
         elif not isinstance(generator, (np.random.Generator, np.random.RandomState)):
@@ -194,7 +185,7 @@ class ReplayBuffer:
             ArgumentError: If a part is missing or unknown, or has another shape or dtype. Nothing
                 has been added then.
         """
-        checked = self._ring.checked(values)
+        checked = self._ring.layout.checked(values)
         with self._ring.changed:
             self._draws.add(self._ring.add(checked))
 
@@ -232,16 +223,16 @@ class ReplayBuffer:
         """
         batch_size = whole_number(batch_size, "batch_size")
         n = None if n is None else whole_number(n, "n")
-        options = LoopOptions(
-            "end", progress, timeline, device_transform=device_transform, seed=0
-        )
+        options = LoopOptions("end", progress, timeline, device_transform=device_transform, seed=0)
         has_weights = isinstance(self._draws, PrioritizedDraws)
 
         def draw() -> Draw:
             return self._draw(batch_size)
 
         source = ReplaySource(self._ring, draw, check_depth(depth), n, has_weights)
-        return ReplayFeeder(source, batch_size, device, options, in_files=self._in_files)
+        return ReplayFeeder(
+            source, batch_size, device, options, nbytes=self.nbytes, in_files=self._in_files
+        )
 
     def update_priorities(self, rows: Any, priorities: Any) -> None:
         """Set the priorities of transitions.
@@ -316,7 +307,7 @@ class ReplayBuffer:
 
         ring = self._ring
         is_prioritized = isinstance(self._draws, PrioritizedDraws)
-        layout = state.get("layout") if isinstance(state, Mapping) else None
+        layout = state.get("layout")
         if layout != ring.layout.fingerprint:
             raise ArgumentError(
                 f"the state belongs to a buffer with {layout}; expected "
@@ -377,80 +368,6 @@ def _on_host(values: Any) -> Any:
     if hasattr(values, "detach"):
         values = values.detach().cpu().numpy()
     return np.asarray(values)
-
-
-def _checked_parts(parts: Any) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
-    """Return the shape and the dtype of each part.
-
-    Raises:
-        ArgumentError: If ``parts`` is no dict of shapes and dtypes, or a part has no bytes.
-        StoreError: If a dtype does not exist.
-    """
-    if not isinstance(parts, Mapping) or not parts:
-        raise ArgumentError(
-            f"parts={parts!r}: expected a dict such as {{'obs': ((4,), 'float32')}}, with the shape "
-            "and the dtype of each part"
-        )
-    checked = {}
-    for name, part in parts.items():
-        if not isinstance(name, str) or not name.isidentifier() or name in _ADDED:
-            more = f" ({_ADDED[name]})" if name in _ADDED else ""
-            raise ArgumentError(
-                f"parts has the name {name!r}{more}; expected names that Python accepts for "
-                f"arguments of add(), and none of {', '.join(_ADDED)}, which batches add; rename it"
-            )
-        try:
-            shape, dtype = part
-            shape = tuple(whole_number(n, name) for n in shape)
-        except (TypeError, ValueError, ArgumentError):
-            raise ArgumentError(
-                f"parts[{name!r}]={part!r}: expected a shape and a dtype, such as "
-                "((4, 84, 84), 'uint8'), or ((), 'float32') for one number"
-            ) from None
-        checked[name] = (shape, dtype_of(dtype, f"parts[{name!r}]"))
-    return checked
-
-
-def _check_observations(layout: RingLayout) -> None:
-    """Raise ArgumentError if ``next_of`` or ``stacked`` do not fit the parts."""
-    parts = layout.parts
-    for after, now in layout.next_of.items():
-        is_chain = now in layout.next_of or after in layout.next_of.values()
-        if parts.get(after) != parts.get(now, ()) or after == now or is_chain:
-            raise ArgumentError(
-                f"next_of={dict(layout.next_of)!r}: {after!r} is {parts.get(after)} and {now!r} is "
-                f"{parts.get(now)}; expected two parts of one shape and dtype, such as "
-                "next_of={'next_obs': 'obs'}; add both to parts"
-            )
-    if len(set(layout.next_of.values())) < len(layout.next_of):
-        raise ArgumentError(
-            f"next_of={dict(layout.next_of)!r} has two parts after one; expected one for each"
-        )
-    for name in layout.stacked:
-        if name not in layout.next_of.values() or not parts[name][0]:
-            raise ArgumentError(
-                f"stacked={name!r}: expected the name of an observation in next_of whose first "
-                f"axis has the frames; give next_of={{'next_{name}': {name!r}}}"
-            )
-
-
-def _check_window(layout: RingLayout) -> None:
-    """Raise ArgumentError if windows of several steps cannot be joined."""
-    if layout.window == 1:
-        return
-    reward = layout.parts.get("reward")
-    if reward is None or reward[1].kind != "f" or "done" not in layout.parts:
-        raise ArgumentError(
-            f"n_steps={layout.window} joins rewards until a step is done, but parts has "
-            f"{', '.join(layout.parts)}; expected parts named 'reward', of float32, and 'done', and "
-            "'truncated' if episodes have a time limit"
-        )
-    for name in ("done", "truncated"):
-        if int(np.prod(layout.parts.get(name, ((),))[0])) != 1:
-            raise ArgumentError(
-                f"n_steps={layout.window} with parts[{name!r}] of shape {layout.parts[name][0]}; "
-                "expected one number per transition; give the shape ()"
-            )
 
 
 def _empty_folder(path: Any) -> str:

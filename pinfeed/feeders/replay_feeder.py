@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pinfeed.feeders.base_feeder import BaseFeeder, LoopOptions
-from pinfeed.memory.plan import Allocation, Plan
+from pinfeed.memory.plan import Allocation, Place, Plan, Route
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.loop_memory import PartSize, loop_allocations
 from pinfeed.pipeline.schedule import choose_schedule
@@ -31,6 +31,7 @@ class ReplayFeeder(BaseFeeder[dict[str, Any]]):
         batch_size: Transitions per batch.
         device: Target device, as the user named it.
         options: Options of the loop.
+        nbytes: Bytes of the buffer.
         in_files: Whether the transitions are in files.
     """
 
@@ -41,11 +42,11 @@ class ReplayFeeder(BaseFeeder[dict[str, Any]]):
         device: Any,
         options: LoopOptions,
         *,
+        nbytes: int,
         in_files: bool,
     ) -> None:
         sizes = [
-            math.prod(shape) * dtype.itemsize
-            for shape, dtype in source.ring.layout.parts.values()
+            math.prod(shape) * dtype.itemsize for shape, dtype in source.ring.layout.parts.values()
         ]
         # Importance weights and numbers of transitions, and discounts.
         sizes += [4] * (source.ring.layout.window > 1) + [4, 8] * source.has_weights
@@ -55,10 +56,10 @@ class ReplayFeeder(BaseFeeder[dict[str, Any]]):
         parts = [PartSize(size, size, is_staged=not device.unified) for size in capacity]
         items = loop_allocations(parts, batch_size, schedule, unified=device.unified)
         items = [item for item in items if item.what != "the order of the rows"]
-        place = "page cache" if in_files else "host"
-        items.append(Allocation("transitions", place, 1, source.ring.nbytes))
+        place: Place = "page cache" if in_files else "host"
+        items.append(Allocation("transitions", place, 1, nbytes))
         self._batch_size = batch_size
-        route = "direct" if device.unified else "staged"
+        route: Route = "direct" if device.unified else "staged"
         self._plan = Plan(batch_size, source.depth, route, tuple(items))
         self._transforms = options.transforms(device.name, is_limited=False)
         self._source = source

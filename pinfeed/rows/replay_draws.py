@@ -121,7 +121,7 @@ def generator_state(generator: Generator) -> dict[str, Any]:
         state: Any = generator.get_state(legacy=False)
     else:
         state = generator.bit_generator.state
-    return _plain(state)
+    return dict(_plain(state))
 
 
 def set_generator_state(generator: Generator, state: Mapping[str, Any]) -> None:

@@ -77,8 +77,8 @@ class SumTree:
         """Return the child of each node that has its value, and the value within the child."""
         left = 2 * nodes + 1
         sums = self._sums[left]
-        # Rounding may leave a value above the sum of both children.
-        goes_right = (values > sums) & (self._sums[left + 1] > 0)
+        # Rounding may leave a value above the sum of both children, and a value may be 0.
+        goes_right = ((values > sums) | (sums == 0)) & (self._sums[left + 1] > 0)
         return left + goes_right, np.where(goes_right, values - sums, values)
 
     def _add_children(self, nodes: Rows) -> None:

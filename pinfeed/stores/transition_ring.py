@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.errors import ArgumentError, StoreError
+from pinfeed.errors import StoreError
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.frame_ring import FrameRing
+from pinfeed.stores.ring_layout import RingLayout
 from pinfeed.stores.store import Array
 
 
@@ -34,46 +35,6 @@ class Draw:
     """Number of parts of the batch that have not been gathered."""
     window: tuple[Rows, Rows] | None = field(default=None, repr=False)
     """Number of steps of each n-step window, and its last row; None until they are needed."""
-
-
-@dataclass(frozen=True)
-class RingLayout:
-    """Parts of transitions, and how a ring keeps them.
-
-    Attributes:
-        n_steps: Number of steps that the ring holds.
-        n_envs: Number of environments, each of which adds one transition per step.
-        parts: Shape and dtype of each part of a transition.
-        next_of: Parts that are the observation of the next step, and the parts they are next to.
-        stacked: Parts of ``next_of`` whose first axis is a stack of frames.
-        window: Number of steps of a window that a batch joins to one transition.
-        gamma: Discount of the rewards in a window.
-    """
-
-    n_steps: int
-    n_envs: int
-    parts: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
-    next_of: Mapping[str, str]
-    stacked: frozenset[str]
-    window: int
-    gamma: float
-
-    @property
-    def fingerprint(self) -> dict[str, Any]:
-        """Plain values that are equal exactly if a ring can load the state of another."""
-        return {
-            "n_steps": self.n_steps,
-            "n_envs": self.n_envs,
-            "parts": [
-                [name, list(shape), dtype.name] for name, (shape, dtype) in self.parts.items()
-            ],
-            "next_of": dict(self.next_of),
-            "stacked": sorted(self.stacked),
-        }
-
-    def is_of_last_step(self, name: str) -> bool:
-        """Return whether a part of a window is that of its last step, not of its first one."""
-        return name in ("done", "truncated") or name.startswith("next_") or name in self.next_of
 
 
 class TransitionRing:
@@ -112,7 +73,7 @@ class TransitionRing:
                 array = self._make_array(name, (n_rows, *shape), dtype)
                 self._stores[name] = ArrayStore(array)
         if layout.window > 1:
-            self._discounts = layout.gamma ** np.arange(layout.window, dtype=np.float32)
+            self._powers = layout.gamma ** np.arange(layout.window + 1, dtype=np.float32)
 
     @property
     def n_kept(self) -> int:
@@ -124,23 +85,6 @@ class TransitionRing:
         """Bytes of all arrays."""
         arrays = sum(store.array.nbytes for store in self._stores.values())
         return arrays + sum(ring.nbytes for ring in self._frames.values())
-
-    def checked(self, values: Mapping[str, Any]) -> dict[str, Array]:
-        """Return the parts of a step as arrays of shape (n_envs, *shape).
-
-        Raises:
-            ArgumentError: If a part is missing or unknown, or has another shape or dtype.
-        """
-        parts = self.layout.parts
-        if values.keys() != parts.keys():
-            raise ArgumentError(
-                f"add() got {', '.join(values) or 'nothing'}; expected {', '.join(parts)}, one "
-                "value for each part of the buffer"
-            )
-        return {
-            name: self._checked(name, values[name], shape, dtype)
-            for name, (shape, dtype) in parts.items()
-        }
 
     def add(self, values: Mapping[str, Array]) -> Rows:
         """Add a step, and return its rows. The caller has checked the values and holds the lock.
@@ -160,7 +104,9 @@ class TransitionRing:
             if self.n_added >= layout.n_steps:
                 is_only = layout.n_steps == 1
                 ring.drop_before(slot if is_only else (slot + 1) % layout.n_steps, int(is_only))
-            pair = (values[name].reshape(layout.n_envs, ring.n_stacked, -1) for name in (now, after))
+            pair = (
+                values[name].reshape(layout.n_envs, ring.n_stacked, -1) for name in (now, after)
+            )
             ring.add(slot, before, *pair)
         for name, store in self._stores.items():
             store.array[rows[0] : rows[-1] + 1] = values[name]
@@ -216,7 +162,7 @@ class TransitionRing:
     def discounts(self, draw: Draw, out: Array) -> None:
         """Write the discount of the value after each window into ``out``, shape (n,)."""
         n_steps, _ = self._window(draw)
-        out[...] = self.layout.gamma ** n_steps.astype(np.float32)
+        out[...] = self._powers[n_steps]
 
     def state(self) -> tuple[dict[str, Array], dict[str, tuple[Array, Array, int]]]:
         """Return the arrays of the parts, and numbers, frames and first number of each ring."""
@@ -281,32 +227,8 @@ class TransitionRing:
         n_rows = layout.n_steps * layout.n_envs
         rewards = self._stores["reward"].array[(first[:, None] + steps * layout.n_envs) % n_rows]
         shape = (len(first), layout.window, *[1] * (rewards.ndim - 2))
-        weights = self._discounts * (steps < n_steps[:, None])
+        weights = self._powers[:-1] * (steps < n_steps[:, None])
         out[...] = (rewards * weights.reshape(shape)).sum(axis=1)
-
-    def _checked(self, name: str, value: Any, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
-        """Return a part of a step as an array of shape (n_envs, *shape)."""
-        n_envs = self.layout.n_envs
-        try:
-            array = np.asarray(value)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ArgumentError(
-                f"add({name}=...): numpy cannot read a {type(value).__name__} ({error}); expected "
-                "an array; give tensor.detach().cpu().numpy() for a tensor on a GPU"
-            ) from None
-        expected = (n_envs, *shape)
-        if array.shape != expected and not (n_envs == 1 and array.shape == tuple(shape)):
-            alone = f" or {tuple(shape)}" if n_envs == 1 else ""
-            raise ArgumentError(
-                f"add({name}=...): got shape {array.shape}; expected {expected}{alone}, one value "
-                "for each environment"
-            )
-        if array.dtype != dtype and not np.can_cast(array.dtype, dtype, "same_kind"):
-            raise ArgumentError(
-                f"add({name}=...): got {array.dtype}; expected {dtype}, the dtype of this part; "
-                f"convert it with .astype({dtype.name!r})"
-            )
-        return np.ascontiguousarray(array, dtype).reshape(expected)
 
     def _make_array(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return an array of zeros, in memory or in a file of the folder."""
