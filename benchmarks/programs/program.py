@@ -28,6 +28,7 @@ NAMES = (
     "hdf5_images",
     "image_augment",
     "replay_buffer",
+    "dqn_atari",
     "mnist",
     "vae",
 )

@@ -347,8 +347,10 @@ class ReplayBuffer:
                     "call add() first"
                 )
             rows, weights = self._draws.draw(ring.n_kept, batch_size)
-            draw = Draw(rows, ring.numbers_of(rows), ring.n_added, weights)
-            ring.protect(draw, len(ring.layout.parts) + (ring.layout.window > 1))
+            has_window = ring.layout.window > 1
+            numbers = ring.numbers_of(rows) if has_window or weights is not None else None
+            draw = Draw(rows, numbers, ring.n_added, weights)
+            ring.protect(draw, len(ring.layout.parts) + has_window)
         return draw
 
     def _prioritized(self, what: str) -> PrioritizedDraws:

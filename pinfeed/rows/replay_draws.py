@@ -34,8 +34,11 @@ class UniformDraws:
 
     def draw(self, n_steps: int, n: int) -> tuple[Rows, npt.NDArray[np.float32] | None]:
         """Return n rows of the first ``n_steps`` steps, without weights."""
-        steps = self._integers(0, n_steps, size=n)
-        return steps * self._n_envs + self._integers(0, self._n_envs, size=n), None
+        rows = self._integers(0, n_steps, size=n)
+        # To draw from one environment takes no random numbers.
+        if self._n_envs > 1:
+            rows = rows * self._n_envs + self._integers(0, self._n_envs, size=n)
+        return rows, None
 
 
 class PrioritizedDraws:

@@ -25,8 +25,11 @@ class Draw:
 
     rows: Rows
     """Rows of the ring, shape (n,)."""
-    numbers: Rows
-    """Numbers of the transitions since the first one that was added, shape (n,)."""
+    numbers: Rows | None
+    """Numbers of the transitions since the first one that was added, shape (n,).
+
+    None for uniform draws of single steps, which do not need them.
+    """
     n_added: int
     """Number of steps that had been added."""
     weights: npt.NDArray[np.float32] | None = None
@@ -201,9 +204,10 @@ class TransitionRing:
         """
         if draw.window is None:
             layout = self.layout
-            n_envs = layout.n_envs
-            steps = draw.numbers[:, None] // n_envs + np.arange(layout.window)
-            rows = steps % layout.n_steps * n_envs + draw.numbers[:, None] % n_envs
+            assert draw.numbers is not None
+            first, envs = np.divmod(draw.numbers[:, None], layout.n_envs)
+            steps = first + np.arange(layout.window)
+            rows = steps % layout.n_steps * layout.n_envs + envs
             # The last column is an end in any case.
             ends = steps >= draw.n_added - 1
             ends[:, -1] = True

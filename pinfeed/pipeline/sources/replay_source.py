@@ -143,7 +143,7 @@ class ReplaySource(Source):
         if ring.layout.window > 1:
             float32 = np.dtype(np.float32)
             parts.append(PartOfDraw(ring, draw, (n,), float32, ring.discounts))
-        if draw.weights is not None:
+        if draw.weights is not None and draw.numbers is not None:
             parts += [ArrayPart(draw.weights), ArrayPart(draw.numbers)]
         return HostBatch(parts, functools.partial(_named, self.names), [(n, 0)])
 
