@@ -78,9 +78,9 @@ class PlainPriorities:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    n_rows=st.integers(1, 40),
+    n_rows=st.one_of(st.integers(1, 40), st.integers(60, 300)),
     sets=st.lists(
-        st.lists(st.tuples(st.integers(0, 39), st.integers(0, 5)), max_size=50), max_size=4
+        st.lists(st.tuples(st.integers(0, 299), st.integers(0, 5)), max_size=50), max_size=4
     ),
 )
 def test_a_tree_equals_a_plain_one(n_rows: int, sets: list[list[tuple[int, int]]]) -> None:
