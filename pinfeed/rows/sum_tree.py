@@ -52,11 +52,12 @@ class SumTree:
         nodes = rows + self._n_rows
         sums[nodes] = priorities
         level = self._lowest_level
+        # The lowest level may have fewer nodes than its parents have places for.
         is_lowest = nodes >= 1 << level
-        if not is_lowest.all():
-            # From here on, all nodes are on one level, so each sum has both of its terms.
+        if level:
             level -= 1
             self._add_children(nodes[is_lowest] >> 1)
+            # From here on, all nodes are on one level, so each sum has both of its terms.
             nodes = np.where(is_lowest, nodes >> 1, nodes)
         while level and 1 << level > max(len(nodes), _FEW_NODES):
             level -= 1
