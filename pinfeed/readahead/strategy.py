@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from pinfeed.memory.plan import Allocation
 from pinfeed.memory.units import human
@@ -98,6 +98,10 @@ class ReadStrategy:
 
     def memory_rows(self) -> MemoryRows | None:
         """Return where the rows are, if all are in memory and can be copied natively."""
+        return None
+
+    def views(self) -> Any:
+        """Return a tensor of all rows if batches are to be views of it; otherwise None."""
         return None
 
     @property

@@ -83,10 +83,10 @@ class FrameRing:
         if self.stop + self._n_added - self.first > self._n_frames:
             self._grow()
         for env in range(len(now)):
-            expected = None if before is None else self.numbers[1, before, env].tolist()
+            expected = [] if before is None else self.numbers[1, before, env].tolist()
             found = self._store(now[env], expected)
             self.numbers[0, slot, env] = found
-            self.numbers[1, slot, env] = self._store(after[env], [*found[1:], found[-1]])
+            self.numbers[1, slot, env] = self._store(after[env], found[1:], found[-1])
 
     def drop_before(self, slot: int, which: int = 0) -> None:
         """Forget the frames that only steps before the one in a slot need.
@@ -119,26 +119,42 @@ class FrameRing:
             part = frames[i : i + self._n_copied]
             self._frames.array[np.arange(first + i, first + i + len(part)) % self._n_frames] = part
 
-    def _store(self, observation: Array, expected: list[int] | None) -> list[int]:
+    def _store(self, observation: Array, expected: list[int], last: int | None = None) -> list[int]:
         """Return the numbers of the frames of an observation, and store those that are new.
 
         Args:
             observation: Shape (n_stacked, *frame_shape).
-            expected: Numbers of frames that may equal these; None if there are none.
+            expected: Numbers of frames that may equal the first ones.
+            last: Number of a frame that may equal the first one in any case; None for none.
         """
-        found: list[int] = []
         words = _words(observation, self._word)
-        for i, frame in enumerate(words):
-            if expected is not None and self._is(frame, expected[i]):
+        n = len(expected)
+        # To compare frames one by one takes several times as long.
+        found = expected.copy() if self._is_run(words[:n], expected) else []
+        for i in range(len(found), self.n_stacked):
+            frame = words[i]
+            # The first observation of an episode often repeats one frame.
+            before = found[-1] if found else last
+            if i < n and self._is(frame, expected[i]):
                 found.append(expected[i])
-            elif found and self._is(frame, found[-1]):
-                # The first observation of an episode often repeats one frame.
-                found.append(found[-1])
+            elif before is not None and self._is(frame, before):
+                found.append(before)
             else:
                 self._words[self.stop % self._n_frames] = frame
                 found.append(self.stop)
                 self.stop += 1
         return found
+
+    def _is_run(self, frames: Array, numbers: list[int]) -> bool:
+        """Return whether frames have the bytes of those with consecutive numbers."""
+        n = len(numbers)
+        if n == 0 or numbers != list(range(numbers[0], numbers[0] + n)):
+            return False
+        begin = numbers[0] % self._n_frames
+        # The ring may begin again between these frames.
+        return begin + n <= self._n_frames and bool(
+            (frames == self._words[begin : begin + n]).all()
+        )
 
     def _is(self, frame: Array, number: int) -> bool:
         """Return whether a frame has the bytes of the one with a number."""

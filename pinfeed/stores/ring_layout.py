@@ -87,6 +87,9 @@ class RingLayout:
     def _checked(self, name: str, value: Any, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
         """Return a part of a step as an array of shape (n_envs, *shape)."""
         n_envs = self.n_envs
+        expected = (n_envs, *shape)
+        if type(value) is np.ndarray and value.shape == expected and value.dtype == dtype:
+            return np.ascontiguousarray(value)
         try:
             array = np.asarray(value)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -94,7 +97,6 @@ class RingLayout:
                 f"add({name}=...): numpy cannot read a {type(value).__name__} ({error}); expected "
                 "an array; give tensor.detach().cpu().numpy() for a tensor on a GPU"
             ) from None
-        expected = (n_envs, *shape)
         if array.shape != expected and not (n_envs == 1 and array.shape == tuple(shape)):
             alone = f" or {tuple(shape)}" if n_envs == 1 else ""
             raise ArgumentError(

@@ -121,6 +121,11 @@ class RowSource(Source):
         rows = [one for one in found if one is not None]
         return rows if len(rows) == len(found) and not self.ragged else None
 
+    def views(self) -> list[Any] | None:
+        """Return a tensor of all rows of each store, if batches are views of these."""
+        found = [strategy.views() for strategy in self.strategies]
+        return None if any(one is None for one in found) else found
+
     def hint(self, source_share: float) -> str:
         pairs = zip(self.stores, self.strategies, strict=True)
         found = [(float(row_nbytes(store)), strategy.hint) for store, strategy in pairs]
