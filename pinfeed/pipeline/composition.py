@@ -21,7 +21,7 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pinfeed.devices.device import Device, Tensor
 from pinfeed.pipeline.crew_loop import CrewLoop
@@ -55,6 +55,9 @@ from pinfeed.profiling.counters import Counters
 from pinfeed.profiling.timeline import Timeline
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Sequential
+
+if TYPE_CHECKING:
+    from pinfeed.tensors.row_views import RowViews
 
 Fill = Callable[[Slot, int], Slot | None]
 Lend = Callable[[Slot], deque[list[Tensor]]]
@@ -277,7 +280,7 @@ def _view_loop(
     source: RowSource,
     position: EpochPosition,
     schedule: PrefetchSchedule,
-    views: list[Tensor],
+    views: list[RowViews],
 ) -> ViewLoop:
     """Return a loop whose batches are views of the rows, which an order draws in sequence."""
     batches = source.batches

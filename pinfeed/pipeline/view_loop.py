@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from pinfeed.devices.device import Tensor
 from pinfeed.pipeline.loop import Loop, LoopParts
 from pinfeed.pipeline.slot import Slot
 from pinfeed.pipeline.sources.row_source import RowSource
 from pinfeed.pipeline.sources.source import HostBatch
 from pinfeed.rows.batches import sizes
+
+if TYPE_CHECKING:
+    from pinfeed.tensors.row_views import RowViews
 
 # Batches share the cost of a slot. They take no memory, but their tensors do.
 _BATCHES_PER_SLOT = 64
@@ -22,7 +25,7 @@ class ViewLoop(Loop):
     Args:
         parts: Mover of the loop, and its functions.
         source: Source of the rows.
-        views: Tensor of all rows of each store.
+        views: Views of the rows of each store.
         batch_size: Rows of a batch.
         positions: First row, and the row after the last one.
     """
@@ -31,7 +34,7 @@ class ViewLoop(Loop):
         self,
         parts: LoopParts,
         source: RowSource,
-        views: Sequence[Tensor],
+        views: Sequence[RowViews],
         batch_size: int,
         positions: tuple[int, int],
     ) -> None:
@@ -54,11 +57,9 @@ class ViewLoop(Loop):
         slot = self._free.popleft()
         slot.number = self._number
         slot.batch = HostBatch((), self._source.rebuild, sizes(end - begin, size))
-        parts = [rows[begin:end] for rows in self._views]
-        slot.nbytes = sum(part.nbytes for part in parts)
-        slot.batch_tensors = deque(
-            map(list, zip(*(part.split(size) for part in parts), strict=True))
-        )
+        parts = [views.batches(begin, end, size) for views in self._views]
+        slot.batch_tensors = deque(map(list, zip(*parts, strict=True)))
+        slot.nbytes = sum(tensor.nbytes for part in parts for tensor in part)
         self._number += len(slot.batch_tensors)
         slot.ready_s = self._counters.now()
         return slot

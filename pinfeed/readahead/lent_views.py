@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,7 +12,11 @@ from pinfeed.readahead.read_plan import ReadPlan
 from pinfeed.readahead.strategy import ReadStrategy
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.local_file import LocalFileStore
+from pinfeed.stores.row_layout import RowLayout
 from pinfeed.stores.store import Array, Store
+
+if TYPE_CHECKING:
+    from pinfeed.tensors.row_views import RowViews
 
 _COPY = "leave out copy=False"
 
@@ -22,63 +25,56 @@ class LentViews(ReadStrategy):
     """Strategy that lends views of consecutive rows, and reads nothing.
 
     Args:
-        array: All rows of a store, shape (n_rows, *row_shape).
+        views: Views of the rows of a store.
     """
 
     hint = "The loop receives views of the rows, so there is nothing to read faster."
 
-    def __init__(self, array: Array) -> None:
-        from pinfeed.tensors.numpy_torch import to_torch
+    def __init__(self, views: RowViews) -> None:
+        self._views = views
 
-        with warnings.catch_warnings():
-            # A loop with copy=False promises not to write to its batches.
-            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-            self._rows = to_torch(array)
-
-    def views(self) -> Any:
-        return self._rows
+    def views(self) -> RowViews:
+        return self._views
 
 
 def lend_views(stores: Sequence[Store]) -> ReadPlan:
     """Return a plan that lends the rows of all stores as views.
 
     Raises:
-        ArgumentError: If the rows of a store are not in memory that numpy can show.
+        ArgumentError: If the rows of a store are not in memory or in files that can be mapped.
     """
-    strategies = [LentViews(_array_of(store)) for store in stores]
+    from pinfeed.tensors.row_views import RowViews
+
+    strategies = [LentViews(RowViews(_arrays_of(store))) for store in stores]
     return ReadPlan(strategies, ("batches are views of the rows (copy=False)",))
 
 
-def _array_of(store: Store) -> Array:
-    """Return an array on the memory of the rows of a store.
-
-    A file is mapped for this process alone: writes to the array change neither the file nor other
-    maps of it.
-    """
+def _arrays_of(store: Store) -> list[Array]:
+    """Return arrays on the memory of the rows of a store, one after the other."""
     if isinstance(store, ArrayStore):
-        return store.array
-    name = type(store).__name__
-    if not isinstance(store, LocalFileStore):
+        return [store.array]
+    if not isinstance(store, LocalFileStore) or not store.rows_in_one_file:
         raise ArgumentError(
-            f"copy=False was given with rows of a {name}, which are not in memory; expected "
-            f"arrays, tensors, or single .npy or raw files; {_COPY}"
+            f"copy=False was given with a {type(store).__name__}, whose rows have no address in "
+            f"memory; expected arrays, tensors, .npy files or raw files; {_COPY}"
         )
-    layouts = store._layouts
-    if len(layouts) > 1 or not store.rows_in_one_file or not layouts[0].dtype.isnative:
+    return [_mapped(layout) for layout in store._layouts if layout.n_rows]
+
+
+def _mapped(layout: RowLayout) -> Array:
+    """Return the rows of a file in a memory map.
+
+    The map is private: writes to the array change neither the file nor other maps of it.
+    """
+    dtype = layout.dtype
+    if not dtype.isnative or layout.offset % dtype.itemsize or layout.stride % dtype.itemsize:
         raise ArgumentError(
-            f"copy=False was given with {name} of {len(layouts)} files of "
-            f"{layouts[0].dtype.newbyteorder('=')}; expected one file in the byte order of this "
-            f"machine, because a view has one address; {_COPY}, or join the files"
-        )
-    layout = layouts[0]
-    if layout.offset % layout.dtype.itemsize or layout.stride % layout.dtype.itemsize:
-        raise ArgumentError(
-            f"copy=False was given with {layout.path!r}, whose rows begin at byte {layout.offset} "
-            f"and every {layout.stride} bytes; expected multiples of {layout.dtype.itemsize}, the "
-            f"bytes of an item; {_COPY}"
+            f"copy=False was given with {layout.path!r}, whose items are {dtype.str!r}, from byte "
+            f"{layout.offset} on, with {layout.stride} bytes from row to row; expected the byte "
+            f"order of this machine and multiples of {dtype.itemsize} bytes; {_COPY}"
         )
     mapped = np.memmap(layout.path, np.uint8, "c", shape=(layout.end,))
-    inner = np.empty((1, *layout.row_shape), layout.dtype).strides[1:]
-    strides = (layout.stride, *inner)
+    inner = np.empty((1, *layout.row_shape), dtype).strides[1:]
     shape = (layout.n_rows, *layout.row_shape)
-    return np.ndarray(shape, layout.dtype, np.asarray(mapped), layout.offset, strides)
+    strides = (layout.stride, *inner)
+    return np.ndarray(shape, dtype, np.asarray(mapped), layout.offset, strides)

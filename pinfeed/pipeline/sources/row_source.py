@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pinfeed.memory.proc_maps import file_key, written_maps
 from pinfeed.native.memory_rows import MemoryRows
@@ -29,6 +29,9 @@ from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.ragged import RaggedParts
 from pinfeed.stores.store import Store, row_nbytes
 from pinfeed.tensors.pytree import Rebuild
+
+if TYPE_CHECKING:
+    from pinfeed.tensors.row_views import RowViews
 
 # The constructor of a NamedTuple is a Python function; this makes one without it.
 new_row_group: Callable[[tuple[Any, ...]], RowGroup] = functools.partial(tuple.__new__, RowGroup)
@@ -121,10 +124,11 @@ class RowSource(Source):
         rows = [one for one in found if one is not None]
         return rows if len(rows) == len(found) and not self.ragged else None
 
-    def views(self) -> list[Any] | None:
-        """Return a tensor of all rows of each store, if batches are views of these."""
+    def views(self) -> list[RowViews] | None:
+        """Return views of the rows of each store, if batches are views."""
         found = [strategy.views() for strategy in self.strategies]
-        return None if any(one is None for one in found) else found
+        views = [one for one in found if one is not None]
+        return views if len(views) == len(found) else None
 
     def hint(self, source_share: float) -> str:
         pairs = zip(self.stores, self.strategies, strict=True)
