@@ -133,7 +133,9 @@ class ReplayBuffer:
             )
         self._draws: UniformDraws | PrioritizedDraws = UniformDraws(generator, n_envs)
         if alpha is not None:
-            numbers = (real_number(value, name) for value, name in _named(alpha, beta, epsilon))
+            numbers = (
+                real_number(value, name, least=0) for value, name in _named(alpha, beta, epsilon)
+            )
             self._draws = PrioritizedDraws(generator, layout.n_steps * n_envs, n_envs, *numbers)
         self._in_files = path is not None
         self._ring = TransitionRing(layout, None if path is None else _empty_folder(path))
@@ -170,7 +172,7 @@ class ReplayBuffer:
 
     @beta.setter
     def beta(self, value: float) -> None:
-        self._prioritized("beta").beta = real_number(value, "beta")
+        self._prioritized("beta").beta = real_number(value, "beta", least=0)
 
     def add(self, **values: Any) -> None:
         """Add a transition of each environment, in place of the oldest ones.

@@ -80,9 +80,18 @@ class PrioritizedDraws:
         self._new.append((rows, self._max_priority**self._alpha))
 
     def draw(self, n_steps: int, n: int) -> tuple[Rows, npt.NDArray[np.float32] | None]:
-        """Return n rows, and their importance weights, of which the largest is 1."""
+        """Return n rows, and their importance weights, of which the largest is 1.
+
+        Raises:
+            ArgumentError: If all priorities are 0.
+        """
         self._set_new()
         tree = self.tree
+        if not tree.total:
+            raise ArgumentError(
+                "all transitions have priority 0, so none can be drawn; expected at least one "
+                "above 0; give epsilon=1e-6"
+            )
         segment = tree.total / n
         starts = segment * np.arange(n)
         rows = tree.rows_at(self.generator.uniform(starts, segment * np.arange(1, n + 1)))

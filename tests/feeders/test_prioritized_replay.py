@@ -168,3 +168,13 @@ def test_wrong_priorities_are_refused(rows: Any, priorities: Any, message: str) 
     buffer.add(x=0)
     with pytest.raises(ArgumentError, match=message):
         buffer.update_priorities(rows, priorities)
+
+
+def test_transitions_without_any_priority_are_refused() -> None:
+    buffer = pinfeed.ReplayBuffer(2, {"x": ((), "int64")}, alpha=1.0, epsilon=0.0)
+    buffer.add(x=0)
+    buffer.update_priorities([0], [0.0])
+    with pytest.raises(ArgumentError, match="give epsilon=1e-6"):
+        next(iter(buffer.batches(4, device="cpu")))
+    with pytest.raises(ArgumentError, match=r"beta=-1: expected a number, at least 0"):
+        buffer.beta = -1
