@@ -31,6 +31,7 @@ from pinfeed.feeders.dataset_feeder import wrap_dataset
 from pinfeed.feeders.endless import endless
 from pinfeed.feeders.feeder import Feeder
 from pinfeed.feeders.reader_feeder import wrap_readers
+from pinfeed.feeders.replay_buffer import ReplayBuffer
 from pinfeed.feeders.restartable import restartable
 from pinfeed.feeders.wrap_loader import wrap_loader
 from pinfeed.memory.plan import Plan
@@ -131,6 +132,7 @@ __all__ = [
     "Ranks",
     "ReadError",
     "RemoteStore",
+    "ReplayBuffer",
     "RowDataset",
     "RowOptimizer",
     "ShardedEmbedding",

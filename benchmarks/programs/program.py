@@ -33,6 +33,7 @@ NAMES = (
     "single_cells",
     "image_augment",
     "replay_buffer",
+    "dqn_atari",
     "mnist",
     "vae",
 )

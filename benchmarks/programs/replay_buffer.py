@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -19,6 +18,7 @@ N_STATES = 17
 N_ACTIONS = 6
 WIDTHS = (N_STATES, N_ACTIONS, N_STATES, 1, 1)
 """Columns of states, actions, next states, rewards, and whether the episode continues."""
+NAMES = ("state", "action", "next_state", "reward", "not_done")
 DISCOUNT = 0.99
 
 
@@ -54,11 +54,10 @@ class ReplayBuffer:
 
     Args:
         max_size: Number of transitions.
-        dtype: Dtype of all arrays.
     """
 
-    def __init__(self, max_size: int, dtype: npt.DTypeLike = np.float64) -> None:
-        self.arrays = tuple(np.zeros((max_size, width), dtype) for width in WIDTHS)
+    def __init__(self, max_size: int) -> None:
+        self.arrays = tuple(np.zeros((max_size, width)) for width in WIDTHS)
         self.max_size = max_size
         self.size = 0
         self.next = 0
@@ -100,15 +99,16 @@ def original(folder: Path, size: Size, step: Step) -> None:
 
 
 def moved(folder: Path, size: Size, step: Step) -> None:
-    """Gather the rows when the loop requests them, because the loop changes them."""
-    observed = observe(folder)
-    buffer = ReplayBuffer(size.max_size, np.float32)
-    buffer.fill(observed, size.n_filled)
-    rows = (buffer.rng.integers(buffer.size, size=size.batch_size) for _ in range(size.n_batches))
-    with pinfeed.Feeder(buffer.arrays, rows=rows, depth=0, device=DEVICE) as feeder:
-        for batch, transition in zip(feeder, observed, strict=True):
-            step(*batch)
-            buffer.add(transition)
+    """Draw and gather the rows when the loop requests them, because the loop changes them."""
+    observed = (dict(zip(NAMES, transition, strict=True)) for transition in observe(folder))
+    parts = {name: ((width,), "float32") for name, width in zip(NAMES, WIDTHS, strict=True)}
+    buffer = pinfeed.ReplayBuffer(size.max_size, parts, generator=np.random.default_rng(SEED))
+    for _ in range(size.n_filled):
+        buffer.add(**next(observed))
+    with buffer.batches(size.batch_size, n=size.n_batches, device=DEVICE) as batches:
+        for batch, transition in zip(batches, observed, strict=True):
+            step(*batch.values())
+            buffer.add(**transition)
 
 
 def make_step(_: Size) -> Step:
@@ -147,6 +147,6 @@ PROGRAM = Program(
     prepare=prepare,
     ways={"sample": original, OURS: moved},
     make_step=make_step,
-    original=(ReplayBuffer.sample, original),
+    original=(ReplayBuffer, original),
     moved=(moved,),
 )

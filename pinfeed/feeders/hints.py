@@ -97,6 +97,18 @@ SAMPLE_HINTS = {
 }
 """Advice for ``wrap_dataset``."""
 
+REPLAY_HINTS = {
+    "buffer_size size max_size": "give the number of transitions as capacity=",
+    "observation_space action_space obs_shape": "give the shape and the dtype of each part as "
+    "parts=",
+    "optimize_memory_usage": 'give next_of={"next_obs": "obs"}',
+    "handle_timeout_termination": "give parts named done and truncated",
+    "batch_size device depth": "give it to batches(): buffer.batches(32, device=...)",
+    "n_step": "give the number of steps of a window as n_steps=",
+    "eps": "give it as epsilon=",
+}
+"""Advice for ``ReplayBuffer``."""
+
 DATASET_HINTS = {
     f"{_BATCHES} {_WORKERS} {_MEMORY} prefetch_factor": "a RowDataset has rows, not batches; use "
     "DataLoader(RowDataset(source), {name}=...) or Feeder(source, ...)",

@@ -58,6 +58,7 @@ class FeederArguments(LoopArguments, total=False):
     route: str | None
     verify: bool
     continuous: bool | None
+    copy: bool
 
 
 class LoaderArguments(LoopArguments, total=False):

@@ -344,7 +344,7 @@ def _choose_for_columns(store: MatrixStore, reads: _Reads) -> Choice:
         copy = _copy(store, reads, "converted")
         if copy is not None:
             return copy
-        found = _windows(store, reads.order)
+        found = _windows(store, reads.order, reads.view)
         if found is not None and not _memory_problem(store, found, reads):
             strategy = WindowReadahead(store, found, reads.n_batch_rows)
             return strategy, "converted window by window, ahead"

@@ -1,0 +1,162 @@
+"""UniformDraws, PrioritizedDraws: random rows of a replay buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pinfeed.errors import ArgumentError
+from pinfeed.rows.orders import Rows
+from pinfeed.rows.sum_tree import SumTree
+
+Generator = np.random.Generator | np.random.RandomState
+
+
+class UniformDraws:
+    """Draws steps, and then environments, with replacement, as Stable-Baselines3 does.
+
+    Args:
+        generator: Random generator of numpy.
+        n_envs: Number of environments; each step has one row for each.
+    """
+
+    def __init__(self, generator: Generator, n_envs: int) -> None:
+        is_new = isinstance(generator, np.random.Generator)
+        self.generator = generator
+        self._integers: Any = generator.integers if is_new else generator.randint  # type: ignore[union-attr]
+        self._n_envs = n_envs
+
+    def add(self, rows: Rows) -> None:
+        """Do nothing, because all rows are equally likely."""
+
+    def draw(self, n_steps: int, n: int) -> tuple[Rows, npt.NDArray[np.float32] | None]:
+        """Return n rows of the first ``n_steps`` steps, without weights."""
+        rows = self._integers(0, n_steps, size=n)
+        # To draw from one environment takes no random numbers.
+        if self._n_envs > 1:
+            rows = rows * self._n_envs + self._integers(0, self._n_envs, size=n)
+        return rows, None
+
+
+class PrioritizedDraws:
+    """Draws rows in proportion to ``priority ** alpha``, as CleanRL's Rainbow does.
+
+    The sum of all priorities is cut into as many equal segments as a batch has rows, and each
+    segment gives one row. New rows have the largest priority so far.
+
+    Args:
+        generator: Random generator of numpy.
+        n_rows: Number of rows.
+        n_envs: Number of environments.
+        alpha: Exponent of the priorities; 0 makes all rows equally likely.
+        beta: Exponent of the importance weights; 1 corrects the draws fully.
+        epsilon: Added to each absolute priority, so that no row is lost.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        n_rows: int,
+        n_envs: int,
+        alpha: float,
+        beta: float,
+        epsilon: float,
+    ) -> None:
+        self.generator = generator
+        self._n_envs = n_envs
+        self._alpha = alpha
+        self.beta = beta
+        self._epsilon = epsilon
+        self._max_priority = 1.0
+        self.tree = SumTree(n_rows)
+        # Rows that were added since the last draw, with their priorities. They are set together.
+        self._new: list[tuple[Rows, float]] = []
+
+    def add(self, rows: Rows) -> None:
+        """Give new rows the largest priority so far."""
+        self._new.append((rows, self._max_priority**self._alpha))
+
+    def draw(self, n_steps: int, n: int) -> tuple[Rows, npt.NDArray[np.float32] | None]:
+        """Return n rows, and their importance weights, of which the largest is 1.
+
+        Raises:
+            ArgumentError: If all priorities are 0.
+        """
+        self._set_new()
+        tree = self.tree
+        if not tree.total:
+            raise ArgumentError(
+                "all transitions have priority 0, so none can be drawn; expected at least one "
+                "above 0; give epsilon=1e-6"
+            )
+        segment = tree.total / n
+        starts = segment * np.arange(n)
+        rows = tree.rows_at(self.generator.uniform(starts, segment * np.arange(1, n + 1)))
+        shares = tree.priorities[rows] / tree.total
+        weights = (n_steps * self._n_envs * shares) ** -self.beta
+        return rows, (weights / weights.max()).astype(np.float32)
+
+    def update(self, rows: Rows, priorities: npt.NDArray[np.float64]) -> None:
+        """Set the priorities of rows."""
+        self._set_new()
+        if not len(rows):
+            return
+        priorities = np.abs(priorities) + self._epsilon
+        self._max_priority = max(self._max_priority, float(priorities.max()))
+        self.tree.set(rows, priorities**self._alpha)
+
+    def state(self) -> dict[str, Any]:
+        """Return the priorities, as plain values and an array."""
+        self._set_new()
+        return {"priorities": self.tree.priorities, "max_priority": self._max_priority}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Set the priorities to those of a state."""
+        self._new.clear()
+        self._max_priority = float(state["max_priority"])
+        self.tree.set(np.arange(len(self.tree.priorities)), state["priorities"])
+
+    def _set_new(self) -> None:
+        if self._new:
+            rows = np.concatenate([rows for rows, _ in self._new])
+            priorities = np.repeat([priority for _, priority in self._new], self._n_envs)
+            self.tree.set(rows, priorities)
+            self._new.clear()
+
+
+def generator_state(generator: Generator) -> dict[str, Any]:
+    """Return the state of a generator, as plain values."""
+    if isinstance(generator, np.random.RandomState):
+        state: Any = generator.get_state(legacy=False)
+    else:
+        state = generator.bit_generator.state
+    return dict(_plain(state))
+
+
+def set_generator_state(generator: Generator, state: Mapping[str, Any]) -> None:
+    """Set a generator to a state of ``generator_state``.
+
+    Raises:
+        ArgumentError: If the state belongs to another kind of generator.
+    """
+    try:
+        if isinstance(generator, np.random.RandomState):
+            generator.set_state(dict(state))
+        else:
+            generator.bit_generator.state = dict(state)
+    except (TypeError, ValueError, KeyError) as error:
+        raise ArgumentError(
+            f"the state has a generator {state.get('bit_generator')!r}, which does not fit "
+            f"{generator!r} ({error}); expected one of the same kind; make the buffer with the "
+            "generator of the earlier run"
+        ) from None
+
+
+def _plain(value: Any) -> Any:
+    """Return nested dicts with lists in place of arrays."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return value.tolist() if isinstance(value, np.ndarray) else value

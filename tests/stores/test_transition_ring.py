@@ -1,0 +1,77 @@
+"""TransitionRing: a step waits until the transitions that it replaces have been gathered."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from pinfeed.stores.ring_layout import RingLayout
+from pinfeed.stores.transition_ring import Draw, TransitionRing
+
+
+def ring_of(n_steps: int) -> TransitionRing:
+    parts: Any = {"x": ((), np.dtype(np.int64)), "y": ((), np.dtype(np.int64))}
+    return TransitionRing(RingLayout(n_steps, 1, parts, {}, frozenset(), 1, 0.9))
+
+
+def add(ring: TransitionRing, value: int) -> None:
+    with ring.changed:
+        ring.add(ring.layout.checked({"x": value, "y": -value}))
+
+
+def protected(ring: TransitionRing, rows: list[int]) -> Draw:
+    found = np.array(rows)
+    with ring.changed:
+        draw = Draw(found, ring.numbers_of(found), ring.n_added)
+        ring.protect(draw, 2)
+    return draw
+
+
+def gathered(ring: TransitionRing, name: str, draw: Draw) -> list[int]:
+    out = np.empty(len(draw.rows), np.int64)
+    ring.gather(name, draw, out)
+    ring.release(draw, 1)
+    return out.tolist()
+
+
+def test_a_step_waits_for_the_batch_that_has_the_oldest() -> None:
+    ring = ring_of(3)
+    for value in range(3):
+        add(ring, value)
+    draw = protected(ring, [0, 2])
+    actor = threading.Thread(target=add, args=(ring, 3))
+    actor.start()
+    # The actor waits in the condition, or has ended against the rule.
+    while actor.is_alive() and not ring.changed._waiters:  # type: ignore[attr-defined]
+        time.sleep(0.001)
+    assert ring.n_added == 3
+    assert gathered(ring, "x", draw) == [0, 2]
+    assert ring.n_added == 3
+    assert gathered(ring, "y", draw) == [0, -2]
+    actor.join()
+    assert gathered(ring, "x", protected(ring, [0])) == [3]
+
+
+def test_a_step_does_not_wait_for_other_transitions() -> None:
+    ring = ring_of(3)
+    for value in range(3):
+        add(ring, value)
+    draw = protected(ring, [1, 2])
+    add(ring, 3)
+    assert gathered(ring, "x", draw) == [1, 2]
+
+
+def test_numbers_of_transitions_are_never_used_again() -> None:
+    ring = ring_of(4)
+    for value in range(11):
+        add(ring, value)
+        rows = np.arange(ring.n_kept)
+        draw = protected(ring, rows.tolist())
+        assert ring.numbers_of(rows).tolist() == gathered(ring, "x", draw)
+        assert gathered(ring, "y", draw) == [-n for n in ring.numbers_of(rows).tolist()]
+        assert ring.is_kept(ring.numbers_of(rows)).all()
+        assert ring.rows_of(ring.numbers_of(rows)).tolist() == rows.tolist()
+    assert not ring.is_kept(np.array([6, 11, -1])).any()
