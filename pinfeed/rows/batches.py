@@ -261,7 +261,8 @@ class OrderBatches(RowBatches):
             batch = -(-done // self.batch_size)
             first = done - batch * self.batch_size
         self._begun = epoch, first
-        return batch, False
+        # With drop_last, fewer rows may be left than a batch of this size has.
+        return batch, 0 < batch == self._count(first, self.batch_size)
 
     def epoch(
         self, number: int, start: int = 0, checksum: int = 0, batches_per_slot: int = 1

@@ -43,6 +43,9 @@ class SharedBatches(SamplerEpochs, RowBatches):
     world_size: int
     uneven: Uneven
     n_each: int
+    # A state shows whether its epoch is over.
+    continues_after_end = False
+
     # An epoch, the unit with which its batch 0 begins, and a mark at or before the position.
     _begun: tuple[int, int, Mark] = field(default=(0, 0, START), init=False)
     # Marks of the epoch that was begun last; the reader thread appends them.
@@ -76,8 +79,7 @@ class SharedBatches(SamplerEpochs, RowBatches):
         units = self.rows.units(number, mark, marks.append)
         units = itertools.islice(units, first - mark.unit, None)
         while step := list(itertools.islice(units, self._n_all)):
-            share = self._share(number, step)
-            if len(share) == self.n_each or (share and not self.rows.drop_last):
+            if share := self._share(number, step):
                 rows, places = self.rows.joined(share)
                 n = len(rows)
                 n_positions = sum(map(self.rows.n_begun, step))
@@ -126,7 +128,14 @@ class SharedBatches(SamplerEpochs, RowBatches):
             batch = -(-done // self._n_all)
             begun = done - batch * self._n_all
         self._begun = epoch, begun, mark
-        return batch, False
+        return batch, batch > 0 and self._is_over(epoch, begun + batch * self._n_all, mark)
+
+    def _is_over(self, epoch: int, done: int, mark: Mark) -> bool:
+        """Return whether no rank has a batch of an epoch after ``done`` units."""
+        units = self.rows.units(epoch, mark, lambda mark: None)
+        step = list(itertools.islice(units, done - mark.unit, done - mark.unit + self._n_all))
+        # Only with "join", a rank may have no batch although others have one.
+        return not step or (self.uneven != "join" and not self._share(epoch, step))
 
     def _no_state(self, found: object) -> ArgumentError:
         return ArgumentError(
@@ -143,7 +152,10 @@ class SharedBatches(SamplerEpochs, RowBatches):
         return self._begun[1:] if epoch == self._begun[0] else (0, START)
 
     def _share(self, epoch: int, step: list[Any]) -> list[Any]:
-        """Return this rank's units of a step, which is shorter at the end of the epoch."""
+        """Return this rank's units of a step, which is shorter at the end of the epoch.
+
+        They are none if the rank has no batch.
+        """
         if len(step) == self._n_all:
             return step[self.rank * self.n_each :][: self.n_each]
         partition = RankPartition(self.world_size, self.uneven, self.n_each)
@@ -154,7 +166,8 @@ class SharedBatches(SamplerEpochs, RowBatches):
             repeated = list(itertools.islice(first, n_more))
             step = step + list(itertools.islice(itertools.cycle(repeated), n_more))
         pieces = partition.pieces([(0, len(step))], len(step), self.rank)
-        return [step[piece.at(i)] for piece in pieces for i in range(piece.n)]
+        share = [step[piece.at(i)] for piece in pieces for i in range(piece.n)]
+        return [] if self.rows.drop_last and len(share) < self.n_each else share
 
 
 def shared_batches(rows: LengthBatches[Any], ranks: Ranks | str | None) -> SharedBatches | None:

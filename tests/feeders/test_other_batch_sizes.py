@@ -121,6 +121,10 @@ def test_a_last_batch_that_is_not_full_is_left_out() -> None:
         feeder.load_state_dict(state)
         assert [batch.tolist() for batch in feeder] == [X[i : i + 9].tolist() for i in (20, 29, 38)]
         assert [len(batch) for batch in feeder] == [9] * 5
+    with Feeder(X, batch_size=30, drop_last=True, device="cpu") as feeder:
+        # The epoch has no batch of 30 rows left, so the next run is the next epoch.
+        feeder.load_state_dict(state)
+        assert [len(batch) for batch in feeder] == [30]
 
 
 @pytest.mark.parametrize(

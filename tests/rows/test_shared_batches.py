@@ -93,7 +93,8 @@ def test_ranks_continue_as_the_definition_says(
                 start = 0
                 if state:
                     start, is_over = ours.resume(state, float("inf"))
-                    assert not is_over
+                    has_batches = bool(plain_share(units, done, 0, world_size, uneven))
+                    assert is_over == (start > 0 and not has_batches)
                 want = plain_share(units, done, rank, world_size, uneven)
                 run = ours.epoch(epoch, start)
                 found = [one.rows().tolist() for one in itertools.islice(run, n_steps)]
@@ -244,6 +245,22 @@ def test_a_complete_epoch_is_not_continued() -> None:
                 want = [list(feeder) for _ in range(2)][1]
                 feeder.load_state_dict(state)
                 assert [batch.tolist() for batch in feeder] == [one.tolist() for one in want]
+
+
+def test_a_rank_without_batches_waits_for_the_end_of_the_epoch() -> None:
+    n = batches_of(window=16).count(0)
+    with make(0, 1, "join", window=16) as feeder:
+        for i, _ in enumerate(feeder, 1):
+            if i == n - 2:
+                break
+        state = feeder.state_dict()
+    counts = []
+    for rank in range(3):
+        with make(rank, 3, "join", window=16) as feeder:
+            feeder.load_state_dict(state)
+            counts.append(len(list(feeder)))
+            assert feeder.state_dict()["epoch"] == 1
+    assert counts == [1, 1, 0]
 
 
 def test_the_owner_may_run_a_resumed_epoch_again() -> None:
