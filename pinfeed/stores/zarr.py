@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -20,14 +21,16 @@ from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.requirements import install_line
 
 _N_SHOWN = 8
+# Larger shards are decoded in pieces of about this size.
+_SHARD_BYTES = 4 << 20
 
 
 class ZarrStore(ChunkedStore):
     """Read-only rows of a Zarr array of format 2 or 3, read with zarr.
 
     The first axis of the array is the rows. If the array has shards, a chunk of the store is a
-    shard. Chunks that were never written contain the fill value. The array must not change while
-    the store is open.
+    shard, or several chunks of one that exceeds 4 MiB. Chunks that were never written contain the
+    fill value. The array must not change while the store is open.
 
     Args:
         source: Path or URL of an array or group, which the store opens and closes, or an open
@@ -179,4 +182,8 @@ def _layout(array: Any, path: str | None) -> ChunkLayout:
     dtype = np.dtype(array.dtype)
     check_dtype(dtype, label)
     chunk_rows = (array.shards or array.chunks or (1,))[0]
+    row_nbytes = max(1, dtype.itemsize * math.prod(array.shape[1:]))
+    if array.shards and chunk_rows * row_nbytes > _SHARD_BYTES:
+        inner: int = array.chunks[0]
+        chunk_rows = inner * max(1, _SHARD_BYTES // (inner * row_nbytes))
     return ChunkLayout.even(label, dtype, array.shape, chunk_rows, () if path is None else (path,))
