@@ -22,14 +22,14 @@ from pinfeed.validation.requirements import install_line
 
 _N_SHOWN = 8
 # Larger shards are decoded in pieces of about this size.
-_SHARD_BYTES = 4 << 20
+_SHARD_BYTES = 1 << 20
 
 
 class ZarrStore(ChunkedStore):
     """Read-only rows of a Zarr array of format 2 or 3, read with zarr.
 
     The first axis of the array is the rows. If the array has shards, a chunk of the store is a
-    shard, or several chunks of one that exceeds 4 MiB. Chunks that were never written contain the
+    shard, or several chunks of one that exceeds 1 MiB. Chunks that were never written contain the
     fill value. The array must not change while the store is open.
 
     Args:
