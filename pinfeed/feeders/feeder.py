@@ -514,8 +514,9 @@ def _making_batches(options: LoopOptions, tree: StoreTree, verify: bool) -> Loop
         return options
     if verify:
         raise ArgumentError(
-            "verify=True was given with a SparseStore of layout='dense', whose batches differ from "
-            "its rows; leave out verify, or give layout='csr'"
+            "verify=True was given with a SparseStore whose batches are dense or have columns of "
+            "another dtype than its file; verify compares batches with stored rows; leave out "
+            "verify, or give layout='csr' with columns of int32 or int64"
         )
     if options.has_transforms:
         return options

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -103,11 +104,15 @@ class SparseStore(RaggedStore):
         self.n_columns = n_columns
         """Number of columns of the matrix."""
         columns = self.parts[1].dtype
-        if columns not in (np.int32, np.int64):
+        if columns.kind not in "iu" or columns == np.uint64:
             raise StoreError(
-                f"the columns of the matrix are {columns}; expected int32 or int64; write the "
-                "matrix with indices.astype('int32')"
+                f"the columns of the matrix are {columns}; expected integers such as int32; write "
+                "the matrix with indices.astype('int32')"
             )
+        self._index = np.dtype(np.int32 if columns.itemsize < 4 else columns)
+        if columns == np.uint32:
+            self._index = np.dtype(np.int64)
+        self._converts = self._index != columns
         # Imported here, because torch need not be loaded for numpy arrays.
         from pinfeed.tensors.csr import load_csr
 
@@ -124,7 +129,9 @@ class SparseStore(RaggedStore):
 
     @property
     def made_row_nbytes(self) -> int:
-        return self.n_columns * self.parts[0].dtype.itemsize if self._is_dense else 0
+        if self._is_dense:
+            return self.n_columns * self.parts[0].dtype.itemsize
+        return math.ceil(self.row_lengths.mean * self._index.itemsize) if self._converts else 0
 
     def joined(self, parts: Sequence[Store], offsets: Rows) -> SparseStore:
         store = SparseStore.__new__(SparseStore)
@@ -141,13 +148,13 @@ class SparseStore(RaggedStore):
     ) -> RaggedParts:
         """Return the values and the columns of a batch, still to be gathered, and its bounds."""
         (values, columns), bounds = super().batch_parts(gathers, rows, places, "offsets")
-        if bounds[-1] > np.iinfo(columns.dtype).max:
+        if bounds[-1] > np.iinfo(self._index).max:
             raise StoreError(
                 f"{self!r}: a batch of {len(rows):,} rows has {bounds[-1]:,} elements; expected at "
-                f"most {np.iinfo(columns.dtype).max:,}; give smaller batches"
+                f"most {np.iinfo(self._index).max:,}; give smaller batches"
             )
-        # torch requires one dtype for both.
-        return RaggedParts([values, _Columns(columns, self)], bounds.astype(columns.dtype))
+        # torch requires one dtype for the columns and the bounds.
+        return RaggedParts([values, _Columns(columns, self)], bounds.astype(self._index))
 
     def batch(self, tensors: Iterator[Any]) -> Any:
         """Return a batch in the form of the layout, made of its tensors."""
@@ -156,7 +163,7 @@ class SparseStore(RaggedStore):
             return self._dense(values, columns, bounds)
         from pinfeed.tensors.csr import csr
 
-        return csr(values, columns, bounds, self.n_columns)
+        return csr(values, columns.to(bounds.dtype), bounds, self.n_columns)
 
     def tensors(self, leaves: Iterator[Any]) -> list[Any]:
         """Return the tensors of which a sparse batch was made, given its leaves."""

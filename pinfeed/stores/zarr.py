@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -21,14 +22,17 @@ from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.requirements import install_line
 
 _N_SHOWN = 8
+# Larger shards are decoded in pieces of about this size.
+_SHARD_BYTES = 1 << 20
 
 
 class ZarrStore(ChunkedArray):
     """Read-only rows of a Zarr array of format 2 or 3, read with zarr.
 
     The first axis of the array is the rows; ``windows`` returns windows along any axis. If the
-    array has shards, a chunk of the store is a shard. Chunks that were never written contain the
-    fill value. The array must not change while the store is open.
+    array has shards, a chunk of the store is a shard, or several chunks of one that exceeds 1 MiB.
+    Chunks that were never written contain the fill value. The array must not change while the store
+    is open.
 
     Args:
         source: Path or URL of an array or group, which the store opens and closes, or an open
@@ -77,7 +81,7 @@ class ZarrStore(ChunkedArray):
         with _zarr_errors(self._path or "ZarrStore"):
             layout = _layout(array, self._path)
         self.array_shape = array.shape
-        self.array_chunks = array.shards or array.chunks
+        self.array_chunks = array.chunks
         super().__init__(layout, array if self._path is None else None)
         self._opened = array
 
@@ -182,4 +186,8 @@ def _layout(array: Any, path: str | None) -> ChunkLayout:
     dtype = np.dtype(array.dtype)
     check_dtype(dtype, label)
     chunk_rows = (array.shards or array.chunks or (1,))[0]
+    row_nbytes = max(1, dtype.itemsize * math.prod(array.shape[1:]))
+    if array.shards and chunk_rows * row_nbytes > _SHARD_BYTES:
+        inner: int = array.chunks[0]
+        chunk_rows = inner * max(1, _SHARD_BYTES // (inner * row_nbytes))
     return ChunkLayout.even(label, dtype, array.shape, chunk_rows, () if path is None else (path,))

@@ -75,7 +75,7 @@ def dense(
     made = torch.zeros(n_rows, n_columns, dtype=values.dtype, device=values.device)
     first = torch.arange(n_rows, device=values.device) * n_columns
     places = first.repeat_interleave(bounds.diff().long(), output_size=len(values))
-    places += columns
+    places += columns.to(bounds.dtype)
     kind = _SIGNED.get(values.dtype, values.dtype)
     made.view(-1).view(kind).scatter_add_(0, places, values.view(kind))
     return made

@@ -73,6 +73,19 @@ def test_batches_equal_the_dense_rows(layout: Any, order: Any, depth: int | None
                 assert found.sort().values.tolist() == list(range(N))
 
 
+@pytest.mark.parametrize("columns", [np.uint8, np.uint16, np.int16, np.uint32])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_columns_of_other_dtypes(layout: Any, columns: Any) -> None:
+    matrix = Sparse(N, columns=columns, most=4)
+    with Feeder(SparseStore(matrix, layout=layout), batch_size=7, device="cpu") as feeder:
+        for i, batch in enumerate(feeder):
+            require_equal(batch, range(i * 7, min(i * 7 + 7, N)), layout, matrix)
+            if layout == "csr":
+                # torch has no other dtypes of indices.
+                assert batch.col_indices().dtype is batch.crow_indices().dtype
+        assert i == 8
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_share_the_rows(layout: Any) -> None:
     found = []
@@ -130,7 +143,7 @@ def test_dense_batches_cannot_be_written_back_or_verified() -> None:
             with pytest.raises(WriteBackError):
                 batch.write_back((None, batch.data[1] + 1))
     assert not weights.any()
-    with pytest.raises(ArgumentError, match=r"SparseStore of layout='dense'.*give layout='csr'"):
+    with pytest.raises(ArgumentError, match=r"SparseStore whose batches are dense.*layout='csr'"):
         Feeder(source, batch_size=30, device="cpu", verify=True)
 
 

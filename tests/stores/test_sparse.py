@@ -239,9 +239,9 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "lengths": (Other(data=MATRIX.data[:-1]), {}, "parts have unequal numbers of items"),
     "offsets": (Other(indptr=np.array([0, 5, 3])), {}, "offsets[2] is 3, but offsets[1] is 5"),
     "columns": (
-        Other(indices=MATRIX.indices.astype(np.uint16)),
+        Other(indices=MATRIX.indices.astype(np.float32)),
         {},
-        "the columns of the matrix are uint16; expected int32 or int64",
+        "the columns of the matrix are float32; expected integers such as int32",
     ),
     "no elements": (torch.zeros(3, 3).to_sparse_csr(), {}, "has no rows"),
     "slices": (torch.eye(3).expand(2, 3, 3).to_sparse_csr(), {}, "expected a matrix"),

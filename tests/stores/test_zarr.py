@@ -161,3 +161,18 @@ def test_offsets_of_ragged_rows() -> None:
     array = zarr.create_array({}, data=offsets, chunks=(2,))
     with RaggedStore(np.arange(9.0), array) as store:
         np.testing.assert_array_equal(store.offsets, offsets)
+
+
+def test_large_shards_are_decoded_in_pieces(tmp_path: Path) -> None:
+    array = np.arange(6 << 20, dtype=np.uint8)
+    path = str(tmp_path / "x.zarr")
+    made = zarr.create_array(
+        path, shape=array.shape, dtype="u1", chunks=(100_000,), shards=(6_000_000,)
+    )
+    made[...] = array
+    store = ZarrStore(path)
+    # Ten chunks of the array have about 1 MiB.
+    assert store.chunk_rows == 1_000_000
+    wanted = np.array([0, 4_099_999, 4_100_000, 5_999_999, 6_000_000, len(array) - 1])
+    np.testing.assert_array_equal(gathered(store, wanted), array[wanted])
+    store.close()
