@@ -211,7 +211,7 @@ class ParquetStore(ChunkedStore):
         self._drop_cursor()
         for names in self._passes(number):
             done = 0
-            for batch in self._batches(number, names, buffered=False):
+            for batch in self._batches(number, names):
                 self._form.copy(batch, names, out[done : done + len(batch)])
                 done += len(batch)
             if done < len(out):
@@ -244,7 +244,7 @@ class ParquetStore(ChunkedStore):
         if cursor is None or cursor.group != number or cursor.position > start:
             if cursor is not None:
                 cursor.close()
-            cursor = _Cursor(number, self._batches(number, names, buffered=True))
+            cursor = _Cursor(number, self._batches(number, names))
         shard, _ = self._groups[number]
         self._shards[shard].require_unchanged()
         for _ in cursor.read(start):
@@ -256,15 +256,13 @@ class ParquetStore(ChunkedStore):
         if not self._closed:
             self._cursor = cursor
 
-    def _batches(
-        self, number: int, names: Sequence[str], *, buffered: bool
-    ) -> Generator[Any, None, None]:
+    def _batches(self, number: int, names: Sequence[str]) -> Generator[Any, None, None]:
         shard, group = self._groups[number]
         # pyarrow decodes several columns at a time in its own threads, unless those of pinfeed
         # already decode several row groups.
         use_threads = self._n_decodes == 1 and len(names) > 1
         return self._shards[shard].read(
-            group, names, self._form.piece_rows, buffered=buffered, use_threads=use_threads
+            group, names, self._form.piece_rows, use_threads=use_threads
         )
 
     def _decoder_nbytes(self, number: int, names: Sequence[str] | None = None) -> int:

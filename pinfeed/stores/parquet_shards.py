@@ -20,7 +20,7 @@ from pinfeed.validation.requirements import install_line
 
 # Name of the folder of rows without a value, as Hive writes it.
 _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
-# Bytes of each column that are read at a time, if a row group is too large to read at once.
+# Bytes of each column that are read at a time.
 _BUFFER_BYTES = 64 << 10
 # Largest page, by default.
 _PAGE_BYTES = 1 << 20
@@ -53,7 +53,6 @@ class ParquetShard:
         names: Sequence[str],
         n_rows: int,
         *,
-        buffered: bool = False,
         use_threads: bool = False,
     ) -> Generator[Any, None, None]:
         """Decode columns of a row group, ``n_rows`` rows at a time, as ``pyarrow.RecordBatch``.
@@ -63,14 +62,14 @@ class ParquetShard:
             names: Columns. They may also be the beginning of the names of others, which are decoded
                 with them.
             n_rows: Most rows of a batch.
-            buffered: Whether the file is read in parts, instead of whole columns of the row group.
             use_threads: Whether threads of pyarrow decode the columns.
         """
         from pyarrow.parquet import ParquetFile
 
         self.require_unchanged()
-        buffer_size = _BUFFER_BYTES if buffered else 0
-        with ParquetFile(self.path, metadata=self.metadata, buffer_size=buffer_size) as file:
+        # By default, pyarrow reads the columns of the row group whole before it decodes them.
+        options = {"buffer_size": _BUFFER_BYTES, "pre_buffer": False}
+        with ParquetFile(self.path, metadata=self.metadata, **options) as file:
             yield from file.iter_batches(
                 n_rows, row_groups=[group], columns=list(names), use_threads=use_threads
             )
