@@ -148,3 +148,11 @@ PF_API int64_t pf_api_first_occurrences(const int64_t *a)
 {
     return pf_first_occurrences(pointer(a[0]), a[1], pointer(a[2]), pointer(a[3]));
 }
+
+/* Arguments: values, columns, bounds, target, number of rows, number of columns, bytes of a value,
+ * and bytes of a column. Returns as pf_dense does. */
+PF_API int64_t pf_api_dense(const int64_t *a)
+{
+    return pf_dense(pointer(a[0]), pointer(a[1]), pointer(a[2]), pointer(a[3]), a[4], a[5], a[6],
+                    a[7]);
+}

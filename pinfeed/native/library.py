@@ -47,6 +47,7 @@ class Library:
         self.request_each = _function(releasing, "pf_api_request_each")
         self.distinct_rows = _function(releasing, "pf_api_distinct_rows")
         self.first_occurrences = _function(releasing, "pf_api_first_occurrences")
+        self.dense = _function(releasing, "pf_api_dense")
         self.open_crew = _function(releasing, "pf_api_crew_open")
         self.start_crew = _function(releasing, "pf_api_crew_start")
         self.submit = _function(holding, "pf_api_crew_submit")

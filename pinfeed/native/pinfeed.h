@@ -6,6 +6,7 @@
  * shuffle.c  shuffled row indices
  * requests.c reads and writes many parts of a file
  * distinct.c distinct row indices
+ * dense.c    dense rows of a sparse matrix
  * api.c      the functions that Python calls, through ctypes; one library serves every Python
  *
  * The caller keeps all memory alive that it passes here, until the copy has ended. */
@@ -142,5 +143,12 @@ void pf_request_each(int fd, int kind, const int64_t *addresses, const int64_t *
 int64_t pf_distinct_rows(const int64_t *rows, int64_t n, int64_t *distinct, int64_t *positions);
 int64_t pf_first_occurrences(const int64_t *rows, int64_t n, int64_t *distinct,
                              int64_t *positions);
+
+/* dense.c: rows of a matrix in CSR format, whose columns and bounds have `index_nbytes` (4 or 8).
+ *
+ * The bounds ascend. Returns -1, or the first row whose columns do not ascend, or are out of range;
+ * `out` is then incomplete. */
+int64_t pf_dense(const void *values, const void *columns, const void *bounds, void *out,
+                 int64_t n_rows, int64_t n_columns, int64_t value_nbytes, int64_t index_nbytes);
 
 #endif

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pinfeed.native.library import library, packing
 from pinfeed.tensors.numpy_torch import memory_of, to_torch
 
 # Elements that are written into a dense matrix together, so that their positions stay in the cache
@@ -61,16 +62,18 @@ def dense(
         columns: Columns of the elements, in range.
         bounds: First element of each row, and the end of the last one.
         n_columns: Number of columns.
-        take: Returns memory on the host of a number of bytes, for which numpy is used. It takes two
-            thirds of the time of torch. None uses torch, on any device.
+        take: Returns memory on the host of a number of bytes, which compiled functions or numpy
+            fill, in half of the time of torch or less. None uses torch, on any device.
     """
     n_rows = len(bounds) - 1
     if take is not None:
         array = memory_of(values)
         out = take(n_rows * n_columns * array.itemsize).view(array.dtype)
         out = out.reshape(n_rows, n_columns)
-        out.fill(0)
-        _put(array, memory_of(columns), memory_of(bounds), out)
+        parts = (array, memory_of(columns), memory_of(bounds))
+        if not _put_compiled(*parts, out):
+            out.fill(0)
+            _put(*parts, out)
         return to_torch(out)
     made = torch.zeros(n_rows, n_columns, dtype=values.dtype, device=values.device)
     first = torch.arange(n_rows, device=values.device) * n_columns
@@ -79,6 +82,26 @@ def dense(
     kind = _SIGNED.get(values.dtype, values.dtype)
     made.view(-1).view(kind).scatter_add_(0, places, values.view(kind))
     return made
+
+
+def _put_compiled(values: Any, columns: Any, bounds: Any, out: Any) -> bool:
+    """Write dense rows with the compiled functions; return whether that was possible.
+
+    It is possible if the columns of each row ascend, as they usually do.
+    """
+    native = library()
+    index = columns.dtype
+    if (
+        native is None
+        or index not in (np.int32, np.int64)
+        or bounds.dtype != index
+        or values.itemsize > 8
+        or not all(array.flags.c_contiguous for array in (values, columns, bounds))
+    ):
+        return False
+    places = (array.ctypes.data for array in (values, columns, bounds, out))
+    failed: int = native.dense(packing(8)(*places, *out.shape, values.itemsize, index.itemsize))
+    return failed < 0
 
 
 def _put(values: Any, columns: Any, bounds: Any, out: Any) -> None:

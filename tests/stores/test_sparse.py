@@ -26,6 +26,8 @@ from pinfeed import (
     concat,
 )
 from pinfeed.errors import FileMissing
+from pinfeed.native.library import why_not
+from pinfeed.tensors import csr
 from pinfeed.tensors.csr import dense
 
 h5py = pytest.importorskip("h5py")
@@ -333,3 +335,20 @@ def test_copies_in_other_processes(tmp_path: Path) -> None:
             copied = pickle.loads(pickle.dumps(store))
             np.testing.assert_array_equal(RowDataset(copied)[:], MATRIX.dense)
             copied.close()
+
+
+@pytest.mark.skipif(bool(why_not()), reason="no compiled functions")
+@pytest.mark.parametrize("index", [np.int32, np.int64])
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.float32, np.int64, np.complex64])
+def test_compiled_functions_make_rows_dense(dtype: Any, index: Any) -> None:
+    matrix = np.arange(1, 61).reshape(5, 12).astype(dtype)
+    matrix[np.random.default_rng(0).random((5, 12)) < 0.6] = 0
+    matrix[2] = 0
+    rows, columns = matrix.nonzero()
+    bounds = np.searchsorted(rows, np.arange(6)).astype(index)
+    values = matrix[rows, columns]
+    out = np.full((5, 12), 7, dtype)
+    assert csr._put_compiled(values, columns.astype(index), bounds, out)
+    np.testing.assert_array_equal(out, matrix)
+    for wrong in (columns[::-1], np.zeros_like(columns), columns + 12, columns - 13):
+        assert not csr._put_compiled(values, wrong.astype(index), bounds, out)
