@@ -556,7 +556,10 @@ def _check_copy(copy: bool, selection: RowSelection, options: LoopOptions, verif
         return True
     reason = ""
     if not isinstance(selection.order, Sequential):
-        reason = "another order than the sequential one, but a view has consecutive rows"
+        reason = (
+            "another order than the sequential one, but a view has consecutive rows; leave out the "
+            "order"
+        )
     elif options.has_transforms:
         reason = "a transform, which might change the rows themselves; transform in the loop"
     elif verify:

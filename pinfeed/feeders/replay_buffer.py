@@ -247,7 +247,8 @@ class ReplayBuffer:
                 transition, the last counts.
 
         Raises:
-            ArgumentError: If the draws are uniform, the shapes differ, or a priority is not finite.
+            ArgumentError: If the draws are uniform, the shapes differ, a priority is not finite, or
+                a row was never added.
         """
         draws = self._prioritized("update_priorities()")
         numbers = _on_host(rows)
@@ -265,15 +266,21 @@ class ReplayBuffer:
             )
         ring = self._ring
         with ring.changed:
+            n = ring.n_added * ring.layout.n_envs
+            if len(numbers) and not 0 <= numbers.min() <= numbers.max() < n:
+                raise ArgumentError(
+                    f"update_priorities() got rows from {numbers.min()} to {numbers.max()}, but "
+                    f"{n:,} transitions were added; expected the part 'row' of a batch"
+                )
             is_kept = ring.is_kept(numbers)
             draws.update(ring.rows_of(numbers[is_kept].astype(np.int64)), values[is_kept])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all transitions, priorities and the state of the generator.
+        """Return a copy of all transitions, priorities and the state of the generator.
 
-        The tensors share the memory of the buffer, so save them before the next ``add``. Batches
-        that were drawn ahead are not a part of the state: a resumed loop draws others in their
-        place. With ``depth=0``, a resumed loop has the batches that the loop would have had.
+        No other thread can add a transition until they are copied. Batches that were drawn ahead
+        are not a part of the state: a resumed loop draws others in their place. With ``depth=0``, a
+        resumed loop has the batches that the loop would have had.
         """
         from pinfeed.tensors.numpy_torch import to_torch
 
@@ -283,16 +290,16 @@ class ReplayBuffer:
             state: dict[str, Any] = {
                 "layout": ring.layout.fingerprint,
                 "n_added": ring.n_added,
-                "parts": {name: to_torch(array) for name, array in arrays.items()},
+                "parts": {name: to_torch(array.copy()) for name, array in arrays.items()},
                 "frames": {
-                    name: (to_torch(numbers), to_torch(frames), first)
+                    name: (to_torch(numbers.copy()), to_torch(frames.copy()), first)
                     for name, (numbers, frames, first) in rings.items()
                 },
                 "generator": generator_state(self._draws.generator),
             }
             if isinstance(self._draws, PrioritizedDraws):
                 found = self._draws.state()
-                state["draws"] = {**found, "priorities": to_torch(found["priorities"])}
+                state["draws"] = {**found, "priorities": to_torch(found["priorities"].copy())}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -321,6 +328,13 @@ class ReplayBuffer:
                 f"{'some' if is_prioritized else 'none'}; make the buffer with the alpha of the "
                 "earlier run"
             )
+        if isinstance(self._draws, PrioritizedDraws):
+            theirs = state["draws"].get("alpha")
+            if theirs != self._draws.alpha:
+                raise ArgumentError(
+                    f"the state has priorities with alpha={theirs}; expected {self._draws.alpha}; "
+                    "make the buffer with the alpha of the earlier run"
+                )
         with ring.changed:
             set_generator_state(self._draws.generator, state["generator"])
             ring.load(

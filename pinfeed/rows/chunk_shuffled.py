@@ -56,8 +56,9 @@ def chunk_shuffled(store: Any, seed: int = 0, *, window_chunks: int = 16) -> Ord
     bounds = getattr(store, "bounds", None)
     if bounds is None:
         raise ArgumentError(
-            f"chunk_shuffled({store!r}): expected a store of rows in chunks, such as an HDF5Store "
-            "of a dataset with chunks; for other sources, give block_shuffled(seed, block_rows=...)"
+            f"chunk_shuffled(): got {type(store).__name__}; expected a store of rows in chunks, "
+            "such as an HDF5Store of a dataset with chunks; for other sources, give "
+            "block_shuffled(seed, block_rows=...)"
         )
     return ChunkShuffled(
         check_seed(seed), Bounds.of(bounds), whole_number(window_chunks, "window_chunks")

@@ -67,7 +67,7 @@ class PrioritizedDraws:
     ) -> None:
         self.generator = generator
         self._n_envs = n_envs
-        self._alpha = alpha
+        self.alpha = alpha
         self.beta = beta
         self._epsilon = epsilon
         self._max_priority = 1.0
@@ -77,7 +77,7 @@ class PrioritizedDraws:
 
     def add(self, rows: Rows) -> None:
         """Give new rows the largest priority so far."""
-        self._new.append((rows, self._max_priority**self._alpha))
+        self._new.append((rows, self._max_priority**self.alpha))
 
     def draw(self, n_steps: int, n: int) -> tuple[Rows, npt.NDArray[np.float32] | None]:
         """Return n rows, and their importance weights, of which the largest is 1.
@@ -106,12 +106,17 @@ class PrioritizedDraws:
             return
         priorities = np.abs(priorities) + self._epsilon
         self._max_priority = max(self._max_priority, float(priorities.max()))
-        self.tree.set(rows, priorities**self._alpha)
+        self.tree.set(rows, priorities**self.alpha)
 
     def state(self) -> dict[str, Any]:
         """Return the priorities, as plain values and an array."""
         self._set_new()
-        return {"priorities": self.tree.priorities, "max_priority": self._max_priority}
+        priorities = self.tree.priorities
+        return {
+            "priorities": priorities,
+            "max_priority": self._max_priority,
+            "alpha": self.alpha,
+        }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Set the priorities to those of a state."""

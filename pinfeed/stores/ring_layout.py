@@ -54,8 +54,10 @@ class RingLayout:
     def fingerprint(self) -> dict[str, Any]:
         """Plain values that are equal exactly if a ring can load the state of another."""
         return {
-            "n_steps": self.n_steps,
+            "steps_per_env": self.n_steps,
             "n_envs": self.n_envs,
+            "n_steps": self.window,
+            "gamma": self.gamma,
             "parts": [
                 [name, list(shape), dtype.name] for name, (shape, dtype) in self.parts.items()
             ],

@@ -178,3 +178,12 @@ def test_transitions_without_any_priority_are_refused() -> None:
         next(iter(buffer.batches(4, device="cpu")))
     with pytest.raises(ArgumentError, match=r"beta=-1: expected a number, at least 0"):
         buffer.beta = -1
+
+
+@pytest.mark.parametrize("rows", [[-1], [0, 5]])
+def test_rows_that_were_never_added_have_no_priority(rows: list[int]) -> None:
+    buffer = pinfeed.ReplayBuffer(9, {"x": ((), "int64")}, alpha=0.5)
+    for k in range(5):
+        buffer.add(x=k)
+    with pytest.raises(ArgumentError, match="5 transitions were added"):
+        buffer.update_priorities(rows, [1.0] * len(rows))

@@ -353,3 +353,36 @@ def test_a_state_of_another_buffer_changes_nothing() -> None:
         with pytest.raises(ArgumentError, match="earlier run"):
             buffer.load_state_dict(other.state_dict())
     assert len(buffer) == 1
+
+
+def test_a_state_does_not_change_while_an_actor_adds() -> None:
+    for n_next in ({}, {"next_of": {"next_obs": "obs"}}):
+        parts: dict[str, Any] = {"obs": ((9,), "int64"), "next_obs": ((9,), "int64")}
+        buffer = pinfeed.ReplayBuffer(50, parts, **n_next)  # type: ignore[arg-type]
+
+        def add(k: int, buffer: pinfeed.ReplayBuffer = buffer) -> None:
+            buffer.add(obs=np.full(9, k), next_obs=np.full(9, k + 1))
+
+        for k in range(70):
+            add(k)
+        state = buffer.state_dict()
+        for k in range(70, 140):
+            add(k)
+        other = pinfeed.ReplayBuffer(50, parts, **n_next)  # type: ignore[arg-type]
+        other.load_state_dict(state)
+        (batch,) = other.batches(500, n=1, device="cpu")
+        assert set(batch["obs"].unique().tolist()) <= set(range(20, 70))
+        assert (batch["obs"] == batch["obs"][:, :1]).all()
+        assert (batch["next_obs"] == batch["obs"] + 1).all()
+
+
+@pytest.mark.parametrize("change", [{"n_steps": 1}, {"gamma": 0.5}, {"alpha": 0.9}])
+def test_a_state_of_other_windows_or_priorities_is_refused(change: dict[str, Any]) -> None:
+    parts: dict[str, Any] = {"obs": ((), "int64"), "reward": ((), "float32"), "done": ((), "bool")}
+    given: dict[str, Any] = {"n_steps": 3, "gamma": 0.9, "alpha": 0.6}
+    buffer = pinfeed.ReplayBuffer(20, parts, **given)
+    buffer.add(obs=1, reward=1.0, done=False)
+    state = buffer.state_dict()
+    pinfeed.ReplayBuffer(20, parts, **given).load_state_dict(state)
+    with pytest.raises(ArgumentError, match="make the buffer with the"):
+        pinfeed.ReplayBuffer(20, parts, **{**given, **change}).load_state_dict(state)
