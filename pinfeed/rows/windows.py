@@ -111,7 +111,8 @@ class SharedWindows(WrappedWindows):
     def needed(self, start: int, stop: int) -> Iterator[Window]:
         for first, pieces in self._ascending():
             begin = first
-            # Several pieces may need the same window.
+            # Windows that later pieces may need, too. An epoch may have many others, which are not
+            # kept.
             seen = set()
             for piece in pieces:
                 i = max(0, start - begin)
@@ -120,14 +121,16 @@ class SharedWindows(WrappedWindows):
                 begin += piece.n
                 if i >= end:
                     continue
-                for window in self.windows.needed(piece.at(i), piece.at(end - 1) + 1):
+                stop_of_piece = piece.at(end - 1) + 1
+                for window in self.windows.needed(piece.at(i), stop_of_piece):
                     low = first + sum(one.below(window.begin) for one in pieces)
                     low = max(least, low)
                     high = first + sum(one.below(window.end) for one in pieces)
                     key = window._replace(runs=tuple(window.runs))
                     # Other ranks may have all positions of a window.
                     if low < high and key not in seen:
-                        seen.add(key)
+                        if window.end > stop_of_piece:
+                            seen.add(key)
                         yield Window(low, high, window.runs)
 
     def _ascending(self) -> list[tuple[int, list[StridedSlice]]]:
@@ -181,14 +184,18 @@ class SelectedWindows(WrappedWindows):
 
     @functools.cached_property
     def block_rows(self) -> int:
-        # The first window stands for all.
-        runs = [run for window in itertools.islice(self.needed(0, 1), 1) for run in window.runs]
-        return sum(stop - start for start, stop in runs) // max(1, len(runs))
+        return usual_run(self)
 
     def needed(self, start: int, stop: int) -> Iterator[Window]:
         for begin, end, runs in self.windows.needed(start, stop):
             numbers = np.concatenate([np.arange(*run) for run in runs])
             yield Window(begin, end, _runs_of(np.sort(self.select(numbers))))
+
+
+def usual_run(windows: Windows) -> int:
+    """Return the mean length of a run of the first window, which stands for all."""
+    runs = [run for window in itertools.islice(windows.needed(0, 1), 1) for run in window.runs]
+    return sum(stop - start for start, stop in runs) // max(1, len(runs))
 
 
 def _runs_of(rows: Positions) -> list[Interval]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.ranks import Interval
 from pinfeed.rows.runs import Runs
-from pinfeed.rows.windows import Window, WrappedWindows
+from pinfeed.rows.windows import Window, WrappedWindows, usual_run
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.host_rows import run_gather
 from pinfeed.stores.store import Array
@@ -306,8 +305,7 @@ class ItemWindows(WrappedWindows):
 
     @property
     def block_rows(self) -> int:
-        runs = [run for window in itertools.islice(self.needed(0, 1), 1) for run in window.runs]
-        return sum(stop - start for start, stop in runs) // max(1, len(runs))
+        return usual_run(self)
 
     def needed(self, start: int, stop: int) -> Iterator[Window]:
         most = self.window_rows
@@ -324,12 +322,13 @@ class ItemWindows(WrappedWindows):
         kept = [part for part in store.parts if part.n_windows]
         most = min(n_rows * extent, max(part.n_items for part in kept) * len(kept))
         if len(kept[0].axes) == 1:
-            # Consecutive rows overlap, up to the end of the axis, or of a run.
+            # Consecutive rows overlap, up to the end of the axis, or of a run. A run may begin and
+            # end within the axis, and so has one piece more than whole axes.
             (axis,) = kept[0].axes.values()
             n_along = min(part.counts[-1] for part in kept)
             n_runs = n_rows // max(1, self.windows.block_rows) + 2
-            n_runs += n_rows // n_along + n_runs
-            most = min(most, n_rows * axis.step + n_runs * extent)
+            n_pieces = 2 * n_runs + n_rows // n_along
+            most = min(most, n_rows * axis.step + n_pieces * extent)
         return most
 
 
