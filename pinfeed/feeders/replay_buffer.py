@@ -292,7 +292,7 @@ class ReplayBuffer:
                 "n_added": ring.n_added,
                 "parts": {name: to_torch(array.copy()) for name, array in arrays.items()},
                 "frames": {
-                    name: (to_torch(numbers.copy()), to_torch(frames.copy()), first)
+                    name: (to_torch(numbers.copy()), to_torch(frames), first)
                     for name, (numbers, frames, first) in rings.items()
                 },
                 "generator": generator_state(self._draws.generator),

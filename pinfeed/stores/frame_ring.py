@@ -65,6 +65,7 @@ class FrameRing:
         self._n_added = 2 * n_envs * self.n_stacked
         n_rows = n_steps * n_envs
         self._allocate(n_rows + n_rows // _SPARE_SHARE + 2 * self._n_added)
+        self._publish()
 
     @property
     def nbytes(self) -> int:
@@ -99,7 +100,7 @@ class FrameRing:
 
     def gather(self, which: int, rows: Rows, out: Array) -> None:
         """Copy observations (0) or next observations (1) of rows into ``out``."""
-        # Another thread may replace both, but never changes frames of rows that are read.
+        # Another thread may publish a larger array, which has the frames of the rows that are read.
         frames, n_frames = self._state
         numbers = self.numbers[which].reshape(-1, self.n_stacked)[rows].ravel() % n_frames
         frames.gather_unchecked(numbers, out.reshape(len(numbers), *self._frame_shape))
@@ -118,6 +119,7 @@ class FrameRing:
         for i in range(0, len(frames), self._n_copied):
             part = frames[i : i + self._n_copied]
             self._frames.array[np.arange(first + i, first + i + len(part)) % self._n_frames] = part
+        self._publish()
 
     def _store(self, observation: Array, expected: list[int], last: int | None = None) -> list[int]:
         """Return the numbers of the frames of an observation, and store those that are new.
@@ -166,6 +168,7 @@ class FrameRing:
         for begin in range(self.first, self.stop, self._n_copied):
             numbers = np.arange(begin, min(begin + self._n_copied, self.stop))
             self._words[numbers % self._n_frames] = _words(old.array, self._word)[numbers % n_old]
+        self._publish()
 
     def _allocate(self, n_frames: int) -> None:
         """Take memory for frames, and leave the older memory to the threads that read it."""
@@ -177,7 +180,10 @@ class FrameRing:
         self._frames = ArrayStore(array)
         self._n_frames = n_frames
         self._words = _words(array, self._word)
-        self._state = (self._frames, n_frames)
+
+    def _publish(self) -> None:
+        """Let threads that gather without the lock use the array, which has all frames now."""
+        self._state = (self._frames, self._n_frames)
 
 
 def _words(array: Array, word: np.dtype[Any]) -> Array:

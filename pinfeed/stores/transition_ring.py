@@ -231,8 +231,10 @@ class TransitionRing:
         n_rows = layout.n_steps * layout.n_envs
         rewards = self._stores["reward"].array[(first[:, None] + steps * layout.n_envs) % n_rows]
         shape = (len(first), layout.window, *[1] * (rewards.ndim - 2))
-        weights = self._powers[:-1] * (steps < n_steps[:, None])
-        out[...] = (rewards * weights.reshape(shape)).sum(axis=1)
+        is_inside = (steps < n_steps[:, None]).reshape(shape)
+        weights = self._powers[:-1].reshape(1, *shape[1:])
+        # Rewards of later steps may be infinite, or of another episode.
+        out[...] = np.where(is_inside, rewards * weights, 0).sum(axis=1)
 
     def _make_array(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return an array of zeros, in memory or in a file of the folder."""

@@ -7,7 +7,10 @@ import time
 from typing import Any
 
 import numpy as np
+import pytest
 
+from pinfeed.stores import frame_ring
+from pinfeed.stores.frame_ring import FrameRing
 from pinfeed.stores.ring_layout import RingLayout
 from pinfeed.stores.transition_ring import Draw, TransitionRing
 
@@ -75,3 +78,24 @@ def test_numbers_of_transitions_are_never_used_again() -> None:
         assert ring.is_kept(ring.numbers_of(rows)).all()
         assert ring.rows_of(ring.numbers_of(rows)).tolist() == rows.tolist()
     assert not ring.is_kept(np.array([6, 11, -1])).any()
+
+
+def test_frames_are_gathered_while_the_array_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that gathers has no lock, so it must not see an array without its frames."""
+    ring = FrameRing("x", (4, 1, 1), (3,), np.dtype(np.int64), lambda name, *of: np.zeros(*of))
+    words = frame_ring._words
+    seen: list[list[int]] = []
+
+    def gathered(array: Any, word: Any) -> Any:
+        out = np.empty((2, 3), np.int64)
+        ring.gather(0, np.arange(2), out)
+        seen.append(out[:, 0].tolist())
+        return words(array, word)
+
+    # Every step has two frames that no other one has.
+    for k in range(4):
+        ring.add(k, k - 1 if k else None, *np.full((2, 1, 1, 3), [[[[k + 1]]], [[[-k - 1]]]]))
+    monkeypatch.setattr(frame_ring, "_words", gathered)
+    ring._grow()
+    assert len(seen) > 1
+    assert set(map(tuple, seen)) == {(1, 2)}
