@@ -14,6 +14,9 @@ from pinfeed.rows.sum_tree import SumTree
 
 Generator = np.random.Generator | np.random.RandomState
 
+# Steps whose priorities are set together.
+_MOST_NEW = 1024
+
 
 class UniformDraws:
     """Draws steps, and then environments, with replacement, as Stable-Baselines3 does.
@@ -78,6 +81,9 @@ class PrioritizedDraws:
     def add(self, rows: Rows) -> None:
         """Give new rows the largest priority so far."""
         self._new.append((rows, self._max_priority**self.alpha))
+        # A program may add many steps before its first draw.
+        if len(self._new) == _MOST_NEW:
+            self._set_new()
 
     def draw(self, n_steps: int, n: int) -> tuple[Rows, npt.NDArray[np.float32] | None]:
         """Return n rows, and their importance weights, of which the largest is 1.
