@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pinfeed.devices.device import Device, Tensor
@@ -57,6 +57,7 @@ from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Sequential
 
 if TYPE_CHECKING:
+    from pinfeed.native.memory_rows import MemoryRows
     from pinfeed.tensors.row_views import RowViews
 
 Fill = Callable[[Slot, int], Slot | None]
@@ -86,15 +87,26 @@ def make_loop(
     if isinstance(mover, HostTransfer) and isinstance(source, RowSource) and not transforms:
         if (views := source.views()) and isinstance(source.batches, OrderBatches):
             return _view_loop(mover, source, position, schedule, views)
-        crew_loop = _crew_loop(mover, source, position, schedule)
-        if crew_loop is not None:
-            return crew_loop
+        memory_rows = crew_rows(mover, source, schedule, transforms)
+        if memory_rows is not None and not schedule.measures_depth:
+            return _crew_loop(mover, source, position, schedule, memory_rows)
         # Until the rows are in memory, each epoch may be the last one that needs reader threads.
         continuous = continuous and not _may_have_crew(source, schedule)
     parts = _fill_parts(mover, source, position, choice, transforms, continuous=continuous)
     if schedule.measures_depth:
         return MeasuredLoop(parts, choice)
     return PrefetchLoop(parts) if schedule.depth else SynchronousLoop(parts)
+
+
+def crew_rows(
+    mover: Mover, source: Source, schedule: PrefetchSchedule, transforms: LoopTransforms
+) -> Sequence[MemoryRows] | None:
+    """Return where the rows are, if all are in memory now and a crew can copy them."""
+    if not (isinstance(mover, HostTransfer) and isinstance(source, RowSource)):
+        return None
+    if transforms or schedule.has_writer or not isinstance(source.batches, OrderBatches):
+        return None
+    return source.memory_rows()
 
 
 def _fill_parts(
@@ -250,15 +262,15 @@ def _add_transforms(
 
 
 def _crew_loop(
-    mover: HostTransfer, source: RowSource, position: EpochPosition, schedule: PrefetchSchedule
-) -> CrewLoop | None:
-    """Return a loop whose rows a crew copies, if all rows are in memory and an order draws them."""
+    mover: HostTransfer,
+    source: RowSource,
+    position: EpochPosition,
+    schedule: PrefetchSchedule,
+    memory_rows: Sequence[MemoryRows],
+) -> CrewLoop:
+    """Return a loop whose rows, which an order draws, a crew copies in memory."""
     batches = source.batches
-    if schedule.has_writer or schedule.measures_depth or not isinstance(batches, OrderBatches):
-        return None
-    memory_rows = source.memory_rows()
-    if memory_rows is None:
-        return None
+    assert isinstance(batches, OrderBatches)
     spans = batches.spans(position.epoch, position.batch, schedule.batches_per_slot)
     parts = LoopParts(
         mover=mover,

@@ -14,6 +14,7 @@ If epochs have few batches, whole epochs are timed, with starting and ending the
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import statistics
 
@@ -139,6 +140,11 @@ class DepthChoice:
         Short epochs are timed as a whole. They would share the time of these reads.
         """
         return not self.is_measuring or self._n_long > 0
+
+    def settle_on_prefetching(self) -> None:
+        """Prefetch from the next loop on, and measure no more, because a crew copies the rows."""
+        self.schedule = dataclasses.replace(self.schedule, measures_depth=False)
+        self._settle(is_synchronous=False)
 
     def begin(self) -> None:
         """Note that an epoch begins."""

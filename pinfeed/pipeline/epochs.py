@@ -22,7 +22,7 @@ from pinfeed.pipeline.active_run import (
     KeptError,
     is_suspended,
 )
-from pinfeed.pipeline.composition import make_loop
+from pinfeed.pipeline.composition import crew_rows, make_loop
 from pinfeed.pipeline.depth_choice import DepthChoice
 from pinfeed.pipeline.host_transfer import HostTransfer
 from pinfeed.pipeline.lent_batch import LentBatch
@@ -306,6 +306,8 @@ class EpochRunner:
         position = self._position
         counters = self._counters
         starvation = self._starvation
+        if choice.schedule.measures_depth and self._has_crew(choice.schedule):
+            choice.settle_on_prefetching()
         counters.enter(
             choice.depth,
             choice.schedule.n_readers if choice.depth else 1,
@@ -352,6 +354,10 @@ class EpochRunner:
             # The epoch was complete when the state was saved, which only its end shows.
             begin()
             yield from self._run(lend, choice, begin)
+
+    def _has_crew(self, schedule: PrefetchSchedule) -> bool:
+        """Return whether a crew can copy the rows, for example because a file was loaded."""
+        return crew_rows(self._transfer, self.source, schedule, self._transforms) is not None
 
     def _lend(self, choice: DepthChoice) -> Iterator[LentBatch]:
         """Start the threads of a run, or continue a paused loop; return its batches."""

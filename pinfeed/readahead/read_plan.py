@@ -15,6 +15,7 @@ from pinfeed.readahead.strategy import DirectReads, ReadStrategy, main_hint
 from pinfeed.readahead.windows import WindowBatch
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.packing import Places
+from pinfeed.rows.row_lengths import most_in_blocks
 from pinfeed.rows.windows import Window, Windows, WrappedWindows
 from pinfeed.stores.host_rows import RunGather, run_gather
 from pinfeed.stores.ragged import RaggedParts, RaggedStore
@@ -125,8 +126,12 @@ class RaggedWindows(WrappedWindows):
 
     @functools.cached_property
     def window_rows(self) -> int:
-        """Most items of a window: those of its longest rows, if it had them all."""
-        return self.store.row_lengths.most_elements(self.windows.window_rows)
+        """Most items of a window: those of its longest rows or blocks, if it had them all."""
+        most = self.store.row_lengths.most_elements(self.windows.window_rows)
+        if self.windows.n_blocks:
+            blocks = self.windows.n_blocks, self.windows.block_rows
+            most = min(most, most_in_blocks(self.store.offsets, *blocks))
+        return most
 
     def needed(self, start: int, stop: int) -> Iterator[Window]:
         offsets = self.store.offsets

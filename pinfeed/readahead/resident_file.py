@@ -16,7 +16,14 @@ import numpy as np
 from pinfeed.memory.pages import block_nbytes, huge
 from pinfeed.memory.plan import Allocation
 from pinfeed.native.memory_rows import MemoryRows
-from pinfeed.readahead.strategy import DISK_SPEED, IN_MEMORY_HINT, AnyBatch, OpenBatch, ReadStrategy
+from pinfeed.readahead.strategy import (
+    DISK_SPEED,
+    IN_MEMORY_HINT,
+    AnyBatch,
+    DirectReads,
+    OpenBatch,
+    ReadStrategy,
+)
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.rows.windows import Windows
@@ -144,6 +151,9 @@ class ResidentFile(ReadStrategy):
     def memory_rows(self) -> MemoryRows | None:
         self._find_loaded()
         return memory_rows_of(self._rows) if self._is_loaded.all() else None
+
+    def for_others(self) -> ReadStrategy:
+        return DirectReads(self)
 
     @property
     def may_be_in_memory(self) -> bool:
@@ -303,7 +313,7 @@ class InMemoryCopy(ResidentFile):
             self._is_loaded[:] = False
 
     def _load(self, start: int, stop: int) -> None:
-        self._store.gather(np.arange(start, stop), self._rows.array[start:stop])
+        run_gather(self._store)(Runs.one(start, stop - start), self._rows.array[start:stop])
 
 
 def copy_allocation(store: FileStore) -> Allocation:

@@ -7,12 +7,14 @@ an epoch reads.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from pinfeed.memory.plan import Allocation
 from pinfeed.memory.units import human
 from pinfeed.readahead.chunk_reads import ChunkReads
+from pinfeed.readahead.later_copy import LaterCopy
 from pinfeed.readahead.read_plan import (
     PartReads,
     RaggedReads,
@@ -74,6 +76,8 @@ _BLOCK_CHUNKS = 4
 # Rows of a remote file that are read ahead at a time, in sequence.
 _REMOTE_WINDOW_BYTES = 32 << 20
 
+_IN_SEQUENCE = "decoded in sequence, each chunk once"
+
 _MAPPED = "read through the OS page cache, by a memory map (the file fits)"
 
 Choice = tuple[ReadStrategy, str]
@@ -83,6 +87,7 @@ Choice = tuple[ReadStrategy, str]
 class _Reads(NamedTuple):
     """Facts about the reads of one file, which decide their strategy."""
 
+    file: FileStore
     order: Any
     """An order, or any other iterable of row indices."""
     share: float
@@ -91,13 +96,50 @@ class _Reads(NamedTuple):
     Each row that an order repeats, and each byte of rows that overlap, counts as often as it is
     read.
     """
+    windows: Windows | None
+    """Windows of the order, as rows of the file; None if they are not worth reading."""
     n_batch_rows: int
     """Rows of all batches that are read at the same time."""
-    free: FreeMemory
-    mapped: Sequence[ShardedStore] = ()
+    mapped: Sequence[ShardedStore]
     """Stores whose files are mapped already."""
     view: WindowStore | None = None
     """Windows along axes that are read; the rows of the file are their items."""
+    free: FreeMemory = FreeMemory(0, 0)
+
+    @property
+    def least_memory(self) -> int:
+        """Memory with which rows that are slow to read are read once in an epoch, or little more.
+
+        It is 0 if the rows need none.
+        """
+        is_slow = isinstance(self.file, (ChunkedStore, MatrixStore, RemoteStore))
+        if not is_slow or is_in_sequence(self.order):
+            return 0
+        found = [copy_allocation(self.file)] if self.share > 0.5 else []
+        if self.windows is not None:
+            found.append(window_allocation(self.windows, self.file.row_nbytes, self.n_batch_rows))
+        return min((item.total for item in found), default=0)
+
+
+class _Budget:
+    """Free memory, of which each file leaves the next ones what they need.
+
+    Args:
+        free: Memory for all files.
+        reads: The reads of each file.
+    """
+
+    def __init__(self, free: FreeMemory, reads: Iterable[_Reads]) -> None:
+        self.free = free
+        self._needed = {id(one.file): one.least_memory for one in reads}
+        if sum(self._needed.values()) > free.memory:
+            self._needed.clear()
+
+    def with_free(self, reads: _Reads) -> _Reads:
+        """Return reads with the memory that their file may use."""
+        self._needed.pop(id(reads.file), None)
+        left = self.free.memory - sum(self._needed.values())
+        return reads._replace(free=self.free._replace(memory=left))
 
 
 def choose(
@@ -116,53 +158,54 @@ def choose(
         free: Memory that may be used for rows of files.
         ragged: Stores of ragged rows.
     """
+    mapped: list[ShardedStore] = []
+    row_reads = [_reads_of_rows(store, order, n_batch_rows, mapped) for store in stores]
+    # Rows are sorted or packed within windows, which follow each other as in the order.
+    order = order.order if isinstance(order, LengthBatches) else order
+    item_reads = [
+        [_reads_of_items(one, part, order, n_batch_rows, mapped) for part in one.parts]
+        for one in ragged
+    ]
+    all_reads = [*row_reads, *itertools.chain.from_iterable(item_reads)]
+    budget = _Budget(free, [reads for reads in all_reads if reads is not None])
     strategies: list[ReadStrategy] = []
     ragged_reads: list[RaggedReads] = []
     notes: list[ReadNote] = []
-    mapped: list[ShardedStore] = []
-    loaded: dict[int, tuple[ResidentFile, str]] = {}
-    for store in stores:
-        view = store if isinstance(store, WindowStore) else None
-        file = file_of(store)
-        if file is None or not file.row_nbytes:
+    loaded: dict[int, tuple[ReadStrategy, str]] = {}
+    for store, reads in zip(stores, row_reads, strict=True):
+        if reads is None:
             strategies.append(_read_directly(store))
             continue
-        row_nbytes = file.row_nbytes if view is None else view.row_nbytes
-        share = _share(order, store.n_rows, row_nbytes, file.nbytes)
-        strategy: ReadStrategy
+        file = reads.file
         if id(file) in loaded:
             # Other windows of the same items load them.
-            resident, reason = loaded[id(file)]
-            strategy = DirectReads(resident)
+            strategy, reason = loaded[id(file)]
         else:
-            reads = _Reads(order, share, n_batch_rows, free, mapped, view)
-            strategy, reason = _choose(file, reads)
-        if view is not None and isinstance(strategy, ResidentFile):
-            loaded[id(file)] = strategy, reason
+            strategy, reason = _choose(file, budget.with_free(reads))
+            others = strategy.for_others()
+            if reads.view is not None and others is not None:
+                loaded[id(file)] = others, reason
         if isinstance(file, LocalFileStore) and isinstance(strategy, MappedFile):
             mapped.append(file)
-        free = free.without(strategy.items)
+        budget.free = budget.free.without(strategy.items)
         notes.append(ReadNote(file.label, file.nbytes, reason))
-        strategies.append(strategy if view is None else WindowReads(view, strategy))
-    # Rows are sorted or packed within windows, which follow each other as in the order.
-    order = order.order if isinstance(order, LengthBatches) else order
-    for one in ragged:
+        strategies.append(strategy if reads.view is None else WindowReads(reads.view, strategy))
+    for one, its_reads in zip(ragged, item_reads, strict=True):
         parts: list[PartReads] = []
-        for part in one.parts:
-            items = file_of(part)
-            if items is None or not items.row_nbytes:
+        for part, reads in zip(one.parts, its_reads, strict=True):
+            if reads is None:
                 parts.append(PartReads(DirectReads(part), run_gather(part)))
                 continue
-            mean = one.row_lengths.mean * items.row_nbytes
-            share = _share(order, one.n_rows, mean, one.n_items * items.row_nbytes)
-            reads = _Reads(order, share, n_batch_rows, free, mapped)
-            strategy, reason = _choose_for_items(one, items, reads)
+            items = reads.file
+            strategy, reason = _choose_for_items(one, items, budget.with_free(reads))
             if isinstance(items, LocalFileStore) and isinstance(strategy, MappedFile):
                 mapped.append(items)
-            free = free.without(strategy.items)
+            budget.free = budget.free.without(strategy.items)
             notes.append(ReadNote(items.label, items.nbytes, f"ragged rows, {reason}"))
-            source = strategy if isinstance(strategy, ResidentFile) else items
-            parts.append(PartReads(strategy, run_gather(source)))
+            gather = run_gather(items)
+            if isinstance(strategy, (ResidentFile, LaterCopy)):
+                gather = strategy.gather_runs
+            parts.append(PartReads(strategy, gather))
         ragged_reads.append(RaggedReads(one, parts))
     return ReadPlan(strategies, notes_of(notes), ragged_reads)
 
@@ -207,6 +250,34 @@ def is_in_sequence(order: Any) -> bool:
     return isinstance(order, Sequential)
 
 
+def _reads_of_rows(
+    store: Store, order: Any, n_batch_rows: int, mapped: Sequence[ShardedStore]
+) -> _Reads | None:
+    """Return the reads of the rows of a store; None if they are not in files."""
+    file = file_of(store)
+    if file is None or not file.row_nbytes:
+        return None
+    view = store if isinstance(store, WindowStore) else None
+    row_nbytes = file.row_nbytes if view is None else view.row_nbytes
+    share = _share(order, store.n_rows, row_nbytes, file.nbytes)
+    found = _windows(file, order, view)
+    return _Reads(file, order, share, found, n_batch_rows, mapped, view)
+
+
+def _reads_of_items(
+    store: RaggedStore, part: Store, order: Any, n_batch_rows: int, mapped: Sequence[ShardedStore]
+) -> _Reads | None:
+    """Return the reads of one part of the items of ragged rows; None if it is not in files."""
+    items = file_of(part)
+    if items is None or not items.row_nbytes:
+        return None
+    mean = store.row_lengths.mean * items.row_nbytes
+    share = _share(order, store.n_rows, mean, store.n_items * items.row_nbytes)
+    found = windows(order, store.n_rows, 0) if isinstance(order, Order) else None
+    of_items = None if found is None else RaggedWindows(found, store)
+    return _Reads(items, order, share, of_items, n_batch_rows, mapped)
+
+
 def _share(order: Any, n_rows: int, row_nbytes: float, nbytes: int) -> float:
     return min(1.0, order.length(n_rows) * row_nbytes / nbytes) if isinstance(order, Order) else 1.0
 
@@ -241,14 +312,13 @@ def _choose(file: FileStore, reads: _Reads) -> Choice:
         item = window_allocation(even, file.row_nbytes, reads.n_batch_rows)
         if item.total <= reads.free.memory:
             ahead = WindowReadahead(file, even, reads.n_batch_rows)
-            return ahead, "read ahead in sequence, in large requests"
+            return _copy_later(file, ahead, "read ahead in sequence, in large requests", reads)
     if is_in_sequence(reads.order):
         return _read_in_sequence(file, why)
     if _may_copy(file) and (copy := _copy(file, reads, "loaded")) is not None:
         return copy
-    found = _windows(file, reads.order, reads.view)
-    if found is not None:
-        return _read_windows(file, found, reads, why)
+    if reads.windows is not None:
+        return _read_windows(file, reads, why)
     return _read_in_any_order(file, reads.share, why)
 
 
@@ -261,7 +331,7 @@ def _choose_for_items(store: RaggedStore, items: FileStore, reads: _Reads) -> Ch
         return mapped, _MAPPED
     if is_in_sequence(reads.order):
         return _read_in_sequence(items)
-    if isinstance(reads.order, Order) and windows(reads.order, store.n_rows, 0) is not None:
+    if reads.windows is not None:
         return PageCacheReadahead(items), f"{UNCOUNTED_CACHE}, prefetched one window ahead"
     advice = block_hint(store.mean_row_nbytes)
     if items.keep_cache:
@@ -277,19 +347,17 @@ def _choose_for_slow_items(store: RaggedStore, items: FileStore, reads: _Reads) 
     verb = "decoded" if in_chunks else "loaded"
     if is_in_sequence(reads.order):
         hint = f"{items.label} is {verb} in sequence. A copy in a local .npy file is read faster."
-        reason = "decoded in sequence, each chunk once" if in_chunks else "read in sequence"
-        return DirectReads(items, hint), reason
+        reason = _IN_SEQUENCE if in_chunks else "read in sequence"
+        return _copy_later(items, DirectReads(items, hint), reason, reads)
     copy = _copy(items, reads, verb)
     if copy is not None:
         return copy
     problem = ""
     if in_chunks:
-        found = windows(reads.order, store.n_rows, 0) if isinstance(reads.order, Order) else None
-        if found is not None:
-            of_items = RaggedWindows(found, store)
-            problem = _memory_problem(items, of_items, reads)
+        if reads.windows is not None:
+            problem = _memory_problem(reads)
             if not problem:
-                strategy = WindowReadahead(items, of_items, reads.n_batch_rows)
+                strategy = WindowReadahead(items, reads.windows, reads.n_batch_rows)
                 return strategy, "read ahead window by window; a window decodes each chunk once"
             problem = f" ({problem})"
         how = "decodes the whole chunks of its rows"
@@ -308,7 +376,7 @@ def _choose_for_chunks(store: ChunkedStore, reads: _Reads) -> Choice:
             "lz4 is faster than gzip, and a copy in a .npy file needs no decoding."
         )
         in_sequence = ChunkReads(store, hint, in_sequence=True)
-        return in_sequence, "decoded in sequence, each chunk once"
+        return _copy_later(store, in_sequence, _IN_SEQUENCE, reads)
     copy = _copy(store, reads, "decoded")
     if copy is not None:
         return copy
@@ -316,11 +384,10 @@ def _choose_for_chunks(store: ChunkedStore, reads: _Reads) -> Choice:
     block_rows = max(1, _BLOCK_CHUNKS * store.chunk_rows * n_rows // store.n_rows)
     problem = ""
     advice = f"a block_shuffled order with block_rows={block_rows} decodes fewer"
-    found = _windows(store, reads.order, reads.view)
-    if found is not None:
-        problem = _memory_problem(store, found, reads)
+    if reads.windows is not None:
+        problem = _memory_problem(reads)
         if not problem:
-            strategy = WindowReadahead(store, found, reads.n_batch_rows)
+            strategy = WindowReadahead(store, reads.windows, reads.n_batch_rows)
             return strategy, "read ahead window by window; a window decodes each chunk once"
         problem = f" ({problem})"
         advice = "a larger limit or a smaller window_blocks allows windows"
@@ -340,19 +407,19 @@ def _choose_for_chunks(store: ChunkedStore, reads: _Reads) -> Choice:
 
 def _choose_for_columns(store: MatrixStore, reads: _Reads) -> Choice:
     reason = "gathered column by column"
-    if not is_in_sequence(reads.order):
-        copy = _copy(store, reads, "converted")
-        if copy is not None:
-            return copy
-        found = _windows(store, reads.order, reads.view)
-        if found is not None and not _memory_problem(store, found, reads):
-            strategy = WindowReadahead(store, found, reads.n_batch_rows)
-            return strategy, "converted window by window, ahead"
-        reason = f"{reason}; more memory allows a copy of the matrix"
     hint = (
         f"Each batch gathers its rows from each column of {store.label}. {whole_file_hint(store)}"
     )
-    return DirectReads(store, hint), reason
+    direct = DirectReads(store, hint)
+    if is_in_sequence(reads.order):
+        return _copy_later(store, direct, reason, reads)
+    copy = _copy(store, reads, "converted")
+    if copy is not None:
+        return copy
+    if reads.windows is not None and not _memory_problem(reads):
+        strategy = WindowReadahead(store, reads.windows, reads.n_batch_rows)
+        return strategy, "converted window by window, ahead"
+    return direct, f"{reason}; more memory allows a copy of the matrix"
 
 
 def _is_map_worth_it(store: LocalFileStore, reads: _Reads) -> bool:
@@ -362,7 +429,7 @@ def _is_map_worth_it(store: LocalFileStore, reads: _Reads) -> bool:
     """
     if reads.share > 0.5:
         return True
-    in_runs = is_in_sequence(reads.order) or _windows(store, reads.order, reads.view) is not None
+    in_runs = is_in_sequence(reads.order) or reads.windows is not None
     return not in_runs and _is_read_whole(store, reads.share)
 
 
@@ -384,12 +451,31 @@ def _copy(store: FileStore, reads: _Reads, verb: str) -> Choice | None:
         reads: The reads of the rows.
         verb: Past participle of the verb for the reason, such as ``"loaded"``.
     """
-    if reads.share <= 0.5 or copy_allocation(store).total > reads.free.memory:
+    copy = _copy_if_it_fits(store, reads)
+    if copy is None:
         return None
-    # The system may refuse memory that it reports as free.
-    with contextlib.suppress(MemoryError):
-        reason = f"{verb} into RAM during the first epoch (it fits in {reads.free.origin})"
-        return InMemoryCopy(store), reason
+    return copy, f"{verb} into RAM during the first epoch (it fits in {reads.free.origin})"
+
+
+def _copy_later(store: FileStore, first: ReadStrategy, reason: str, reads: _Reads) -> Choice:
+    """Read rows in sequence in the first epoch, and copy them in the second, if they fit.
+
+    A loop over rows in sequence often reads them only once, and needs no copy.
+    """
+    left = reads._replace(free=reads.free.without(first.items))
+    copy = _copy_if_it_fits(store, left)
+    if copy is None:
+        return first, reason
+    fits = f"it fits in {reads.free.origin}"
+    return LaterCopy(store, first, copy), f"{reason}; a second epoch loads it into RAM ({fits})"
+
+
+def _copy_if_it_fits(store: FileStore, reads: _Reads) -> InMemoryCopy | None:
+    """Return a copy of all rows, if an epoch reads enough of them, and the memory is free."""
+    if reads.share > 0.5 and copy_allocation(store).total <= reads.free.memory:
+        # The system may refuse memory that it reports as free.
+        with contextlib.suppress(MemoryError):
+            return InMemoryCopy(store)
     return None
 
 
@@ -398,9 +484,10 @@ def _may_copy(store: FileStore) -> bool:
     return not (store.writable or (isinstance(store, ShardedStore) and store.overlaps))
 
 
-def _memory_problem(store: FileStore, windows: Windows, reads: _Reads) -> str:
+def _memory_problem(reads: _Reads) -> str:
     """Return why windows cannot be read ahead into memory; empty if they can."""
-    item = window_allocation(windows, store.row_nbytes, reads.n_batch_rows)
+    assert reads.windows is not None
+    item = window_allocation(reads.windows, reads.file.row_nbytes, reads.n_batch_rows)
     left = max(0, reads.free.memory)
     if item.total <= left:
         return ""
@@ -412,16 +499,17 @@ def _read_in_sequence(store: FileStore, why: str = "") -> Choice:
     return DirectReads(store, hint), f"read in sequence{why}"
 
 
-def _read_windows(store: ShardedStore, windows: Windows, reads: _Reads, why: str) -> Choice:
+def _read_windows(store: ShardedStore, reads: _Reads, why: str) -> Choice:
     """Read windows ahead, into memory if that is possible, else into the page cache."""
+    assert reads.windows is not None
     if store.writable:
         problem = "the file is open for writing"
     elif store.overlaps:
         problem = "rows overlap, so copies would need more memory than the file"
     else:
-        problem = _memory_problem(store, windows, reads)
+        problem = _memory_problem(reads)
     if not problem:
-        strategy = WindowReadahead(store, windows, reads.n_batch_rows)
+        strategy = WindowReadahead(store, reads.windows, reads.n_batch_rows)
         return strategy, f"read ahead window by window, in long contiguous reads{why}"
     reason = f"{UNCOUNTED_CACHE}, prefetched one window ahead ({problem})"
     return PageCacheReadahead(store), reason

@@ -107,6 +107,13 @@ class ReadStrategy:
         """Return views of the rows if batches are views; otherwise None."""
         return None
 
+    def for_others(self) -> ReadStrategy | None:
+        """Return a strategy for other windows of the same rows, which this one loads for both.
+
+        It is None if this strategy keeps no rows that others could use.
+        """
+        return None
+
     @property
     def may_be_in_memory(self) -> bool:
         """Whether ``memory_rows`` may find the rows, now or when a file has been loaded."""

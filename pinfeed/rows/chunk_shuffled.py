@@ -197,6 +197,7 @@ class ChunkWindows:
 
     epoch: Any
     n_ahead = 1
+    n_blocks = 0
 
     @functools.cached_property
     def window_rows(self) -> int:

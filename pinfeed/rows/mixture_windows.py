@@ -66,6 +66,8 @@ class SourceWindows:
 class MixedWindows:
     """Windows of the sources of a mixture. Other sources have none."""
 
+    n_blocks = 0
+
     sources: tuple[SourceWindows, ...]
     """The sources with windows, at least one."""
     turns: Interleaving | ShuffledTurns

@@ -267,7 +267,7 @@ class BlockShuffled:
                     found.append((0, stop - n_rows))
             return sorted(found)
 
-        return EvenWindows(n_rows, size, cut.block, runs)
+        return EvenWindows(n_rows, size, cut.block, runs, self.window_blocks)
 
     def _window_rows(self, n_rows: int) -> int:
         """Return the rows of a window; the last window of an epoch may have fewer."""

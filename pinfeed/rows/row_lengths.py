@@ -1,4 +1,4 @@
-"""RowLengths: bounds of batches of ragged rows; checked_lengths(): the lengths of a user."""
+"""RowLengths: bounds of batches and windows of ragged rows; checked lengths of a user."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from pinfeed.rows.orders import Rows
 
 # Up to this length, lengths are counted in a table, which is faster than sorting them.
 _MOST_COUNTED = 1 << 20
+
+
+# Places at which blocks may begin, relative to the length of a block, for their bound.
+_N_CUTS = 16
 
 
 class RowLengths:
@@ -117,3 +121,33 @@ def checked_lengths(lengths: Any) -> Rows:
         raise ArgumentError(f"lengths: row {row} has {given[row]} elements; {expected}")
     checked.flags.writeable = False
     return checked
+
+
+def most_in_blocks(offsets: Rows, n_blocks: int, block_rows: int) -> int:
+    """Return a bound on the elements of some blocks of consecutive rows together.
+
+    Args:
+        offsets: First element of each row, followed by the number of elements.
+        n_blocks: Number of blocks.
+        block_rows: Most rows of a block. All rows, as a ring, are cut into blocks at any row.
+    """
+    n_rows = len(offsets) - 1
+    block_rows = min(block_rows, n_rows)
+    # Wherever the ring is cut, each block is within one of these longer blocks. After the last row,
+    # blocks begin at other rows than before it, unless ``n_rows`` is divisible.
+    step = max(1, block_rows // _N_CUTS)
+    begins = block_rows * np.arange(-1, -(-n_rows // block_rows))
+    most = 0
+    for cut in range(0, block_rows, step):
+        starts = np.concatenate([begins + cut, begins + (cut - n_rows) % block_rows])
+        sums = _in_ring(offsets, starts + block_rows + step - 1) - _in_ring(offsets, starts)
+        sums.sort()
+        most = max(most, int(sums[-n_blocks:].sum()))
+    return min(most, int(offsets[-1]))
+
+
+def _in_ring(offsets: Rows, rows: Rows) -> Rows:
+    """Return the first element of rows of a ring, which repeats all rows."""
+    times, row = np.divmod(rows, len(offsets) - 1)
+    first: Rows = offsets[row] + times * offsets[-1]
+    return first

@@ -36,6 +36,14 @@ class Windows(Protocol):
         """Usual length of a run."""
 
     @property
+    def n_blocks(self) -> int:
+        """Most blocks of a window.
+
+        Blocks are runs of at most ``block_rows`` rows. The rows of an epoch, as a ring, are cut
+        into blocks at any row. If windows have other runs, the number is 0.
+        """
+
+    @property
     def n_ahead(self) -> int:
         """Number of windows to read ahead."""
 
@@ -58,6 +66,7 @@ class EvenWindows:
     block_rows: int
     runs: Callable[[int], Sequence[Interval]]
     """Returns the rows of a window, given its number."""
+    n_blocks: int = 0
 
     def most(self, n: int) -> int:
         return -(-n // self.window_rows) + 1
@@ -82,6 +91,10 @@ class WrappedWindows:
     @property
     def block_rows(self) -> int:
         return self.windows.block_rows
+
+    @property
+    def n_blocks(self) -> int:
+        return self.windows.n_blocks
 
     @property
     def n_ahead(self) -> int:
@@ -178,6 +191,8 @@ class WidenedWindows(WrappedWindows):
 @dataclass(frozen=True)
 class SelectedWindows(WrappedWindows):
     """Windows of a part of the rows, made of windows of the numbers of its rows."""
+
+    n_blocks = 0
 
     select: Callable[[Positions], Positions]
     """Returns the row indices of rows of the part."""

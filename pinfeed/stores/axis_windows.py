@@ -297,6 +297,8 @@ class WindowStore(FileStore):
 class ItemWindows(WrappedWindows):
     """Windows of rows of an order as windows of the items of these rows."""
 
+    n_blocks = 0
+
     store: WindowStore
 
     @functools.cached_property

@@ -160,7 +160,12 @@ class ChunkedStore(FileStore):
     @property
     def _decoding_nbytes(self) -> int:
         """Memory that one thread needs to decode, in addition to the result, in bytes."""
-        return self._decoding_chunks * max(self.chunk_nbytes, min(_RUN_BYTES, self.nbytes))
+        return self._decoding_chunks * self._step_nbytes
+
+    @property
+    def _step_nbytes(self) -> int:
+        """Decoded bytes of what one thread decodes at a time."""
+        return max(self.chunk_nbytes, min(_RUN_BYTES, self.nbytes))
 
     @property
     def n_kept(self) -> int:

@@ -9,14 +9,12 @@ from typing import ClassVar
 import numpy as np
 
 from pinfeed.stores.axis_windows import AxisWindows, WindowStore, axis_windows
+from pinfeed.stores.chunk_grid import Box
 from pinfeed.stores.chunked import ChunkedStore, ChunkLayout
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.npy_store import NpyStore
 from pinfeed.stores.store import Array
 from pinfeed.validation.arguments import explain_arguments
-
-Box = tuple[slice, ...]
-"""Indices [start, stop) along each axis of an array."""
 
 _HINTS = {
     "n_steps input_dims window size": "the number of indices of a window is length=",

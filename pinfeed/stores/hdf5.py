@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from pinfeed.errors import ArgumentError, ClosedError, FileMissing, StoreError, described
+from pinfeed.stores.chunk_grid import Box
 from pinfeed.stores.chunked import MAX_DECODES, ChunkLayout
-from pinfeed.stores.chunked_array import Box, ChunkedArray
+from pinfeed.stores.chunked_array import ChunkedArray
 from pinfeed.stores.hdf5_chunks import RawChunks
 from pinfeed.stores.libraries import imported, library_errors
 from pinfeed.stores.npy_store import NpyStore
@@ -114,6 +115,10 @@ class HDF5Store(ChunkedArray):
         if self.native is not None:
             self.native.label = self.label
 
+    @property
+    def _step_nbytes(self) -> int:
+        return super()._step_nbytes if self._raw is None else self._raw.grid.chunk_nbytes
+
     def close(self) -> None:
         """Free the chunks, and close the file if the store opened it."""
         super().close()
@@ -124,26 +129,24 @@ class HDF5Store(ChunkedArray):
             # If the file was replaced, it may have other chunks when it is opened again.
             self._dataset()
             raw = self._raw
-        begin = tuple(one.start or 0 for one in box)
         # HDF5 reads chunks that were never written, and explains damaged chunks.
         if raw is None or not all(
-            self._decode_chunk(raw, offset, begin, out) for offset in raw.offsets(box)
+            self._decode_chunk(raw, origin, raw.grid.place(origin, box, out))
+            for origin in raw.grid.origins(box)
         ):
             with _reading:
                 self._dataset().read_direct(out, box)
 
-    def _decode_chunk(
-        self, chunks: RawChunks, offset: tuple[int, ...], begin: tuple[int, ...], out: Array
-    ) -> bool:
+    def _decode_chunk(self, chunks: RawChunks, origin: tuple[int, ...], place: Array) -> bool:
         """Read one chunk as it is in the file, and decode it; return whether that was possible."""
         with _reading:
             dataset = self._dataset()
             try:
-                filters_left_out, raw = dataset.id.read_direct_chunk(offset)
+                filters_left_out, raw = dataset.id.read_direct_chunk(origin)
             except (OSError, RuntimeError, ValueError, MemoryError):
                 # Some releases of h5py raise MemoryError if the dataset has no written chunk.
                 return False
-        return not filters_left_out and chunks.decode(raw, offset, begin, out)
+        return not filters_left_out and chunks.decode(raw, place)
 
     def _open_path(self) -> tuple[Any, ChunkLayout]:
         dataset = _open(self._path, self._name)

@@ -13,17 +13,22 @@ from typing import Any, ClassVar
 import numpy as np
 
 from pinfeed.errors import ArgumentError, FileMissing, StoreError
+from pinfeed.stores.chunk_grid import Box
 from pinfeed.stores.chunked import ChunkLayout
-from pinfeed.stores.chunked_array import Box, ChunkedArray
+from pinfeed.stores.chunked_array import ChunkedArray
 from pinfeed.stores.libraries import imported, library_errors
 from pinfeed.stores.paths import has_protocol
 from pinfeed.stores.store import Array
+from pinfeed.stores.zarr_chunks import ZarrChunks
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.requirements import install_line
 
 _N_SHOWN = 8
-# Larger shards are decoded in pieces of about this size.
+# Larger shards are decoded in pieces of about this size: by zarr, and without it.
 _SHARD_BYTES = 1 << 20
+_RAW_SHARD_BYTES = 128 << 10
+# Consecutive chunks are read in one call of zarr, up to this size, because a call is slow.
+_CALL_BYTES = 8 << 20
 
 
 class ZarrStore(ChunkedArray):
@@ -79,11 +84,22 @@ class ZarrStore(ChunkedArray):
                 f"ZarrStore: got {type(source).__name__}; expected a path or a zarr.Array"
             )
         with _zarr_errors(self._path or "ZarrStore"):
-            layout = _layout(array, self._path)
+            self._chunks = ZarrChunks.of(array)
+            layout = _layout(array, self._path, self._chunks)
+        if self._chunks is None:
+            self._run_bytes = _CALL_BYTES
+            # All calls of zarr share one event loop.
+            self._max_decodes = 2
         self.array_shape = array.shape
         self.array_chunks = array.chunks
         super().__init__(layout, array if self._path is None else None)
         self._opened = array
+
+    @property
+    def _step_nbytes(self) -> int:
+        if self._chunks is None:
+            return max(self.chunk_nbytes, min(_CALL_BYTES, self.nbytes))
+        return self._chunks.grid.chunk_nbytes
 
     def close(self) -> None:
         """Free the chunks, and close the array if the store opened it."""
@@ -101,6 +117,10 @@ class ZarrStore(ChunkedArray):
 
         with self._opening:
             array = self._source()
+            # If the array was replaced, it may have other codecs when it is opened again.
+            chunks = self._chunks
+        if chunks is not None and chunks.read(box, out):
+            return
         if array.dtype == self.dtype:
             array.get_basic_selection(box, out=NDBuffer.from_numpy_array(out))
         else:
@@ -110,7 +130,8 @@ class ZarrStore(ChunkedArray):
     def _open_path(self) -> tuple[Any, ChunkLayout]:
         assert self._path is not None
         array = _open(self._path, self._name)
-        return array, _layout(array, self._path)
+        self._chunks = ZarrChunks.of(array)
+        return array, _layout(array, self._path, self._chunks)
 
     def _close_source(self, source: Any) -> None:
         source.store.close()
@@ -174,8 +195,13 @@ def _zarr_errors(place: str) -> AbstractContextManager[None]:
     return library_errors(place, "zarr", expected)
 
 
-def _layout(array: Any, path: str | None) -> ChunkLayout:
+def _layout(array: Any, path: str | None, chunks: ZarrChunks | None) -> ChunkLayout:
     """Return the rows and chunks of an array.
+
+    Args:
+        array: The array.
+        path: Path of the array or its group, if the store opened it.
+        chunks: Reads chunks of the array without zarr.
 
     Raises:
         StoreError: If pinfeed cannot read its rows.
@@ -187,7 +213,8 @@ def _layout(array: Any, path: str | None) -> ChunkLayout:
     check_dtype(dtype, label)
     chunk_rows = (array.shards or array.chunks or (1,))[0]
     row_nbytes = max(1, dtype.itemsize * math.prod(array.shape[1:]))
-    if array.shards and chunk_rows * row_nbytes > _SHARD_BYTES:
+    most = _SHARD_BYTES if chunks is None else _RAW_SHARD_BYTES
+    if array.shards and chunk_rows * row_nbytes > most:
         inner: int = array.chunks[0]
-        chunk_rows = inner * max(1, _SHARD_BYTES // (inner * row_nbytes))
+        chunk_rows = inner * max(1, most // (inner * row_nbytes))
     return ChunkLayout.even(label, dtype, array.shape, chunk_rows, () if path is None else (path,))

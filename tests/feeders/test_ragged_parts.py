@@ -327,7 +327,7 @@ def test_write_backs_take_none_for_all_parts() -> None:
 
 # -- files -----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("limit", [None, MiB(36), MiB(64)])
+@pytest.mark.parametrize("limit", [None, MiB(5), MiB(64)])
 def test_parts_in_compressed_chunks(order: Any, limit: Any, tmp_path: Path) -> None:
     h5py = pytest.importorskip("h5py")
     plain = Ragged(2000, 300, gap=5)
@@ -344,7 +344,7 @@ def test_parts_in_compressed_chunks(order: Any, limit: Any, tmp_path: Path) -> N
             store, config=config, batch_size=None if limit else 50, rows=order, device="cpu"
         ) as feeder,
     ):
-        if limit == MiB(36) and order is ORDERS[2]:
+        if limit == MiB(5) and order is ORDERS[2]:
             assert "a window decodes each chunk once" in "".join(feeder.plan.notes)
         for epoch in range(2):
             wanted = np.asarray(order.bind(2000, epoch)(np.arange(2000)))

@@ -69,8 +69,27 @@ def test_chunks_of_items_that_fit_are_decoded_once(
     assert sum(decoded) == len(PLAIN.values)
 
 
-@pytest.mark.parametrize("order", [rows.sequential(), QUARTER])
-@pytest.mark.parametrize("name", ["data", "plain"])
+def test_the_second_epoch_in_sequence_copies_chunks(path: Path, decoded: list[int]) -> None:
+    order = rows.sequential()
+    with (
+        HDF5Store(path, "data") as items,
+        RaggedStore(items, PLAIN.offsets) as store,
+        Feeder(store, batch_size=8, rows=order, device="cpu") as feeder,
+    ):
+        assert feeder.plan.notes[-1].endswith(
+            "decoded in sequence, each chunk once; a second epoch loads it into RAM (it fits in "
+            "the free memory)"
+        )
+        next(iter(feeder))
+        feeder.load_state_dict({**feeder.state_dict(), "batch": 0})
+        decoded.clear()
+        require_equal(feeder, order, "offsets")
+    assert sum(decoded) == len(PLAIN.values)
+
+
+@pytest.mark.parametrize(
+    ("name", "order"), [("data", QUARTER), ("plain", QUARTER), ("plain", rows.sequential())]
+)
 def test_items_that_are_not_copied(path: Path, name: str, order: Any) -> None:
     with (
         HDF5Store(path, name) as items,

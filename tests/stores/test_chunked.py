@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from pinfeed import Config, Feeder, KiB, errors, rows
 from pinfeed.readahead import resident_file
 from pinfeed.readahead.chunk_reads import ChunkReads
+from pinfeed.readahead.later_copy import LaterCopy
 from pinfeed.readahead.resident_file import InMemoryCopy
 from pinfeed.readahead.select import choose
 from pinfeed.readahead.strategy import FreeMemory
@@ -341,7 +342,8 @@ def test_the_choice_of_a_strategy(store: Decoding) -> None:
         return type(plan.strategies[0]), plan.notes[0]
 
     nbytes = N * 16
-    assert chosen(rows.sequential(), KiB(64))[0] is ChunkReads
+    assert chosen(rows.sequential(), KiB(64))[0] is LaterCopy
+    assert chosen(rows.sequential(), KiB(16))[0] is ChunkReads
     assert chosen(rows.shuffled(1), KiB(64))[0] is InMemoryCopy
     assert chosen(rows.per_rank(rows.shuffled(1), rank=0, world_size=3), KiB(64))[0] is ChunkReads
     strategy, note = chosen(BLOCKS, nbytes - 5000)

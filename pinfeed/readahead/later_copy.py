@@ -1,0 +1,76 @@
+"""LaterCopy: reads rows in sequence in the first epoch, and copies them into memory in the second.
+
+A loop that reads its rows only once pays for no copy.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+from pinfeed.native.memory_rows import MemoryRows
+from pinfeed.readahead.resident_file import InMemoryCopy
+from pinfeed.readahead.strategy import OpenBatch, ReadStrategy
+from pinfeed.rows.runs import Runs
+from pinfeed.rows.windows import Windows
+from pinfeed.stores.file_store import FileStore
+from pinfeed.stores.host_rows import run_gather
+from pinfeed.stores.store import Array
+
+
+class LaterCopy(ReadStrategy):
+    """Strategy of the first epoch, and a copy of all rows for later epochs.
+
+    Args:
+        store: The rows.
+        first: Reads the rows in the first epoch.
+        copy: The copy, which takes no physical memory before its first epoch.
+        later: Reads the rows in later epochs; by default, the copy, which loads them.
+    """
+
+    def __init__(
+        self,
+        store: FileStore,
+        first: ReadStrategy,
+        copy: InMemoryCopy,
+        later: ReadStrategy | None = None,
+    ) -> None:
+        self._store = store
+        self._first = first
+        self._copy = copy
+        self._later = later or copy
+        self._n_epochs = 0
+        self.row_shape = store.row_shape
+        self.dtype = store.dtype
+        self.items = first.items + self._later.items
+
+    @property
+    def hint(self) -> str:  # type: ignore[override]  # an attribute of the base
+        return self._current.hint
+
+    @property
+    def _current(self) -> ReadStrategy:
+        return self._first if self._n_epochs <= 1 else self._later
+
+    def open_epoch(
+        self, windows: Windows | None, start: int, stop: int
+    ) -> AbstractContextManager[OpenBatch]:
+        self._n_epochs += 1
+        return self._current.open_epoch(windows, start, stop)
+
+    def gather_runs(self, runs: Runs, out: Array) -> None:
+        """Copy runs of rows to their positions in ``out``. The caller has checked all arguments."""
+        run_gather(self._store if self._n_epochs <= 1 else self._copy)(runs, out)
+
+    def memory_rows(self) -> MemoryRows | None:
+        return self._copy.memory_rows()
+
+    def for_others(self) -> ReadStrategy:
+        return LaterCopy(self._store, self._first, self._copy, self._copy.for_others())
+
+    @property
+    def may_be_in_memory(self) -> bool:
+        return self._copy.may_be_in_memory
+
+    def close(self) -> None:
+        self._first.close()
+        self._later.close()

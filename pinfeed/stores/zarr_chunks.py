@@ -1,0 +1,226 @@
+"""ZarrChunks: chunks of a Zarr array in local files, decompressed by the threads that need them.
+
+zarr reads a chunk with several tasks of one event loop, which takes up to ten times as long as to
+read and decompress it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pinfeed.stores.chunk_grid import Box, ChunkGrid
+from pinfeed.stores.store import Array
+
+# Compressors that are undone here, by their names in numcodecs.
+_COMPRESSORS = ("blosc", "gzip", "lz4", "zlib", "zstd")
+_NOT_WRITTEN = np.iinfo(np.uint64).max
+# Most indices of shards to keep. An index has 16 bytes per chunk.
+_N_INDICES = 64
+
+
+class ChunkCodecs(NamedTuple):
+    """Codecs of the chunks of an array."""
+
+    compressor: str | None
+    """Name of the compressor in numcodecs; None if chunks are not compressed."""
+    is_checked: bool = False
+    """Whether the indices of shards have checksums."""
+
+
+class ZarrChunks:
+    """Chunks as they are in their files.
+
+    Args:
+        array: The array, in a local directory, in the byte order of this machine.
+        codecs: Codecs of its chunks.
+    """
+
+    def __init__(self, array: Any, codecs: ChunkCodecs) -> None:
+        self.grid = ChunkGrid(array.shape, array.chunks, np.dtype(array.dtype))
+        self._shards: tuple[int, ...] | None = array.shards
+        self._codecs = codecs
+        self._fill_value = array.metadata.fill_value
+        self._folder = os.path.join(os.path.abspath(array.store.root), array.path)
+        self._key = array.metadata.encode_chunk_key
+        self._indices: dict[tuple[int, ...], npt.NDArray[np.uint64] | None] = {}
+
+    @classmethod
+    def of(cls, array: Any) -> ZarrChunks | None:
+        """Return the chunks of an array; None if only zarr can read them."""
+        from zarr.storage import LocalStore
+
+        metadata = array.metadata.to_dict()
+        found = _codecs_of_2(metadata) if metadata["zarr_format"] == 2 else _codecs_of_3(metadata)
+        is_known = (
+            found is not None
+            and isinstance(array.store, LocalStore)
+            and np.dtype(array.dtype).isnative
+            and metadata["fill_value"] is not None
+        )
+        return cls(array, found) if found and is_known else None
+
+    def read(self, box: Box, out: Array) -> bool:
+        """Decode a box of whole chunks into ``out``.
+
+        Returns:
+            True, or False if a chunk is damaged, which zarr can explain.
+        """
+        try:
+            for origin in self.grid.origins(box):
+                self._read_chunk(origin, self.grid.place(origin, box, out))
+        except Exception:
+            # Each compressor has errors of its own.
+            return False
+        return True
+
+    def _read_chunk(self, origin: tuple[int, ...], place: Array) -> None:
+        chunk = _divide(origin, self.grid.chunks)
+        raw = self._read_in_shard(chunk, origin) if self._shards else _read(self._path(chunk))
+        if raw is None:
+            place[...] = self._fill_value
+            return
+        name = self._codecs.compressor
+        if name is None:
+            self.grid.put(raw, place)
+            return
+        import numcodecs
+
+        # The parameters of a compressor are in its result.
+        codec = numcodecs.get_codec({"id": name})
+        if place.flags.c_contiguous and place.nbytes == _decoded_nbytes(name, raw):
+            codec.decode(raw, out=place)
+        else:
+            self.grid.put(codec.decode(raw), place)
+
+    def _read_in_shard(self, chunk: tuple[int, ...], origin: tuple[int, ...]) -> memoryview | None:
+        """Return a chunk as it is in its shard; None if it was never written."""
+        assert self._shards is not None
+        shard = _divide(origin, self._shards)
+        if shard not in self._indices:
+            if len(self._indices) >= _N_INDICES:
+                self._indices.clear()
+            self._indices[shard] = self._read_index(shard)
+        index = self._indices[shard]
+        if index is None:
+            return None
+        within = tuple(n % size for n, size in zip(chunk, index.shape, strict=False))
+        offset, nbytes = index[within].tolist()
+        return None if offset == _NOT_WRITTEN else _read(self._path(shard), offset, nbytes)
+
+    def _read_index(self, shard: tuple[int, ...]) -> npt.NDArray[np.uint64] | None:
+        """Return the offset and the size of each chunk of a shard, shape (..., 2).
+
+        Returns None if the shard was never written.
+        """
+        assert self._shards is not None
+        shape = (*_divide(self._shards, self.grid.chunks), 2)
+        nbytes = 8 * math.prod(shape)
+        raw = _read(self._path(shard), -nbytes - 4 * self._codecs.is_checked)
+        if raw is None:
+            return None
+        index = bytes(raw[:nbytes])
+        if self._codecs.is_checked:
+            import google_crc32c
+
+            if google_crc32c.value(index) != int.from_bytes(raw[nbytes:], "little"):
+                raise ValueError("the index of the shard is damaged")
+        return np.frombuffer(index, "<u8").reshape(shape)
+
+    def _path(self, numbers: tuple[int, ...]) -> str:
+        """Return the path of a chunk or of a shard."""
+        key: str = self._key(numbers)
+        return os.path.join(self._folder, key)
+
+
+def _codecs_of_2(metadata: Mapping[str, Any]) -> ChunkCodecs | None:
+    """Return the codecs of an array of format 2; None if some are unknown."""
+    if metadata["order"] != "C" or metadata["filters"]:
+        return None
+    compressor = metadata["compressor"]
+    name = compressor and compressor["id"]
+    return ChunkCodecs(name) if name is None or name in _COMPRESSORS else None
+
+
+def _codecs_of_3(metadata: Mapping[str, Any]) -> ChunkCodecs | None:
+    """Return the codecs of an array of format 3; None if some are unknown."""
+    codecs: Sequence[Mapping[str, Any]] = metadata["codecs"]
+    is_checked = False
+    if codecs[0]["name"] == "sharding_indexed":
+        sharding = codecs[0]["configuration"]
+        of_index = sharding["index_codecs"]
+        is_checked = [codec["name"] for codec in of_index[1:]] == ["crc32c"]
+        is_usual = _is_plain(of_index[0]) and len(of_index) == 1 + is_checked
+        if len(codecs) > 1 or not is_usual or sharding["index_location"] != "end":
+            return None
+        codecs = sharding["codecs"]
+    names = [codec["name"] for codec in codecs[1:]]
+    if not _is_plain(codecs[0]) or len(names) > 1 or not {*names} <= {*_COMPRESSORS}:
+        return None
+    return ChunkCodecs(names[0] if names else None, is_checked)
+
+
+def _is_plain(codec: Mapping[str, Any]) -> bool:
+    """Return whether a codec stores items in C order and in the order of their bytes."""
+    endian = codec.get("configuration", {}).get("endian", "little")
+    return codec["name"] == "bytes" and bool(endian == "little")
+
+
+def _divide(numbers: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(number // size for number, size in zip(numbers, sizes, strict=True))
+
+
+def _decoded_nbytes(compressor: str, raw: memoryview) -> int | None:
+    """Return the size of a decoded chunk, as its header states it; None if that is unknown."""
+    if compressor == "blosc":
+        return int.from_bytes(raw[4:8], "little")
+    if compressor != "zstd":
+        return None
+    # The header of a frame, https://www.rfc-editor.org/rfc/rfc8878#section-3.1.1.1
+    descriptor = raw[4]
+    is_single = descriptor >> 5 & 1
+    n_bytes = (is_single, 2, 4, 8)[descriptor >> 6]
+    begin = 5 + (not is_single) + (0, 1, 2, 4)[descriptor & 3]
+    return int.from_bytes(raw[begin : begin + n_bytes], "little") + 256 * (n_bytes == 2)
+
+
+# Memory for the bytes of a chunk. New memory for each chunk would cost as much as the read.
+_scratch = threading.local()
+_SCRATCH_STEP = 64 << 10
+
+
+def _read(path: str, offset: int = 0, nbytes: int | None = None) -> memoryview | None:
+    """Return bytes of a file, until the next call in the same thread; None if there is no file.
+
+    Args:
+        path: Path of the file.
+        offset: Offset from the begin of the file, or a negative one from its end.
+        nbytes: Number of bytes; by default, all that follow.
+
+    Raises:
+        ValueError: If the file is too short.
+    """
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        begin = offset
+        if nbytes is None:
+            size = os.fstat(file).st_size
+            begin += size * (offset < 0)
+            nbytes = size - begin
+        if len(getattr(_scratch, "memory", b"")) < nbytes:
+            _scratch.memory = bytearray(-(-nbytes // _SCRATCH_STEP) * _SCRATCH_STEP)
+        raw = memoryview(_scratch.memory)[:nbytes]
+        if os.preadv(file, [raw], begin) != nbytes:
+            raise ValueError(f"{path} is too short")
+        return raw
+    finally:
+        os.close(file)
