@@ -124,6 +124,22 @@ def test_several_files_are_read_like_one_array(tmp_path: Path, shuffle: bool) ->
         assert isinstance(loop_of(feeder), CrewLoop)
 
 
+@pytest.mark.parametrize(("shuffle", "n_loads"), [(True, 1), (False, 2)])
+def test_a_copy_is_read_by_a_crew_once_it_is_loaded(shuffle: bool, n_loads: int) -> None:
+    columns = {name: np.arange(100.0) + 1000 * i for i, name in enumerate("ab")}
+    want = np.column_stack(list(columns.values()))
+    order = pinfeed.rows.shuffled(3) if shuffle else pinfeed.rows.sequential()
+    with feeder_of(pinfeed.MatrixStore(columns), depth=None, rows=order) as feeder:
+        for epoch in range(4):
+            # The depth is measured as long as Python gathers the rows.
+            assert bool(feeder.depth_reason) is (epoch <= n_loads)
+            rows = order.bind(100, epoch)(np.arange(100))
+            found = torch.cat(list(feeder)).numpy()
+            np.testing.assert_array_equal(found, want[rows])
+            assert isinstance(loop_of(feeder), CrewLoop) is (epoch >= n_loads)
+        assert feeder.stats.depth == 31
+
+
 def test_a_span_of_row_indices_has_whole_batches() -> None:
     source = np.arange(100_000)
     for batch_size in (999, 16_384, 16_385, 60_000):

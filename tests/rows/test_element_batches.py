@@ -14,7 +14,7 @@ from support.ragged import plain_batches
 from pinfeed import ArgumentError, Feeder, RaggedStore, rows
 from pinfeed.rows import element_batches
 from pinfeed.rows.ragged_batches import ElementBatches
-from pinfeed.rows.row_lengths import RowLengths
+from pinfeed.rows.row_lengths import RowLengths, most_in_blocks
 from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch
 
 LENGTHS = np.array([3, 0, 5, 1, 1, 4, 2, 0, 0, 5, 3, 1])
@@ -81,6 +81,15 @@ def test_bounds_are_those_of_all_subsets(lengths: list[int], most: int) -> None:
     assert table.most_rows(most, padded=True, repeats=False) == max(fitting)
     assert table.most_rows(most, padded=True, repeats=True) >= max(fitting)
     assert table.mean == pytest.approx(np.mean(lengths))
+
+
+def test_blocks_of_many_rows_have_a_close_bound() -> None:
+    lengths = np.random.default_rng(0).lognormal(7, 0.5, 60_000).astype(int)
+    offsets = np.cumsum([0, *lengths])
+    usual = 16 * 512 * lengths.mean()
+    assert usual < most_in_blocks(offsets, n_blocks=16, block_rows=512) < 1.2 * usual
+    # The longest rows together are far more.
+    assert RowLengths(lengths).most_elements(16 * 512) > 1.9 * usual
 
 
 def test_lengths_too_long_for_a_table_have_the_same_bounds() -> None:

@@ -12,6 +12,7 @@ from pinfeed import rows
 from pinfeed.rows.orders import Order, PerRank, per_rank, windows
 from pinfeed.rows.rank_batches import RankBatches
 from pinfeed.rows.ranks import Ranks, StridedSlice, positions_of
+from pinfeed.rows.row_lengths import most_in_blocks
 from pinfeed.rows.windows import SharedWindows, Windows
 
 Draw = Callable[..., int]
@@ -120,6 +121,11 @@ def test_the_windows_of_positions_have_their_rows(kind: str, data: st.DataObject
         count = sum(b - a for a, b in window.runs)
         assert count == len({row for run in window.runs for row in range(*run)})
         assert count <= found.window_rows
+    if found.n_blocks:
+        offsets = np.cumsum([0, *np.random.default_rng(n_rows).integers(0, 9, n_rows) ** 2])
+        most = most_in_blocks(offsets, found.n_blocks, found.block_rows)
+        items = [sum(offsets[b] - offsets[a] for a, b in window.runs) for window in of_epoch]
+        assert max(items, default=0) <= most <= offsets[-1]
     has_all = "mixed" not in repr(whole).lower()
     for i, row in enumerate(numbers.tolist(), start):
         covering = {

@@ -357,6 +357,45 @@ def test_the_choice_of_a_strategy(store: Decoding) -> None:
     assert "block_rows=100" in note
 
 
+def test_rows_in_sequence_are_copied_in_the_second_epoch(store: Decoding) -> None:
+    plan = choose([store], rows.sequential(), 100, FreeMemory(KiB(64), KiB(64)))
+    (strategy,) = plan.strategies
+    assert plan.notes[0].endswith(
+        "decoded in sequence, each chunk once; a second epoch loads it into RAM (it fits in the "
+        "free memory)"
+    )
+    assert "codec" in strategy.hint
+    assert strategy.may_be_in_memory
+    for epoch, n_decodes in enumerate((1, 2, 2)):
+        # The copy takes no time before the second epoch, and no decoding after it.
+        assert strategy.memory_rows() is None or epoch == 2
+        serve(strategy, rows.sequential(), store.array, 30, epoch)
+        assert set(store.decoded.values()) == {n_decodes}
+    assert strategy.memory_rows() is not None
+    strategy.close()
+
+
+@pytest.mark.parametrize("n_copies", [0, 1, 2])
+def test_a_file_leaves_memory_to_the_next_ones(store: Decoding, n_copies: int) -> None:
+    """A copy of one file would force each batch of another one to decode chunks."""
+    other = Decoding(store.array.copy(), store.bounds)
+    window = sum(item.total for item in WindowReadahead(store, blocks(), 100).items)
+    copy = InMemoryCopy(store)
+    free = n_copies * copy.items[0].total + (2 - n_copies) * window
+    plan = choose([store, other], BLOCKS, 100, FreeMemory(free, free))
+    found = [type(strategy) for strategy in plan.strategies]
+    assert found.count(InMemoryCopy) == n_copies
+    assert found.count(WindowReadahead) == 2 - n_copies
+    plan = choose([store, other], BLOCKS, 100, FreeMemory(window, window))
+    assert [type(strategy) for strategy in plan.strategies] == [WindowReadahead, ChunkReads]
+
+
+def blocks() -> Any:
+    found = windows_of(BLOCKS, N, 0)
+    assert found is not None
+    return found
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2, 5])
 @pytest.mark.parametrize("order", [rows.shuffled(1), BLOCKS, rows.sequential()], ids=str)
 def test_epochs_under_a_limit_equal_those_of_the_array(
