@@ -102,8 +102,8 @@ class _Reads(NamedTuple):
     """Rows of all batches that are read at the same time."""
     mapped: Sequence[ShardedStore]
     """Stores whose files are mapped already."""
-    view: WindowStore | None = None
-    """Windows along axes that are read; the rows of the file are their items."""
+    views: tuple[WindowStore, ...] = ()
+    """All windows along axes that are read; the rows of the file are their items."""
     free: FreeMemory = FreeMemory(0, 0)
 
     @property
@@ -159,7 +159,7 @@ def choose(
         ragged: Stores of ragged rows.
     """
     mapped: list[ShardedStore] = []
-    row_reads = [_reads_of_rows(store, order, n_batch_rows, mapped) for store in stores]
+    row_reads = [_reads_of_rows(store, stores, order, n_batch_rows, mapped) for store in stores]
     # Rows are sorted or packed within windows, which follow each other as in the order.
     order = order.order if isinstance(order, LengthBatches) else order
     item_reads = [
@@ -183,13 +183,15 @@ def choose(
         else:
             strategy, reason = _choose(file, budget.with_free(reads))
             others = strategy.for_others()
-            if reads.view is not None and others is not None:
+            if reads.views and others is not None:
                 loaded[id(file)] = others, reason
         if isinstance(file, LocalFileStore) and isinstance(strategy, MappedFile):
             mapped.append(file)
         budget.free = budget.free.without(strategy.items)
         notes.append(ReadNote(file.label, file.nbytes, reason))
-        strategies.append(strategy if reads.view is None else WindowReads(reads.view, strategy))
+        if isinstance(store, WindowStore):
+            strategy = WindowReads(store, reads.views, strategy)
+        strategies.append(strategy)
     for one, its_reads in zip(ragged, item_reads, strict=True):
         parts: list[PartReads] = []
         for part, reads in zip(one.parts, its_reads, strict=True):
@@ -215,16 +217,17 @@ def windows_ahead(stores: Sequence[Store], order: Any) -> Callable[[int], list[A
 
     Only files whose windows can be read ahead count.
     """
-    files = [(store, file_of(store)) for store in stores]
-    found = [
-        (_windows(file, order, store if isinstance(store, WindowStore) else None), file.row_nbytes)
-        for store, file in files
-        if file is not None and _may_copy(file)
-    ]
+    found: list[tuple[Windows, int]] = []
+    for store in stores:
+        file = file_of(store)
+        views = _views(file, stores) if isinstance(store, WindowStore) and file else ()
+        # All windows of one file are read together.
+        if file is not None and _may_copy(file) and store is (views or (store,))[0]:
+            of_file = _windows(file, order, views)
+            if of_file is not None:
+                found.append((of_file, file.row_nbytes))
     return lambda n_batch_rows: [
-        window_allocation(windows, row_nbytes, n_batch_rows)
-        for windows, row_nbytes in found
-        if windows is not None
+        window_allocation(windows, row_nbytes, n_batch_rows) for windows, row_nbytes in found
     ]
 
 
@@ -251,17 +254,27 @@ def is_in_sequence(order: Any) -> bool:
 
 
 def _reads_of_rows(
-    store: Store, order: Any, n_batch_rows: int, mapped: Sequence[ShardedStore]
+    store: Store,
+    stores: Sequence[Store],
+    order: Any,
+    n_batch_rows: int,
+    mapped: Sequence[ShardedStore],
 ) -> _Reads | None:
-    """Return the reads of the rows of a store; None if they are not in files."""
+    """Return the reads of the rows of one of the stores; None if they are not in files."""
     file = file_of(store)
     if file is None or not file.row_nbytes:
         return None
-    view = store if isinstance(store, WindowStore) else None
-    row_nbytes = file.row_nbytes if view is None else view.row_nbytes
+    views = _views(file, stores) if isinstance(store, WindowStore) else ()
+    row_nbytes = sum(view.row_nbytes for view in views) or file.row_nbytes
     share = _share(order, store.n_rows, row_nbytes, file.nbytes)
-    found = _windows(file, order, view)
-    return _Reads(file, order, share, found, n_batch_rows, mapped, view)
+    found = _windows(file, order, views)
+    return _Reads(file, order, share, found, n_batch_rows, mapped, views)
+
+
+def _views(file: FileStore, stores: Iterable[Store]) -> tuple[WindowStore, ...]:
+    """Return the stores of windows of the items of a file."""
+    windows_of_items = (store for store in stores if isinstance(store, WindowStore))
+    return tuple(store for store in windows_of_items if file_of(store) is file)
 
 
 def _reads_of_items(
@@ -380,7 +393,7 @@ def _choose_for_chunks(store: ChunkedStore, reads: _Reads) -> Choice:
     copy = _copy(store, reads, "decoded")
     if copy is not None:
         return copy
-    n_rows = store.n_rows if reads.view is None else reads.view.n_rows
+    n_rows = reads.views[0].n_rows if reads.views else store.n_rows
     block_rows = max(1, _BLOCK_CHUNKS * store.chunk_rows * n_rows // store.n_rows)
     problem = ""
     advice = f"a block_shuffled order with block_rows={block_rows} decodes fewer"
@@ -533,16 +546,16 @@ def _read_in_any_order(store: ShardedStore, share: float, why: str) -> Choice:
     return strategy, f"{how}{why}; {BLOCKS_ALLOW}"
 
 
-def _windows(store: FileStore, order: Any, view: WindowStore | None) -> Windows | None:
+def _windows(store: FileStore, order: Any, views: tuple[WindowStore, ...]) -> Windows | None:
     """Return the windows of an order, if its blocks are large enough to be worth a seek.
 
     Decoding a chunk takes longer than a seek, so windows of any size are worth it for chunks.
     """
     if not isinstance(order, Order):
         return None
-    found = windows(order, store.n_rows if view is None else view.n_rows, 0)
-    if found is not None and view is not None:
-        found = ItemWindows(found, view)
+    found = windows(order, views[0].n_rows if views else store.n_rows, 0)
+    if found is not None and views:
+        found = ItemWindows(found, views)
     if found is None or isinstance(store, ChunkedStore):
         return found
     return found if found.block_rows * store.nbytes >= SEEK_BYTES * store.n_rows else None

@@ -20,11 +20,15 @@ class WindowReads(ReadStrategy):
 
     Args:
         store: The windows.
-        strategy: Strategy of the items of the store.
+        stores: All stores whose windows the strategy reads, with this one.
+        strategy: Strategy of the items of the stores.
     """
 
-    def __init__(self, store: WindowStore, strategy: ReadStrategy) -> None:
+    def __init__(
+        self, store: WindowStore, stores: tuple[WindowStore, ...], strategy: ReadStrategy
+    ) -> None:
         self._store = store
+        self._stores = stores
         self._strategy = strategy
         self.items = strategy.items
 
@@ -34,7 +38,7 @@ class WindowReads(ReadStrategy):
 
     @contextlib.contextmanager
     def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
-        of_items = None if windows is None else ItemWindows(windows, self._store)
+        of_items = None if windows is None else ItemWindows(windows, self._stores)
         with self._strategy.open_epoch(of_items, start, stop) as open_batch:
             if isinstance(open_batch, AnyBatch):
                 yield AnyBatch(self._of_items(open_batch.make))

@@ -107,6 +107,8 @@ class WindowReadahead(ReadStrategy):
         self._window_nbytes = windows.window_rows * store.row_nbytes
         self.items = (window_allocation(windows, store.row_nbytes, n_batch_rows),)
         self._pool = BufferPool(self.items[0].count)
+        self.open_batch: OpenBatch = lambda position, n: WindowBatch(store, [])
+        """Serves the epoch that was opened last."""
         # Windows that take memory.
         self._live: weakref.WeakSet[_Window] = weakref.WeakSet()
         self.hint = (
@@ -125,13 +127,17 @@ class WindowReadahead(ReadStrategy):
                 # After a short last window, batches of the previous epoch may need one more window.
                 lambda: len(self._live) < self.items[0].count,
             )
+            self.open_batch = lambda position, n: WindowBatch(self._store, cursor.take(position, n))
             try:
-                yield lambda position, n: WindowBatch(self._store, cursor.take(position, n))
+                yield self.open_batch
             except GeneratorExit:
                 # The training loop ended early. At the end of the data, in contrast, the last
                 # batches may still wait for reads, so these are not cancelled.
                 threads.shutdown(wait=False, cancel_futures=True)
                 raise
+
+    def for_others(self) -> ReadStrategy:
+        return SharedReadahead(self)
 
     def _begin(self, threads: ThreadPool, runs: RowRuns) -> _Window:
         memory = self._pool.take(self._window_nbytes)
@@ -142,6 +148,22 @@ class WindowReadahead(ReadStrategy):
     def close(self) -> None:
         """Free the windows."""
         self._pool.close()
+
+
+class SharedReadahead(ReadStrategy):
+    """Strategy that gathers rows from the windows of another strategy, which is opened before it.
+
+    Args:
+        other: Reads windows that have the rows of both.
+    """
+
+    def __init__(self, other: WindowReadahead) -> None:
+        self._other = other
+        self.hint = other.hint
+
+    @contextlib.contextmanager
+    def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
+        yield self._other.open_batch
 
 
 def window_allocation(windows: Windows, row_nbytes: int, n_batch_rows: int) -> Allocation:

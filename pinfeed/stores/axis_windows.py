@@ -153,6 +153,11 @@ class AxisWindows:
         return tuple(found)
 
     @property
+    def steps(self) -> tuple[Any, ...]:
+        """What the distance between the first items of two windows depends on."""
+        return self.shape, self.counts, {i: axis.step for i, axis in self.axes.items()}
+
+    @property
     def n_windows(self) -> int:
         return math.prod(self.counts)
 
@@ -221,6 +226,11 @@ class WindowStore(FileStore):
         return f"<{self.n_rows:,} windows of shape {self.row_shape} of {self.label}>"
 
     @property
+    def extent(self) -> int:
+        """Items from the first one of a window to the last one, both included."""
+        return self.offsets.item(-1) + 1
+
+    @property
     def resident_bytes(self) -> int:
         return self.items.resident_bytes
 
@@ -275,22 +285,16 @@ class WindowStore(FileStore):
         """Return an array of windows as an array of items, on the same memory."""
         return out.reshape(len(out) * len(self.offsets), *self.items.row_shape)
 
+    def has_steps_of(self, other: WindowStore) -> bool:
+        """Return whether the first items of any two rows are as far apart as in the other store."""
+        return [part.steps for part in self.parts] == [part.steps for part in other.parts]
+
     def gather_runs(self, runs: Runs, out: Array) -> None:
         self._require_open()
         n = len(self.offsets)
         places = (runs.positions()[:, None] * n + np.arange(n)).ravel()
         wanted = Runs.of_rows(self.items_of(runs.rows()), places).merged()
         run_gather(self.items)(wanted, self.as_items(out))
-
-    def item_runs(self, runs: Sequence[Interval]) -> list[Interval]:
-        """Return the items of windows as runs [start, stop), in ascending order."""
-        rows = np.concatenate([np.arange(*run) for run in runs])
-        starts = np.sort(self.first_items(rows))
-        stops = starts + self.offsets[-1] + 1
-        is_first = np.concatenate(([True], starts[1:] > stops[:-1]))
-        begins = np.flatnonzero(is_first)
-        ends = np.append(begins[1:], len(starts)) - 1
-        return list(zip(starts[begins].tolist(), stops[ends].tolist(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -299,11 +303,19 @@ class ItemWindows(WrappedWindows):
 
     n_blocks = 0
 
-    store: WindowStore
+    stores: tuple[WindowStore, ...]
+    """Stores of the same items, whose rows are read together."""
 
     @functools.cached_property
     def window_rows(self) -> int:
-        return self._most_items(self.windows.window_rows)
+        first = self.stores[0]
+        if all(store.has_steps_of(first) for store in self.stores):
+            # Rows are at the same distance from each other in all stores.
+            begins = [store.first_items(np.zeros(1, np.int64)).item(0) for store in self.stores]
+            ends = [begin + one.extent for begin, one in zip(begins, self.stores, strict=True)]
+            return self._most_items(first, max(ends) - min(begins))
+        most = sum(self._most_items(store, store.extent) for store in self.stores)
+        return min(first.items.n_rows, most)
 
     @property
     def block_rows(self) -> int:
@@ -314,13 +326,30 @@ class ItemWindows(WrappedWindows):
         for window in self.windows.needed(start, stop):
             # A window of selected rows may have more gaps than the first one. The items that
             # memory cannot hold are read with their batches.
-            runs = _first_rows(self.store.item_runs(window.runs), most)
+            runs = _first_rows(self._item_runs(window.runs), most)
             yield window._replace(runs=runs)
 
-    def _most_items(self, n_rows: int) -> int:
-        """Return the most items of ``n_rows`` rows in runs, if no run is shorter than usual."""
-        store = self.store
-        extent = store.offsets.item(-1) + 1
+    def _item_runs(self, runs: Sequence[Interval]) -> list[Interval]:
+        """Return the items of rows as runs [start, stop), in ascending order."""
+        rows = np.concatenate([np.arange(*run) for run in runs])
+        starts = np.concatenate([store.first_items(rows) for store in self.stores])
+        stops = starts + np.repeat([store.extent for store in self.stores], len(rows))
+        order = np.argsort(starts)
+        starts = starts[order]
+        stops = np.maximum.accumulate(stops[order])
+        is_first = np.concatenate(([True], starts[1:] > stops[:-1]))
+        begins = np.flatnonzero(is_first)
+        ends = np.append(begins[1:], len(starts)) - 1
+        return list(zip(starts[begins].tolist(), stops[ends].tolist(), strict=True))
+
+    def _most_items(self, store: WindowStore, extent: int) -> int:
+        """Return the most items of a window, if no run of rows is shorter than usual.
+
+        Args:
+            store: Store of the rows.
+            extent: Items from the first one of a row to the last one, both included.
+        """
+        n_rows = self.windows.window_rows
         kept = [part for part in store.parts if part.n_windows]
         most = min(n_rows * extent, max(part.n_items for part in kept) * len(kept))
         if len(kept[0].axes) == 1:

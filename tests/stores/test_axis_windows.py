@@ -27,7 +27,8 @@ from pinfeed import (
     rows,
 )
 from pinfeed.readahead import select
-from pinfeed.stores.axis_windows import WindowStore
+from pinfeed.rows.orders import windows
+from pinfeed.stores.axis_windows import ItemWindows, WindowStore
 from pinfeed.tensors.dtypes import DTYPES
 from pinfeed.testing.suites import ReadOnlyStoreTests
 
@@ -246,9 +247,52 @@ def test_each_chunk_is_decoded_once(
         assert how in unwrapped(feeder.plan)
         for _ in feeder:
             pass
+        (item,) = [one for one in feeder.plan.items if one.what in ("windows", "rows of a file")]
     assert set(decoded) == {(i, 0) for i in range(6)}
     if not is_large:
         assert max(decoded.values()) == 1
+        return
+    # Windows that are as long as both together have the same reads, and need the same memory.
+    n_decoded = decoded.total()
+    with (
+        HDF5Store(tmp_path / "x.h5") as store,
+        Feeder(store.windows(1, 5), batch_size=6, rows=order, device="cpu") as feeder,
+    ):
+        assert item in feeder.plan.items
+        for _ in feeder:
+            pass
+    assert decoded.total() == 2 * n_decoded
+
+
+@settings(
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_shuffle_windows_have_the_items_of_all_stores(tmp_path: Path, data: st.DataObject) -> None:
+    def draw(low: int, high: int) -> int:
+        return data.draw(st.integers(low, high))
+
+    step, span = draw(1, 3), draw(4, 9)
+    shape = (draw(1, 3), draw(9, 30), 2)
+    with saved_h5(tmp_path, np.zeros(shape), (1, 4, 2)) as store:
+        views = []
+        for _ in range(draw(1, 3)):
+            length, stride = draw(1, 2), draw(1, 2)
+            start = draw(0, span - (length - 1) * stride - 1)
+            given = {"length": length, "stride": stride, "start": start}
+            views.append(store.windows(1, step=step, span=span, **given))
+        n_rows = views[0].n_rows
+        order = rows.block_shuffled(1, block_rows=draw(1, 9), window_blocks=draw(1, 3))
+        of_rows = windows(order, n_rows, 0)
+        assert of_rows is not None
+        of_items = ItemWindows(of_rows, tuple(views))
+        pairs = zip(of_rows.needed(0, n_rows), of_items.needed(0, n_rows), strict=True)
+        for window, found in pairs:
+            numbers = np.concatenate([np.arange(*run) for run in window.runs])
+            wanted = set().union(*(view.items_of(numbers).tolist() for view in views))
+            items = [item for run in found.runs for item in range(*run)]
+            assert wanted <= set(items)
+            assert len(items) == len(set(items)) <= of_items.window_rows
 
 
 @pytest.mark.parametrize("saved", [saved_h5, saved_zarr], ids=["h5", "zarr"])
