@@ -154,7 +154,7 @@ class AxisWindows:
 
     @property
     def steps(self) -> tuple[Any, ...]:
-        """What the distance between the first items of two windows depends on."""
+        """Values on which the distance between the first items of two windows depends."""
         return self.shape, self.counts, {i: axis.step for i, axis in self.axes.items()}
 
     @property
