@@ -54,8 +54,8 @@ def main() -> None:
     """Inspect a machine and files, and show what pinfeed would do with them.
 
     FILE is a .npy file, a quoted pattern of shards ("features-*.npy"), or several
-    files, which are shards of one source. plan and doctor also read x.h5:/images,
-    x.zarr and x.parquet:column. Inputs and their labels are two sources:
+    files, which are shards of one source. inspect, plan and doctor also read x.h5:/images,
+    x.h5ad:layers/counts, x.zarr and x.parquet:column. Inputs and their labels are two sources:
     plan images.npy --with labels.npy. Sizes are written 2GiB, 512MiB, 1.5e9.
 
     Exit status: 0 success; 1 a problem was found (a file that inspect reports, a plan that
@@ -342,8 +342,10 @@ def inspect(**options: Any) -> Report:
     """Show the contents of files, and report damage.
 
     The report shows shape, dtype, memory order, shards and damage of .npy files, the tensors of
-    safetensors files, and pinfeed checkpoints with verified checksums. Apart from checkpoints, only
-    headers are read. Nothing is unpickled.
+    safetensors files, and pinfeed checkpoints with verified checksums. Of HDF5 (.h5, .hdf5, .h5ad),
+    Zarr and Parquet files, it lists what can be a source: datasets, arrays, columns, and sparse
+    matrices of AnnData. Give FILE:NAME for one of them. Apart from checkpoints, only headers and
+    metadata are read. Nothing is unpickled.
     """
     from pinfeed.cli import inspect
 

@@ -53,13 +53,18 @@ def open_rows(files: Sequence[str]) -> OpenedFile:
     from pinfeed.stores import NpyStore, RemoteStore
     from pinfeed.stores.paths import has_protocol
 
-    if len(files) == 1 and (found := _FORMAT.fullmatch(files[0])) is not None:
+    if len(files) == 1 and (found := format_of(files[0])) is not None:
+        path = found[0]
         try:
-            return _open_format(found["path"], found["format"].lower(), found["name"])
+            return _open_format(*found)
         except FileMissing:
             raise
         except StoreError as error:
-            raise StoreError(f"{error}{shell_hint(files[0])}") from None
+            # The error gives advice for Python programs.
+            raise StoreError(
+                f"{error}; on the command line, give {path}:NAME; pinfeed inspect {path} lists the "
+                "names"
+            ) from None
     names = expanded(files)
     kind = RemoteStore if has_protocol(names[0]) else NpyStore
     try:
@@ -81,31 +86,30 @@ def sparse_rows(files: Sequence[str]) -> SparseStore | None:
     """
     from pinfeed.stores import SparseStore
 
-    found = _FORMAT.fullmatch(files[0]) if len(files) == 1 else None
-    if found is None or not os.path.exists(found["path"]) or found["format"] == "parquet":
+    found = format_of(files[0]) if len(files) == 1 else None
+    if found is None:
         return None
-    if found["name"] is None and found["format"] != "h5ad":
+    path, kind, name = found
+    if kind == "parquet" or not os.path.exists(path):
+        return None
+    if name is None and not path.lower().endswith(".h5ad"):
         return None
     # The store of dense rows explains what is wrong.
     with contextlib.suppress(PinfeedError):
-        return SparseStore(found["path"], found["name"])
+        return SparseStore(path, name)
     return None
 
 
-def shell_hint(path: str) -> str:
-    """Return a clause that says how the command line reads a file of another format.
+def format_of(name: str) -> tuple[str, str, str | None] | None:
+    """Return the path, the format and the dataset or column that a name such as x.h5:/a states.
 
-    It is empty if no command reads the format. Errors give advice for Python programs.
+    The format is ``hdf5``, ``zarr`` or ``parquet``; the result is None for files of another one.
     """
-    if (found := _FORMAT.fullmatch(path.rstrip("/"))) is None:
-        return ""
-    return f"; on the command line, plan and doctor read {found['path']}:NAME"
-
-
-def names_dataset(path: str) -> bool:
-    """Return whether a path names a dataset or column of an existing file, such as x.h5:/images."""
-    found = _FORMAT.fullmatch(path)
-    return found is not None and found["name"] is not None and os.path.exists(found["path"])
+    # A shell completes the name of a folder with a slash.
+    if (found := _FORMAT.fullmatch(name.rstrip("/"))) is None:
+        return None
+    kind = found["format"].lower()
+    return found["path"], kind if kind in ("zarr", "parquet") else "hdf5", found["name"]
 
 
 def _open_format(path: str, kind: str, name: str | None) -> ChunkedStore:
