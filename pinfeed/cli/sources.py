@@ -6,7 +6,7 @@ import contextlib
 import glob
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pinfeed.errors import FileMissing, PinfeedError, StoreError
@@ -14,11 +14,12 @@ from pinfeed.memory.units import human
 from pinfeed.validation.wrapping import wrapped
 
 if TYPE_CHECKING:
+    from pinfeed.stores.axis_windows import WindowStore
     from pinfeed.stores.chunked import ChunkedStore
     from pinfeed.stores.sharded_file import ShardedStore
     from pinfeed.stores.sparse import SparseStore
 
-    OpenedFile = ShardedStore | ChunkedStore
+    OpenedFile = ShardedStore | ChunkedStore | WindowStore
 
 # A file of another format, and the dataset or column to read, such as x.h5:/images.
 _FORMAT = re.compile(
@@ -134,8 +135,15 @@ def _open_format(path: str, kind: str, name: str | None) -> ChunkedStore:
 
 
 @contextlib.contextmanager
-def open_sources(files: Sequence[str], others: Sequence[str]) -> Iterator[list[OpenedFile]]:
+def open_sources(
+    files: Sequence[str], others: Sequence[str], windows: Mapping[str, Any] | None = None
+) -> Iterator[list[OpenedFile]]:
     """Open the files of each source, until the context ends.
+
+    Args:
+        files: Files of the first source.
+        others: A file or a pattern for each of the others.
+        windows: Arguments of ``windows``, if the rows are windows of each source.
 
     Raises:
         PinfeedError: If ``open_rows`` refuses files.
@@ -146,6 +154,11 @@ def open_sources(files: Sequence[str], others: Sequence[str]) -> Iterator[list[O
             stack.enter_context(contextlib.closing(open_rows(names)))
             for names in (files, *([other] for other in others))
         ]
+        if windows:
+            stores = [
+                stack.enter_context(contextlib.closing(_windows_of(store, windows)))
+                for store in stores
+            ]
         if any(store.n_rows != stores[0].n_rows for store in stores):
             counts = ", ".join(f"{_files_of(store)} has {store.n_rows:,}" for store in stores)
             raise StoreError(
@@ -153,6 +166,21 @@ def open_sources(files: Sequence[str], others: Sequence[str]) -> Iterator[list[O
                 "each sample has one row of every source"
             )
         yield stores
+
+
+def _windows_of(store: OpenedFile, windows: Mapping[str, Any]) -> OpenedFile:
+    """Return windows along axes of a source, which must stay open."""
+    from pinfeed.stores import NpyStore
+    from pinfeed.stores.chunked_array import ChunkedArray
+
+    if isinstance(store, ChunkedArray):
+        return store.windows(**windows)
+    if isinstance(store, NpyStore):
+        return NpyStore.windows(store.paths, **windows)
+    raise StoreError(
+        f"{_files_of(store)} has no windows along axes; expected an HDF5, Zarr or local .npy file; "
+        "leave out --length"
+    )
 
 
 def source_of(stores: Sequence[OpenedFile]) -> Any:
