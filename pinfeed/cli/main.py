@@ -127,10 +127,11 @@ _device = click.option(
 def doctor(**options: Any) -> Report:
     """Report what this machine can do, and whether pinfeed helps.
 
-    The report lists memory limits, the GPU, the highest measured rates and missing
-    packages. With FILE, or with --rows and --row-bytes, it says whether pinfeed would help with
-    such data. With --ids, it also says how large a GPU cache should be. With --host-transform,
-    it says whether several threads would call that function faster.
+    The report lists memory limits, the GPU, the highest measured rates and missing packages. With
+    FILE, or with --rows and --row-bytes, it says whether pinfeed would help with such data. FILE
+    may also be a sparse matrix, such as cells.h5ad. With --ids, it also says how large a GPU cache
+    should be. With --host-transform, it says whether several threads would call that function
+    faster.
     """
     from pinfeed.cli import doctor
 

@@ -17,6 +17,7 @@ from pinfeed.cli.sources import (
     source_of,
     source_values,
     sources_values,
+    sparse_described,
     sparse_rows,
     usual_batch,
 )
@@ -201,11 +202,6 @@ def _sparse(
         stack.callback(matrix.close)
         rest = _equally_long(stack, others, name, matrix.n_rows)
         nbytes = matrix.mean_row_nbytes + row_nbytes_of(rest)
-        head = (
-            f"{name}: {matrix.n_rows:,} sparse rows of {matrix.n_columns:,} columns and "
-            f"{matrix.row_lengths.mean:,.1f} elements on average, {matrix.parts[0].dtype}, "
-            f"{human(round(matrix.n_rows * matrix.mean_row_nbytes))}"
-        )
         source = {
             "files": [name],
             "rows": matrix.n_rows,
@@ -223,7 +219,7 @@ def _sparse(
             batch_size,
             max(1, round(nbytes)),
             max(matrix.mean_row_nbytes, *(one.row_nbytes for one in rest), 0),
-            "\n".join([wrapped(head, rest="  "), *more]),
+            "\n".join([wrapped(sparse_described(matrix, name), rest="  "), *more]),
             {"source": source, "with": [source_values(one) for one in rest]},
         )
 

@@ -206,6 +206,14 @@ def described(store: OpenedFile) -> str:
     return f"{_files_of(store)}: {rows}, {store.dtype}, {nbytes}"
 
 
+def sparse_described(matrix: SparseStore, name: str) -> str:
+    """Describe a sparse matrix in words."""
+    nbytes = human(round(matrix.n_rows * matrix.mean_row_nbytes))
+    elements = f"{matrix.row_lengths.mean:,.1f} elements on average, {matrix.parts[0].dtype}"
+    rows = f"{matrix.n_rows:,} sparse rows of {matrix.n_columns:,} columns"
+    return f"{name}: {rows} and {elements}, {nbytes}"
+
+
 def all_described(stores: Sequence[OpenedFile]) -> str:
     """Describe sources in words, a paragraph each."""
     return "\n".join(
