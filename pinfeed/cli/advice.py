@@ -27,6 +27,10 @@ class Data(NamedTuple):
     """A local file of the data; None if there is none."""
     start: int = 0
     """Offset of the first row in that file, in bytes."""
+    is_decoded: bool = False
+    """Whether the rows are decoded from chunks."""
+    order: str = ""
+    """The random order of large files; empty for ``block_shuffled``."""
 
     @property
     def nbytes(self) -> int:
@@ -85,7 +89,7 @@ def advise(data: Data, ceilings: Ceilings, *, free_host: int, gpu: str, free_gpu
     size = human(data.nbytes)
     if gpu and data.nbytes <= _ENOUGH * free_gpu:
         limits = "Use pinfeed if the model needs that memory."
-        return Advice("no", (_on_the_gpu(size, free_gpu), limits))
+        return Advice("no", (_on_the_gpu(data, free_gpu), limits))
     almost = ""
     if gpu and data.nbytes <= free_gpu:
         almost = (
@@ -94,8 +98,8 @@ def advise(data: Data, ceilings: Ceilings, *, free_host: int, gpu: str, free_gpu
         )
     if data.nbytes <= _ENOUGH * free_host:
         worth = _worth(times["memory"] + times.get("link", 0.0))
-        return Advice("perhaps", (almost + _in_memory(size, free_host, gpu), worth))
-    read = _from_disk(times, data.row_nbytes)
+        return Advice("perhaps", (almost + _in_memory(data, free_host, gpu), worth))
+    read = _from_disk(times, data)
     return Advice("yes", (almost + _larger(size, free_host, bool(gpu)), *read))
 
 
@@ -106,23 +110,24 @@ def spelled(ms: float) -> str:
     return f"{ms:.2g} ms" if ms >= 0.001 else "less than 0.001 ms"
 
 
-def _on_the_gpu(size: str, free_gpu: int) -> str:
+def _on_the_gpu(data: Data, free_gpu: int) -> str:
+    code = "" if data.is_decoded else ", x = torch.from_numpy(numpy.load(path)).to('cuda'),"
     return (
-        f"The data ({size}) fits on the GPU, which has {human(free_gpu)} free. Copy it there "
-        "once, x = torch.from_numpy(numpy.load(path)).to('cuda'), and index it there. This is "
-        "faster than any prefetching."
+        f"The data ({human(data.nbytes)}) fits on the GPU, which has {human(free_gpu)} free. Copy "
+        f"it there once{code} and index it there. This is faster than any prefetching."
     )
 
 
-def _in_memory(size: str, free_host: int, gpu: str) -> str:
-    fits = f"The data ({size}) fits in memory ({human(free_host)} free)"
+def _in_memory(data: Data, free_host: int, gpu: str) -> str:
+    load = "loading the whole file" if data.is_decoded else "numpy.load"
+    fits = f"The data ({human(data.nbytes)}) fits in memory ({human(free_host)} free)"
     if gpu:
         return (
             f"{fits}, but not on the GPU. pinfeed gathers batches and copies them to the GPU "
             "while your training step computes."
         )
     return (
-        f"{fits}, and this machine has no GPU. If numpy.load and indexing are fast enough, keep "
+        f"{fits}, and this machine has no GPU. If {load} and indexing are fast enough, keep "
         "them. pinfeed would gather batches in the background, but on the same cores as your "
         "training step. It adds prefetching, row orders that can be resumed, and memory limits."
     )
@@ -146,19 +151,26 @@ def _larger(size: str, free_host: int, gpu: bool) -> str:
     )
 
 
-def _from_disk(times: Mapping[str, float], row_nbytes: int) -> tuple[str, ...]:
+def _from_disk(times: Mapping[str, float], data: Data) -> tuple[str, ...]:
     if "disk in sequence" not in times:
         return ("The disk was not measured; give a FILE, or --dir.",)
     in_sequence = times["disk in sequence"]
     at_random = times.get("disk at random", 0.0)
+    order = data.order or f"block_shuffled(block_rows={usual_block_rows(data.row_nbytes)})"
     sequential = (
         f"Reading a batch from the disk takes at least {spelled(in_sequence)} in sequential or "
-        "pinfeed.rows.block_shuffled order. A longer training step need not wait."
+        f"pinfeed.rows.{order.partition('(')[0]} order. A longer training step need not wait."
     )
+    if data.is_decoded:
+        random = (
+            "In fully random order (shuffle=True), pinfeed decodes whole chunks for single rows. "
+            f"Use {order}."
+        )
+        return sequential, random
     if at_random < 1.5 * in_sequence:
         return (sequential,)
     random = (
         f"In fully random order (shuffle=True), a batch takes {spelled(at_random)}, because the "
-        f"disk seeks for each row. Use block_shuffled(block_rows={usual_block_rows(row_nbytes)})."
+        f"disk seeks for each row. Use {order}."
     )
     return sequential, random

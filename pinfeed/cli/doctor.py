@@ -15,7 +15,14 @@ from pinfeed.cli.bandwidth import link_rates, memory_rate
 from pinfeed.cli.cache_advice import advise_on_cache
 from pinfeed.cli.machine import Disk, Gpu, Host, Package, measure_disk, packages
 from pinfeed.cli.report import Report, facts, saying, sections, table
-from pinfeed.cli.sources import described, open_rows, usual_batch
+from pinfeed.cli.sources import (
+    described,
+    format_of,
+    open_rows,
+    sparse_described,
+    sparse_rows,
+    usual_batch,
+)
 from pinfeed.cli.thread_advice import ThreadAdvice, advise_on_threads
 from pinfeed.errors import PinfeedError
 from pinfeed.memory.units import human, human_rate
@@ -174,18 +181,32 @@ def _data(
             "1,000,000 rows of 512 bytes are --rows 1000000 --row-bytes 512"
         )
     if files:
-        with contextlib.closing(open_rows(files)) as store:
-            batch = batch_size or usual_batch(store.row_nbytes)
-            data = Data(store.n_rows, store.row_nbytes, batch, described(store))
-            path = store.paths[0]
-            # A remote file has no local path.
-            if os.path.exists(path):
-                data = data._replace(path=path, start=read_header(path).offset)
-            return data
+        return _data_of(files, batch_size)
     if rows is None or row_bytes is None:
         return None
     words = f"{rows:,} rows of {human(row_bytes)}, {human(rows * row_bytes)}"
     return Data(rows, row_bytes, batch_size or usual_batch(row_bytes), words)
+
+
+def _data_of(files: Sequence[str], batch_size: int | None) -> Data:
+    """Return the rows of files as data."""
+    named = format_of(files[0])
+    if (matrix := sparse_rows(files)) is not None:
+        with contextlib.closing(matrix):
+            nbytes = max(1, round(matrix.mean_row_nbytes))
+            batch = batch_size or usual_batch(nbytes)
+            words = sparse_described(matrix, files[0])
+            return Data(matrix.n_rows, nbytes, batch, words, named and named[0], is_decoded=True)
+    with contextlib.closing(open_rows(files)) as store:
+        batch = batch_size or usual_batch(store.row_nbytes)
+        data = Data(store.n_rows, store.row_nbytes, batch, described(store))
+        path = store.paths[0]
+        if named is not None:
+            return data._replace(path=path, is_decoded=True, order="chunk_shuffled(store)")
+        # A remote file has no local path.
+        if os.path.exists(path):
+            data = data._replace(path=path, start=read_header(path).offset)
+        return data
 
 
 def _route(gpu: Gpu, optional: Sequence[Package], data: Data | None) -> str:
@@ -297,4 +318,9 @@ def _advice_text(data: Data | None, ceilings: Ceilings, advice: Advice | None) -
     )
     batches = f"batches of {data.batch_size:,} rows, {human(data.batch_nbytes)}"
     head = f"{data.words}; {batches}. Least time per batch: {times}."
+    if data.is_decoded:
+        head += (
+            " These times are for rows that are stored as they are. Chunks take additional time "
+            "to decode, and compressed chunks take less time to read."
+        )
     return "\n".join(wrapped(text, "  ", "  ") for text in (head, *advice.why))

@@ -13,15 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
+from pinfeed.cli.contents import Contents, contents_of, dtype_name
+from pinfeed.cli.contents_text import contents_text
 from pinfeed.cli.report import Report, facts, saying, sections, table
-from pinfeed.cli.sources import expanded, names_dataset, shell_hint
-from pinfeed.errors import PinfeedError, described
+from pinfeed.cli.sources import expanded, format_of
+from pinfeed.errors import FileMissing, MissingDependency, PinfeedError, described
 from pinfeed.memory.units import human
 from pinfeed.stores.npy_header import Header, parse_header, read_header, strange
 from pinfeed.stores.paths import has_protocol
-from pinfeed.validation.suggestions import of_file
 from pinfeed.validation.wrapping import wrapped
 
 _INSIDE = {
@@ -40,9 +39,11 @@ class Found:
 
     Attributes:
         path: Path of the file or directory.
-        kind: ``npy``, ``safetensors``, ``checkpoint``, or ``unknown``.
+        kind: ``npy``, ``safetensors``, ``hdf5``, ``zarr``, ``parquet``, ``checkpoint``, or
+            ``unknown``.
         nbytes: Size in bytes.
         details: Facts that the header states.
+        contents: Arrays and columns of a file of another format; None if it was not read.
         damage: Sentences that say what is wrong, and what to do.
         problem: Kind of the problem, in one or two words, if ``damage`` is not empty.
     """
@@ -51,6 +52,7 @@ class Found:
     kind: str = "unknown"
     nbytes: int = 0
     details: dict[str, Any] = field(default_factory=dict)
+    contents: Contents | None = None
     damage: list[str] = field(default_factory=list)
     problem: str = "not supported"
 
@@ -80,15 +82,14 @@ def inspected(path: str) -> Found:
     """Find out the kind of a file, and what is wrong with it."""
     found = Found(path)
     try:
+        named = format_of(path)
         if has_protocol(path):
             found.damage.append(
                 f"{path} is a remote file; inspect reads local files (RemoteStore checks the "
                 "header when it opens a file)"
             )
-        elif not os.path.exists(path) and names_dataset(path):
-            found.damage.append(
-                f"{path}: inspect does not read this format; run pinfeed plan {path}"
-            )
+        elif named is not None:
+            _read_contents(found, *named)
         elif os.path.isdir(path):
             _read_directory(found)
         else:
@@ -96,6 +97,9 @@ def inspected(path: str) -> Found:
     except FileNotFoundError:
         found.problem = "missing"
         found.damage.append(f"{path}: no such file (looked in {os.getcwd()})")
+    except FileMissing as error:
+        found.problem = "missing"
+        found.damage.append(str(error))
     except PinfeedError as error:
         found.damage.append(str(error))
     except OSError as error:
@@ -119,7 +123,7 @@ def _read_file(found: Found) -> None:
         _read_npy(found)
     else:
         found.problem = "not supported" if start else "damaged"
-        found.damage.append(strange(found.path, start) + shell_hint(found.path))
+        found.damage.append(strange(found.path, start))
 
 
 def _read_npy(found: Found) -> None:
@@ -155,7 +159,7 @@ def _header_values(header: Header) -> dict[str, Any]:
     return {
         "version": header.version,
         "shape": list(shape),
-        "dtype": _spelled(dtype),
+        "dtype": dtype_name(dtype),
         "order": "Fortran" if header.fortran and len(shape) > 1 else "C",
         "header_bytes": header.nbytes,
         "row_bytes": None if size is None or not shape else size * math.prod(shape[1:]),
@@ -164,12 +168,22 @@ def _header_values(header: Header) -> dict[str, Any]:
     }
 
 
-def _spelled(dtype: np.dtype[Any]) -> str:
-    """Return a dtype's name, with the byte order if it is not this machine's."""
-    if dtype.isnative or dtype.names:
-        return str(dtype)
-    order = "big-endian" if dtype.str[0] == ">" else "little-endian"
-    return f"{dtype.name}, {order}"
+def _read_contents(found: Found, path: str, kind: str, name: str | None) -> None:
+    """Find out what is in an HDF5, Zarr or Parquet file, or at one name of it."""
+    found.kind = kind
+    found.problem = "damaged"
+    try:
+        contents = contents_of(path, kind, name)
+    except MissingDependency:
+        found.problem = "not supported"
+        raise
+    found.contents = contents
+    found.nbytes = contents.nbytes or 0
+    found.details = {"bytes": contents.nbytes, **contents.values(kind)}
+    if not contents.has_source:
+        found.problem = "not supported"
+        problems = contents.problems or [f"{found.path} has no arrays; expected at least one"]
+        found.damage += problems
 
 
 def _read_safetensors(found: Found) -> None:
@@ -194,7 +208,7 @@ def _read_directory(found: Found) -> None:
             for pattern, what in _INSIDE.items()
             if fnmatch.filter(names, pattern)
         ]
-        hint = hints[0] if hints else _kind_of_directory(found.path)
+        hint = hints[0] if hints else "it contains no .npy files and no checkpoint"
         found.damage.append(f"{found.path} is a directory; {hint}")
         return
     from pinfeed.training.checkpoint.reader import check
@@ -204,14 +218,6 @@ def _read_directory(found: Found) -> None:
     with saying(f"reading {found.path}"):
         found.details = check(found.path)
     found.nbytes = found.details.pop("bytes")
-
-
-def _kind_of_directory(path: str) -> str:
-    """Say what kind of directory this is, if it has no files that ``inspect`` reads."""
-    kind = of_file(os.path.normpath(path))
-    if not kind:
-        return "it contains no .npy files and no checkpoint"
-    return f"it looks like {kind}{shell_hint(path)}"
 
 
 def _together(shards: Sequence[Found]) -> tuple[dict[str, Any] | None, list[str]]:
@@ -238,6 +244,8 @@ def _rows_of(shard: Found) -> str:
 
 def _one(found: Found) -> str:
     """Describe one file, in full."""
+    if found.contents is not None:
+        return contents_text(found.path, found.kind, found.contents)
     texts = {"npy": _npy_text, "safetensors": _safetensors_text, "checkpoint": _checkpoint_text}
     return texts[found.kind](found) if found.details else ""
 

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import importlib.util
 import os
+import stat
 import tempfile
 import time
 import warnings
@@ -238,7 +239,7 @@ def measure_disk(
     """Measure the disk on a file or on a scratch file.
 
     Args:
-        path: The file; None, or a very small file, measures a scratch file.
+        path: The file; None, a folder or a very small file measures a scratch file.
         start: Offset of its first row, in bytes.
         row_nbytes: Bytes of a row.
         directory: Folder of a scratch file, which is then measured in any case; None prefers
@@ -248,7 +249,7 @@ def measure_disk(
         The rates, or None and the reason why they could not be measured.
     """
     try:
-        if directory is None and path is not None and os.stat(path).st_size >= PIECE_BYTES:
+        if directory is None and path is not None and _can_measure(path):
             with saying(f"reading {path}"):
                 return _measured(path, path, start, row_nbytes), ""
     except OSError as error:
@@ -263,6 +264,12 @@ def measure_disk(
             f"the disk could not be measured: no scratch file in {folder} ({why}); give a "
             "writable folder with --dir"
         )
+
+
+def _can_measure(path: str) -> bool:
+    """Return whether a path is a file that is large enough to measure the disk."""
+    status = os.stat(path)
+    return stat.S_ISREG(status.st_mode) and status.st_size >= PIECE_BYTES
 
 
 @contextlib.contextmanager

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
-import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -17,10 +15,10 @@ from typing import Any
 import click
 
 from pinfeed import __version__
+from pinfeed.cli.options import counts, size, with_orders, with_sources, with_windows
 from pinfeed.cli.report import Report, json_of
-from pinfeed.errors import ArgumentError, PinfeedError
+from pinfeed.errors import PinfeedError
 from pinfeed.memory.depth import MAX_DEPTH
-from pinfeed.memory.units import parse_size
 from pinfeed.validation.wrapping import wrapped
 
 FINDING = 1
@@ -54,8 +52,8 @@ def main() -> None:
     """Inspect a machine and files, and show what pinfeed would do with them.
 
     FILE is a .npy file, a quoted pattern of shards ("features-*.npy"), or several
-    files, which are shards of one source. plan and doctor also read x.h5:/images,
-    x.zarr and x.parquet:column. Inputs and their labels are two sources:
+    files, which are shards of one source. inspect, plan and doctor also read x.h5:/images,
+    x.h5ad:layers/counts, x.zarr and x.parquet:column. Inputs and their labels are two sources:
     plan images.npy --with labels.npy. Sizes are written 2GiB, 512MiB, 1.5e9.
 
     Exit status: 0 success; 1 a problem was found (a file that inspect reports, a plan that
@@ -99,118 +97,6 @@ def _shown(report: Report, head: dict[str, Any] | None) -> str:
     return "\n\n".join(filter(None, [report.text, "\n".join(findings)]))
 
 
-def _size(text: str) -> int:
-    """Parse a number of bytes: ``2GiB``, ``512MiB``, ``1.5e9``."""
-    try:
-        return parse_size(text, "size")
-    except ArgumentError:
-        raise click.BadParameter(
-            f"{text!r} is not a size; expected bytes, at least 1, such as 2GiB, 512MiB or 1.5e9"
-        ) from None
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    """Parse numbers that are separated by commas: ``0,2``."""
-    if not re.fullmatch(r"[0-9]+(,[0-9]+)*", text):
-        raise click.BadParameter(f"{text!r} is not a list of numbers; expected such as 0 or 0,2,8")
-    return tuple(map(int, text.split(",")))
-
-
-def _weights(text: str) -> tuple[float, ...]:
-    """Parse weights that are separated by commas: ``0.7,0.3``."""
-    try:
-        weights = tuple(float(weight) for weight in text.split(","))
-    except ValueError:
-        weights = ()
-    if not weights or not all(weight > 0 and math.isfinite(weight) for weight in weights):
-        raise click.BadParameter(
-            f"{text!r} is not a list of weights; expected numbers above 0, such as 0.7,0.3"
-        )
-    return weights
-
-
-def _with_orders(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options for orders that only ``plan`` knows."""
-    for decorate in (
-        click.option(
-            "--world-size",
-            type=click.IntRange(1),
-            metavar="RANKS",
-            help="Plan for the first of this many ranks, which share the rows.",
-        ),
-        click.option(
-            "--packed",
-            type=click.IntRange(1),
-            metavar="ELEMENTS",
-            help="Pack ragged rows into sequences of this many elements; --batch-size is the "
-            "number of sequences of a batch, 1 by default.",
-        ),
-        click.option(
-            "--max-elements",
-            type=click.IntRange(1),
-            metavar="ELEMENTS",
-            help="Batches of ragged rows of similar lengths, with at most this many elements, "
-            "padding included.",
-        ),
-        click.option(
-            "--bucketed",
-            is_flag=True,
-            help="Batches of --batch-size ragged rows of similar lengths.",
-        ),
-        click.option(
-            "--offsets",
-            metavar="FILE",
-            help="FILE has the items of ragged rows, and this .npy file the position of each row, "
-            "and the end of the last one.",
-        ),
-        click.option(
-            "--weights",
-            type=_weights,
-            metavar="W,W",
-            help="Mix the rows of several FILEs by weight, such as 0.7,0.3. A quoted pattern of "
-            "shards is one FILE.",
-        ),
-        click.option(
-            "--window-blocks",
-            type=click.IntRange(1),
-            metavar="BLOCKS",
-            help="Number of blocks that are mixed, with --block-rows.  [default: 16]",
-        ),
-    ):
-        command = decorate(command)
-    return command
-
-
-def _with_sources(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the arguments for sources and row order, with the names that ``Feeder`` uses."""
-    for decorate in (
-        click.option(
-            "--seed", type=int, default=None, show_default="0", help="Seed of the random order."
-        ),
-        click.option(
-            "--block-rows",
-            type=click.IntRange(1),
-            metavar="ROWS",
-            help="Random order of contiguous blocks, with this many rows per block.",
-        ),
-        click.option("--shuffle", is_flag=True, help="Fully random order of rows."),
-        click.option(
-            "--batch-size", type=click.IntRange(1), metavar="ROWS", help="Rows per batch."
-        ),
-        click.option(
-            "--with",
-            "others",
-            multiple=True,
-            metavar="FILE",
-            help="Another source with one row for each row of FILE, such as labels for images: a "
-            "file or a quoted pattern. May be repeated.",
-        ),
-        click.argument("files", nargs=-1, required=True, metavar="FILE..."),
-    ):
-        command = decorate(command)
-    return command
-
-
 _device = click.option(
     "--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."
 )
@@ -219,7 +105,7 @@ _device = click.option(
 @main.command(short_help="Report what this machine can do, and whether pinfeed helps.")
 @click.argument("files", nargs=-1, metavar="[FILE]...")
 @click.option("--rows", type=click.IntRange(1), help="Number of rows of the data, without a FILE.")
-@click.option("--row-bytes", type=_size, metavar="SIZE", help="Bytes per row, without a FILE.")
+@click.option("--row-bytes", type=size, metavar="SIZE", help="Bytes per row, without a FILE.")
 @click.option("--batch-size", type=click.IntRange(1), metavar="ROWS", help="Rows per batch.")
 @click.option(
     "--dir",
@@ -241,10 +127,11 @@ _device = click.option(
 def doctor(**options: Any) -> Report:
     """Report what this machine can do, and whether pinfeed helps.
 
-    The report lists memory limits, the GPU, the highest measured rates and missing
-    packages. With FILE, or with --rows and --row-bytes, it says whether pinfeed would help with
-    such data. With --ids, it also says how large a GPU cache should be. With --host-transform,
-    it says whether several threads would call that function faster.
+    The report lists memory limits, the GPU, the highest measured rates and missing packages. With
+    FILE, or with --rows and --row-bytes, it says whether pinfeed would help with such data. FILE
+    may also be a sparse matrix, such as cells.h5ad. With --ids, it also says how large a GPU cache
+    should be. With --host-transform, it says whether several threads would call that function
+    faster.
     """
     from pinfeed.cli import doctor
 
@@ -252,17 +139,18 @@ def doctor(**options: Any) -> Report:
 
 
 @main.command(short_help="Print the plan that a Feeder over files would have.")
-@_with_sources
-@_with_orders
+@with_sources
+@with_orders
+@with_windows
 @click.option(
     "--gpu-limit",
-    type=_size,
+    type=size,
     metavar="SIZE",
     help="GPU memory that batches may use (Config's gpu_memory_limit).",
 )
 @click.option(
     "--cpu-limit",
-    type=_size,
+    type=size,
     metavar="SIZE",
     help="Host memory that the feeder may use (Config's cpu_memory_limit).",
 )
@@ -291,7 +179,7 @@ def plan(**options: Any) -> Report:
 
 
 @main.command(short_help="Compare a Feeder over your files with a plain DataLoader.")
-@_with_sources
+@with_sources
 @click.option(
     "--seconds",
     type=click.FloatRange(0, min_open=True),
@@ -310,7 +198,7 @@ def plan(**options: Any) -> Report:
 )
 @click.option(
     "--workers",
-    type=_counts,
+    type=counts,
     default="0,2",
     show_default=True,
     metavar="N,N",
@@ -342,8 +230,10 @@ def inspect(**options: Any) -> Report:
     """Show the contents of files, and report damage.
 
     The report shows shape, dtype, memory order, shards and damage of .npy files, the tensors of
-    safetensors files, and pinfeed checkpoints with verified checksums. Apart from checkpoints, only
-    headers are read. Nothing is unpickled.
+    safetensors files, and pinfeed checkpoints with verified checksums. Of HDF5 (.h5, .hdf5, .h5ad),
+    Zarr and Parquet files, it lists what can be a source: datasets, arrays, columns, and sparse
+    matrices of AnnData. Give FILE:NAME for one of them. Apart from checkpoints, only headers and
+    metadata are read. Nothing is unpickled.
     """
     from pinfeed.cli import inspect
 

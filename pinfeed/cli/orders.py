@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from pinfeed.rows.orders import Order
 
 
+Numbers = int | tuple[int, ...]
+"""One number, or one for each of several axes."""
+
+
 @dataclass(frozen=True)
 class OrderOptions:
     """Options for the row order; None or False if an option was not given.
@@ -27,6 +31,10 @@ class OrderOptions:
         max_elements: Most elements of a padded batch.
         packed: Elements of a sequence of packed rows.
         world_size: Number of ranks that share the rows.
+        length: Indices of a window, which is then a row; None for the rows of the files.
+        axis: Axis of the windows, 0 by default.
+        stride: Indices from one index of a window to the next, 1 by default.
+        step: Indices from the beginning of one window to that of the next, 1 by default.
     """
 
     shuffle: bool = False
@@ -39,6 +47,19 @@ class OrderOptions:
     max_elements: int | None = None
     packed: int | None = None
     world_size: int | None = None
+    length: Numbers | None = None
+    axis: Numbers | None = None
+    stride: Numbers | None = None
+    step: Numbers | None = None
+
+    @property
+    def windows(self) -> dict[str, Numbers]:
+        """The arguments of ``windows``; empty for the rows of the files."""
+        if self.length is None:
+            return {}
+        given = {"axis": self.axis, "stride": self.stride, "step": self.step}
+        defaults: dict[str, Numbers] = {"axis": 0, "length": self.length, "stride": 1, "step": 1}
+        return defaults | {name: value for name, value in given.items() if value is not None}
 
     @property
     def by_length(self) -> str:
@@ -77,6 +98,7 @@ class OrderOptions:
                 "--block-rows"
             )
         self._check_lengths()
+        self._check_windows()
         if self.weights is not None:
             self._check_weights(files, others)
 
@@ -92,6 +114,21 @@ class OrderOptions:
                 f"{self.by_length} needs the lengths of rows; give --offsets FILE, a .npy file "
                 "with the position of each row in FILE, and the end of the last row"
             )
+
+    def _check_windows(self) -> None:
+        """Check the options for windows."""
+        for name, value in (("axis", self.axis), ("stride", self.stride), ("step", self.step)):
+            if value is not None and self.length is None:
+                raise click.UsageError(
+                    f"--{name} needs the length of windows; give --length, the number of indices "
+                    "of a window"
+                )
+        for name, other in (("--weights", self.weights), ("--offsets", self.offsets)):
+            if other is not None and self.length is not None:
+                raise click.UsageError(
+                    f"--length and {name} conflict, because windows are rows of one length of one "
+                    "source; leave out one of them"
+                )
 
     def _check_weights(self, files: Sequence[str], others: Sequence[str]) -> None:
         """Check the options for mixtures."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pinfeed.cli.orders import OrderOptions
+from pinfeed.cli.orders import Numbers, OrderOptions
 from pinfeed.cli.sources import (
     all_described,
     described,
@@ -17,6 +17,7 @@ from pinfeed.cli.sources import (
     source_of,
     source_values,
     sources_values,
+    sparse_described,
     sparse_rows,
     usual_batch,
 )
@@ -90,7 +91,7 @@ def planned_rows(
         opened = _mixture(files, options.weights, batch_size, options)
     elif options.offsets is not None:
         opened = _ragged(files, others, options.offsets, batch_size, options)
-    elif (matrix := sparse_rows(files)) is not None:
+    elif not options.windows and (matrix := sparse_rows(files)) is not None:
         opened = _sparse(matrix, files[0], others, batch_size, options)
     else:
         opened = _plain(files, others, batch_size, options)
@@ -103,7 +104,13 @@ def _plain(
     files: Sequence[str], others: Sequence[str], batch_size: int | None, options: OrderOptions
 ) -> Iterator[PlannedRows]:
     """Open one source, or several with equally many rows."""
-    with open_sources(files, others) as stores:
+    windows = options.windows
+    with open_sources(files, others, windows) as stores:
+        values = sources_values(stores)
+        shares = []
+        if windows:
+            values["windows"] = windows
+            shares.append(("windows", _in_words(windows, sum(store.nbytes for store in stores))))
         yield PlannedRows(
             source_of(stores),
             stores[0].n_rows,
@@ -113,8 +120,17 @@ def _plain(
             row_nbytes_of(stores),
             max(store.row_nbytes for store in stores),
             all_described(stores),
-            sources_values(stores),
+            values,
+            shares,
         )
+
+
+def _in_words(windows: Mapping[str, Numbers], nbytes: int) -> str:
+    """Describe windows that are cut from ``nbytes`` bytes of rows."""
+    words = [f"{name} {str(windows[name]).strip('()')}" for name in ("length", "stride", "step")]
+    axes = windows["axis"]
+    along = f"axis {axes}" if isinstance(axes, int) else f"axes {str(axes).strip('()')}"
+    return f"along {along}: {', '.join(words)}, cut from {human(nbytes)}"
 
 
 @contextlib.contextmanager
@@ -186,11 +202,6 @@ def _sparse(
         stack.callback(matrix.close)
         rest = _equally_long(stack, others, name, matrix.n_rows)
         nbytes = matrix.mean_row_nbytes + row_nbytes_of(rest)
-        head = (
-            f"{name}: {matrix.n_rows:,} sparse rows of {matrix.n_columns:,} columns and "
-            f"{matrix.row_lengths.mean:,.1f} elements on average, {matrix.parts[0].dtype}, "
-            f"{human(round(matrix.n_rows * matrix.mean_row_nbytes))}"
-        )
         source = {
             "files": [name],
             "rows": matrix.n_rows,
@@ -208,7 +219,7 @@ def _sparse(
             batch_size,
             max(1, round(nbytes)),
             max(matrix.mean_row_nbytes, *(one.row_nbytes for one in rest), 0),
-            "\n".join([wrapped(head, rest="  "), *more]),
+            "\n".join([wrapped(sparse_described(matrix, name), rest="  "), *more]),
             {"source": source, "with": [source_values(one) for one in rest]},
         )
 

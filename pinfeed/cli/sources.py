@@ -6,7 +6,7 @@ import contextlib
 import glob
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pinfeed.errors import FileMissing, PinfeedError, StoreError
@@ -14,11 +14,12 @@ from pinfeed.memory.units import human
 from pinfeed.validation.wrapping import wrapped
 
 if TYPE_CHECKING:
+    from pinfeed.stores.axis_windows import WindowStore
     from pinfeed.stores.chunked import ChunkedStore
     from pinfeed.stores.sharded_file import ShardedStore
     from pinfeed.stores.sparse import SparseStore
 
-    OpenedFile = ShardedStore | ChunkedStore
+    OpenedFile = ShardedStore | ChunkedStore | WindowStore
 
 # A file of another format, and the dataset or column to read, such as x.h5:/images.
 _FORMAT = re.compile(
@@ -53,13 +54,18 @@ def open_rows(files: Sequence[str]) -> OpenedFile:
     from pinfeed.stores import NpyStore, RemoteStore
     from pinfeed.stores.paths import has_protocol
 
-    if len(files) == 1 and (found := _FORMAT.fullmatch(files[0])) is not None:
+    if len(files) == 1 and (found := format_of(files[0])) is not None:
+        path = found[0]
         try:
-            return _open_format(found["path"], found["format"].lower(), found["name"])
+            return _open_format(*found)
         except FileMissing:
             raise
         except StoreError as error:
-            raise StoreError(f"{error}{shell_hint(files[0])}") from None
+            # The error gives advice for Python programs.
+            raise StoreError(
+                f"{error}; on the command line, give {path}:NAME; pinfeed inspect {path} lists the "
+                "names"
+            ) from None
     names = expanded(files)
     kind = RemoteStore if has_protocol(names[0]) else NpyStore
     try:
@@ -81,31 +87,30 @@ def sparse_rows(files: Sequence[str]) -> SparseStore | None:
     """
     from pinfeed.stores import SparseStore
 
-    found = _FORMAT.fullmatch(files[0]) if len(files) == 1 else None
-    if found is None or not os.path.exists(found["path"]) or found["format"] == "parquet":
+    found = format_of(files[0]) if len(files) == 1 else None
+    if found is None:
         return None
-    if found["name"] is None and found["format"] != "h5ad":
+    path, kind, name = found
+    if kind == "parquet" or not os.path.exists(path):
+        return None
+    if name is None and not path.lower().endswith(".h5ad"):
         return None
     # The store of dense rows explains what is wrong.
     with contextlib.suppress(PinfeedError):
-        return SparseStore(found["path"], found["name"])
+        return SparseStore(path, name)
     return None
 
 
-def shell_hint(path: str) -> str:
-    """Return a clause that says how the command line reads a file of another format.
+def format_of(name: str) -> tuple[str, str, str | None] | None:
+    """Return the path, the format and the dataset or column that a name such as x.h5:/a states.
 
-    It is empty if no command reads the format. Errors give advice for Python programs.
+    The format is ``hdf5``, ``zarr`` or ``parquet``; the result is None for files of another one.
     """
-    if (found := _FORMAT.fullmatch(path.rstrip("/"))) is None:
-        return ""
-    return f"; on the command line, plan and doctor read {found['path']}:NAME"
-
-
-def names_dataset(path: str) -> bool:
-    """Return whether a path names a dataset or column of an existing file, such as x.h5:/images."""
-    found = _FORMAT.fullmatch(path)
-    return found is not None and found["name"] is not None and os.path.exists(found["path"])
+    # A shell completes the name of a folder with a slash.
+    if (found := _FORMAT.fullmatch(name.rstrip("/"))) is None:
+        return None
+    kind = found["format"].lower()
+    return found["path"], kind if kind in ("zarr", "parquet") else "hdf5", found["name"]
 
 
 def _open_format(path: str, kind: str, name: str | None) -> ChunkedStore:
@@ -130,8 +135,15 @@ def _open_format(path: str, kind: str, name: str | None) -> ChunkedStore:
 
 
 @contextlib.contextmanager
-def open_sources(files: Sequence[str], others: Sequence[str]) -> Iterator[list[OpenedFile]]:
+def open_sources(
+    files: Sequence[str], others: Sequence[str], windows: Mapping[str, Any] | None = None
+) -> Iterator[list[OpenedFile]]:
     """Open the files of each source, until the context ends.
+
+    Args:
+        files: Files of the first source.
+        others: A file or a pattern for each of the others.
+        windows: Arguments of ``windows``, if the rows are windows of each source.
 
     Raises:
         PinfeedError: If ``open_rows`` refuses files.
@@ -142,6 +154,11 @@ def open_sources(files: Sequence[str], others: Sequence[str]) -> Iterator[list[O
             stack.enter_context(contextlib.closing(open_rows(names)))
             for names in (files, *([other] for other in others))
         ]
+        if windows:
+            stores = [
+                stack.enter_context(contextlib.closing(_windows_of(store, windows)))
+                for store in stores
+            ]
         if any(store.n_rows != stores[0].n_rows for store in stores):
             counts = ", ".join(f"{_files_of(store)} has {store.n_rows:,}" for store in stores)
             raise StoreError(
@@ -149,6 +166,21 @@ def open_sources(files: Sequence[str], others: Sequence[str]) -> Iterator[list[O
                 "each sample has one row of every source"
             )
         yield stores
+
+
+def _windows_of(store: OpenedFile, windows: Mapping[str, Any]) -> OpenedFile:
+    """Return windows along axes of a source, which must stay open."""
+    from pinfeed.stores import NpyStore
+    from pinfeed.stores.chunked_array import ChunkedArray
+
+    if isinstance(store, ChunkedArray):
+        return store.windows(**windows)
+    if isinstance(store, NpyStore):
+        return NpyStore.windows(store.paths, **windows)
+    raise StoreError(
+        f"{_files_of(store)} has no windows along axes; expected an HDF5, Zarr or local .npy file; "
+        "leave out --length"
+    )
 
 
 def source_of(stores: Sequence[OpenedFile]) -> Any:
@@ -172,6 +204,14 @@ def described(store: OpenedFile) -> str:
     nbytes = human(store.n_rows * store.row_nbytes)
     rows = f"{store.n_rows:,} rows of shape {store.row_shape}"
     return f"{_files_of(store)}: {rows}, {store.dtype}, {nbytes}"
+
+
+def sparse_described(matrix: SparseStore, name: str) -> str:
+    """Describe a sparse matrix in words."""
+    nbytes = human(round(matrix.n_rows * matrix.mean_row_nbytes))
+    elements = f"{matrix.row_lengths.mean:,.1f} elements on average, {matrix.parts[0].dtype}"
+    rows = f"{matrix.n_rows:,} sparse rows of {matrix.n_columns:,} columns"
+    return f"{name}: {rows} and {elements}, {nbytes}"
 
 
 def all_described(stores: Sequence[OpenedFile]) -> str:

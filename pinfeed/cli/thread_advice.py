@@ -17,7 +17,8 @@ import click
 import numpy as np
 
 from pinfeed.cli.report import saying
-from pinfeed.cli.sources import open_rows, usual_batch
+from pinfeed.cli.sources import open_rows, sparse_rows, usual_batch
+from pinfeed.feeders.feeder import Feeder
 from pinfeed.memory.units import duration
 from pinfeed.pipeline.sources.batch_transform import BatchTransform, Seed
 from pinfeed.profiling.lock_share import LockSampler, most_threads
@@ -134,12 +135,19 @@ def _call_on_first_batch(
     """Return a call of a function on the first rows of a file, and their number."""
     from pinfeed.tensors.numpy_torch import to_torch
 
-    with closing(open_rows(files)) as store:
-        n_rows = min(batch_size or usual_batch(store.row_nbytes), store.n_rows)
-        rows = np.empty((n_rows, *store.row_shape), store.dtype)
-        store.gather(np.arange(n_rows), rows)
+    if (matrix := sparse_rows(files)) is not None:
+        with closing(matrix):
+            usual = usual_batch(round(matrix.mean_row_nbytes))
+            n_rows = min(batch_size or usual, matrix.n_rows)
+            with Feeder(matrix, batch_size=n_rows, depth=0, device="cpu") as feeder:
+                batch = next(iter(feeder))
+    else:
+        with closing(open_rows(files)) as store:
+            n_rows = min(batch_size or usual_batch(store.row_nbytes), store.n_rows)
+            rows = np.empty((n_rows, *store.row_shape), store.dtype)
+            store.gather(np.arange(n_rows), rows)
+        batch = to_torch(rows)
     transform = BatchTransform("host_transform", function, Seed(0, 0, None), "cpu")
-    batch = to_torch(rows)
     numbers = itertools.count()
     # The function may change its batch.
     return lambda: transform(batch.clone(), 0, next(numbers)), n_rows

@@ -267,6 +267,14 @@ def dataset_names(file: Any) -> list[str]:
 
 
 @contextlib.contextmanager
+def hdf5_root(path: Path) -> Iterator[Any]:
+    """Open the root group of a file, until the context ends."""
+    imported("h5py", f"h5py is needed to read HDF5 files; {install_line('hdf5')}")
+    with _open_file(path) as file, _h5py_errors(path, None):
+        yield file
+
+
+@contextlib.contextmanager
 def hdf5_group(source: Any, key: str | None) -> Iterator[tuple[Any, str]]:
     """Open the group of a name in a file or in an open group; return it and its place in words.
 

@@ -61,7 +61,7 @@ class OneColumn:
             raise StoreError(f"{label} has no rows; expected at least one")
         shard, group = groups[0]
         first = rows_of_chunk(next(shard.read(group, (column,), 1))[column], label)
-        leaves = {shard.path: _leaves_of(shard, column) for shard in shards}
+        leaves = {shard.path: shard.leaves[column] for shard in shards}
         for shard, group in groups:
             found = shard.metadata.row_group(group)
             for leaf in leaves[shard.path]:
@@ -182,6 +182,21 @@ def _kind_of(shard: ParquetShard, column: str) -> Any:
     return shard.schema.field(column).type
 
 
+def is_flat(shards: Sequence[ParquetShard], column: str) -> bool:
+    """Return whether a column has one value in each row that may be a number."""
+    from pyarrow.types import is_null, is_primitive
+
+    kind = _kind_of(shards[0], column)
+    return bool(is_primitive(kind) or is_null(kind))
+
+
+def compression(shard: ParquetShard, column: str) -> str:
+    """Return the names of the compressions of a column, by its first row group."""
+    group = shard.metadata.row_group(next(iter(shard.groups)))
+    found = {group.column(leaf).compression.lower() for leaf in shard.leaves[column]}
+    return ", ".join(sorted(found - {"uncompressed"}))
+
+
 def _check_kinds(shards: Sequence[ParquetShard], column: str, label: str) -> None:
     """Check that every file has one column of this name, always of the same type."""
     kinds = [_kind_of(shard, column) for shard in shards]
@@ -191,19 +206,6 @@ def _check_kinds(shards: Sequence[ParquetShard], column: str, label: str) -> Non
                 f"{label}: shards do not match: {shards[0].path} has {kinds[0]}, {shard.path} "
                 f"{kind}"
             )
-
-
-def _leaves_of(shard: ParquetShard, column: str) -> list[int]:
-    """Return the numbers of the columns in the file that contain the values of a column."""
-    schema = shard.metadata.schema
-    names = shard.schema.names
-
-    def owner(path: str) -> str:
-        # A name may contain a dot, which also separates the levels of a path.
-        owners = [name for name in names if path == name or path.startswith(f"{name}.")]
-        return max(owners, key=len, default="")
-
-    return [i for i in range(len(schema)) if owner(schema.column(i).path) == column]
 
 
 def _check_leaf(chunk: Any, n_rows: int, row_shape: tuple[int, ...], label: str) -> None:

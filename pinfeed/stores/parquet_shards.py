@@ -100,10 +100,10 @@ class ParquetShard:
         return statistics.null_count if is_known else 0
 
     def _column(self, group: int, name: str) -> Any:
-        return self.metadata.row_group(group).column(self._leaves[name])
+        return self.metadata.row_group(group).column(self._flat_leaves[name])
 
     @functools.cached_property
-    def _leaves(self) -> dict[str, int]:
+    def _flat_leaves(self) -> dict[str, int]:
         """Number in the file of each column that is neither a list nor a struct, by name."""
         schema = self.metadata.schema
         leaves = map(schema.column, range(len(schema)))
@@ -113,6 +113,20 @@ class ParquetShard:
             for number, leaf in enumerate(leaves)
             if leaf.max_definition_level < 2 and not leaf.max_repetition_level
         }
+
+    @functools.cached_property
+    def leaves(self) -> dict[str, list[int]]:
+        """Numbers of the columns in the file that contain the values of each column, by name."""
+        schema = self.metadata.schema
+        found: dict[str, list[int]] = {name: [] for name in self.schema.names}
+        for number in range(len(schema)):
+            name = schema.column(number).path
+            # A name may contain a dot, which also separates the levels of a path.
+            while name and name not in found:
+                name = name.rpartition(".")[0]
+            if name in found:
+                found[name].append(number)
+        return found
 
     @property
     def partition(self) -> dict[str, str | None]:

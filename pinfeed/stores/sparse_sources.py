@@ -125,16 +125,30 @@ def _n_columns(attributes: Mapping[str, Any], place: str, names: Sequence[str], 
     Raises:
         StoreError: If the group is not a sparse matrix in CSR format.
     """
-    for format_name, shape_name in _FORMATS:
-        if format_name in attributes and shape_name in attributes:
-            found = str(attributes[format_name]).removesuffix("_matrix")
-            _require_csr(found, place, "the matrix as adata.X.tocsr(), and write the file again")
-            return whole_numbers(tuple(attributes[shape_name]), place)[1]
+    if is_matrix(attributes):
+        return matrix_shape(attributes, place)[1]
     raise StoreError(
         f"{place} is not a sparse matrix; expected a group with the attributes encoding-type and "
         f"shape, as AnnData writes it; the group has {', '.join(names) or 'nothing'}; for an "
         f"array in it, give {store}(path, name)"
     )
+
+
+def is_matrix(attributes: Mapping[str, Any]) -> bool:
+    """Return whether a group with these attributes is a sparse matrix, in CSR format or not."""
+    return any(name in attributes and shape in attributes for name, shape in _FORMATS)
+
+
+def matrix_shape(attributes: Mapping[str, Any], place: str) -> tuple[int, ...]:
+    """Return the shape of the matrix of a group, given the attributes of the group.
+
+    Raises:
+        StoreError: If the matrix is not in CSR format.
+    """
+    name, shape = next(one for one in _FORMATS if all(part in attributes for part in one))
+    found = str(attributes[name]).removesuffix("_matrix")
+    _require_csr(found, place, "the matrix as adata.X.tocsr(), and write the file again")
+    return whole_numbers(tuple(attributes[shape]), place)
 
 
 def _require_csr(found: str, place: str, todo: str) -> None:

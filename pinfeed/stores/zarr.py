@@ -157,6 +157,18 @@ def _open(path: str, name: str | None) -> Any:
 
 
 @contextlib.contextmanager
+def zarr_root(path: str) -> Iterator[Any]:
+    """Open the array or the group of a path, until the context ends."""
+    zarr = imported("zarr", f"zarr 3.1 or later is needed; {install_line('zarr')}")
+    if not os.path.exists(path):
+        raise FileMissing(f"{path}: no such Zarr array or group (looked in {os.getcwd()})")
+    with _zarr_errors(path):
+        root = zarr.open(path, mode="r")
+        with contextlib.closing(root.store):
+            yield root
+
+
+@contextlib.contextmanager
 def zarr_group(source: Any, key: str | None) -> Iterator[tuple[Any, str]]:
     """Open the group of a name in a store or in an open group; return it and its place in words.
 

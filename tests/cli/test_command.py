@@ -12,7 +12,8 @@ from support.command import X, python, run, values
 
 import pinfeed
 from pinfeed import GiB, KiB, MiB
-from pinfeed.cli.main import _size, reporting
+from pinfeed.cli.main import reporting
+from pinfeed.cli.options import size
 from pinfeed.cli.report import Report, json_of
 from pinfeed.validation.wrapping import wrapped
 
@@ -142,7 +143,7 @@ def test_a_full_stdout_is_an_error_not_a_finding(
     ],
 )
 def test_sizes_are_parsed(text: str, nbytes: int) -> None:
-    assert _size(text) == nbytes
+    assert size(text) == nbytes
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,7 @@ def test_sizes_are_parsed(text: str, nbytes: int) -> None:
 )
 def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(click.BadParameter, match="is not a size; expected bytes"):
-        _size(text)
+        size(text)
 
 
 def test_output_fits_a_terminal() -> None:

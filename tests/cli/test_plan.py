@@ -147,7 +147,7 @@ def test_plan_of_other_formats() -> None:
     pq.write_table(pa.table({"x": [1, 2], "word": ["a", "b"]}), "y.parquet")
     for name in ("y.h5", "y.parquet"):
         said = " ".join(run("plan", name).stderr.split())
-        assert f"on the command line, plan and doctor read {name}:NAME" in said
+        assert f"on the command line, give {name}:NAME; pinfeed inspect {name} lists" in said
     result = run("bench", "x.h5:a/x")
     assert "is not a .npy file" in " ".join(result.stderr.split())
 
