@@ -184,17 +184,15 @@ def times(way: str, folder: str) -> dict[str, Any]:
 
 def check(way: str, folder: str) -> list[int]:
     """Return a checksum of the cells of each epoch, in any order."""
+    genes = torch.arange(single_cells.SIZES["full"].n_genes)
+    # Sums of small whole numbers are exact.
+    weights = torch.stack([genes % 7 + 1, genes % 11 + 1], dim=1).float()
     found = []
     for batches in WAYS[way](Path(folder)):
-        sums = torch.cat([_sums(batch.double()) for batch in batches])
+        sums = torch.cat([batch @ weights for batch in batches]).double()
+        sums = sums[:, 0] * 2**24 + sums[:, 1]
         found.append(zlib.crc32(sums.sort().values.numpy().tobytes()))
     return found
-
-
-def _sums(batch: torch.Tensor) -> torch.Tensor:
-    """Return a sum for each cell, which depends on its counts and on their genes."""
-    genes = torch.arange(batch.shape[1], dtype=torch.float64)
-    return batch @ (1 + genes * 7919 % 10_007)
 
 
 def main() -> None:
