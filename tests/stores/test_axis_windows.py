@@ -273,6 +273,26 @@ def test_files_of_unequal_length(tmp_path: Path, saved: Any, chunks: Any) -> Non
         one.close()
 
 
+def test_npy_files_with_unequal_axes(tmp_path: Path) -> None:
+    arrays = [ARRAY, ARRAY[:1, :3] + 1, ARRAY[:2, :9] + 2]
+    paths = [tmp_path / f"{i}.npy" for i in range(3)]
+    for path, array in zip(paths, arrays, strict=True):
+        np.save(path, array)
+    expected = np.concatenate([plain(array, 1, length=5) for array in (arrays[0], arrays[2])])
+    with NpyStore.windows(paths, axis=1, length=5) as store:
+        np.testing.assert_array_equal(gathered(store, range(store.n_rows)), expected)
+    np.save(paths[1], ARRAY[:, :, :3])
+    with pytest.raises(errors.StoreError, match=r"expected equal axes after axis 1; .*concat\(\["):
+        NpyStore.windows(paths[:2], axis=(1, 2), length=2)
+    windows = [NpyStore.windows(path, axis=(1, 2), length=2) for path in paths[:2]]
+    assert concat(windows).n_rows == sum(one.n_rows for one in windows)
+    for one in windows:
+        one.close()
+    np.save(paths[1], ARRAY[..., :3])
+    with pytest.raises(errors.StoreError, match="shards do not match"):
+        NpyStore.windows(paths[:2], axis=1, length=2)
+
+
 def test_whole_files_are_joined_with_their_chunks(tmp_path: Path) -> None:
     arrays = [ARRAY[:4], ARRAY[4:5], ARRAY[5:]]
     parts = [saved_h5(tmp_path, one, (1, 7, 8, 8), f"x{i}") for i, one in enumerate(arrays)]
