@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pinfeed.errors import ArgumentError, PinfeedError, StoreError
+from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.stores.hdf5 import HDF5Store, hdf5_group
 from pinfeed.stores.store import Store, whole_numbers
 from pinfeed.stores.zarr import ZarrStore, zarr_group
@@ -54,6 +54,7 @@ def open_matrix(source: Any, key: str | None) -> Matrix:
     if all(hasattr(source, name) for name in (*_PARTS, "shape", "format")):
         _require_csr(source.format, type(source).__name__, "matrix.tocsr()")
         n = int(source.indptr[-1])
+        _require_elements(n, f"the {type(source).__name__}")
         # scipy permits arrays that are longer than the matrix.
         return Matrix((source.data[:n], source.indices[:n]), source.indptr, source.shape[1])
     advice = "give matrix.tocsr()" if hasattr(source, "tocsr") else "give a dense array as it is"
@@ -75,6 +76,7 @@ def _from_torch(tensor: Any) -> Matrix:
             f"source has shape {tuple(tensor.shape)}; expected a matrix; give its slices to "
             "pinfeed.concat"
         )
+    _require_elements(len(tensor.values()), "the tensor")
     if tensor.requires_grad:
         tensor = tensor.detach()
     parts = (tensor.values(), tensor.col_indices())
@@ -101,18 +103,12 @@ def _from_group(source: Any, key: str | None, kind: type[HDF5Store] | type[ZarrS
             )
         offsets = group["indptr"][()]
         arrays = {name: group[name] for name in _PARTS[:2]}
+        _require_elements(arrays["data"].shape[0], place)
         is_path = isinstance(source, (str, os.PathLike))
         with contextlib.ExitStack() as stack:
             stores: list[Store] = []
             for name, array in arrays.items():
-                try:
-                    store = kind(source, f"{key}/{name}") if is_path else kind(array)
-                except PinfeedError as error:
-                    if not array.shape[0]:
-                        raise StoreError(
-                            f"{place} has no elements other than zero; expected at least one"
-                        ) from error
-                    raise
+                store = kind(source, f"{key}/{name}") if is_path else kind(array)
                 stack.callback(store.close)
                 stores.append(store)
             stack.pop_all()
@@ -135,6 +131,13 @@ def _n_columns(attributes: Mapping[str, Any], place: str, names: Sequence[str], 
         f"shape, as AnnData writes it; the group has {', '.join(names) or 'nothing'}; for an "
         f"array in it, give {store}(path, name)"
     )
+
+
+def _require_elements(n: int, place: str) -> None:
+    if not n:
+        raise StoreError(
+            f"{place} has no elements other than zero; expected at least one; leave the matrix out"
+        )
 
 
 def _require_csr(found: str, place: str, todo: str) -> None:

@@ -245,7 +245,16 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
         {},
         "the columns of the matrix are float32; expected integers such as int32",
     ),
-    "no elements": (torch.zeros(3, 3).to_sparse_csr(), {}, "has no rows"),
+    "no elements": (
+        torch.zeros(3, 3).to_sparse_csr(),
+        {},
+        "the tensor has no elements other than zero; expected at least one",
+    ),
+    "no elements of scipy": (
+        Other(indptr=np.zeros(4, np.int32)),
+        {},
+        "the Other has no elements other than zero; expected at least one",
+    ),
     "slices": (torch.eye(3).expand(2, 3, 3).to_sparse_csr(), {}, "expected a matrix"),
     "missing": ("nowhere.h5ad", {}, "nowhere.h5ad: no such file"),
     "missing group": ("nowhere.zarr", {}, "nowhere.zarr: no such file or Zarr group"),
