@@ -309,6 +309,32 @@ def test_whole_files_are_joined_with_their_chunks(tmp_path: Path) -> None:
         part.close()
 
 
+def open_files(folder: Path) -> list[str]:
+    """Return the names of the files of a folder that this process has open."""
+    paths = [entry.resolve() for entry in Path("/proc/self/fd").iterdir()]
+    return sorted(path.name for path in paths if path.parent == folder)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_an_unpickled_concat_closes_what_it_opened(tmp_path: Path, axis: int) -> None:
+    arrays = [ARRAY, ARRAY[:, :9] + 2] if axis else [ARRAY, ARRAY[:3] + 2]
+    stores = [saved_h5(tmp_path, one, (1, 7, 8, 8), f"x{i}") for i, one in enumerate(arrays)]
+    joined = concat([one.windows(axis, 2) for one in stores])
+    expected = np.concatenate([plain(array, axis, length=2) for array in arrays])
+    with pickle.loads(pickle.dumps(joined)) as copy:
+        np.testing.assert_array_equal(gathered(copy, range(copy.n_rows)), expected)
+        for one in stores:
+            one.close()
+        assert open_files(tmp_path) == ["x0.h5", "x1.h5"]
+    assert not open_files(tmp_path)
+
+
+def test_a_concat_closes_no_store_of_the_caller(tmp_path: Path) -> None:
+    with saved_h5(tmp_path, ARRAY, (1, 7, 8, 8)) as store:
+        concat([store.windows(1, 5)] * 2).close()
+        assert gathered(store.windows(1, 5), [0]).shape == (1, 5, 8, 8)
+
+
 def test_ranks_resume_and_pickle(tmp_path: Path) -> None:
     expected = plain(ARRAY, 1, length=3)
     seen: list[int] = []
