@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pinfeed.errors import ArgumentError, StoreError
@@ -13,6 +13,7 @@ from pinfeed.stores.store import Store, whole_numbers
 from pinfeed.stores.zarr import ZarrStore, zarr_group
 
 _HDF5_SUFFIXES = (".h5ad", ".h5", ".hdf5", ".h5mu", ".loom")
+_N_SHOWN = 8
 _PARTS = ("data", "indices", "indptr")
 # Names of the format and of the shape: of AnnData since 0.7, and before.
 _FORMATS = (("encoding-type", "shape"), ("h5sparse_format", "h5sparse_shape"))
@@ -91,8 +92,9 @@ def _from_group(source: Any, key: str | None, kind: type[HDF5Store] | type[ZarrS
         key: Name of the group in it; None for the open group itself.
         kind: Store of its arrays.
     """
-    find: Callable[..., Any] = hdf5_group if kind is HDF5Store else zarr_group
-    with find(source, key) as (group, place):
+    with hdf5_group(source, key) if kind is HDF5Store else zarr_group(source) as (parent, path):
+        group = _group_of(parent, key, path, kind.__name__)
+        place = f"{os.path.basename(path)}:{group.name}"
         attributes = dict(group.attrs)
         n_columns = _n_columns(attributes, place, sorted(group.keys()), kind.__name__)
         missing = [name for name in _PARTS if name not in group]
@@ -113,6 +115,27 @@ def _from_group(source: Any, key: str | None, kind: type[HDF5Store] | type[ZarrS
                 stores.append(store)
             stack.pop_all()
     return Matrix(stores, offsets, n_columns, stores)
+
+
+def _group_of(parent: Any, key: str | None, path: str, store: str) -> Any:
+    """Return the group of a name in an open group; by default, the open group itself.
+
+    Raises:
+        StoreError: If there is no such group.
+    """
+    found = parent if key is None else parent.get(key)
+    if found is None:
+        names = ", ".join(sorted(parent.keys())[:_N_SHOWN])
+        raise StoreError(
+            f"{path} has no {key!r}; expected the name of a sparse matrix, such as 'X' or "
+            f"'layers/counts'; it has {names or 'nothing'}"
+        )
+    if not hasattr(found, "keys"):
+        raise StoreError(
+            f"{path}: {key!r} is a dense array; expected a group with a sparse matrix; give "
+            f"{store}(path, {key!r})"
+        )
+    return found
 
 
 def _n_columns(attributes: Mapping[str, Any], place: str, names: Sequence[str], store: str) -> int:

@@ -297,7 +297,7 @@ def test_files_that_are_not_sparse_matrices(tmp_path: Path) -> None:
         Sparse(30, 9).write_hdf5(tmp_path / "columns.h5ad")
     for key, message in {
         "obs": "is not a sparse matrix; expected a group with the attributes encoding-type",
-        "dense": r"'dense' is a dense dataset.*HDF5Store\(path, 'dense'\)",
+        "dense": r"'dense' is a dense array.*HDF5Store\(path, 'dense'\)",
         "Y": "has no 'Y'; expected the name of a sparse matrix.*it has X, dense, obs, part",
         "part": "has no data, indices, indptr; expected",
     }.items():
