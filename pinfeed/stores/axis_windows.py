@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -303,7 +304,14 @@ class ItemWindows(WrappedWindows):
 
     @functools.cached_property
     def window_rows(self) -> int:
-        return self._most_items(self.windows.window_rows)
+        n_rows = self.windows.window_rows
+        most = self._most_items(n_rows)
+        for window in itertools.islice(self.windows.needed(0, 1), 1):
+            # Short runs of a selection may be so close together that their windows overlap. The
+            # first window stands for all, and others may have half as many overlaps.
+            n_items = _n_rows(self.store.item_runs(window.runs))
+            most = min(most, 2 * n_items * n_rows // _n_rows(window.runs))
+        return most
 
     @property
     def block_rows(self) -> int:
@@ -332,6 +340,10 @@ class ItemWindows(WrappedWindows):
             n_pieces = 2 * n_runs + n_rows // n_along
             most = min(most, n_rows * axis.step + n_pieces * extent)
         return most
+
+
+def _n_rows(runs: Sequence[Interval]) -> int:
+    return sum(stop - start for start, stop in runs)
 
 
 def _first_rows(runs: Sequence[Interval], most: int) -> list[Interval]:

@@ -27,7 +27,7 @@ from pinfeed import (
     rows,
 )
 from pinfeed.readahead import select
-from pinfeed.stores.axis_windows import WindowStore
+from pinfeed.stores.axis_windows import ItemWindows, WindowStore
 from pinfeed.tensors.dtypes import DTYPES
 from pinfeed.testing.suites import ReadOnlyStoreTests
 
@@ -396,6 +396,26 @@ def test_windows_of_a_closed_store(tmp_path: Path) -> None:
     store.close()
     with pytest.raises(errors.ClosedError):
         gathered(windows, [0])
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("shape", [(20_000,), (40, 500)])
+def test_a_random_selection_plans_little_more_than_it_needs(
+    tmp_path: Path, shape: tuple[int, ...], share: float
+) -> None:
+    axis = len(shape) - 1
+    with saved_h5(tmp_path, np.zeros(shape), (1,) * axis + (100,)) as store:
+        windows = store.windows(axis, 60)
+        is_selected = np.random.default_rng(0).random(windows.n_rows) < share
+        blocks = rows.block_shuffled(3, block_rows=500, window_blocks=4)
+        chosen = rows.where(np.flatnonzero(is_selected), blocks).windows(windows.n_rows, 0)
+        assert chosen is not None
+        needed = [
+            sum(stop - start for start, stop in windows.item_runs(window.runs))
+            for window in chosen.needed(0, int(is_selected.sum()))
+        ]
+        planned = ItemWindows(chosen, windows).window_rows
+    assert max(needed) <= planned <= 2 * max(needed)
 
 
 def test_a_selection_with_more_gaps_than_in_its_first_window(
