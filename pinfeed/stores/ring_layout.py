@@ -105,12 +105,14 @@ class RingLayout:
                 f"add({name}=...): got shape {array.shape}; expected {expected}{alone}, one value "
                 "for each environment"
             )
-        if array.dtype != dtype and not np.can_cast(array.dtype, dtype, "same_kind"):
+        array = array.reshape(expected)
+        if array.dtype == dtype:
+            return np.ascontiguousarray(array)
+        if not np.can_cast(array.dtype, dtype, "same_kind"):
             raise ArgumentError(
                 f"add({name}=...): got {array.dtype}; expected {dtype}, the dtype of this part; "
                 f"convert it with .astype({dtype.name!r})"
             )
-        array = array.reshape(expected)
         made = np.ascontiguousarray(array, dtype)
         if dtype.kind in "iu" and (made != array).any():
             raise ArgumentError(
