@@ -78,11 +78,11 @@ class ReplayBuffer:
             are those of the first one. A window ends with the first step that is ``done`` or
             ``truncated``, and with the latest step. Batches have a part ``discount``: ``gamma`` to
             the power of the number of steps.
-        gamma: Discount of the rewards of a window.
+        gamma: Discount of the rewards of a window, from 0 to 1.
         alpha: Exponent of the priorities of prioritized draws. None draws uniformly.
         beta: Exponent of the importance weights of prioritized draws. The attribute ``beta`` may
-            change during the training.
-        epsilon: Added to the absolute value of each priority.
+            change during the training. Give it only with ``alpha``.
+        epsilon: Added to the absolute value of each priority. Give it only with ``alpha``.
         path: New or empty folder for memory-mapped files of the transitions. None keeps them in
             memory.
         seed: Seed of the draws.
@@ -122,7 +122,7 @@ class ReplayBuffer:
             next_of=dict(next_of or {}),
             stacked=frozenset((stacked,) if isinstance(stacked, str) else stacked),
             window=whole_number(n_steps, "n_steps"),
-            gamma=real_number(gamma, "gamma"),
+            gamma=real_number(gamma, "gamma", least=0, most=1),
         )
         if generator is None:
             generator = np.random.default_rng(check_seed(seed))
@@ -131,8 +131,15 @@ class ReplayBuffer:
                 f"generator={generator!r}: expected a generator of numpy; give "
                 "np.random.default_rng(seed), or np.random.RandomState(seed)"
             )
+        elif seed != 0:
+            raise ArgumentError(
+                f"seed={seed!r} with a generator; expected one of them, because a generator has a "
+                "seed of its own; leave seed out"
+            )
         self._draws: UniformDraws | PrioritizedDraws = UniformDraws(generator, n_envs)
-        if alpha is not None:
+        if alpha is None:
+            _refuse_unused(beta, epsilon)
+        else:
             numbers = (
                 real_number(value, name, least=0) for value, name in _named(alpha, beta, epsilon)
             )
@@ -247,18 +254,20 @@ class ReplayBuffer:
                 transition, the last counts.
 
         Raises:
-            ArgumentError: If the draws are uniform, the shapes differ, a priority is not finite, or
-                a row was never added.
+            ArgumentError: If the draws are uniform, the shapes differ, a priority is not a finite
+                number, or a row was never added.
         """
         draws = self._prioritized("update_priorities()")
-        numbers = _on_host(rows)
-        values = _on_host(priorities).astype(np.float64)
-        if numbers.ndim != 1 or numbers.dtype.kind not in "iu" or values.shape != numbers.shape:
+        numbers = _on_host(rows, "rows")
+        values = _on_host(priorities, "priorities")
+        is_alike = numbers.ndim == 1 and values.shape == numbers.shape
+        if not is_alike or numbers.dtype.kind not in "iu" or values.dtype.kind not in "biuf":
             raise ArgumentError(
                 f"update_priorities() got rows of shape {numbers.shape}, {numbers.dtype}, and "
-                f"priorities of shape {values.shape}; expected the part 'row' of a batch, and as "
-                "many priorities, each of shape (n,)"
+                f"priorities of shape {values.shape}, {values.dtype}; expected the part 'row' of a "
+                "batch, and as many priorities, each of shape (n,)"
             )
+        values = values.astype(np.float64)
         if not np.isfinite(values).all():
             raise ArgumentError(
                 "update_priorities() got a priority that is NaN or infinite; expected finite "
@@ -381,11 +390,33 @@ def _named(alpha: float, beta: float, epsilon: float) -> list[tuple[float, str]]
     return [(alpha, "alpha"), (beta, "beta"), (epsilon, "epsilon")]
 
 
-def _on_host(values: Any) -> Any:
-    """Return numbers as an array; a tensor may be on a GPU, or have a gradient."""
-    if hasattr(values, "detach"):
-        values = values.detach().cpu().numpy()
-    return np.asarray(values)
+def _refuse_unused(beta: float, epsilon: float) -> None:
+    """Raise ArgumentError if uniform draws have an argument of prioritized ones."""
+    for value, name, default in ((beta, "beta", 0.4), (epsilon, "epsilon", 1e-6)):
+        if value != default:
+            raise ArgumentError(
+                f"{name}={value!r} without alpha, which draws uniformly; expected it only with "
+                f"prioritized draws; give alpha=0.6, or leave {name} out"
+            )
+
+
+def _on_host(values: Any, name: str) -> Any:
+    """Return numbers as an array; a tensor may be on a GPU, or have a gradient or any dtype.
+
+    Raises:
+        ArgumentError: If numpy cannot read them.
+    """
+    try:
+        if hasattr(values, "detach"):
+            values = values.detach().cpu()
+            # numpy has no bfloat16.
+            values = values.double() if values.is_floating_point() else values
+        return np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentError(
+            f"update_priorities(): numpy cannot read the {name}, a {type(values).__name__} "
+            f"({error}); expected an array or a tensor of shape (n,)"
+        ) from None
 
 
 def _empty_folder(path: Any) -> str:

@@ -177,13 +177,17 @@ class RankBatches(RowBatches):
                 f"of the {world_size} ranks in that epoch"
             )
         if batch == n:
-            return len(self), (), batch > 0
+            return len(self), (), bool(batch or done)
         is_split = self.ranks.split_batches
         same_batches = size == self.size and (world_size == self.world_size or is_split)
-        if same_batches or batch == 0:
-            return batch, done, False
-        # The rows of a global batch are all read, by however many ranks.
-        return 0, (*done, (1 if is_split else world_size, batch * size)), False
+        if batch and not same_batches:
+            # The rows of a global batch are all read, by however many ranks.
+            done = (*done, (1 if is_split else world_size, batch * size))
+            batch = 0
+        if (batch or done) and batch == self._most(self.world_size, done):
+            # Too few rows are left for a batch of every rank.
+            return len(self), (), True
+        return batch, done, False
 
     def _read(self, theirs: Mapping[str, Any], size: int) -> tuple[int, Progress]:
         """Read the entry ``"ranks"`` of a state: the ranks, and the positions done before them."""

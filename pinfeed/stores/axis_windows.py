@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -308,14 +309,14 @@ class ItemWindows(WrappedWindows):
 
     @functools.cached_property
     def window_rows(self) -> int:
-        first = self.stores[0]
-        if all(store.has_steps_of(first) for store in self.stores):
-            # Rows are at the same distance from each other in all stores.
-            begins = [store.first_items(np.zeros(1, np.int64)).item(0) for store in self.stores]
-            ends = [begin + one.extent for begin, one in zip(begins, self.stores, strict=True)]
-            return self._most_items(first, max(ends) - min(begins))
-        most = sum(self._most_items(store, store.extent) for store in self.stores)
-        return min(first.items.n_rows, most)
+        most = self._most_of_stores()
+        n_rows = self.windows.window_rows
+        for window in itertools.islice(self.windows.needed(0, 1), 1):
+            # Short runs of a selection may be so close together that their windows overlap. The
+            # first window stands for all, and others may have half as many overlaps.
+            n_items = _n_rows(self._item_runs(window.runs))
+            most = min(most, 2 * n_items * n_rows // _n_rows(window.runs))
+        return most
 
     @property
     def block_rows(self) -> int:
@@ -342,6 +343,17 @@ class ItemWindows(WrappedWindows):
         ends = np.append(begins[1:], len(starts)) - 1
         return list(zip(starts[begins].tolist(), stops[ends].tolist(), strict=True))
 
+    def _most_of_stores(self) -> int:
+        """Return the most items of a window, if no run of rows is shorter than usual."""
+        first = self.stores[0]
+        if all(store.has_steps_of(first) for store in self.stores):
+            # Rows are at the same distance from each other in all stores.
+            begins = [store.first_items(np.zeros(1, np.int64)).item(0) for store in self.stores]
+            ends = [begin + one.extent for begin, one in zip(begins, self.stores, strict=True)]
+            return self._most_items(first, max(ends) - min(begins))
+        most = sum(self._most_items(store, store.extent) for store in self.stores)
+        return min(first.items.n_rows, most)
+
     def _most_items(self, store: WindowStore, extent: int) -> int:
         """Return the most items of a window, if no run of rows is shorter than usual.
 
@@ -361,6 +373,10 @@ class ItemWindows(WrappedWindows):
             n_pieces = 2 * n_runs + n_rows // n_along
             most = min(most, n_rows * axis.step + n_pieces * extent)
         return most
+
+
+def _n_rows(runs: Sequence[Interval]) -> int:
+    return sum(stop - start for start, stop in runs)
 
 
 def _first_rows(runs: Sequence[Interval], most: int) -> list[Interval]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -143,6 +143,7 @@ class FlatArray(ChunkedStore):
         n_items = math.prod(shape[:n_axes])
         bounds = np.append((outer[:, None] + along).ravel(), n_items)
         self._array = array
+        self._owned = False
         self._n_axes = n_axes
         self._decoding_chunks = array._decoding_chunks
         self._max_decodes = array._max_decodes
@@ -150,6 +151,17 @@ class FlatArray(ChunkedStore):
             array.label, array.dtype, shape[n_axes:], bounds, paths=tuple(array.paths)
         )
         super().__init__(layout)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # No caller has the array that was unpickled.
+        self._owned = True
+
+    def close(self) -> None:
+        """Free the chunks, and close the array if no caller can. Further calls do nothing."""
+        super().close()
+        if self._owned:
+            self._array.close()
 
     @property
     def version(self) -> object:

@@ -129,7 +129,8 @@ class ConcatStore:
         self._memory_rows = MemoryRows.of_arrays(arrays) if is_memory else None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.parts, self._owned)
+        # No caller has the parts that are unpickled.
+        return type(self), (self.parts, self.parts)
 
     @safe_repr
     def __repr__(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +37,11 @@ class ConcatChunks(ChunkedStore):
             paths=tuple(path for part in parts for path in part.paths),
         )
         super().__init__(layout)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # No caller has the parts that were unpickled.
+        self._owned = self.parts
 
     @property
     def version(self) -> object:

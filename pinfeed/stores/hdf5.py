@@ -276,12 +276,12 @@ def hdf5_root(path: Path) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def hdf5_group(source: Any, key: str | None) -> Iterator[tuple[Any, str]]:
-    """Open the group of a name in a file or in an open group; return it and its place in words.
+    """Open a file to read a group of it, or take an open group; return it and the name of the file.
 
     Raises:
-        StoreError: If there is no such group.
+        StoreError: If the file is not an HDF5 file, or is damaged.
     """
-    h5py = imported("h5py", f"SparseStore: h5py is needed; {install_line('hdf5')}")
+    imported("h5py", f"SparseStore: h5py is needed; {install_line('hdf5')}")
     with contextlib.ExitStack() as stack:
         parent = source
         if isinstance(source, (str, os.PathLike)):
@@ -289,20 +289,8 @@ def hdf5_group(source: Any, key: str | None) -> Iterator[tuple[Any, str]]:
         else:
             _require_valid(source, "SparseStore")
         path = os.fspath(os.path.basename(parent.file.filename))
-        group = parent if key is None else parent.get(key)
-        if isinstance(group, h5py.Dataset):
-            raise StoreError(
-                f"{path}: {key!r} is a dense dataset; expected a group with a sparse matrix; give "
-                f"HDF5Store(path, {key!r})"
-            )
-        if group is None:
-            names = ", ".join(sorted(parent.keys())[:_N_SHOWN])
-            raise StoreError(
-                f"{path} has no {key!r}; expected the name of a sparse matrix, such as 'X' or "
-                f"'layers/counts'; it has {names or 'nothing'}"
-            )
         with _h5py_errors(path, key):
-            yield group, f"{path}:{group.name}"
+            yield parent, path
 
 
 def _require_valid(dataset: Any, name: str) -> None:

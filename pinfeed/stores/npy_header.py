@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import errno
+import glob
 import io
 import math
 import os
@@ -67,10 +68,20 @@ def read_header(path: str, dtype: np.dtype[Any] | None = None) -> RowLayout:
         raise FileMissing(_missing(path)) from None
     except IsADirectoryError:
         found = of_file(os.path.normpath(path))
+        if _has_parquet(path):
+            found = f"Parquet files: give pinfeed.ParquetStore({path!r}, columns=[...])"
         kind = f" (it looks like {found})" if found else ""
         raise StoreError(
-            f"{path} is a directory{kind}; expected a .npy file, or a pattern such as {path}/*.npy"
+            f"{path} is a directory{kind}; expected a .npy file, or a pattern such as "
+            f"{os.path.join(path, '*.npy')}"
         ) from None
+
+
+def _has_parquet(folder: str) -> bool:
+    """Return whether a folder has Parquet files, or folders ``key=value`` that have some."""
+    inside = glob.escape(folder)
+    patterns = (os.path.join(inside, name) for name in ("*.parquet", "*=*/**/*.parquet"))
+    return any(True for pattern in patterns for _ in glob.iglob(pattern, recursive=True))
 
 
 def _missing(path: str) -> str:

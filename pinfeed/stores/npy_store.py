@@ -195,7 +195,8 @@ class NpyStore(LocalFileStore):
             span: Items that must exist from ``i * step`` on; by default ``start + length``. Stores
                 with equal ``step`` and ``span`` have the same number of rows in each file, so they
                 can be inputs and targets of one feeder.
-            axis: Axis of the items, or several, as for ``HDF5Store.windows``.
+            axis: Axis of the items, or several, as for ``HDF5Store.windows``. Files may differ in
+                the first of these axes, and in those before it.
             stride: Items from one item of a window to the next.
             across_files: Whether the items of all files are one sequence, as if the files were
                 joined. Windows then extend over the ends of files.
@@ -227,8 +228,12 @@ class NpyStore(LocalFileStore):
                     "the ends of files only along axis 0, without a stride; leave one out"
                 )
             axes = axis_windows(axis, length, step, stride, start, span)
-            items = [series_layout(p, dtype, offset) for p in local_paths(path)]
-            return cls._of_layouts(items, "r", keep_cache, memory_map)._axis_windows(axes)
+            arrays = [series_layout(p, dtype, offset) for p in local_paths(path)]
+            parts = [_axis_windows(array, axes) for array in arrays]
+            flat = [_flat(array, max(axes) + 1) for array in arrays]
+            _check_inner_axes(parts, arrays)
+            store = cls._of_layouts(flat, "r", keep_cache, memory_map)
+            return WindowStore(store, parts, owned=True)
         windows = Windows(length, step, start, span)
         items = [series_layout(p, dtype, offset) for p in local_paths(path)]
         if across_files:
@@ -237,24 +242,12 @@ class NpyStore(LocalFileStore):
             return store
         return cls._of_layouts(windows.layouts(items), "r", keep_cache, memory_map)
 
-    def _axis_windows(self, axes: dict[int, AxisWindow]) -> WindowStore:
-        shapes = [(layout.n_rows, *layout.row_shape) for layout in self._layouts]
-        parts = [AxisWindows.of(shape, axes, self.label) for shape in shapes]
-        return WindowStore(self.flat(max(axes) + 1), parts, owned=True)
-
     def flat(self, n_axes: int) -> NpyStore:
         """Return a store of the same bytes whose rows are numbered through ``n_axes`` axes.
 
         The rows have no gaps between them. The caller closes the store.
         """
-        layouts = [
-            dataclasses.replace(
-                layout,
-                n_rows=layout.n_rows * math.prod(layout.row_shape[: n_axes - 1]),
-                row_shape=layout.row_shape[n_axes - 1 :],
-            )
-            for layout in self._layouts
-        ]
+        layouts = [_flat(layout, n_axes) for layout in self._layouts]
         return NpyStore._of_layouts(layouts, "r", self._keep_cache, self._memory_map)
 
     @classmethod
@@ -369,6 +362,34 @@ class NpyStore(LocalFileStore):
             array = np.memmap(file, self.dtype, "r+", layout.offset, shape)
             yield np.asarray(array)
             array.flush()
+
+
+def _flat(array: RowLayout, n_axes: int) -> RowLayout:
+    """Return the layout of the items of an array, numbered through ``n_axes`` axes."""
+    n_rows = array.n_rows * math.prod(array.row_shape[: n_axes - 1])
+    return dataclasses.replace(array, n_rows=n_rows, row_shape=array.row_shape[n_axes - 1 :])
+
+
+def _axis_windows(array: RowLayout, axes: dict[int, AxisWindow]) -> AxisWindows:
+    shape = (array.n_rows, *array.row_shape)
+    return AxisWindows.of(shape, axes, os.path.basename(array.path))
+
+
+def _check_inner_axes(parts: Sequence[AxisWindows], arrays: Sequence[RowLayout]) -> None:
+    """Check that the windows of all files have the same items.
+
+    Raises:
+        StoreError: If they do not.
+    """
+    first = parts[0]
+    after = first.first_axis + 1
+    for part, array in zip(parts, arrays, strict=True):
+        if part.shape[after:] != first.shape[after:]:
+            raise StoreError(
+                f"{arrays[0].path} has the axes {first.shape}, but {array.path} has {part.shape}; "
+                f"expected equal axes after axis {first.first_axis}; join the windows of each "
+                "file: pinfeed.concat([NpyStore.windows(path, ...) for path in paths])"
+            )
 
 
 class _SpanningNpyStore(SpanningFiles, NpyStore):

@@ -42,9 +42,9 @@ class ParquetStore(ChunkedStore):
         path: A file, a pattern (``"part-*.parquet"``, in sorted order), a folder, or a sequence of
             these. Several files are shards of one store. A folder has the files in it and in its
             folders whose names end in ``.parquet``, sorted by their paths.
-        column: Name of one column. ``ParquetStore.columns(path)`` opens all columns.
-        columns: Names of the columns of a matrix. A name may also be a key of folders
-            ``key=value`` of a partitioned data set, if the values are numbers.
+        column: Name of one column. ``ParquetStore.columns(path)`` opens all columns of the files.
+        columns: Names of the columns of a matrix. A name, like ``column``, may also be a key of
+            folders ``key=value`` of a partitioned data set, if the values are numbers.
         dtype: Dtype of the rows, by default the smallest one that holds all columns. Numbers are
             rounded to the nearest float, as by numpy; integers must fit.
         missing: Number in place of nulls, such as ``float("nan")``. By default, nulls are an error.
@@ -98,11 +98,12 @@ class ParquetStore(ChunkedStore):
         names = checked_columns([column] if columns is None else columns)
         shards = open_shards(path)
         with pyarrow_errors(f"{_place(shards)}, column {names[0]!r}"):
-            if column is not None and dtype is None and missing is None:
+            is_key = not any(names[0] in shard.schema.names for shard in shards)
+            if column is not None and dtype is None and missing is None and not is_key:
                 self._open(shards, OneColumn.of(shards, column))
                 return
             matrix = ParquetMatrix.of(shards, names, dtype, missing)
-            # One column with a dtype is an array of numbers, not a matrix with one column.
+            # One column with a dtype, or a key of folders, is an array of numbers, not a matrix.
             self._open(shards, matrix if column is None else replace(matrix, row_shape=()))
 
     @classmethod

@@ -155,7 +155,9 @@ class ParquetMatrix:
             )
             self.columns.require_none_missing(name, n_missing)
         for name, values in self.folders.items():
-            self.columns.require_none_missing(name, values.count(None))
+            pairs = zip(shards, values, strict=True)
+            n_missing = sum(shard.metadata.num_rows for shard, value in pairs if value is None)
+            self.columns.require_none_missing(name, n_missing)
 
 
 def _dtype_in_files(shards: Sequence[ParquetShard], name: str, label: str) -> np.dtype[Any] | None:

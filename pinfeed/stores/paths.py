@@ -104,7 +104,8 @@ def file_size(path: str, pattern: str = "*") -> int:
         raise FileMissing(f"{path}: no such file (looked in {os.getcwd()})") from None
     if os.path.isdir(path):
         raise StoreError(
-            f"{path} is a directory; expected a file, or a pattern such as {path}/{pattern}"
+            f"{path} is a directory; expected a file, or a pattern such as "
+            f"{os.path.join(path, pattern)}"
         )
     return os.path.getsize(path)
 

@@ -105,12 +105,21 @@ class RingLayout:
                 f"add({name}=...): got shape {array.shape}; expected {expected}{alone}, one value "
                 "for each environment"
             )
-        if array.dtype != dtype and not np.can_cast(array.dtype, dtype, "same_kind"):
+        array = array.reshape(expected)
+        if array.dtype == dtype:
+            return np.ascontiguousarray(array)
+        if not np.can_cast(array.dtype, dtype, "same_kind"):
             raise ArgumentError(
                 f"add({name}=...): got {array.dtype}; expected {dtype}, the dtype of this part; "
                 f"convert it with .astype({dtype.name!r})"
             )
-        return np.ascontiguousarray(array, dtype).reshape(expected)
+        made = np.ascontiguousarray(array, dtype)
+        if dtype.kind in "iu" and (made != array).any():
+            raise ArgumentError(
+                f"add({name}=...): got {array[made != array][0]}; expected the numbers of "
+                f"{dtype}, the dtype of this part; give a wider one in parts"
+            )
+        return made
 
 
 def checked_parts(parts: Any) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
@@ -155,6 +164,11 @@ def _check_observations(layout: RingLayout) -> None:
                 f"next_of={dict(layout.next_of)!r}: {after!r} is {parts.get(after)} and {now!r} is "
                 f"{parts.get(now)}; expected two parts of one shape and dtype, such as "
                 "next_of={'next_obs': 'obs'}; add both to parts"
+            )
+        if now.startswith("next_") and not after.startswith("next_"):
+            raise ArgumentError(
+                f"next_of={dict(layout.next_of)!r} is swapped; expected the observation after a "
+                f"step, and then the one before it; give next_of={{{now!r}: {after!r}}}"
             )
     if len(set(layout.next_of.values())) < len(layout.next_of):
         raise ArgumentError(

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pinfeed.errors import ArgumentError, PinfeedError, StoreError
+from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.stores.hdf5 import HDF5Store, hdf5_group
 from pinfeed.stores.store import Store, whole_numbers
 from pinfeed.stores.zarr import ZarrStore, zarr_group
 
 _HDF5_SUFFIXES = (".h5ad", ".h5", ".hdf5", ".h5mu", ".loom")
+_N_SHOWN = 8
 _PARTS = ("data", "indices", "indptr")
 # Names of the format and of the shape: of AnnData since 0.7, and before.
 _FORMATS = (("encoding-type", "shape"), ("h5sparse_format", "h5sparse_shape"))
@@ -54,6 +55,7 @@ def open_matrix(source: Any, key: str | None) -> Matrix:
     if all(hasattr(source, name) for name in (*_PARTS, "shape", "format")):
         _require_csr(source.format, type(source).__name__, "matrix.tocsr()")
         n = int(source.indptr[-1])
+        _require_elements(n, f"the {type(source).__name__}")
         # scipy permits arrays that are longer than the matrix.
         return Matrix((source.data[:n], source.indices[:n]), source.indptr, source.shape[1])
     advice = "give matrix.tocsr()" if hasattr(source, "tocsr") else "give a dense array as it is"
@@ -75,6 +77,7 @@ def _from_torch(tensor: Any) -> Matrix:
             f"source has shape {tuple(tensor.shape)}; expected a matrix; give its slices to "
             "pinfeed.concat"
         )
+    _require_elements(len(tensor.values()), "the tensor")
     if tensor.requires_grad:
         tensor = tensor.detach()
     parts = (tensor.values(), tensor.col_indices())
@@ -89,8 +92,9 @@ def _from_group(source: Any, key: str | None, kind: type[HDF5Store] | type[ZarrS
         key: Name of the group in it; None for the open group itself.
         kind: Store of its arrays.
     """
-    find: Callable[..., Any] = hdf5_group if kind is HDF5Store else zarr_group
-    with find(source, key) as (group, place):
+    with hdf5_group(source, key) if kind is HDF5Store else zarr_group(source) as (parent, path):
+        group = _group_of(parent, key, path, kind.__name__)
+        place = f"{os.path.basename(path)}:{group.name}"
         attributes = dict(group.attrs)
         n_columns = _n_columns(attributes, place, sorted(group.keys()), kind.__name__)
         missing = [name for name in _PARTS if name not in group]
@@ -101,22 +105,37 @@ def _from_group(source: Any, key: str | None, kind: type[HDF5Store] | type[ZarrS
             )
         offsets = group["indptr"][()]
         arrays = {name: group[name] for name in _PARTS[:2]}
+        _require_elements(arrays["data"].shape[0], place)
         is_path = isinstance(source, (str, os.PathLike))
         with contextlib.ExitStack() as stack:
             stores: list[Store] = []
             for name, array in arrays.items():
-                try:
-                    store = kind(source, f"{key}/{name}") if is_path else kind(array)
-                except PinfeedError as error:
-                    if not array.shape[0]:
-                        raise StoreError(
-                            f"{place} has no elements other than zero; expected at least one"
-                        ) from error
-                    raise
+                store = kind(source, f"{key}/{name}") if is_path else kind(array)
                 stack.callback(store.close)
                 stores.append(store)
             stack.pop_all()
     return Matrix(stores, offsets, n_columns, stores)
+
+
+def _group_of(parent: Any, key: str | None, path: str, store: str) -> Any:
+    """Return the group of a name in an open group; by default, the open group itself.
+
+    Raises:
+        StoreError: If there is no such group.
+    """
+    found = parent if key is None else parent.get(key)
+    if found is None:
+        names = ", ".join(sorted(parent.keys())[:_N_SHOWN])
+        raise StoreError(
+            f"{path} has no {key!r}; expected the name of a sparse matrix, such as 'X' or "
+            f"'layers/counts'; it has {names or 'nothing'}"
+        )
+    if not hasattr(found, "keys"):
+        raise StoreError(
+            f"{path}: {key!r} is a dense array; expected a group with a sparse matrix; give "
+            f"{store}(path, {key!r})"
+        )
+    return found
 
 
 def _n_columns(attributes: Mapping[str, Any], place: str, names: Sequence[str], store: str) -> int:
@@ -149,6 +168,13 @@ def matrix_shape(attributes: Mapping[str, Any], place: str) -> tuple[int, ...]:
     found = str(attributes[name]).removesuffix("_matrix")
     _require_csr(found, place, "the matrix as adata.X.tocsr(), and write the file again")
     return whole_numbers(tuple(attributes[shape]), place)
+
+
+def _require_elements(n: int, place: str) -> None:
+    if not n:
+        raise StoreError(
+            f"{place} has no elements other than zero; expected at least one; leave the matrix out"
+        )
 
 
 def _require_csr(found: str, place: str, todo: str) -> None:

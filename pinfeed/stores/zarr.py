@@ -169,11 +169,11 @@ def zarr_root(path: str) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def zarr_group(source: Any, key: str | None) -> Iterator[tuple[Any, str]]:
-    """Open the group of a name in a store or in an open group; return it and its place in words.
+def zarr_group(source: Any) -> Iterator[tuple[Any, str]]:
+    """Open the group of a path, or take an open group; return it and its path.
 
     Raises:
-        StoreError: If there is no such group.
+        StoreError: If there is no such group, or it is damaged.
     """
     zarr = imported("zarr", f"SparseStore: zarr 3.1 or later is needed; {install_line('zarr')}")
     path = ""
@@ -186,19 +186,7 @@ def zarr_group(source: Any, key: str | None) -> Iterator[tuple[Any, str]]:
         if path:
             parent = zarr.open_group(path, mode="r")
             stack.callback(parent.store.close)
-        found = parent if key is None else parent.get(key)
-        if isinstance(found, zarr.Array):
-            raise StoreError(
-                f"{path}: {key!r} is a dense array; expected a group with a sparse matrix; give "
-                f"ZarrStore(path, {key!r})"
-            )
-        if found is None:
-            names = ", ".join(sorted(parent.keys())[:_N_SHOWN])
-            raise StoreError(
-                f"{path} has no {key!r}; expected the name of a sparse matrix, such as 'X' or "
-                f"'layers/counts'; it has {names or 'nothing'}"
-            )
-        yield found, f"{os.path.basename(path)}/{found.path}"
+        yield parent, path
 
 
 def _zarr_errors(place: str) -> AbstractContextManager[None]:

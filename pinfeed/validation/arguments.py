@@ -39,21 +39,25 @@ def whole_number(
     return number
 
 
-def real_number(value: Any, name: str, *, least: float = -math.inf, note: str = "") -> float:
+def real_number(
+    value: Any, name: str, *, least: float = -math.inf, most: float = math.inf, note: str = ""
+) -> float:
     """Return ``value`` as a float.
 
     Args:
         value: The user's argument.
         name: The argument's name.
         least: The smallest number that is accepted.
+        most: The largest number that is accepted.
         note: Text that the error appends to the expected range.
 
     Raises:
-        ArgumentError: If ``value`` is not a number, is True, False or NaN, or is below ``least``.
+        ArgumentError: If ``value`` is not a number, is True, False or NaN, or is out of range.
     """
-    # "not >=" also refuses NaN, because every comparison with NaN is false.
-    if isinstance(value, bool) or not isinstance(value, Real) or not float(value) >= least:
+    # "not <=" also refuses NaN, because every comparison with NaN is false.
+    if isinstance(value, bool) or not isinstance(value, Real) or not least <= float(value) <= most:
         range_text = "" if least == -math.inf else f", at least {least:g}"
+        range_text += "" if most == math.inf else f" and at most {most:g}"
         raise ArgumentError(f"{name}={value!r}: expected a number{range_text}{note}")
     return float(value)
 

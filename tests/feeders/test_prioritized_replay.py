@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -161,6 +162,10 @@ def test_priorities_of_overwritten_transitions_are_left_out() -> None:
         ([0, 1], [1.0], "as many priorities"),
         ([0.5], [1.0], "the part 'row' of a batch"),
         ([0], [np.nan], "NaN or infinite"),
+        ([0], ["high"], "priorities of shape .*, <U4; expected the part 'row'"),
+        ([0], [1j], "complex128; expected the part 'row'"),
+        ([0], [[1], [2, 3]], "cannot read the priorities, a list .*; expected an array"),
+        ([[0], [1, 2]], [1.0], "cannot read the rows, a list .*; expected an array"),
     ],
 )
 def test_wrong_priorities_are_refused(rows: Any, priorities: Any, message: str) -> None:
@@ -168,6 +173,16 @@ def test_wrong_priorities_are_refused(rows: Any, priorities: Any, message: str) 
     buffer.add(x=0)
     with pytest.raises(ArgumentError, match=message):
         buffer.update_priorities(rows, priorities)
+
+
+def test_priorities_have_the_dtype_of_the_loss() -> None:
+    buffer = pinfeed.ReplayBuffer(2, {"x": ((), "int64")}, alpha=1.0, epsilon=0.0)
+    for x in range(2):
+        buffer.add(x=x)
+    errors = torch.tensor([1.0, -3.0], dtype=torch.bfloat16, requires_grad=True)
+    buffer.update_priorities(torch.arange(2), errors)
+    (batch,) = buffer.batches(400, n=1, device="cpu")
+    assert np.bincount(batch["x"].numpy()).tolist() == [100, 300]
 
 
 def test_transitions_without_any_priority_are_refused() -> None:

@@ -271,6 +271,21 @@ def test_a_buffer_in_files_has_the_same_batches(tmp_path: Any) -> None:
         pinfeed.ReplayBuffer(40, STACK, path=tmp_path / "replay")
 
 
+@pytest.mark.parametrize("after", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("done", [True, False])
+def test_a_reward_after_a_window_does_not_change_its_return(after: float, done: bool) -> None:
+    parts: dict[str, Any] = {"reward": ((), "float32"), "done": ((), "bool")}
+    buffer = pinfeed.ReplayBuffer(2, parts, n_steps=3, gamma=0.5)
+    # The window of the reward 2 ends with its episode, or with the latest step, after which the
+    # oldest step follows in the ring.
+    for reward in (2.0, after) if done else (after, 2.0):
+        buffer.add(reward=reward, done=done)
+    (batch,) = buffer.batches(50, n=1, device="cpu")
+    returns = batch["reward"].numpy()
+    np.testing.assert_array_equal(np.unique(returns[np.isfinite(returns)]), [2.0])
+    assert not np.isfinite(returns).all()
+
+
 def test_the_plan_counts_the_transitions() -> None:
     buffer = pinfeed.ReplayBuffer(100, FLAT, alpha=0.5)
     with buffer.batches(7, depth=2, device="cpu") as feeder:
@@ -299,6 +314,9 @@ STEP = {
         ({"action": 0.5}, "got float64; expected int64"),
         ({"action": [[1], [2, 3]]}, "numpy cannot read a list"),
         ({"more": 1}, r"expected obs, action"),
+        ({"action": 2**70}, "got object; expected int64"),
+        ({"action": np.array(2**63, "uint64")}, "got 9223372036854775808; expected .* of int64"),
+        ({"next_obs": "right"}, r"add\(next_obs=...\): got shape \(\); expected \(1, 3\)"),
     ],
 )
 def test_a_wrong_step_adds_nothing(change: Any, message: str) -> None:
@@ -321,6 +339,12 @@ def test_a_wrong_step_adds_nothing(change: Any, message: str) -> None:
         ({"n_steps": 3, "parts": {"x": ((), "int64")}}, "'reward', of float32, and 'done'"),
         ({"alpha": "high"}, "alpha='high': expected a number"),
         ({"generator": 3}, "expected a generator of numpy"),
+        ({"beta": 0.6}, "beta=0.6 without alpha.* give alpha=0.6, or leave beta out"),
+        ({"epsilon": 0.1}, "epsilon=0.1 without alpha"),
+        ({"generator": np.random.default_rng(0), "seed": 3}, "seed=3 with .* leave seed out"),
+        ({"gamma": 1.5}, "gamma=1.5: expected a number, at least 0 and at most 1"),
+        ({"gamma": -0.5}, "gamma=-0.5: expected a number, at least 0"),
+        ({"next_of": {"obs": "next_obs"}}, "swapped; .* give next_of={'next_obs': 'obs'}"),
     ],
 )
 def test_wrong_arguments_are_refused(options: dict[str, Any], message: str) -> None:

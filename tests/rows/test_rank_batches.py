@@ -295,6 +295,23 @@ def test_a_complete_epoch_is_complete_at_any_world_size() -> None:
                 assert feeder.epoch == 2
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_too_few_rows_for_more_ranks_end_the_epoch(split: bool) -> None:
+    """Two ranks leave two of ten rows, or one of nine, which more ranks cannot share."""
+    x = np.arange(9 if split else 10)
+    options: dict[str, Any] = {"batch_size": 4 if split else 2, "split": split}
+    before, after = (1, 2) if split else (2, 4)
+    for feeder in feeders(x, before, "drop", **options):
+        with feeder:
+            for _ in itertools.islice(feeder, 2):
+                state = feeder.state_dict()
+    for feeder in feeders(x, after, "drop", **options):
+        with feeder:
+            feeder.load_state_dict(state)
+            assert feeder.epoch == 1
+            assert sum(map(len, feeder)) == len(x) // after
+
+
 def test_identities_are_shared() -> None:
     def read(value: int) -> Any:
         yield from (torch.tensor(value), torch.tensor(-value))

@@ -317,6 +317,26 @@ def test_files_of_unequal_length(tmp_path: Path, saved: Any, chunks: Any) -> Non
         one.close()
 
 
+def test_npy_files_with_unequal_axes(tmp_path: Path) -> None:
+    arrays = [ARRAY, ARRAY[:1, :3] + 1, ARRAY[:2, :9] + 2]
+    paths = [tmp_path / f"{i}.npy" for i in range(3)]
+    for path, array in zip(paths, arrays, strict=True):
+        np.save(path, array)
+    expected = np.concatenate([plain(array, 1, length=5) for array in (arrays[0], arrays[2])])
+    with NpyStore.windows(paths, axis=1, length=5) as store:
+        np.testing.assert_array_equal(gathered(store, range(store.n_rows)), expected)
+    np.save(paths[1], ARRAY[:, :, :3])
+    with pytest.raises(errors.StoreError, match=r"expected equal axes after axis 1; .*concat\(\["):
+        NpyStore.windows(paths[:2], axis=(1, 2), length=2)
+    windows = [NpyStore.windows(path, axis=(1, 2), length=2) for path in paths[:2]]
+    assert concat(windows).n_rows == sum(one.n_rows for one in windows)
+    for one in windows:
+        one.close()
+    np.save(paths[1], ARRAY[..., :3])
+    with pytest.raises(errors.StoreError, match="shards do not match"):
+        NpyStore.windows(paths[:2], axis=1, length=2)
+
+
 def test_whole_files_are_joined_with_their_chunks(tmp_path: Path) -> None:
     arrays = [ARRAY[:4], ARRAY[4:5], ARRAY[5:]]
     parts = [saved_h5(tmp_path, one, (1, 7, 8, 8), f"x{i}") for i, one in enumerate(arrays)]
@@ -331,6 +351,32 @@ def test_whole_files_are_joined_with_their_chunks(tmp_path: Path) -> None:
             assert torch.equal(batch, wanted)
     for part in parts:
         part.close()
+
+
+def open_files(folder: Path) -> list[str]:
+    """Return the names of the files of a folder that this process has open."""
+    paths = [entry.resolve() for entry in Path("/proc/self/fd").iterdir()]
+    return sorted(path.name for path in paths if path.parent == folder)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_an_unpickled_concat_closes_what_it_opened(tmp_path: Path, axis: int) -> None:
+    arrays = [ARRAY, ARRAY[:, :9] + 2] if axis else [ARRAY, ARRAY[:3] + 2]
+    stores = [saved_h5(tmp_path, one, (1, 7, 8, 8), f"x{i}") for i, one in enumerate(arrays)]
+    joined = concat([one.windows(axis, 2) for one in stores])
+    expected = np.concatenate([plain(array, axis, length=2) for array in arrays])
+    with pickle.loads(pickle.dumps(joined)) as copy:
+        np.testing.assert_array_equal(gathered(copy, range(copy.n_rows)), expected)
+        for one in stores:
+            one.close()
+        assert open_files(tmp_path) == ["x0.h5", "x1.h5"]
+    assert not open_files(tmp_path)
+
+
+def test_a_concat_closes_no_store_of_the_caller(tmp_path: Path) -> None:
+    with saved_h5(tmp_path, ARRAY, (1, 7, 8, 8)) as store:
+        concat([store.windows(1, 5)] * 2).close()
+        assert gathered(store.windows(1, 5), [0]).shape == (1, 5, 8, 8)
 
 
 def test_ranks_resume_and_pickle(tmp_path: Path) -> None:
@@ -394,6 +440,26 @@ def test_windows_of_a_closed_store(tmp_path: Path) -> None:
     store.close()
     with pytest.raises(errors.ClosedError):
         gathered(windows, [0])
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("shape", [(20_000,), (40, 500)])
+def test_a_random_selection_plans_little_more_than_it_needs(
+    tmp_path: Path, shape: tuple[int, ...], share: float
+) -> None:
+    axis = len(shape) - 1
+    with saved_h5(tmp_path, np.zeros(shape), (1,) * axis + (100,)) as store:
+        windows = store.windows(axis, 60)
+        is_selected = np.random.default_rng(0).random(windows.n_rows) < share
+        blocks = rows.block_shuffled(3, block_rows=500, window_blocks=4)
+        chosen = rows.where(np.flatnonzero(is_selected), blocks).windows(windows.n_rows, 0)
+        assert chosen is not None
+        needed = [
+            sum(stop - start for start, stop in windows.item_runs(window.runs))
+            for window in chosen.needed(0, int(is_selected.sum()))
+        ]
+        planned = ItemWindows(chosen, windows).window_rows
+    assert max(needed) <= planned <= 2 * max(needed)
 
 
 def test_a_selection_with_more_gaps_than_in_its_first_window(

@@ -218,6 +218,18 @@ def test_a_directory(tmp_path: Path) -> None:
         StoreError, match=r"is a directory; expected a \.npy file, or a pattern such as .*/\*\.npy"
     ):
         read_header(str(tmp_path))
+    with pytest.raises(StoreError, match=rf"such as {re.escape(str(tmp_path))}/\*\.npy$"):
+        read_header(f"{tmp_path}/")
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "year=2024/month=5/x.parquet"])
+def test_a_directory_of_parquet_files(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).touch()
+    for path in (f"{tmp_path}/", str(tmp_path)):
+        hint = f"pinfeed.ParquetStore({path!r}, columns=[...])"
+        with pytest.raises(StoreError, match=re.escape(hint)):
+            read_header(path)
 
 
 @pytest.mark.parametrize(

@@ -281,6 +281,18 @@ def test_keys_of_folders_are_columns(tmp_path: Path) -> None:
     assert gathered(only, range(15))[:, 0].tolist() == want[:, 0].tolist()
 
 
+def test_a_key_of_folders_is_an_array_of_its_numbers(tmp_path: Path) -> None:
+    path, _ = partitioned(tmp_path)
+    store = ParquetStore(path, "month")
+    assert store.dtype == np.int64
+    assert gathered(store, range(15)).tolist() == [11] * 7 + [2] * 5 + [3] * 3
+    # The year of the last file, which has three rows, is missing.
+    with pytest.raises(errors.StoreError, match="'year' has 3 missing values"):
+        ParquetStore(path, "year")
+    with pytest.raises(errors.StoreError, match=r"no column 'z'; expected one of.*'month'"):
+        ParquetStore(path, "z")
+
+
 def test_keys_of_folders_that_are_no_numbers(tmp_path: Path) -> None:
     for name in ("country=de", "country=fr"):
         (tmp_path / name).mkdir()

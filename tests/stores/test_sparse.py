@@ -245,7 +245,16 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
         {},
         "the columns of the matrix are float32; expected integers such as int32",
     ),
-    "no elements": (torch.zeros(3, 3).to_sparse_csr(), {}, "has no rows"),
+    "no elements": (
+        torch.zeros(3, 3).to_sparse_csr(),
+        {},
+        "the tensor has no elements other than zero; expected at least one",
+    ),
+    "no elements of scipy": (
+        Other(indptr=np.zeros(4, np.int32)),
+        {},
+        "the Other has no elements other than zero; expected at least one",
+    ),
     "slices": (torch.eye(3).expand(2, 3, 3).to_sparse_csr(), {}, "expected a matrix"),
     "missing": ("nowhere.h5ad", {}, "nowhere.h5ad: no such file"),
     "missing group": ("nowhere.zarr", {}, "nowhere.zarr: no such file or Zarr group"),
@@ -288,7 +297,7 @@ def test_files_that_are_not_sparse_matrices(tmp_path: Path) -> None:
         Sparse(30, 9).write_hdf5(tmp_path / "columns.h5ad")
     for key, message in {
         "obs": "is not a sparse matrix; expected a group with the attributes encoding-type",
-        "dense": r"'dense' is a dense dataset.*HDF5Store\(path, 'dense'\)",
+        "dense": r"'dense' is a dense array.*HDF5Store\(path, 'dense'\)",
         "Y": "has no 'Y'; expected the name of a sparse matrix.*it has X, dense, obs, part",
         "part": "has no data, indices, indptr; expected",
     }.items():
