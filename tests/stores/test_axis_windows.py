@@ -454,11 +454,12 @@ def test_a_random_selection_plans_little_more_than_it_needs(
         blocks = rows.block_shuffled(3, block_rows=500, window_blocks=4)
         chosen = rows.where(np.flatnonzero(is_selected), blocks).windows(windows.n_rows, 0)
         assert chosen is not None
+        made = ItemWindows(chosen, (windows,))
         needed = [
-            sum(stop - start for start, stop in windows.item_runs(window.runs))
+            sum(stop - start for start, stop in made._item_runs(window.runs))
             for window in chosen.needed(0, int(is_selected.sum()))
         ]
-        planned = ItemWindows(chosen, windows).window_rows
+        planned = made.window_rows
     assert max(needed) <= planned <= 2 * max(needed)
 
 
