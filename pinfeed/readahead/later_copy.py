@@ -71,6 +71,11 @@ class LaterCopy(ReadStrategy):
     def may_be_in_memory(self) -> bool:
         return self._copy.may_be_in_memory
 
+    @property
+    def may_open_ahead(self) -> bool:
+        # The second epoch loads the copy, even if the loop reads only the first one.
+        return self._n_epochs > 1
+
     def close(self) -> None:
         self._first.close()
         self._later.close()
