@@ -309,12 +309,12 @@ class ItemWindows(WrappedWindows):
     @functools.cached_property
     def window_rows(self) -> int:
         first = self.stores[0]
+        most = sum(self._most_items(store, store.extent) for store in self.stores)
         if all(store.has_steps_of(first) for store in self.stores):
             # Rows are at the same distance from each other in all stores.
             begins = [store.first_items(np.zeros(1, np.int64)).item(0) for store in self.stores]
             ends = [begin + one.extent for begin, one in zip(begins, self.stores, strict=True)]
-            return self._most_items(first, max(ends) - min(begins))
-        most = sum(self._most_items(store, store.extent) for store in self.stores)
+            most = min(most, self._most_items(first, max(ends) - min(begins)))
         return min(first.items.n_rows, most)
 
     @property
