@@ -112,7 +112,7 @@ class EpochsAhead:
             0 if the loop must not continue.
         """
         n_slots = self._n_slots(self._filled + 1, 0)
-        if not n_slots or not self._may_continue():
+        if not (n_slots and self._may_continue() and self._source.may_open_ahead):
             return 0
         self._filled += 1
         self._n_left.append(n_slots)

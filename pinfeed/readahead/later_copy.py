@@ -1,11 +1,12 @@
 """LaterCopy: reads rows in sequence in the first epoch, and copies them into memory in the second.
 
-A loop that reads its rows only once pays for no copy.
+A program with a single loop over its rows pays for no copy.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import contextlib
+from collections.abc import Iterator
 
 from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.readahead.resident_file import InMemoryCopy
@@ -38,7 +39,8 @@ class LaterCopy(ReadStrategy):
         self._first = first
         self._copy = copy
         self._later = later or copy
-        self._n_epochs = 0
+        self._current = first
+        self._is_first = True
         self.row_shape = store.row_shape
         self.dtype = store.dtype
         self.items = first.items + self._later.items
@@ -47,29 +49,34 @@ class LaterCopy(ReadStrategy):
     def hint(self) -> str:  # type: ignore[override]  # an attribute of the base
         return self._current.hint
 
-    @property
-    def _current(self) -> ReadStrategy:
-        return self._first if self._n_epochs <= 1 else self._later
-
-    def open_epoch(
-        self, windows: Windows | None, start: int, stop: int
-    ) -> AbstractContextManager[OpenBatch]:
-        self._n_epochs += 1
-        return self._current.open_epoch(windows, start, stop)
+    @contextlib.contextmanager
+    def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
+        strategy = self._first if self._is_first else self._later
+        self._is_first = False
+        with strategy.open_epoch(windows, start, stop) as open_batch:
+            # The last batches of an epoch may be read after it has ended.
+            self._current = strategy
+            yield open_batch
 
     def gather_runs(self, runs: Runs, out: Array) -> None:
         """Copy runs of rows to their positions in ``out``. The caller has checked all arguments."""
-        run_gather(self._store if self._n_epochs <= 1 else self._copy)(runs, out)
+        run_gather(self._store if self._current is self._first else self._copy)(runs, out)
 
     def memory_rows(self) -> MemoryRows | None:
         return self._copy.memory_rows()
 
     def for_others(self) -> ReadStrategy:
-        return LaterCopy(self._store, self._first, self._copy, self._copy.for_others())
+        first = self._first.for_others() or self._first
+        return LaterCopy(self._store, first, self._copy, self._copy.for_others())
 
     @property
     def may_be_in_memory(self) -> bool:
         return self._copy.may_be_in_memory
+
+    @property
+    def may_open_ahead(self) -> bool:
+        # The second epoch loads the copy, even if the loop reads only the first one.
+        return self._current is self._later
 
     def close(self) -> None:
         self._first.close()

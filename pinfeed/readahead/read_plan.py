@@ -87,6 +87,11 @@ class RaggedReads:
         pairs = zip(self.store.parts, self._parts, strict=True)
         return main_hint([(float(row_nbytes(one)), part.strategy.hint) for one, part in pairs])
 
+    @property
+    def may_open_ahead(self) -> bool:
+        """Whether the next epoch may be opened early, like ``ReadStrategy.may_open_ahead``."""
+        return all(part.strategy.may_open_ahead for part in self._parts)
+
     @contextlib.contextmanager
     def open_epoch(
         self, windows: Windows | None, start: int, stop: int

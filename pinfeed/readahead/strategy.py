@@ -119,6 +119,11 @@ class ReadStrategy:
         """Whether ``memory_rows`` may find the rows, now or when a file has been loaded."""
         return self.memory_rows() is not None
 
+    @property
+    def may_open_ahead(self) -> bool:
+        """Whether the next epoch may be opened before it is certain that the loop reads it."""
+        return True
+
     def close(self) -> None:
         """Free the memory of the strategy."""
 

@@ -45,6 +45,10 @@ class WindowReads(ReadStrategy):
             else:
                 yield lambda position, n: self._of_items(open_batch(position, n))
 
+    @property
+    def may_open_ahead(self) -> bool:
+        return self._strategy.may_open_ahead
+
     def close(self) -> None:
         self._strategy.close()
 

@@ -107,8 +107,8 @@ class WindowReadahead(ReadStrategy):
         self._window_nbytes = windows.window_rows * store.row_nbytes
         self.items = (window_allocation(windows, store.row_nbytes, n_batch_rows),)
         self._pool = BufferPool(self.items[0].count)
-        self.open_batch: OpenBatch = lambda position, n: WindowBatch(store, [])
-        """Serves the epoch that was opened last."""
+        self.open_batch: OpenBatch | None = None
+        """Serves the epoch that is open; None if none is."""
         # Windows that take memory.
         self._live: weakref.WeakSet[_Window] = weakref.WeakSet()
         self.hint = (
@@ -127,14 +127,19 @@ class WindowReadahead(ReadStrategy):
                 # After a short last window, batches of the previous epoch may need one more window.
                 lambda: len(self._live) < self.items[0].count,
             )
-            self.open_batch = lambda position, n: WindowBatch(self._store, cursor.take(position, n))
+            self.open_batch = opened = lambda position, n: WindowBatch(
+                self._store, cursor.take(position, n)
+            )
             try:
-                yield self.open_batch
+                yield opened
             except GeneratorExit:
                 # The training loop ended early. At the end of the data, in contrast, the last
                 # batches may still wait for reads, so these are not cancelled.
                 threads.shutdown(wait=False, cancel_futures=True)
                 raise
+            finally:
+                # The function keeps windows in memory.
+                self.open_batch = None
 
     def for_others(self) -> ReadStrategy:
         return SharedReadahead(self)
@@ -163,6 +168,7 @@ class SharedReadahead(ReadStrategy):
 
     @contextlib.contextmanager
     def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
+        assert self._other.open_batch is not None
         yield self._other.open_batch
 
 

@@ -309,14 +309,20 @@ class ItemWindows(WrappedWindows):
 
     @functools.cached_property
     def window_rows(self) -> int:
-        most = self._most_of_stores()
+        first = self.stores[0]
+        most = sum(self._most_items(store, store.extent) for store in self.stores)
+        if all(store.has_steps_of(first) for store in self.stores):
+            # Rows are at the same distance from each other in all stores.
+            begins = [store.first_items(np.zeros(1, np.int64)).item(0) for store in self.stores]
+            ends = [begin + one.extent for begin, one in zip(begins, self.stores, strict=True)]
+            most = min(most, self._most_items(first, max(ends) - min(begins)))
         n_rows = self.windows.window_rows
         for window in itertools.islice(self.windows.needed(0, 1), 1):
             # Short runs of a selection may be so close together that their windows overlap. The
             # first window stands for all, and others may have half as many overlaps.
             n_items = _n_rows(self._item_runs(window.runs))
             most = min(most, 2 * n_items * n_rows // _n_rows(window.runs))
-        return most
+        return min(first.items.n_rows, most)
 
     @property
     def block_rows(self) -> int:
@@ -342,17 +348,6 @@ class ItemWindows(WrappedWindows):
         begins = np.flatnonzero(is_first)
         ends = np.append(begins[1:], len(starts)) - 1
         return list(zip(starts[begins].tolist(), stops[ends].tolist(), strict=True))
-
-    def _most_of_stores(self) -> int:
-        """Return the most items of a window, if no run of rows is shorter than usual."""
-        first = self.stores[0]
-        if all(store.has_steps_of(first) for store in self.stores):
-            # Rows are at the same distance from each other in all stores.
-            begins = [store.first_items(np.zeros(1, np.int64)).item(0) for store in self.stores]
-            ends = [begin + one.extent for begin, one in zip(begins, self.stores, strict=True)]
-            return self._most_items(first, max(ends) - min(begins))
-        most = sum(self._most_items(store, store.extent) for store in self.stores)
-        return min(first.items.n_rows, most)
 
     def _most_items(self, store: WindowStore, extent: int) -> int:
         """Return the most items of a window, if no run of rows is shorter than usual.

@@ -106,6 +106,8 @@ class ZarrStore(ChunkedArray):
         super().close()
         with self._opening:
             self._release_source()
+        if self._chunks is not None:
+            self._chunks.close()
 
     def _init_process_state(self) -> None:
         super()._init_process_state()

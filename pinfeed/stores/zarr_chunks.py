@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,11 +17,13 @@ import numpy.typing as npt
 from pinfeed.stores.chunk_grid import Box, ChunkGrid
 from pinfeed.stores.store import Array
 
+_SCRATCH_STEP = 64 << 10
 # Compressors that are undone here, by their names in numcodecs.
 _COMPRESSORS = ("blosc", "gzip", "lz4", "zlib", "zstd")
 _NOT_WRITTEN = np.iinfo(np.uint64).max
-# Most indices of shards to keep. An index has 16 bytes per chunk.
-_N_INDICES = 64
+# Most bytes of all indices of shards that are kept, unless one is larger. An index has 16 bytes for
+# each chunk.
+_INDEX_BYTES = 1 << 20
 
 
 class ChunkCodecs(NamedTuple):
@@ -50,6 +51,11 @@ class ZarrChunks:
         self._folder = os.path.join(os.path.abspath(array.store.root), array.path)
         self._key = array.metadata.encode_chunk_key
         self._indices: dict[tuple[int, ...], npt.NDArray[np.uint64] | None] = {}
+        # Memory that no thread uses now.
+        self._spare: list[_Scratch] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_indices": {}, "_spare": []}
 
     @classmethod
     def of(cls, array: Any) -> ZarrChunks | None:
@@ -60,7 +66,8 @@ class ZarrChunks:
         found = _codecs_of_2(metadata) if metadata["zarr_format"] == 2 else _codecs_of_3(metadata)
         is_known = (
             found is not None
-            and isinstance(array.store, LocalStore)
+            # A subclass may change bytes.
+            and type(array.store) is LocalStore
             and np.dtype(array.dtype).isnative
             and metadata["fill_value"] is not None
         )
@@ -73,16 +80,29 @@ class ZarrChunks:
             True, or False if a chunk is damaged, which zarr can explain.
         """
         try:
+            scratch = self._spare.pop()
+        except IndexError:
+            scratch = _Scratch()
+        try:
             for origin in self.grid.origins(box):
-                self._read_chunk(origin, self.grid.place(origin, box, out))
+                self._read_chunk(origin, self.grid.place(origin, box, out), scratch)
         except Exception:
             # Each compressor has errors of its own.
             return False
+        finally:
+            self._spare.append(scratch)
         return True
 
-    def _read_chunk(self, origin: tuple[int, ...], place: Array) -> None:
+    def close(self) -> None:
+        """Free the memory for the bytes of chunks."""
+        self._spare.clear()
+
+    def _read_chunk(self, origin: tuple[int, ...], place: Array, scratch: _Scratch) -> None:
         chunk = _divide(origin, self.grid.chunks)
-        raw = self._read_in_shard(chunk, origin) if self._shards else _read(self._path(chunk))
+        if self._shards:
+            raw = self._read_in_shard(chunk, origin, scratch)
+        else:
+            raw = scratch.read(self._path(chunk))
         if raw is None:
             place[...] = self._fill_value
             return
@@ -99,30 +119,44 @@ class ZarrChunks:
         else:
             self.grid.put(codec.decode(raw), place)
 
-    def _read_in_shard(self, chunk: tuple[int, ...], origin: tuple[int, ...]) -> memoryview | None:
+    def _read_in_shard(
+        self, chunk: tuple[int, ...], origin: tuple[int, ...], scratch: _Scratch
+    ) -> memoryview | None:
         """Return a chunk as it is in its shard; None if it was never written."""
         assert self._shards is not None
         shard = _divide(origin, self._shards)
-        if shard not in self._indices:
-            if len(self._indices) >= _N_INDICES:
+        try:
+            index = self._indices[shard]
+        except KeyError:
+            index = self._read_index(shard, scratch)
+            # Another thread may also clear them.
+            if (len(self._indices) + 1) * self._index_nbytes > _INDEX_BYTES:
                 self._indices.clear()
-            self._indices[shard] = self._read_index(shard)
-        index = self._indices[shard]
+            self._indices[shard] = index
         if index is None:
             return None
         within = tuple(n % size for n, size in zip(chunk, index.shape, strict=False))
         offset, nbytes = index[within].tolist()
-        return None if offset == _NOT_WRITTEN else _read(self._path(shard), offset, nbytes)
+        return None if offset == _NOT_WRITTEN else scratch.read(self._path(shard), offset, nbytes)
 
-    def _read_index(self, shard: tuple[int, ...]) -> npt.NDArray[np.uint64] | None:
+    @property
+    def _index_shape(self) -> tuple[int, ...]:
+        assert self._shards is not None
+        return (*_divide(self._shards, self.grid.chunks), 2)
+
+    @property
+    def _index_nbytes(self) -> int:
+        return 8 * math.prod(self._index_shape)
+
+    def _read_index(
+        self, shard: tuple[int, ...], scratch: _Scratch
+    ) -> npt.NDArray[np.uint64] | None:
         """Return the offset and the size of each chunk of a shard, shape (..., 2).
 
         Returns None if the shard was never written.
         """
-        assert self._shards is not None
-        shape = (*_divide(self._shards, self.grid.chunks), 2)
-        nbytes = 8 * math.prod(shape)
-        raw = _read(self._path(shard), -nbytes - 4 * self._codecs.is_checked)
+        nbytes = self._index_nbytes
+        raw = scratch.read(self._path(shard), -nbytes - 4 * self._codecs.is_checked)
         if raw is None:
             return None
         index = bytes(raw[:nbytes])
@@ -131,7 +165,7 @@ class ZarrChunks:
 
             if google_crc32c.value(index) != int.from_bytes(raw[nbytes:], "little"):
                 raise ValueError("the index of the shard is damaged")
-        return np.frombuffer(index, "<u8").reshape(shape)
+        return np.frombuffer(index, "<u8").reshape(self._index_shape)
 
     def _path(self, numbers: tuple[int, ...]) -> str:
         """Return the path of a chunk or of a shard."""
@@ -190,37 +224,40 @@ def _decoded_nbytes(compressor: str, raw: memoryview) -> int | None:
     return int.from_bytes(raw[begin : begin + n_bytes], "little") + 256 * (n_bytes == 2)
 
 
-# Memory for the bytes of a chunk. New memory for each chunk would cost as much as the read.
-_scratch = threading.local()
-_SCRATCH_STEP = 64 << 10
+class _Scratch:
+    """Memory for the bytes of a chunk. New memory for each chunk would cost as much as the read."""
 
+    def __init__(self) -> None:
+        self._memory = bytearray()
 
-def _read(path: str, offset: int = 0, nbytes: int | None = None) -> memoryview | None:
-    """Return bytes of a file, until the next call in the same thread; None if there is no file.
+    def read(self, path: str, offset: int = 0, nbytes: int | None = None) -> memoryview | None:
+        """Return bytes of a file, until the next call; None if there is no file.
 
-    Args:
-        path: Path of the file.
-        offset: Offset from the begin of the file, or a negative one from its end.
-        nbytes: Number of bytes; by default, all that follow.
+        Args:
+            path: Path of the file.
+            offset: Offset from the begin of the file, or a negative one from its end.
+            nbytes: Number of bytes; by default, all that follow.
 
-    Raises:
-        ValueError: If the file is too short.
-    """
-    try:
-        file = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return None
-    try:
-        begin = offset
-        if nbytes is None:
+        Raises:
+            ValueError: If the file is too short.
+        """
+        try:
+            file = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
             size = os.fstat(file).st_size
-            begin += size * (offset < 0)
-            nbytes = size - begin
-        if len(getattr(_scratch, "memory", b"")) < nbytes:
-            _scratch.memory = bytearray(-(-nbytes // _SCRATCH_STEP) * _SCRATCH_STEP)
-        raw = memoryview(_scratch.memory)[:nbytes]
-        if os.preadv(file, [raw], begin) != nbytes:
-            raise ValueError(f"{path} is too short")
-        return raw
-    finally:
-        os.close(file)
+            begin = offset + size * (offset < 0)
+            if nbytes is None:
+                nbytes = size - begin
+            # A damaged index may state any size.
+            if not 0 <= begin <= begin + nbytes <= size:
+                raise ValueError(f"{path} is too short")
+            if len(self._memory) < nbytes:
+                self._memory = bytearray(-(-nbytes // _SCRATCH_STEP) * _SCRATCH_STEP)
+            raw = memoryview(self._memory)[:nbytes]
+            if os.preadv(file, [raw], begin) != nbytes:
+                raise ValueError(f"{path} cannot be read in one piece")
+            return raw
+        finally:
+            os.close(file)

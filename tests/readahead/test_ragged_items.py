@@ -9,6 +9,7 @@ from support.ragged import Ragged
 from support.stores import saved
 
 from pinfeed import Feeder, HDF5Store, RaggedStore, RemoteStore, StoreError, rows
+from pinfeed.readahead.resident_file import InMemoryCopy, ResidentFile
 
 h5py = pytest.importorskip("h5py")
 
@@ -80,11 +81,36 @@ def test_the_second_epoch_in_sequence_copies_chunks(path: Path, decoded: list[in
             "decoded in sequence, each chunk once; a second epoch loads it into RAM (it fits in "
             "the free memory)"
         )
-        next(iter(feeder))
-        feeder.load_state_dict({**feeder.state_dict(), "batch": 0})
+        list(feeder)
         decoded.clear()
         require_equal(feeder, order, "offsets")
     assert sum(decoded) == len(PLAIN.values)
+
+
+@pytest.mark.parametrize("n_epochs", [1, 2])
+def test_no_epoch_that_may_not_come_loads_a_copy(
+    path: Path, n_epochs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A continuous loop reads the next epoch ahead, but not if that loads the copy."""
+    opened = []
+
+    def open_epoch(self: InMemoryCopy, *args: Any) -> Any:
+        opened.append(self)
+        return ResidentFile.open_epoch(self, *args)
+
+    monkeypatch.setattr(InMemoryCopy, "open_epoch", open_epoch)
+    with (
+        HDF5Store(path, "data") as items,
+        RaggedStore(items, PLAIN.offsets) as store,
+        Feeder(
+            store, batch_size=8, rows=rows.sequential(), device="cpu", depth=2, continuous=True
+        ) as feeder,
+    ):
+        list(feeder)
+        assert not opened
+        for _ in range(1, n_epochs):
+            require_equal(feeder, rows.sequential(), "offsets")
+    assert bool(opened) == (n_epochs > 1)
 
 
 @pytest.mark.parametrize(

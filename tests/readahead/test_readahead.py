@@ -132,6 +132,16 @@ def test_every_strategy_gives_the_rows(
         strategy.close()
 
 
+def test_no_window_stays_in_memory_after_an_epoch(store: NpyStore) -> None:
+    windows = windows_of(BLOCKS, N, 0)
+    assert windows is not None
+    strategy = WindowReadahead(store, windows, 1000)
+    for _ in served(strategy, BLOCKS, batch_size=100):
+        assert strategy._live
+    assert not strategy._live
+    strategy.close()
+
+
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_nothing_runs_after_an_epoch_that_is_left(
     store: NpyStore, array: np.ndarray, order: Order, monkeypatch: pytest.MonkeyPatch

@@ -295,6 +295,17 @@ def test_shuffle_windows_have_the_items_of_all_stores(tmp_path: Path, data: st.D
             assert len(items) == len(set(items)) <= of_items.window_rows
 
 
+def test_shuffle_windows_of_distant_inputs_and_targets(tmp_path: Path) -> None:
+    """The items between them take no memory."""
+    with saved_h5(tmp_path, np.zeros((5000, 2)), (50, 2)) as store:
+        views = (store.windows(0, 8, span=2001), store.windows(0, 1, start=2000, span=2001))
+        order = rows.block_shuffled(1, block_rows=50, window_blocks=4)
+        of_rows = windows(order, views[0].n_rows, 0)
+        assert of_rows is not None
+        alone = [ItemWindows(of_rows, (view,)).window_rows for view in views]
+        assert ItemWindows(of_rows, views).window_rows == sum(alone) < 1000
+
+
 @pytest.mark.parametrize("saved", [saved_h5, saved_zarr], ids=["h5", "zarr"])
 @pytest.mark.parametrize("chunks", [None, (1, 7, 8, 8)])
 def test_files_of_unequal_length(tmp_path: Path, saved: Any, chunks: Any) -> None:

@@ -369,6 +369,7 @@ def test_rows_in_sequence_are_copied_in_the_second_epoch(store: Decoding) -> Non
     for epoch, n_decodes in enumerate((1, 2, 2)):
         # The copy takes no time before the second epoch, and no decoding after it.
         assert strategy.memory_rows() is None or epoch == 2
+        assert strategy.may_open_ahead is (epoch == 2)
         serve(strategy, rows.sequential(), store.array, 30, epoch)
         assert set(store.decoded.values()) == {n_decodes}
     assert strategy.memory_rows() is not None

@@ -1,6 +1,7 @@
 """ZarrChunks: chunks are decoded as zarr decodes them, and only those that are known."""
 
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from pinfeed.stores.zarr_chunks import ZarrChunks
 
 zarr = pytest.importorskip("zarr")
 numcodecs = pytest.importorskip("numcodecs")
+google_crc32c = pytest.importorskip("google_crc32c")
 codecs = pytest.importorskip("zarr.codecs")
 
 # The event loop of zarr, which lives as long as the process, is not left behind by a test.
@@ -141,6 +143,15 @@ def test_arrays_elsewhere_are_read_by_zarr() -> None:
     assert ZarrChunks.of(made) is None
 
 
+def test_a_store_that_changes_bytes_is_read_by_zarr(tmp_path: Path) -> None:
+    class Other(zarr.storage.LocalStore):
+        pass
+
+    shard(tmp_path)
+    assert ZarrChunks.of(zarr.open_array(str(tmp_path))) is not None
+    assert ZarrChunks.of(zarr.open_array(Other(tmp_path), mode="r")) is None
+
+
 def shard(path: Path) -> Path:
     """Write an array with two shards, and return the path of the first."""
     made = zarr.create_array(
@@ -171,7 +182,7 @@ def test_damage_is_explained_by_zarr(tmp_path: Path, damage: str) -> None:
 
 def test_few_indices_of_shards_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shard(tmp_path)
-    monkeypatch.setattr("pinfeed.stores.zarr_chunks._N_INDICES", 1)
+    monkeypatch.setattr("pinfeed.stores.zarr_chunks._INDEX_BYTES", 64)
     chunks = ZarrChunks.of(zarr.open_array(str(tmp_path)))
     assert chunks is not None
     out = np.empty((40, 3), np.float32)
@@ -179,6 +190,36 @@ def test_few_indices_of_shards_are_kept(tmp_path: Path, monkeypatch: pytest.Monk
         assert chunks.read((slice(0, 40), slice(0, 3)), out)
         np.testing.assert_array_equal(out.ravel(), np.arange(120))
         assert len(chunks._indices) == 1
+
+
+def test_memory_for_bytes_of_chunks_belongs_to_the_store(tmp_path: Path) -> None:
+    shard(tmp_path)
+    with ZarrStore(tmp_path) as store:
+        chunks = store._chunks
+        assert chunks is not None
+        gathered(store, np.arange(40))
+        gathered(store, np.arange(40))
+        assert len(chunks._spare) == 1
+        copy = pickle.loads(pickle.dumps(chunks))
+        assert not copy._spare
+        assert not copy._indices
+    assert not chunks._spare
+
+
+def test_a_size_beyond_the_shard_takes_no_memory(tmp_path: Path) -> None:
+    file = shard(tmp_path)
+    raw = bytearray(file.read_bytes())
+    index = np.frombuffer(raw[-4 * 16 - 4 : -4], np.uint64).copy()
+    index[1] = 1 << 36
+    raw[-4 * 16 - 4 : -4] = index.tobytes()
+    raw[-4:] = google_crc32c.value(index.tobytes()).to_bytes(4, "little")
+    file.write_bytes(raw)
+    with ZarrStore(tmp_path) as store:
+        with pytest.raises(errors.ReadError, match="cannot be read"):
+            gathered(store, np.arange(5))
+        assert store._chunks is not None
+        (scratch,) = store._chunks._spare
+        assert len(scratch._memory) <= 64 << 10
 
 
 def test_a_relative_directory_stays_the_same(

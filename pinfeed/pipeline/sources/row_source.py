@@ -115,6 +115,12 @@ class RowSource(Source):
                 position += n
 
     @property
+    def may_open_ahead(self) -> bool:
+        return all(strategy.may_open_ahead for strategy in self.strategies) and all(
+            reads.may_open_ahead for reads in self.ragged
+        )
+
+    @property
     def may_be_in_memory(self) -> bool:
         """Whether ``memory_rows`` may find the rows, now or when files have been loaded."""
         return not self.ragged and all(strategy.may_be_in_memory for strategy in self.strategies)

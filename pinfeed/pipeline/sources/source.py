@@ -230,6 +230,11 @@ class Source(ABC):
         """
         return False
 
+    @property
+    def may_open_ahead(self) -> bool:
+        """Whether a loop may open the next epoch before it is certain that it reads it."""
+        return True
+
     def several_epochs(self) -> contextlib.AbstractContextManager[object]:
         """Return a context in which a loop opens several epochs, one after another."""
         return contextlib.nullcontext()
