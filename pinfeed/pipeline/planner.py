@@ -28,7 +28,8 @@ from pinfeed.pipeline.loop_transforms import LoopTransforms, TransformNbytes
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.readahead.read_plan import ReadPlan
-from pinfeed.readahead.select import choose, file_of, windows_ahead
+from pinfeed.readahead.reads import file_of, windows_ahead
+from pinfeed.readahead.select import choose
 from pinfeed.readahead.strategy import FreeMemory
 from pinfeed.rows.length_batches import LengthBatches
 from pinfeed.rows.orders import Order, is_distinct

@@ -8,20 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
-from pinfeed.memory.plan import Allocation
 from pinfeed.memory.units import human
 from pinfeed.readahead.chunk_reads import ChunkReads
 from pinfeed.readahead.later_copy import LaterCopy
 from pinfeed.readahead.read_plan import (
     PartReads,
     RaggedReads,
-    RaggedWindows,
     ReadNote,
     ReadPlan,
     notes_of,
+)
+from pinfeed.readahead.reads import (
+    SEEK_BYTES,
+    Budget,
+    Reads,
+    is_in_sequence,
+    may_copy,
+    reads_of_items,
+    reads_of_rows,
 )
 from pinfeed.readahead.resident_file import (
     InMemoryCopy,
@@ -46,10 +53,9 @@ from pinfeed.readahead.windows import (
     windows_in_sequence,
 )
 from pinfeed.rows.length_batches import LengthBatches
-from pinfeed.rows.orders import Order, PerRank, Sequential, windows
-from pinfeed.rows.windows import Windows
+from pinfeed.rows.orders import Sequential
 from pinfeed.stores.array import ArrayStore
-from pinfeed.stores.axis_windows import ItemWindows, WindowStore
+from pinfeed.stores.axis_windows import WindowStore
 from pinfeed.stores.chunked import ChunkedStore
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.host_rows import run_gather
@@ -59,12 +65,6 @@ from pinfeed.stores.ragged import RaggedStore
 from pinfeed.stores.remote import RemoteStore
 from pinfeed.stores.sharded_file import ShardedStore
 from pinfeed.stores.store import Store
-
-SEEK_BYTES = 64 << 10
-"""Bytes that a disk reads in sequence in the time of one random read.
-
-Measured disks gave 20,000 to 60,000 random reads per second, and 1.2 to 2.5 GB/s in sequence.
-"""
 
 BLOCKS_ALLOW = "a block_shuffled order allows long contiguous reads"
 """End of the reason for a strategy that another row order would make faster."""
@@ -84,64 +84,6 @@ Choice = tuple[ReadStrategy, str]
 """A strategy, and the reason for it as the plan shows it."""
 
 
-class _Reads(NamedTuple):
-    """Facts about the reads of one file, which decide their strategy."""
-
-    file: FileStore
-    order: Any
-    """An order, or any other iterable of row indices."""
-    share: float
-    """Largest share of the file that an epoch reads, and 1 if unknown.
-
-    Each row that an order repeats, and each byte of rows that overlap, counts as often as it is
-    read.
-    """
-    windows: Windows | None
-    """Windows of the order, as rows of the file; None if they are not worth reading."""
-    n_batch_rows: int
-    """Rows of all batches that are read at the same time."""
-    mapped: Sequence[ShardedStore]
-    """Stores whose files are mapped already."""
-    views: tuple[WindowStore, ...] = ()
-    """All windows along axes that are read; the rows of the file are their items."""
-    free: FreeMemory = FreeMemory(0, 0)
-
-    @property
-    def least_memory(self) -> int:
-        """Memory with which rows that are slow to read are read once in an epoch, or little more.
-
-        It is 0 if the rows need none.
-        """
-        is_slow = isinstance(self.file, (ChunkedStore, MatrixStore, RemoteStore))
-        if not is_slow or is_in_sequence(self.order):
-            return 0
-        found = [copy_allocation(self.file)] if self.share > 0.5 else []
-        if self.windows is not None:
-            found.append(window_allocation(self.windows, self.file.row_nbytes, self.n_batch_rows))
-        return min((item.total for item in found), default=0)
-
-
-class _Budget:
-    """Free memory, of which each file leaves the next ones what they need.
-
-    Args:
-        free: Memory for all files.
-        reads: The reads of each file.
-    """
-
-    def __init__(self, free: FreeMemory, reads: Iterable[_Reads]) -> None:
-        self.free = free
-        self._needed = {id(one.file): one.least_memory for one in reads}
-        if sum(self._needed.values()) > free.memory:
-            self._needed.clear()
-
-    def with_free(self, reads: _Reads) -> _Reads:
-        """Return reads with the memory that their file may use."""
-        self._needed.pop(id(reads.file), None)
-        left = self.free.memory - sum(self._needed.values())
-        return reads._replace(free=self.free._replace(memory=left))
-
-
 def choose(
     stores: Sequence[Store],
     order: Any,
@@ -159,15 +101,15 @@ def choose(
         ragged: Stores of ragged rows.
     """
     mapped: list[ShardedStore] = []
-    row_reads = [_reads_of_rows(store, stores, order, n_batch_rows, mapped) for store in stores]
+    row_reads = [reads_of_rows(store, stores, order, n_batch_rows, mapped) for store in stores]
     # Rows are sorted or packed within windows, which follow each other as in the order.
     order = order.order if isinstance(order, LengthBatches) else order
     item_reads = [
-        [_reads_of_items(one, part, order, n_batch_rows, mapped) for part in one.parts]
+        [reads_of_items(one, part, order, n_batch_rows, mapped) for part in one.parts]
         for one in ragged
     ]
     all_reads = [*row_reads, *itertools.chain.from_iterable(item_reads)]
-    budget = _Budget(free, [reads for reads in all_reads if reads is not None])
+    budget = Budget(free, [reads for reads in all_reads if reads is not None])
     strategies: list[ReadStrategy] = []
     ragged_reads: list[RaggedReads] = []
     notes: list[ReadNote] = []
@@ -212,89 +154,6 @@ def choose(
     return ReadPlan(strategies, notes_of(notes), ragged_reads)
 
 
-def windows_ahead(stores: Sequence[Store], order: Any) -> Callable[[int], list[Allocation]]:
-    """Return a function from the rows of all batches in memory to the windows of each file.
-
-    Only files whose windows can be read ahead count.
-    """
-    found: list[tuple[Windows, int]] = []
-    for store in stores:
-        file = file_of(store)
-        views = _views(file, stores) if isinstance(store, WindowStore) and file else ()
-        # All windows of one file are read together.
-        if file is not None and _may_copy(file) and store is (views or (store,))[0]:
-            of_file = _windows(file, order, views)
-            if of_file is not None:
-                found.append((of_file, file.row_nbytes))
-    return lambda n_batch_rows: [
-        window_allocation(windows, row_nbytes, n_batch_rows) for windows, row_nbytes in found
-    ]
-
-
-def file_of(store: Store) -> FileStore | None:
-    """Return the store that reads the rows of a store from files; None if they are not in files.
-
-    For windows along axes, it is the store of their items.
-    """
-    if isinstance(store, WindowStore):
-        return file_of(store.items)
-    if isinstance(store, ChunkedStore):
-        return store.native or store
-    return store if isinstance(store, FileStore) else None
-
-
-def is_in_sequence(order: Any) -> bool:
-    """Return whether the rows of a batch are consecutive.
-
-    With ``Ranks``, each rank reads whole batches of a sequential order, not every n-th row.
-    """
-    if isinstance(order, PerRank):
-        return isinstance(order.order, Sequential) and order.hand != 1
-    return isinstance(order, Sequential)
-
-
-def _reads_of_rows(
-    store: Store,
-    stores: Sequence[Store],
-    order: Any,
-    n_batch_rows: int,
-    mapped: Sequence[ShardedStore],
-) -> _Reads | None:
-    """Return the reads of the rows of one of the stores; None if they are not in files."""
-    file = file_of(store)
-    if file is None or not file.row_nbytes:
-        return None
-    views = _views(file, stores) if isinstance(store, WindowStore) else ()
-    row_nbytes = sum(view.row_nbytes for view in views) or file.row_nbytes
-    share = _share(order, store.n_rows, row_nbytes, file.nbytes)
-    found = _windows(file, order, views)
-    return _Reads(file, order, share, found, n_batch_rows, mapped, views)
-
-
-def _views(file: FileStore, stores: Iterable[Store]) -> tuple[WindowStore, ...]:
-    """Return the stores of windows of the items of a file."""
-    windows_of_items = (store for store in stores if isinstance(store, WindowStore))
-    return tuple(store for store in windows_of_items if file_of(store) is file)
-
-
-def _reads_of_items(
-    store: RaggedStore, part: Store, order: Any, n_batch_rows: int, mapped: Sequence[ShardedStore]
-) -> _Reads | None:
-    """Return the reads of one part of the items of ragged rows; None if it is not in files."""
-    items = file_of(part)
-    if items is None or not items.row_nbytes:
-        return None
-    mean = store.row_lengths.mean * items.row_nbytes
-    share = _share(order, store.n_rows, mean, store.n_items * items.row_nbytes)
-    found = windows(order, store.n_rows, 0) if isinstance(order, Order) else None
-    of_items = None if found is None else RaggedWindows(found, store)
-    return _Reads(items, order, share, of_items, n_batch_rows, mapped)
-
-
-def _share(order: Any, n_rows: int, row_nbytes: float, nbytes: int) -> float:
-    return min(1.0, order.length(n_rows) * row_nbytes / nbytes) if isinstance(order, Order) else 1.0
-
-
 def _read_directly(store: Store) -> DirectReads:
     """Read rows that are not in files."""
     if isinstance(store, ArrayStore):
@@ -306,7 +165,7 @@ def _read_directly(store: Store) -> DirectReads:
     return DirectReads(store, hint)
 
 
-def _choose(file: FileStore, reads: _Reads) -> Choice:
+def _choose(file: FileStore, reads: Reads) -> Choice:
     """Choose a strategy for the rows of one file."""
     if isinstance(file, ChunkedStore):
         return _choose_for_chunks(file, reads)
@@ -328,14 +187,14 @@ def _choose(file: FileStore, reads: _Reads) -> Choice:
             return _copy_later(file, ahead, "read ahead in sequence, in large requests", reads)
     if is_in_sequence(reads.order):
         return _read_in_sequence(file, why)
-    if _may_copy(file) and (copy := _copy(file, reads, "loaded")) is not None:
+    if may_copy(file) and (copy := _copy(file, reads, "loaded")) is not None:
         return copy
     if reads.windows is not None:
         return _read_windows(file, reads, why)
     return _read_in_any_order(file, reads.share, why)
 
 
-def _choose_for_items(store: RaggedStore, items: FileStore, reads: _Reads) -> Choice:
+def _choose_for_items(store: RaggedStore, items: FileStore, reads: Reads) -> Choice:
     """Choose a strategy for the items of ragged rows."""
     if not isinstance(items, LocalFileStore):
         return _choose_for_slow_items(store, items, reads)
@@ -354,7 +213,7 @@ def _choose_for_items(store: RaggedStore, items: FileStore, reads: _Reads) -> Ch
     return DirectReads(items, hint), "read row by row, with many reads at a time"
 
 
-def _choose_for_slow_items(store: RaggedStore, items: FileStore, reads: _Reads) -> Choice:
+def _choose_for_slow_items(store: RaggedStore, items: FileStore, reads: Reads) -> Choice:
     """Read items that are decoded or remote: once into memory, if that is worth it."""
     in_chunks = isinstance(items, ChunkedStore)
     verb = "decoded" if in_chunks else "loaded"
@@ -382,7 +241,7 @@ def _choose_for_slow_items(store: RaggedStore, items: FileStore, reads: _Reads) 
     return DirectReads(items, hint), f"each batch {how}{problem}"
 
 
-def _choose_for_chunks(store: ChunkedStore, reads: _Reads) -> Choice:
+def _choose_for_chunks(store: ChunkedStore, reads: Reads) -> Choice:
     if is_in_sequence(reads.order):
         hint = (
             f"{store.label} is decoded in sequence, at the speed of its codec. A codec such as "
@@ -418,7 +277,7 @@ def _choose_for_chunks(store: ChunkedStore, reads: _Reads) -> Choice:
     return ChunkReads(store, hint), reason
 
 
-def _choose_for_columns(store: MatrixStore, reads: _Reads) -> Choice:
+def _choose_for_columns(store: MatrixStore, reads: Reads) -> Choice:
     reason = "gathered column by column"
     hint = (
         f"Each batch gathers its rows from each column of {store.label}. {whole_file_hint(store)}"
@@ -435,7 +294,7 @@ def _choose_for_columns(store: MatrixStore, reads: _Reads) -> Choice:
     return direct, f"{reason}; more memory allows a copy of the matrix"
 
 
-def _is_map_worth_it(store: LocalFileStore, reads: _Reads) -> bool:
+def _is_map_worth_it(store: LocalFileStore, reads: Reads) -> bool:
     """Return whether loading whole files is worth it.
 
     If an epoch reads at most half of the rows, it is worth it only for short rows in random order.
@@ -446,7 +305,7 @@ def _is_map_worth_it(store: LocalFileStore, reads: _Reads) -> bool:
     return not in_runs and _is_read_whole(store, reads.share)
 
 
-def _map(store: LocalFileStore, reads: _Reads) -> MappedFile | None:
+def _map(store: LocalFileStore, reads: Reads) -> MappedFile | None:
     """Return the strategy of mapped files; None if the files cannot be mapped."""
     if store.can_map:
         # The system may refuse address space. A file that has changed is an error when it is read.
@@ -456,7 +315,7 @@ def _map(store: LocalFileStore, reads: _Reads) -> MappedFile | None:
     return None
 
 
-def _copy(store: FileStore, reads: _Reads, verb: str) -> Choice | None:
+def _copy(store: FileStore, reads: Reads, verb: str) -> Choice | None:
     """Return a copy of all rows, and the reason for it; None if it is not worth it or does not fit.
 
     Args:
@@ -470,7 +329,7 @@ def _copy(store: FileStore, reads: _Reads, verb: str) -> Choice | None:
     return copy, f"{verb} into RAM during the first epoch (it fits in {reads.free.origin})"
 
 
-def _copy_later(store: FileStore, first: ReadStrategy, reason: str, reads: _Reads) -> Choice:
+def _copy_later(store: FileStore, first: ReadStrategy, reason: str, reads: Reads) -> Choice:
     """Read rows in sequence in the first epoch, and copy them in the second, if they fit.
 
     A loop over rows in sequence often reads them only once, and needs no copy.
@@ -483,7 +342,7 @@ def _copy_later(store: FileStore, first: ReadStrategy, reason: str, reads: _Read
     return LaterCopy(store, first, copy), f"{reason}; a second epoch loads it into RAM ({fits})"
 
 
-def _copy_if_it_fits(store: FileStore, reads: _Reads) -> InMemoryCopy | None:
+def _copy_if_it_fits(store: FileStore, reads: Reads) -> InMemoryCopy | None:
     """Return a copy of all rows, if an epoch reads enough of them, and the memory is free."""
     if reads.share > 0.5 and copy_allocation(store).total <= reads.free.memory:
         # The system may refuse memory that it reports as free.
@@ -492,12 +351,7 @@ def _copy_if_it_fits(store: FileStore, reads: _Reads) -> InMemoryCopy | None:
     return None
 
 
-def _may_copy(store: FileStore) -> bool:
-    """Return whether rows may be copied into memory before they are needed."""
-    return not (store.writable or (isinstance(store, ShardedStore) and store.overlaps))
-
-
-def _memory_problem(reads: _Reads) -> str:
+def _memory_problem(reads: Reads) -> str:
     """Return why windows cannot be read ahead into memory; empty if they can."""
     assert reads.windows is not None
     item = window_allocation(reads.windows, reads.file.row_nbytes, reads.n_batch_rows)
@@ -512,7 +366,7 @@ def _read_in_sequence(store: FileStore, why: str = "") -> Choice:
     return DirectReads(store, hint), f"read in sequence{why}"
 
 
-def _read_windows(store: ShardedStore, reads: _Reads, why: str) -> Choice:
+def _read_windows(store: ShardedStore, reads: Reads, why: str) -> Choice:
     """Read windows ahead, into memory if that is possible, else into the page cache."""
     assert reads.windows is not None
     if store.writable:
@@ -544,18 +398,3 @@ def _read_in_any_order(store: ShardedStore, share: float, why: str) -> Choice:
         hint = f"Rows of {store.label} are read one by one. {advice} {whole_file_hint(store)}"
         strategy = DirectReads(store, hint)
     return strategy, f"{how}{why}; {BLOCKS_ALLOW}"
-
-
-def _windows(store: FileStore, order: Any, views: tuple[WindowStore, ...]) -> Windows | None:
-    """Return the windows of an order, if its blocks are large enough to be worth a seek.
-
-    Decoding a chunk takes longer than a seek, so windows of any size are worth it for chunks.
-    """
-    if not isinstance(order, Order):
-        return None
-    found = windows(order, views[0].n_rows if views else store.n_rows, 0)
-    if found is not None and views:
-        found = ItemWindows(found, views)
-    if found is None or isinstance(store, ChunkedStore):
-        return found
-    return found if found.block_rows * store.nbytes >= SEEK_BYTES * store.n_rows else None
