@@ -298,13 +298,15 @@ def _npy_text(found: Found) -> str:
 
 
 def _many(found: Sequence[Found], source: dict[str, Any] | None) -> str:
-    """Describe several files, in a line each."""
+    """Describe several files, in a line each, and then what is in files of other formats."""
     rows = [(one.path, *_columns(one)) for one in found]
     shown = table(rows, ("file", "rows", "row shape", "dtype", "size", "problem"), "lrllr")
-    if source is None or source["files"] < 2:
-        return shown
-    size = f"{source['rows']:,} rows, {human(source['bytes'])}"
-    return f"{shown}\n\nTogether: {size}, in {source['files']} shards"
+    texts = [shown]
+    if source is not None and source["files"] > 1:
+        size = f"{source['rows']:,} rows, {human(source['bytes'])}"
+        texts.append(f"Together: {size}, in {source['files']} shards")
+    texts += [_one(one) for one in found if one.contents is not None]
+    return "\n\n".join(texts)
 
 
 def _columns(one: Found) -> tuple[str, ...]:

@@ -344,16 +344,16 @@ class ReplayBuffer:
                     f"the state has priorities with alpha={theirs}; expected {self._draws.alpha}; "
                     "make the buffer with the alpha of the earlier run"
                 )
+        # A damaged state raises an error here, before anything changes.
+        n_added = int(state["n_added"])
+        parts = {name: memory_of(tensor) for name, tensor in state["parts"].items()}
+        frames = {
+            name: (memory_of(numbers), memory_of(of_ring), int(first))
+            for name, (numbers, of_ring, first) in state["frames"].items()
+        }
         with ring.changed:
             set_generator_state(self._draws.generator, state["generator"])
-            ring.load(
-                int(state["n_added"]),
-                {name: memory_of(tensor) for name, tensor in state["parts"].items()},
-                {
-                    name: (memory_of(numbers), memory_of(frames), int(first))
-                    for name, (numbers, frames, first) in state["frames"].items()
-                },
-            )
+            ring.load(n_added, parts, frames)
             if isinstance(self._draws, PrioritizedDraws):
                 draws = state["draws"]
                 self._draws.load({**draws, "priorities": memory_of(draws["priorities"])})

@@ -87,8 +87,10 @@ def make_loop(
     if isinstance(mover, HostTransfer) and isinstance(source, RowSource) and not transforms:
         if (views := source.views()) and isinstance(source.batches, OrderBatches):
             return _view_loop(mover, source, position, schedule, views)
-        memory_rows = crew_rows(mover, source, schedule, transforms)
-        if memory_rows is not None and not schedule.measures_depth:
+        # A loop that measures its depth has found no such rows.
+        is_settled = not schedule.measures_depth
+        memory_rows = crew_rows(mover, source, schedule, transforms) if is_settled else None
+        if memory_rows is not None:
             return _crew_loop(mover, source, position, schedule, memory_rows)
         # Until the rows are in memory, each epoch may be the last one that needs reader threads.
         continuous = continuous and not _may_have_crew(source, schedule)

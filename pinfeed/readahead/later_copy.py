@@ -41,8 +41,6 @@ class LaterCopy(ReadStrategy):
         self._later = later or copy
         self._current = first
         self._is_first = True
-        self.row_shape = store.row_shape
-        self.dtype = store.dtype
         self.items = first.items + self._later.items
 
     @property

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from pinfeed.memory.plan import Allocation
+from pinfeed.readahead.item_windows import ItemWindows
 from pinfeed.readahead.read_plan import RaggedWindows
 from pinfeed.readahead.resident_file import copy_allocation
 from pinfeed.readahead.strategy import FreeMemory
 from pinfeed.readahead.windows import window_allocation
 from pinfeed.rows.orders import Order, PerRank, Sequential, windows
 from pinfeed.rows.windows import Windows
-from pinfeed.stores.axis_windows import ItemWindows, WindowStore
+from pinfeed.stores.axis_windows import WindowStore
 from pinfeed.stores.chunked import ChunkedStore
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.matrix import MatrixStore
@@ -74,7 +75,7 @@ class Budget:
     """
 
     def __init__(self, free: FreeMemory, reads: Iterable[Reads]) -> None:
-        self.free = free
+        self._free = free
         self._needed = {id(one.file): one.least_memory for one in reads}
         if sum(self._needed.values()) > free.memory:
             self._needed.clear()
@@ -82,8 +83,12 @@ class Budget:
     def with_free(self, reads: Reads) -> Reads:
         """Return reads with the memory that their file may use."""
         self._needed.pop(id(reads.file), None)
-        left = self.free.memory - sum(self._needed.values())
-        return reads._replace(free=self.free._replace(memory=left))
+        left = self._free.memory - sum(self._needed.values())
+        return reads._replace(free=self._free._replace(memory=left))
+
+    def take(self, items: Iterable[Allocation]) -> None:
+        """Note that the strategy of a file takes memory."""
+        self._free = self._free.without(items)
 
 
 def reads_of_rows(

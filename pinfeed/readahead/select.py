@@ -129,7 +129,7 @@ def choose(
                 loaded[id(file)] = others, reason
         if isinstance(file, LocalFileStore) and isinstance(strategy, MappedFile):
             mapped.append(file)
-        budget.free = budget.free.without(strategy.items)
+        budget.take(strategy.items)
         notes.append(ReadNote(file.label, file.nbytes, reason))
         if isinstance(store, WindowStore):
             strategy = WindowReads(store, reads.views, strategy)
@@ -144,7 +144,7 @@ def choose(
             strategy, reason = _choose_for_items(one, items, budget.with_free(reads))
             if isinstance(items, LocalFileStore) and isinstance(strategy, MappedFile):
                 mapped.append(items)
-            budget.free = budget.free.without(strategy.items)
+            budget.take(strategy.items)
             notes.append(ReadNote(items.label, items.nbytes, f"ragged rows, {reason}"))
             gather = run_gather(items)
             if isinstance(strategy, (ResidentFile, LaterCopy)):

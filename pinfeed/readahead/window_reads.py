@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from pinfeed.readahead.item_windows import ItemWindows
 from pinfeed.readahead.strategy import AnyBatch, OpenBatch, ReadStrategy, UnreadRows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.windows import Windows
-from pinfeed.stores.axis_windows import ItemWindows, WindowStore
+from pinfeed.stores.axis_windows import WindowStore
 from pinfeed.stores.host_rows import CheckStop, never
 from pinfeed.stores.store import Array
 

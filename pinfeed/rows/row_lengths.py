@@ -13,8 +13,6 @@ from pinfeed.rows.orders import Rows
 
 # Up to this length, lengths are counted in a table, which is faster than sorting them.
 _MOST_COUNTED = 1 << 20
-
-
 # Places at which blocks may begin, relative to the length of a block, for their bound.
 _N_CUTS = 16
 

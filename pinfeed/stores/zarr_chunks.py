@@ -17,6 +17,7 @@ import numpy.typing as npt
 from pinfeed.stores.chunk_grid import Box, ChunkGrid
 from pinfeed.stores.store import Array
 
+# Memory for the bytes of a chunk grows in steps, because chunks have slightly different sizes.
 _SCRATCH_STEP = 64 << 10
 # Compressors that are undone here, by their names in numcodecs.
 _COMPRESSORS = ("blosc", "gzip", "lz4", "zlib", "zstd")
@@ -63,15 +64,12 @@ class ZarrChunks:
         from zarr.storage import LocalStore
 
         metadata = array.metadata.to_dict()
-        found = _codecs_of_2(metadata) if metadata["zarr_format"] == 2 else _codecs_of_3(metadata)
-        is_known = (
-            found is not None
-            # A subclass may change bytes.
-            and type(array.store) is LocalStore
-            and np.dtype(array.dtype).isnative
-            and metadata["fill_value"] is not None
-        )
-        return cls(array, found) if found and is_known else None
+        codecs = _codecs_of_2(metadata) if metadata["zarr_format"] == 2 else _codecs_of_3(metadata)
+        # A subclass of the store may change bytes.
+        is_plain = type(array.store) is LocalStore and np.dtype(array.dtype).isnative
+        if codecs is None or not is_plain or metadata["fill_value"] is None:
+            return None
+        return cls(array, codecs)
 
     def read(self, box: Box, out: Array) -> bool:
         """Decode a box of whole chunks into ``out``.

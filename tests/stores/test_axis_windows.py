@@ -27,8 +27,9 @@ from pinfeed import (
     rows,
 )
 from pinfeed.readahead import select
+from pinfeed.readahead.item_windows import ItemWindows
 from pinfeed.rows.orders import windows
-from pinfeed.stores.axis_windows import ItemWindows, WindowStore
+from pinfeed.stores.axis_windows import WindowStore
 from pinfeed.tensors.dtypes import DTYPES
 from pinfeed.testing.suites import ReadOnlyStoreTests
 

@@ -127,9 +127,11 @@ class RowSource(Source):
 
     def memory_rows(self) -> list[MemoryRows] | None:
         """Return where the rows of each store are, if all can be copied natively from now on."""
+        if self.ragged:
+            return None
         found = [strategy.memory_rows() for strategy in self.strategies]
         rows = [one for one in found if one is not None]
-        return rows if len(rows) == len(found) and not self.ragged else None
+        return rows if len(rows) == len(found) else None
 
     def views(self) -> list[RowViews] | None:
         """Return views of the rows of each store, if batches are views."""
