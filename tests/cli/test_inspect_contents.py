@@ -89,6 +89,8 @@ def test_text_names_datasets_and_the_call_that_reads_one() -> None:
     assert "7 datasets" in result.stdout.splitlines()[0]
     assert 'HDF5Store(path, "part0/>f4") reads a dataset.' in result.stdout
     assert "Not sources\n- x.h5:/names has text" in result.stdout
+    several = run("inspect", "x.h5:part0", "x.h5:part1")
+    assert several.stdout.count("reads a dataset.") == 2
     inside = inspected("x.h5:part1")
     assert sorted(by_name(inside["arrays"])) == ["part1/bool", "part1/f8", "part1/i1"]
     assert [one["name"] for one in inspected("x.h5:/part1/f8")["arrays"]] == ["/part1/f8"]

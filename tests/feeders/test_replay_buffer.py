@@ -379,6 +379,23 @@ def test_a_state_of_another_buffer_changes_nothing() -> None:
     assert len(buffer) == 1
 
 
+def test_a_damaged_state_changes_nothing() -> None:
+    buffers = [pinfeed.ReplayBuffer(10, FLAT) for _ in range(2)]
+    for buffer in buffers:
+        for _ in range(5):
+            buffer.add(**STEP)
+    state = {**buffers[1].state_dict(), "n_added": 3}
+    for _ in buffers[1].batches(4, n=3, device="cpu"):
+        pass
+    state["generator"] = buffers[1].state_dict()["generator"]
+    state["parts"] = dict.fromkeys(state["parts"], "no tensor")
+    with pytest.raises(AttributeError):
+        buffers[0].load_state_dict(state)
+    same = pinfeed.ReplayBuffer(10, FLAT).state_dict()["generator"]
+    assert buffers[0].state_dict()["generator"] == same
+    assert len(buffers[0]) == 5
+
+
 def test_a_state_does_not_change_while_an_actor_adds() -> None:
     for n_next in ({}, {"next_of": {"next_obs": "obs"}}):
         parts: dict[str, Any] = {"obs": ((9,), "int64"), "next_obs": ((9,), "int64")}
