@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pinfeed.devices.cuda_module import CudaModule
+
 MAX_TABLES = 8
 """Largest number of tables in one launch."""
 THICK = 512
@@ -299,16 +301,10 @@ class RowKernels:
     """
 
     def __init__(self, index: int) -> None:
-        import cupy
-
-        self._gpu = cupy.cuda.Device(index)
-        self._stream = cupy.cuda.Stream.from_external
-        self._kernels: dict[tuple[int, str], Any] = {}
-        with self._gpu:
-            for n_threads in _LIMITS:
-                module = cupy.RawModule(code=SOURCE, options=options(n_threads))
-                for name in KERNELS.values():
-                    self._kernels[n_threads, name] = module.get_function(name)
+        self._modules = {
+            n_threads: CudaModule(index, SOURCE, options(n_threads), KERNELS.values())
+            for n_threads in _LIMITS
+        }
 
     def gather(
         self, stream: int, rows: DeviceIndices, moves: Sequence[Move], grid: Grid
@@ -334,17 +330,7 @@ class RowKernels:
         self, name: str, stream: int, rows: DeviceIndices, moves: Sequence[Move], grid: Grid
     ) -> Iterator[None]:
         for width, n_blocks, argument in launches(rows, moves, grid):
-            kernel = self._kernels[grid.n_threads, KERNELS[name, width, rows.nbytes]]
-            with self._gpu, self._stream(External(stream)):
-                kernel((n_blocks,), (grid.n_threads,), (argument,))
+            kernel = KERNELS[name, width, rows.nbytes]
+            module = self._modules[grid.n_threads]
+            module.launch(kernel, stream, (n_blocks,), grid.n_threads, argument)
             yield
-
-
-class External:
-    """Stream of another library, in the form that CuPy accepts."""
-
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._handle
