@@ -67,7 +67,9 @@ def _attributes(run: Run) -> Fields:
     run.require_cuda("a compiled kernel")
     kernels: Any = Launches(run.device, nbytes=1 << 20, n_rows=16).bench.device.kernels
     return {
-        "_".join(map(str, key)): dict(kernel.attributes) for key, kernel in kernels._kernels.items()
+        f"{n_threads}_{name}": dict(kernel.attributes)
+        for n_threads, module in kernels.modules.items()
+        for name, kernel in module.kernels.items()
     }
 
 

@@ -15,6 +15,9 @@ class CudaModule:
         options: Options of the compiler.
         names: Names of the kernels.
 
+    Attributes:
+        kernels: CuPy's kernels by name.
+
     Raises:
         ImportError: If CuPy is not installed.
         AttributeError: If CuPy is older than version 14.
@@ -29,7 +32,7 @@ class CudaModule:
         self._stream = cupy.cuda.Stream.from_external
         with self._gpu:
             module = cupy.RawModule(code=source, options=options)
-            self._kernels = {name: module.get_function(name) for name in names}
+            self.kernels = {name: module.get_function(name) for name in names}
 
     def launch(
         self, name: str, stream: int, grid: tuple[int, ...], n_threads: int, argument: Any
@@ -44,7 +47,7 @@ class CudaModule:
             argument: The kernel's argument, an array of shape (1,), which CuPy passes by value.
         """
         with self._gpu, self._stream(External(stream)):
-            self._kernels[name](grid, (n_threads,), (argument,))
+            self.kernels[name](grid, (n_threads,), (argument,))
 
 
 class External:
