@@ -97,23 +97,21 @@ def compare_with_plain_step(
         ArgumentError: If chunks draw random numbers that cannot be fixed.
     """
     state = rng_state.capture()
-
-    def run(
-        compute: Callable[[], torch.Tensor], context: AbstractContextManager[Any]
-    ) -> StepResult:
-        with rng_state.replayed(state), context:
-            return run_step(spec, compute)
-
-    with rng_state.replayed(state):
-        want = run_step(spec, plain)
-        is_fixed = is_cut and has_drawn(state)
-    if not is_fixed:
-        return _check_of(spec, strategy, want, run(other, contextlib.nullcontext()), is_fixed)
+    is_fixed = False
+    if is_cut:
+        with rng_state.replayed(state):
+            run_step(spec, plain)
+            is_fixed = has_drawn(state)
+    contexts: list[AbstractContextManager[Any]] = [contextlib.nullcontext()]
+    if is_fixed:
+        contexts = [FixedRandomness(at) for at in RANGE_ENDS]
     checks = []
-    for at in RANGE_ENDS:
-        want = run(plain, FixedRandomness(at))
-        got = run(other, FixedRandomness(at))
-        checks.append(_check_of(spec, strategy, want, got, is_fixed))
+    for context in contexts:
+        results = []
+        for compute in (plain, other):
+            with rng_state.replayed(state), context:
+                results.append(run_step(spec, compute))
+        checks.append(_check_of(spec, strategy, *results, is_fixed))
     # The first one that is not exact, if there is one.
     return min(checks, key=bool)
 
