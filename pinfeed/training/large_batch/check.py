@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -111,14 +111,15 @@ def compare_with_plain_step(
         for compute in (plain, other):
             with rng_state.replayed(state), context:
                 results.append(run_step(spec, compute))
-        checks.append(_check_of(spec, strategy, *results, is_fixed))
+        checks.append(_check_of(spec, strategy, results, is_fixed))
     # The first one that is not exact, if there is one.
     return min(checks, key=bool)
 
 
 def _check_of(
-    spec: StepSpec, strategy: str, want: StepResult, got: StepResult, is_fixed: bool
+    spec: StepSpec, strategy: str, results: Sequence[StepResult], is_fixed: bool
 ) -> Check:
+    want, got = results
     gradients = zip(want.gradients, got.gradients, strict=True)
     difference = math.hypot(*(norm_of(_difference(*pair)) for pair in gradients))
     size = math.hypot(*map(norm_of, want.gradients))
