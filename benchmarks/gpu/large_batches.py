@@ -48,6 +48,7 @@ def large_batches(run: Run) -> list[Cell]:
     return [
         *cells,
         Cell({"what": "two layers of dropout"}, lambda: dropout(run.device, n_seeds)),
+        Cell({"what": "check(), attention with dropout"}, lambda: attention(run.device)),
         Cell({"what": "BigBatch, gradient errors"}, lambda: {"rows": big.errors(run.device)}),
         Cell({"what": "BigBatch, peaks"}, lambda: {"rows": big.peaks(run.device, n_images)}),
     ]
@@ -145,6 +146,20 @@ def dropout(device: str, n_seeds: int) -> Fields:
         "of_means_of_the_whole_batch": _distance(other, plain),
         "seeds": n_seeds,
     }
+
+
+def attention(device: str) -> Fields:
+    """Check a layer with attention and dropout, whose backward pass draws its masks again.
+
+    ``check`` fixes the random numbers of both steps, which fused kernels may not allow.
+    """
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(64, 4, 128, 0.1, batch_first=True).to(device)
+    x, y = torch.randn(8, 16, 64, device=device), torch.randn(8, 16, 64, device=device)
+    loss = functional.mse_loss
+    with BigBatch(model, loss, chunk_size=2, strategy="accumulate", verify=False) as big_batch:
+        found = big_batch.check(x, y)
+    return {"gradient_error": found.gradient_error, "fixed_numbers": found.has_fixed_numbers}
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
