@@ -20,20 +20,24 @@ import psutil
 import pytest
 import torch
 
-from benchmarks.gpu.__main__ import PARTS, _age_s
+from benchmarks.environment import RESULTS, compiled_part
+from benchmarks.gpu import nvml
+from benchmarks.gpu.__main__ import PARTS, SHORT, SHORT_S, _age_s, chosen_parts
 from benchmarks.gpu.bench import Bench, Samples, as_rows, words
 from benchmarks.gpu.cache import CACHES, SkewedCell
 from benchmarks.gpu.ceilings import Ceilings
 from benchmarks.gpu.conditions import gpu_state, host_state, memory_state
-from benchmarks.gpu.correctness import _pytest, summary
+from benchmarks.gpu.correctness import _pytest, debugged, summary
+from benchmarks.gpu.host_work import measured
 from benchmarks.gpu.link import routes
 from benchmarks.gpu.movers import Staging, batch_copies, movers
 from benchmarks.gpu.overlap import Overlap, overlaps
 from benchmarks.gpu.packing import packed
-from benchmarks.gpu.predictions import predictions, records_of, table
-from benchmarks.gpu.processes import ROOT, Part, new_file, run_part, run_parts
-from benchmarks.gpu.profiling import profile
+from benchmarks.gpu.prices import from_c
+from benchmarks.gpu.processes import ROOT, Part, last_lines, new_file, run_part, run_parts
 from benchmarks.gpu.recorder import Cell, Recorder, Run, Skipped
+from benchmarks.gpu.results import load
+from benchmarks.gpu.rows import BY_PAGE, drawn
 from benchmarks.gpu.steady import N_WARM, Loop, rounds, timed
 from benchmarks.gpu.system import system
 from benchmarks.gpu.tables import Contest, _watched
@@ -59,6 +63,9 @@ def hanging(run):
 def dying(run):
     return [*quick(run), Cell({"n": 2}, lambda: os._exit(3)), Cell({"n": 3}, lambda: {})]
 """
+
+
+HEADER = {"device": "cpu", "command": "a test", "commit": "0123abcd"}
 
 
 def recorder(path: Path, seconds: float = 60.0, settle: Any = lambda: None) -> Recorder:
@@ -152,9 +159,9 @@ def test_files_are_never_overwritten(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("parts")
 def test_a_part_that_hangs_is_killed_and_its_cells_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "part.json"
-    run_part(part("hanging"), path, {"device": "cpu"}, limit_s=8.0)
+    run_part(part("hanging"), path, {"device": "cpu"}, limit_s=12.0)
     saved = json.loads(path.read_text())
-    assert saved["status"] == "killed at its limit of 8 s"
+    assert saved["status"] == "killed at its limit of 12 s"
     assert [cell["n"] for cell in saved["cells"]] == [1]
     assert saved["running"] == {"n": 2}
     assert saved["not_reached"] == [{"n": 3}]
@@ -166,9 +173,7 @@ def test_a_part_that_hangs_is_killed_and_its_cells_are_kept(tmp_path: Path) -> N
 def test_a_part_that_dies_is_recorded_and_others_go_on(tmp_path: Path) -> None:
     chosen = [part("dying"), part("quick", share=3.0)]
     out = tmp_path / "out"
-    written = run_parts(
-        chosen, seconds=120, out=out, device="cpu", command="a test", prefix="test", least_s=0
-    )
+    written = run_parts(chosen, seconds=120, out=out, header=HEADER, prefix="test", least_s=0)
     dying, quick = (json.loads(path.read_text()) for path in written)
     assert dying["status"] == "crashed with exit status 3"
     assert [cell["n"] for cell in dying["cells"]] == [1]
@@ -176,6 +181,10 @@ def test_a_part_that_dies_is_recorded_and_others_go_on(tmp_path: Path) -> None:
     assert quick["status"] == "ended"
     assert quick["cells"][0]["found"] == 1
     assert quick["environment"].startswith("pinfeed")
+    assert quick["compiled_part"] == compiled_part()
+    assert quick["commit"] == HEADER["commit"]
+    assert quick["launch_us"] > 0
+    assert load(written[1]) == quick
     # Its share alone is 90 seconds; the rest is time that the first part did not need.
     assert 90 < quick["limit_s"] <= 120
 
@@ -207,9 +216,7 @@ def test_the_time_of_a_call_begins_with_its_process(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_part_without_time_is_not_started(tmp_path: Path) -> None:
-    written = run_parts(
-        [part("quick")], seconds=0, out=tmp_path, device="cpu", command="a test", prefix="test"
-    )
+    written = run_parts([part("quick")], seconds=0, out=tmp_path, header=HEADER, prefix="test")
     assert json.loads(written[0].read_text())["status"] == "not started"
 
 
@@ -287,13 +294,13 @@ def test_only_one_part_tries_copies_in_batches(
     assert found["counts"] == {"passed": 1}, found
 
 
-@pytest.mark.parametrize("group", ["correctness", "link", "training"])
+@pytest.mark.parametrize("group", [SHORT, "correctness", "link", "training"])
 def test_groups_fit_a_call_of_ten_minutes(group: str) -> None:
-    assert sum(one.share for one in PARTS if one.group == group) <= 560
+    assert sum(one.share for one in chosen_parts([group])) <= SHORT_S
 
 
-def test_copies_in_batches_are_the_last_part_of_the_link(tmp_path: Path) -> None:
-    assert [one.name for one in PARTS if one.group == "link"][-1] == "batch-copies"
+def test_copies_in_batches_are_the_last_part_of_the_short_run(tmp_path: Path) -> None:
+    assert [one.name for one in PARTS if one.group == SHORT][-1] == "batch-copies"
     run = Run("cuda", recorder(tmp_path / "part.json"))
     assert {cell.key["by"] for cell in batch_copies(run)} == {"copies in batches"}
     assert "copies in batches" not in {cell.key["by"] for cell in movers(run)}
@@ -329,6 +336,54 @@ def test_the_summary_of_tests_names_failures() -> None:
     assert [row["test"] for row in found["slowest"]] == ["b", "a", "c"]
 
 
+@pytest.mark.parametrize("missing", ["compiled_part", "commit", "environment"])
+def test_a_result_that_does_not_say_how_it_was_measured_is_refused(
+    missing: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "gpu-rows-1.json"
+    record = {**HEADER, "environment": "a machine", "compiled_part": "used", "status": "ended"}
+    path.write_text(json.dumps(record))
+    assert load(path) == record
+    del record[missing]
+    path.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=rf"gpu-rows-1.json lacks '{missing}'.*measure it again"):
+        load(path)
+    path.write_text(json.dumps(record)[:-1])
+    with pytest.raises(ValueError, match=r"gpu-rows-1.json is no complete result"):
+        load(path)
+
+
+def test_committed_results_say_whether_the_compiled_part_was_used() -> None:
+    paths = sorted(RESULTS.glob("gpu-*.json"))
+    assert paths
+    for path in paths:
+        assert load(path)["compiled_part"]
+
+
+def test_the_head_of_a_crash_dump_is_kept(tmp_path: Path) -> None:
+    test = tmp_path / "test_crash.py"
+    test.write_text("import os\n\ndef test():\n    print(90 * 'line\\n')\n    os.abort()\n")
+    found = _pytest(60, "-c", str(ROOT / "pyproject.toml"), "-p", "no:xdist", "-s", str(test))
+    assert found["exit_status"] == -signal.SIGABRT
+    assert found["output"][0] == "Fatal Python error: Aborted"
+    assert any("test_crash.py" in line for line in found["output"][:10])
+    long = ["begin", "Fatal Python error: Aborted", *map(str, range(200))]
+    assert last_lines("\n".join(long), 2) == [*long[1:41], "198", "199"]
+
+
+def test_a_debugger_tells_where_a_program_crashes(programs: Path) -> None:
+    install(
+        programs / "gdb",
+        """echo 'Starting program'; for word in "$@"; do last=$word; done
+        echo "Program received signal SIGSEGV in $last"; echo '#0 a frame'""",
+    )
+    found = debugged(("python", "-m", "pytest", "test.py"), lambda: 30.0)
+    assert found["stacks"] == ["Program received signal SIGSEGV in test.py", "#0 a frame"]
+    (programs / "gdb").unlink()
+    with pytest.raises(Skipped, match="neither cuda-gdb nor gdb"):
+        debugged(("true",), lambda: 30.0)
+
+
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that is the only one with programs, besides those that a shell script needs."""
@@ -343,18 +398,6 @@ def install(program: Path, text: str) -> None:
     program.chmod(0o755)
 
 
-def test_a_profile_leaves_the_clocks_of_the_gpu_alone(programs: Path, tmp_path: Path) -> None:
-    install(
-        programs / "ncu",
-        """case "$*" in
-        *"--clock-control none"*) echo '"Kernel Name"'; echo '"gather_rows"';;
-        esac""",
-    )
-    run = Run("cuda", recorder(tmp_path / "part.json"))
-    found = [cell.measure() for cell in profile(run) if cell.key["by"] == "ncu"]
-    assert [one["rows"] for one in found] == 2 * [[{"Kernel Name": "gather_rows"}]]
-
-
 def test_the_system_is_described_by_its_programs(programs: Path, tmp_path: Path) -> None:
     install(programs / "nvidia-smi", "echo Driver Version: 1.2; echo GPU UUID: GPU-00ff; exit 3")
     cells = {str(cell.key): cell for cell in system(Run("cpu", recorder(tmp_path / "part.json")))}
@@ -367,50 +410,112 @@ def test_the_system_is_described_by_its_programs(programs: Path, tmp_path: Path)
     assert cells["{'what': 'packages'}"].measure()["versions"]["numpy"] == np.__version__
 
 
-@pytest.mark.usefixtures("programs")
-def test_conditions_without_nvidia_smi_are_unknown() -> None:
-    called = []
-    found = gpu_state(lambda: called.append(1))
-    assert set(found.values()) == {None}
-    assert not called
+NVML = """
+int nvmlInit_v2(void) { return 0; }
+int nvmlDeviceGetHandleByPciBusId_v2(const char *bus, void **gpu)
+{
+    *gpu = (void *)7;
+    return bus[5] == '1' ? 0 : 6;
+}
+int nvmlDeviceGetClockInfo(void *gpu, int clock, unsigned *mhz)
+{
+    *mhz = 1000 * clock + (gpu == (void *)7);
+    return 0;
+}
+int nvmlDeviceGetPowerUsage(void *gpu, unsigned *milliwatt) { *milliwatt = 250500; return 0; }
+int nvmlDeviceGetTemperature(void *gpu, int sensor, unsigned *celsius) { return 3; }
+int nvmlDeviceGetCurrentClocksThrottleReasons(void *gpu, unsigned long long *reasons)
+{
+    *reasons = 0x24;
+    return 0;
+}
+"""
 
 
-def test_conditions_of_the_gpu_are_taken_while_the_load_runs(programs: Path) -> None:
-    begun, loaded = programs / "begun", programs / "loaded"
-    # The program ends when the load has run.
-    values = "4, 5, 16, 16, 1.5, 2, 3, [N/A], 40"
-    install(
-        programs / "nvidia-smi",
-        f": > {begun}; until [ -e {loaded} ]; do :; done; echo '{values}'",
+def test_conditions_of_the_gpu_are_those_of_nvidias_library(tmp_path: Path) -> None:
+    """A value that the GPU or the library does not have is None."""
+    library = compiled(tmp_path, NVML)
+    gpu = nvml.Gpu("0000:1a:00.0", library)
+    found = gpu.state()
+    assert set(found) == set(nvml.UNKNOWN) == set(gpu_state())
+    assert found["sm_mhz"] == 1001
+    assert found["memory_mhz"] == 2001
+    assert found["power_w"] == 250.5
+    assert found["temperature_c"] is None
+    assert found["pcie_gen"] is None
+    assert found["throttle_reasons"] == ["power cap", "software thermal slowdown"]
+    assert gpu.clocks() == {name: found[name] for name in gpu.clocks()}
+    with pytest.raises(OSError, match=r"does not describe the GPU 0000:2a:00\.0: error 6"):
+        nvml.Gpu("0000:2a:00.0", library)
+
+
+CALLS = (
+    *("cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent", "cuStreamCreate"),
+    *("cuEventCreate", "cuMemHostAlloc", "cuMemAlloc_v2", "cuModuleLoadData"),
+    *("cuModuleGetFunction", "cuEventRecord", "cuStreamWaitEvent", "cuEventQuery"),
+    *("cuEventSynchronize", "cuEventDestroy_v2", "cuMemcpyHtoDAsync_v2", "cuLaunchKernel"),
+    "cuStreamSynchronize",
+)
+
+
+def test_calls_of_the_driver_have_prices(tmp_path: Path) -> None:
+    """Without a driver, the cell is skipped; a call that fails is named."""
+    driver = "".join(f"int {name}() {{ return 0; }}\n" for name in CALLS)
+    found = from_c(compiled(tmp_path, driver), 30.0)
+    assert len(found) == 8
+    assert all(0 < median <= p90 for median, p90 in found.values())
+    driver = driver.replace("cuEventQuery() { return 0", "cuEventQuery() { return 700")
+    with pytest.raises(RuntimeError, match="query_of_done_event failed with CUDA error 700"):
+        from_c(compiled(tmp_path, driver), 30.0)
+    with pytest.raises(Skipped, match=r"there is no libnone\.so"):
+        from_c("libnone.so", 30.0)
+
+
+def compiled(folder: Path, text: str) -> str:
+    """Compile C code into a library that takes the place of one of NVIDIA's."""
+    library = folder / "library.so"
+    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
+    subprocess.run(command, input=text, text=True, check=True)
+    return str(library)
+
+
+def test_the_work_of_each_thread_is_counted() -> None:
+    def batches() -> Iterator[int]:
+        begun = threading.Semaphore(0)
+        ended = threading.Event()
+
+        def work() -> None:
+            while not ended.is_set():
+                begun.acquire()
+
+        thread = threading.Thread(target=work, name="reader-3")
+        thread.start()
+        try:
+            for i in range(200):
+                begun.release()
+                yield i
+        finally:
+            ended.set()
+            begun.release()
+            thread.join()
+
+    found = measured(batches(), lambda _: time.sleep(1e-4), 100, "cpu")
+    assert found["batches"] == 100
+    assert found["mean_us"] >= 100
+    assert found["threads"]["reader"]["switches"] > 0
+    assert found["threads"]["MainThread"]["switches"] >= 1
+    assert found["switches"] == pytest.approx(
+        sum(one["switches"] for one in found["threads"].values()), abs=0.01
     )
-    found = gpu_state(lambda: loaded.touch())
-    assert begun.exists()
-    assert found["pcie_gen"] == 4
-    assert found["pcie_gen_max"] == 5
-    assert found["sm_mhz"] == 1.5
-    assert found["power_w"] is None
-    assert found["temperature_c"] == 40
 
 
-def test_a_condition_unknown_to_nvidia_smi_leaves_the_others(programs: Path) -> None:
-    install(
-        programs / "nvidia-smi",
-        """case "$1" in
-        *power.draw*) echo 'Field "power.draw" is not a valid field to query.'; exit 2;;
-        *) echo '1, 2, 3, 4, 5, 6, 7, 8';;
-        esac""",
-    )
-    found = gpu_state()
-    assert found["power_w"] is None
-    assert found["memory_mhz"] == 7
-    assert found["temperature_c"] == 8
-
-
-def test_nvidia_smi_that_fails_leaves_conditions_unknown(programs: Path) -> None:
-    install(programs / "nvidia-smi", "echo 'NVIDIA-SMI has failed'; exit 9")
-    assert set(gpu_state().values()) == {None}
-    install(programs / "nvidia-smi", "echo 'No devices were found'")
-    assert set(gpu_state().values()) == {None}
+def test_rows_sorted_by_pages_are_random_within_a_page() -> None:
+    table = as_rows(Bench("cpu").words(8 << 20), 4096)
+    rows = drawn(np.random.default_rng(0), table, 1000, BY_PAGE)
+    pages = rows * 4096 >> 21
+    assert (np.diff(pages) >= 0).all()
+    assert (np.diff(rows) < 0).any()
+    assert len(set(rows.tolist())) == 1000
 
 
 def test_conditions_of_the_host_name_the_mapping_of_an_array() -> None:
@@ -498,7 +603,7 @@ def test_a_contestant_that_fails_to_begin_gives_its_own_error() -> None:
 
     stats: list[Any] = []
     with pytest.raises(MemoryError, match="does not fit"):
-        list(_watched(fails, 1, stats)(None, None, []))  # type: ignore[arg-type]
+        list(_watched(fails, 1, stats, [])(None, None, []))  # type: ignore[arg-type]
     assert stats == []
 
 
@@ -514,53 +619,6 @@ def test_times_of_readers_are_compared_with_the_link() -> None:
     cached = contest.small("cache of 100%")
     assert cached["mb_written"] == 0, "only the end of a loop writes the rows of such a cache"
     assert 0 < cached["mb_read"] < found["mb_read"]
-
-
-def test_measurements_are_compared_with_predictions() -> None:
-    """The last file counts, and measurements on a CPU do not."""
-    key = {"table_gb": 8, "by": "copy engine", "direction": "to the device"}
-    other = {**key, "direction": "to the host"}
-    records = [
-        {"part": "ceilings", "device": device, "cells": cells}
-        for device, cells in (
-            ("cuda", [{**key, "gb_per_s": 50.0}]),
-            ("cuda", [{**key, "gb_per_s": 54.321}, {**other, "skipped": "no room"}]),
-            ("cpu", [{**key, "gb_per_s": 1.0}]),
-        )
-    ]
-    lines = table(records).splitlines()
-    assert "| copy engine, to the device | 53 to 56 GB/s | 54.3 GB/s |" in lines
-    assert "| copy engine, to the host | 53 to 56 GB/s | skipped: no room |" in lines
-    assert lines[-1].endswith("| not measured yet |")
-
-
-def test_results_that_are_incomplete_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    good, cut = tmp_path / "good.json", tmp_path / "cut.json"
-    good.write_text('{"part": "rows"}')
-    cut.write_text('{"part": "ro')
-    assert list(records_of(map(str, (cut, good)))) == [{"part": "rows"}]
-    assert f"{cut} is skipped: " in capsys.readouterr().err
-
-
-def test_the_documentation_has_every_prediction() -> None:
-    """The measured values of its table are those of the first run, not those of this test."""
-    text = (ROOT / "benchmarks" / "results" / "gpu-predictions.md").read_text()
-    first = [line.split("|")[:3] for line in text.splitlines()]
-    assert first == [line.split("|")[:3] for line in table([]).splitlines()]
-
-
-def test_every_prediction_has_a_cell(tmp_path: Path) -> None:
-    targets = {one.name: one.target.split(":") for one in PARTS}
-    run = Run("cuda", recorder(tmp_path / "part.json"))
-    keys: dict[str, list[dict[str, Any]]] = {}
-    for one in predictions():
-        if one.part not in keys:
-            module, name = targets[one.part]
-            cells = getattr(importlib.import_module(module), name)(run)
-            keys[one.part] = [cell.key for cell in cells]
-        assert [key for key in keys[one.part] if one.key.items() <= key.items()], one.what
 
 
 def test_a_loop_is_timed_after_its_first_batches() -> None:
