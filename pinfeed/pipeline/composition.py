@@ -10,7 +10,6 @@
 | writes rows that may recur | also draws that compare rows |
 | calls transforms | a filler that does so, in one thread or in several |
 | records a timeline | also a wrapper that records reads, and names calls for a GPU's profiler |
-| measures its depth | a loop that changes between prefetching and the synchronous loop |
 | continues with the next epoch | draws of many epochs, and a filler for each |
 """
 
@@ -25,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 from pinfeed.devices.device import Device, Tensor
 from pinfeed.pipeline.crew_loop import CrewLoop
-from pinfeed.pipeline.depth_choice import DepthChoice
 from pinfeed.pipeline.draws import (
     BatchDraws,
     ComparedDraws,
@@ -43,7 +41,7 @@ from pinfeed.pipeline.loop import FillParts, Loop, LoopParts, SynchronousLoop
 from pinfeed.pipeline.loop_threads import call_named
 from pinfeed.pipeline.loop_transforms import LoopTransforms
 from pinfeed.pipeline.position import EpochPosition
-from pinfeed.pipeline.prefetch_loop import MeasuredLoop, PrefetchLoop
+from pinfeed.pipeline.prefetch_loop import PrefetchLoop
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Slot
 from pinfeed.pipeline.sources.row_source import RowSource
@@ -68,7 +66,7 @@ def make_loop(
     mover: Mover,
     source: Source,
     position: EpochPosition,
-    choice: DepthChoice,
+    schedule: PrefetchSchedule,
     transforms: LoopTransforms,
     *,
     continuous: bool = False,
@@ -79,55 +77,40 @@ def make_loop(
         mover: Mover of the batches. No other loop may use it at the same time.
         source: Source of the batches.
         position: Epoch, and first batch.
-        choice: Number of batches to prefetch, and of reader threads.
+        schedule: Number of batches to prefetch, and of reader threads.
         transforms: The transforms.
         continuous: Whether the loop may read the next epoch before it ends this one.
     """
-    schedule = choice.schedule
     if isinstance(mover, HostTransfer) and isinstance(source, RowSource) and not transforms:
         if (views := source.views()) and isinstance(source.batches, OrderBatches):
             return _view_loop(mover, source, position, schedule, views)
-        # A loop that measures its depth has found no such rows.
-        is_settled = not schedule.measures_depth
-        memory_rows = crew_rows(mover, source, schedule, transforms) if is_settled else None
+        memory_rows = None
+        if not schedule.has_writer and isinstance(source.batches, OrderBatches):
+            memory_rows = source.memory_rows()
         if memory_rows is not None:
             return _crew_loop(mover, source, position, schedule, memory_rows)
         # Until the rows are in memory, each epoch may be the last one that needs reader threads.
         continuous = continuous and not _may_have_crew(source, schedule)
-    parts = _fill_parts(mover, source, position, choice, transforms, continuous=continuous)
-    if schedule.measures_depth:
-        return MeasuredLoop(parts, choice)
+    parts = _fill_parts(mover, source, position, schedule, transforms, continuous=continuous)
     return PrefetchLoop(parts) if schedule.depth else SynchronousLoop(parts)
-
-
-def crew_rows(
-    mover: Mover, source: Source, schedule: PrefetchSchedule, transforms: LoopTransforms
-) -> Sequence[MemoryRows] | None:
-    """Return where the rows are, if all are in memory now and a crew can copy them."""
-    if not (isinstance(mover, HostTransfer) and isinstance(source, RowSource)):
-        return None
-    if transforms or schedule.has_writer or not isinstance(source.batches, OrderBatches):
-        return None
-    return source.memory_rows()
 
 
 def _fill_parts(
     mover: Mover,
     source: Source,
     position: EpochPosition,
-    choice: DepthChoice,
+    schedule: PrefetchSchedule,
     transforms: LoopTransforms,
     *,
     continuous: bool,
 ) -> FillParts:
     """Return the parts of a loop whose slots are filled by calls in Python."""
-    schedule = choice.schedule
     first = position.batch
     epochs = None
     # Reader threads iterate over the batches, one at a time.
     if continuous and schedule.depth and not schedule.has_writer:
         begin = (position.epoch, position.batch, position.checksum)
-        epochs = EpochsAhead(source, begin, schedule, choice.may_continue)
+        epochs = EpochsAhead(source, begin, schedule)
         thunks = epochs.thunks()
     else:
         thunks = source.epoch(
@@ -241,7 +224,6 @@ def _may_have_crew(source: RowSource, schedule: PrefetchSchedule) -> bool:
     """Return whether a crew may copy the rows of a later loop."""
     return (
         not schedule.has_writer
-        and not schedule.measures_depth
         and isinstance(source.batches, OrderBatches)
         and source.may_be_in_memory
     )

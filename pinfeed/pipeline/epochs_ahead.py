@@ -24,19 +24,13 @@ class EpochsAhead:
         source: Source of the batches.
         first: Epoch, first batch, and checksum of the batches before it.
         schedule: Schedule of the loop.
-        may_continue: Returns whether the next epoch may be read now (consumer).
     """
 
     def __init__(
-        self,
-        source: Source,
-        first: tuple[int, int, int],
-        schedule: PrefetchSchedule,
-        may_continue: Callable[[], bool],
+        self, source: Source, first: tuple[int, int, int], schedule: PrefetchSchedule
     ) -> None:
         self._source = source
         self._batches_per_slot = schedule.batches_per_slot
-        self._may_continue = may_continue
         self.fill_epoch: Callable[[int, int, int], None] = lambda epoch, turn, n_ahead: None
         """Makes later calls fill slots with another epoch, given its number, the number of its
         first call, and the number of epochs until then (consumer)."""
@@ -112,7 +106,7 @@ class EpochsAhead:
             0 if the loop must not continue.
         """
         n_slots = self._n_slots(self._filled + 1, 0)
-        if not (n_slots and self._may_continue() and self._source.may_open_ahead):
+        if not (n_slots and self._source.may_open_ahead):
             return 0
         self._filled += 1
         self._n_left.append(n_slots)
