@@ -124,22 +124,19 @@ def _fill_parts(
     """Return the parts of a loop whose slots are filled by calls in Python."""
     schedule = choice.schedule
     first = position.batch
+    begin = (position.epoch, position.batch, position.checksum)
     epochs = None
     # Reader threads iterate over the batches, one at a time.
     if continuous and schedule.depth and not schedule.has_writer:
-        begin = (position.epoch, position.batch, position.checksum)
         epochs = EpochsAhead(source, begin, schedule, choice.may_continue)
         thunks = epochs.thunks()
     else:
-        thunks = source.epoch(
-            position.epoch, position.batch, position.checksum, schedule.batches_per_slot
-        )
+        thunks = source.epoch(*begin, schedule.batches_per_slot)
     writer: Transfer | HostWrites | None = None
     if schedule.has_writer:
         writer = mover if isinstance(mover, Transfer) else HostWrites(mover)
     # The writer of a device that uses host memory wraps methods of its mover.
     moves: Any = mover if writer is None else writer
-    # A source may end its threads only after the readers have completed the last batches.
     opened = contextlib.ExitStack()
     thunks = _in_context(opened, source, thunks)
     draws = _draws(mover, thunks, first, schedule, transforms, writer)
@@ -338,7 +335,10 @@ def _draws(
 
 
 def _in_context(opened: contextlib.ExitStack, source: Source, thunks: Thunks) -> Thunks:
-    """Yield the batches of a source, in its context, which ``opened`` ends."""
+    """Yield the batches of a source, in its context, which ``opened`` ends.
+
+    The readers may complete the last batches only after they have drawn the end.
+    """
     opened.enter_context(source.loop_context())
     yield from thunks
 

@@ -141,17 +141,6 @@ class SampleMaker:
             return collate(samples)
 
 
-def batch_reader(dataset: Any) -> Callable[[list[Any]], Sequence[Any]] | None:
-    """Return the ``__getitems__`` of a dataset; None if it reads one item at a time."""
-    from torch.utils.data import Subset
-
-    # A Subset passes the indices on, and otherwise reads one item after the other.
-    inner = dataset
-    while type(inner) is Subset:
-        inner = inner.dataset
-    return dataset.__getitems__ if getattr(inner, "__getitems__", None) else None
-
-
 class BegunBatches:
     """The batches of a source that threads make at present."""
 
