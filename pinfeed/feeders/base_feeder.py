@@ -99,17 +99,6 @@ class BaseFeeder(Generic[T_co]):
         return self._loop.stats
 
     @property
-    def depth_reason(self) -> str:
-        """Depth of the loop and the times that decided it; empty if the depth is not measured.
-
-        Without a ``depth``, ``Feeder`` and ``wrap_loader`` measure on the CPU whether short batches
-        are faster in the synchronous loop. They keep the faster depth while batches stay short. A
-        ``Feeder`` whose rows native threads copy always prefetches. ``train_rows`` without a
-        ``depth`` measures on every device, once.
-        """
-        return self._loop.depth_reason
-
-    @property
     def timeline(self) -> Timeline:
         """Timeline of all loops so far; ``feeder.timeline.save("timeline.png")`` draws it.
 

@@ -24,9 +24,9 @@ from pinfeed.pipeline.sources.sample_source import (
     Samples,
     SampleSource,
     SampleThreads,
-    with_sample_readers,
 )
 from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
+from pinfeed.pipeline.sources.threaded_loader_source import batch_reader
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Order
 from pinfeed.rows.rank_batches import RankBatches, note_workers
@@ -90,6 +90,11 @@ def wrap_dataset(
     The dataset and the functions must be thread-safe. A file position and an open HDF5 file are
     not; open one for each thread, in a ``threading.local``.
 
+    If the dataset has ``__getitems__``, as those of Hugging Face, one thread makes each batch in
+    one call, as in a ``DataLoader``. Functions of torch in that call draw from a generator of the
+    batch. Set ``depth`` to the number of threads to keep all of them busy. To make samples one by
+    one, wrap ``range(len(dataset))`` with ``transform=dataset.__getitem__``.
+
     Samples that torch's ``default_collate`` would stack are written straight into their place in a
     batch, which is page-locked (pinned) for a GPU.
 
@@ -127,7 +132,8 @@ def wrap_dataset(
             sample that failed. With ``"next"``, ``next()`` of the loop's iterator raises it, and
             another ``next()`` returns the next batch. With ``"skip"``, bad samples are left out,
             logged, and listed in ``skipped``. Their batch is shorter, and the loop has no batch
-            without samples, so that the order, ``len`` and states do not depend on errors.
+            without samples, so that the order, ``len`` and states do not depend on errors. Items
+            are then read one by one, even if the dataset has ``__getitems__``.
         max_skipped: Number of samples in a loop that may be skipped; another one raises ReadError.
         reproducible: Whether random numbers depend on the sample alone. False also permits global
             generators.
@@ -150,16 +156,11 @@ def wrap_dataset(
         DeviceError: If the device does not exist.
         Exception: If the first sample fails; its error.
     """
-    _check_dataset(dataset)
+    _check_dataset(dataset, rows)
     for name, function in (("transform", transform), ("collate_fn", collate_fn)):
         check_function(function, name)
     check_choice(on_error, "on_error", ("raise", "next", "skip"))
     check_flag(reproducible, "reproducible")
-    if rows is not None and not isinstance(rows, Order):
-        raise ArgumentError(
-            f"rows is a {type(rows).__name__}; expected an order of pinfeed.rows; for a sampler, "
-            "use pinfeed.wrap_loader(DataLoader(dataset, sampler=...), threads=...)"
-        )
     if batch_size is not None:
         batch_size = whole_number(batch_size, "batch_size")
     max_skipped = whole_number(max_skipped, "max_skipped", least=0)
@@ -176,8 +177,10 @@ def wrap_dataset(
         again, progress, timeline, None, device_transform, seed, continuous=continuous
     )
     options.require_continuous(depth)
+    # The error of a whole batch would not say which samples to leave out.
+    read_batch = None if on_error == "skip" else batch_reader(dataset)
     samples = Samples(
-        SampleMaker(dataset.__getitem__, transform, seed, reproducible),
+        SampleMaker(dataset.__getitem__, transform, seed, reproducible, read_batch),
         len(dataset),
         n_threads if depth else 0,
         collate_fn,
@@ -221,7 +224,7 @@ class DatasetFeeder(ResumableFeeder[T_co]):
         batches = selection.batches(samples.n, self._plan)
         assert isinstance(batches, (OrderBatches, RankBatches))
         source = SampleSource(samples, batches, SampleThreads(on.worker, samples.n_threads))
-        schedule = with_sample_readers(self._schedule, samples.n_threads, batches.batch_size)
+        schedule = samples.schedule(self._schedule, batches.batch_size)
         self._loop = options.runner(source, on, schedule, self._transforms)
 
     @property
@@ -295,8 +298,13 @@ def check_threads(threads: int | None) -> int:
     return whole_number(threads, "threads", most=MAX_THREADS, note=note)
 
 
-def _check_dataset(dataset: Any) -> None:
-    """Raise ArgumentError unless a dataset has a length, and items by index."""
+def _check_dataset(dataset: Any, rows: Any) -> None:
+    """Raise ArgumentError unless a dataset has a length, and items by index, in a known order."""
+    if rows is not None and not isinstance(rows, Order):
+        raise ArgumentError(
+            f"rows is a {type(rows).__name__}; expected an order of pinfeed.rows; for a sampler, "
+            "use pinfeed.wrap_loader(DataLoader(dataset, sampler=...), threads=...)"
+        )
     kind = type(dataset).__name__
     if isinstance(dataset, (str, bytes, os.PathLike)):
         raise ArgumentError(

@@ -104,10 +104,8 @@ class Feeder(ResumableFeeder[T_co]):
             ``Ranks`` for more options. With ``"all"`` or None, every process iterates over all
             rows.
         depth: Number of batches to prefetch, at most 1,024, because each takes memory; 0 is the
-            synchronous loop. It replaces ``config.depth``. With None, pinfeed chooses 2, or more
-            for small batches. On the CPU, a loop whose rows no native threads copy then measures
-            whether 0 is faster for short batches, unless ``verify`` is set. It keeps the faster
-            depth, which ``depth_reason`` names.
+            synchronous loop. It replaces ``config.depth``. None is 2, or more for small batches,
+            and 0 for loops over ``batches()`` of writable sources on the CPU.
         device: ``"auto"`` (CUDA if available), ``"cpu"``, ``"cuda"``, ``"cuda:1"``, a
             ``torch.device`` or a Device.
         route: Route of rows from page-locked (pinned) stores to a GPU. On the ``"direct"`` route,
@@ -302,8 +300,12 @@ class Feeder(ResumableFeeder[T_co]):
     def batches(self) -> Iterator[Batch[T_co]]:
         """Begin the next epoch, with ``Batch`` objects that have row indices and ``write_back``.
 
+        If a source is writable, the loop also holds values that are written back, and prefetches
+        fewer batches if the limits of ``config`` require it.
+
         Raises:
             ClosedError: If the feeder is closed, or an older loop over it runs and cannot be ended.
+            BudgetError: If the limits of ``config`` cannot hold these values.
         """
         if not self._copies:
             raise ArgumentError(
@@ -319,7 +321,7 @@ class Feeder(ResumableFeeder[T_co]):
             return Batch(lent, take(lent), stores, device, is_source=is_source)
 
         writes = is_source and any(store.writable for store in stores.stores)
-        return self._loop.run(lend, self._schedule_with_writes() if writes else None, self._begin)
+        return self._loop.run(lend, self._plan_writes() if writes else None, self._begin)
 
     @property
     def batch_size(self) -> int | None:
@@ -330,7 +332,8 @@ class Feeder(ResumableFeeder[T_co]):
     def plan(self) -> Plan:
         """Batch size and memory of every buffer; ``print(feeder.plan)`` explains them in words.
 
-        The memory of transform results is the measured one so far, or with ``config`` the predicted
+        From the first loop over ``batches()`` on, it includes values that are written back. The
+        memory of transform results is the measured one so far, or with ``config`` the predicted
         one.
         """
         if self._is_limited:
@@ -378,7 +381,7 @@ class Feeder(ResumableFeeder[T_co]):
         if transforms and config is not None:
             transform_nbytes = measure_transforms(tree, on, transforms)
         rows, batch_size = selection.order, selection.batch_size
-        planner = Planner(
+        self._planner = planner = Planner(
             tree, rows, batch_size, config, schedule, on, transforms, transform_nbytes
         )
         plan, self._reads = planner.plan(route)
@@ -431,6 +434,8 @@ class Feeder(ResumableFeeder[T_co]):
         """Open the device, and choose the number of batches that are prefetched to it."""
         tree = self._stores
         config = selection.config
+        if depth is None and config is not None:
+            depth = config.depth
         is_ragged = bool(tree.ragged)
         schedule = choose_schedule(
             tree.row_nbytes, selection.batch_size, config, depth, is_ragged=is_ragged
@@ -443,30 +448,32 @@ class Feeder(ResumableFeeder[T_co]):
         n_batches = schedule.n_slots + 1 + n_held(write_depth)
         n_parts = len(tree.stores) + len(tree.ragged) + len(tree.parts_of_ragged)
         self._open_device(device, n_parts * n_batches)
-        # Whether verify finds changed rows must not depend on measured times.
-        schedule = schedule.on(self._device, may_measure=not self._verify)
-        self._schedule_without_crew = schedule
+        self._schedule_with_writes = dataclasses.replace(
+            _schedule_of_single_batches(schedule), writes=True
+        )
+        if depth is not None or not self._device.unified:
+            return schedule
+        # No copy to a device would hide the work that write-backs cost.
+        self._schedule_with_writes = dataclasses.replace(self._schedule_with_writes, depth=0)
         if (
-            schedule.measures_depth
-            and self._device.unified
-            and isinstance(selection.order, Order)
+            isinstance(selection.order, Order)
             and not options.has_transforms
             and tree.may_have_crew(is_limited=config is not None and bool(config.cpu_memory_limit))
         ):
             return crew_schedule((selection.batch_size or 0) * tree.row_nbytes)
         return schedule
 
-    def _schedule_with_writes(self) -> PrefetchSchedule:
-        """Return the schedule of a loop that writes back.
+    def _plan_writes(self) -> PrefetchSchedule:
+        """Plan a loop that writes back, and return its schedule.
 
         Every write is looked up in all batches that were gathered before it. With many prefetched
         batches, this costs more than prefetching saves, so such a loop prefetches fewer.
         """
-        return dataclasses.replace(
-            _schedule_of_single_batches(self._schedule_without_crew),
-            writes=True,
-            repeats=not self._source.batches.is_distinct,
+        schedule = dataclasses.replace(
+            self._schedule_with_writes, repeats=not self._source.batches.is_distinct
         )
+        self._plan = plan = self._planner.with_writes(self._plan, schedule, self._reads)
+        return dataclasses.replace(schedule, depth=plan.depth)
 
     def _close_sources(self, stack: contextlib.ExitStack) -> None:
         if self._transforms.gather is not None:

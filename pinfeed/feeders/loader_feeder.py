@@ -43,7 +43,7 @@ class LoaderFeeder(BaseFeeder[T_co]):
     Args:
         source: Source that iterates the loader.
         device: Target device, as the user named it.
-        schedule: Number of batches to prefetch; it is measured only if the device permits it.
+        schedule: Number of batches to prefetch.
         options: Options of the loop.
         n_spare: Number of device buffers that may be kept for reuse. None is one per store, or one
             without ``fetch``, for each batch that is on the device at the same time.
@@ -63,7 +63,7 @@ class LoaderFeeder(BaseFeeder[T_co]):
         self._source = source
         self._loader = source.loader
         self._fetch = fetch
-        self._planned = schedule
+        self._schedule = schedule
         if n_spare is None:
             n_spare = (schedule.depth + 2) * (1 if fetch is None else len(fetch.stores))
         self._open_device(device, n_spare)
@@ -73,7 +73,6 @@ class LoaderFeeder(BaseFeeder[T_co]):
         self._transforms = options.transforms(self.device, is_limited=is_limited)
         source.host_transform = self._transforms.host
         source.transforms_in_thunks = schedule.n_transform_threads > 1
-        schedule = schedule.on(self._device)
         self._loop = options.runner(source, self._device, schedule, self._transforms)
 
     @safe_repr
@@ -89,11 +88,11 @@ class LoaderFeeder(BaseFeeder[T_co]):
 
         The memory of transform results is the measured one so far.
         """
-        depth = self._planned.depth
+        depth = self._schedule.depth
         plan = Plan(0, depth, "staged", ())
         if self._fetch is not None:
             plan = self._fetch.plan(depth, self._device)
-        n_threads = self._planned.n_transform_threads
+        n_threads = self._schedule.n_transform_threads
         plan = dataclasses.replace(plan, n_transform_threads=n_threads)
         return self._transforms.with_measured(plan, unified=self._device.unified)
 

@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -106,22 +107,23 @@ def _fill_parts(
 ) -> FillParts:
     """Return the parts of a loop whose slots are filled by calls in Python."""
     first = position.batch
+    begin = (position.epoch, position.batch, position.checksum)
     epochs = None
     # Reader threads iterate over the batches, one at a time.
     if continuous and schedule.depth and not schedule.has_writer:
-        begin = (position.epoch, position.batch, position.checksum)
         epochs = EpochsAhead(source, begin, schedule)
         thunks = epochs.thunks()
     else:
-        thunks = source.epoch(
-            position.epoch, position.batch, position.checksum, schedule.batches_per_slot
-        )
+        thunks = source.epoch(*begin, schedule.batches_per_slot)
     writer: Transfer | HostWrites | None = None
     if schedule.has_writer:
         writer = mover if isinstance(mover, Transfer) else HostWrites(mover)
     # The writer of a device that uses host memory wraps methods of its mover.
     moves: Any = mover if writer is None else writer
+    opened = contextlib.ExitStack()
+    thunks = _in_context(opened, source, thunks)
     draws = _draws(mover, thunks, first, schedule, transforms, writer)
+    opened.callback(draws.close)
     filler: Filler
     if transforms:
         filler = TransformingFiller(mover, draws, moves.fill, first, schedule, transforms)
@@ -130,7 +132,7 @@ def _fill_parts(
     parts = FillParts(
         mover=mover,
         draws=draws,
-        close=draws.close,
+        close=opened.close,
         first=first,
         schedule=schedule,
         fill=filler.fill,
@@ -312,6 +314,15 @@ def _draws(
     if writer is not None and schedule.writes and schedule.repeats:
         return ComparedDraws(draws, writer, first, schedule)
     return draws
+
+
+def _in_context(opened: contextlib.ExitStack, source: Source, thunks: Thunks) -> Thunks:
+    """Yield the batches of a source, in its context, which ``opened`` ends.
+
+    The readers may complete the last batches only after they have drawn the end.
+    """
+    opened.enter_context(source.loop_context())
+    yield from thunks
 
 
 def _stop(source: Source, stop_fills: Callable[[], object]) -> None:

@@ -22,7 +22,7 @@ from pinfeed.pipeline.active_run import (
     KeptError,
     is_suspended,
 )
-from pinfeed.pipeline.composition import crew_rows, make_loop
+from pinfeed.pipeline.composition import make_loop
 from pinfeed.pipeline.host_transfer import HostTransfer
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.loop import EPOCH_END, Loop

@@ -6,7 +6,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from support.depth_choices import ScriptedChoice
 from support.random_policy import random_policy
 from support.schedules import next_stream, switch
 
@@ -95,7 +94,6 @@ class CachedRun:
         switch_in: Number of the batch in which the loop changes its stream for good, after it has
             computed new values and before it writes them back.
         switches_within: Whether each step changes its stream and then works with the batch.
-        ways: For each batch whether the loop is synchronous from then on.
         flushes: Whether some steps flush all rows.
         frozen: Whether the rows that are cached stay as they are.
     """
@@ -112,7 +110,6 @@ class CachedRun:
         switch_once: int | None = None,
         switch_in: int | None = None,
         switches_within: bool = False,
-        ways: Sequence[bool] | None = None,
         flushes: bool = False,
         frozen: bool = False,
     ) -> None:
@@ -125,7 +122,6 @@ class CachedRun:
         self.switch_once = switch_once
         self.switch_in = switch_in
         self.switches_within = switches_within
-        self.ways = ways
         self.flushes = flushes
         self.frozen = frozen
         self.arrays = [
@@ -159,7 +155,7 @@ class CachedRun:
             cache = RowCache("rows", stores[:2], self.capacity, device)
         source = CachedSource(self.batches, stores, cache, self.n_ahead)
         schedule = PrefetchSchedule(depth, n_readers=1 + depth % 2, writes=True)
-        runner = EpochRunner(
+        return EpochRunner(
             source,
             device,
             schedule=schedule,
@@ -168,9 +164,6 @@ class CachedRun:
             timeline=False,
             again="end",
         )
-        if self.ways is not None and depth:
-            runner._choices[schedule] = ScriptedChoice(schedule, self.ways)
-        return runner
 
     def fed(self, device: SimDevice, depth: int) -> "CachedRun":
         runner = self.runner(device, depth)
