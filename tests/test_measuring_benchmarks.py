@@ -1,15 +1,31 @@
-"""Measurements that the commands and the benchmarks share: memory by kind, raw rates, a step."""
+"""Measurements that the benchmarks share: memory by kind, raw rates, a step, the page cache."""
 
 import math
 import mmap
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
-from support.command import X
 
+from benchmarks import bandwidth, conditions
+from benchmarks.conditions import (
+    ComputingStep,
+    cached_share,
+    drop,
+    memory_by_kind,
+    read_through,
+    touch_memory,
+)
 from pinfeed import MiB
-from pinfeed.cli import bandwidth, conditions
-from pinfeed.cli.conditions import ComputingStep, memory_by_kind, touch_memory
+
+X = np.random.default_rng(0).normal(size=(500, 3, 8)).astype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.save("x.npy", X)
 
 
 def test_memory_is_counted_by_kind() -> None:
@@ -61,3 +77,28 @@ def test_a_step_is_a_fixed_number_of_products() -> None:
     step()
     assert step.n_products == 3
     assert ComputingStep.lasting(1e-9).n_products == 1
+
+
+def test_files_are_read_into_the_page_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel decides what it keeps in the page cache, so the test simulates its answer."""
+    np.save("y.npy", X[:300])
+    assert read_through(["x.npy", "y.npy"])
+    assert not read_through(["x.npy"], seconds=-1), "it stops at the time limit"
+    n_there = 3
+    monkeypatch.setattr(
+        conditions,
+        "cached_pages",
+        lambda fd, begin, end: np.arange(-(-(end - begin) // 4096)) < n_there,
+    )
+    n_pages = sum(-(-os.path.getsize(path) // 4096) for path in ("x.npy", "y.npy"))
+    assert cached_share(["x.npy", "y.npy"]) == 6 / n_pages
+    asked: list[int] = []
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda fd, offset, length, advice: asked.append(advice)
+    )
+    monkeypatch.setattr(conditions.time, "sleep", lambda _: None)
+    drop(["x.npy"])
+    assert asked == [os.POSIX_FADV_DONTNEED] * 20, "pages in use may stay"
+    n_there, asked = 0, []
+    drop(["x.npy"])
+    assert asked == [os.POSIX_FADV_DONTNEED]
