@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks import bandwidth, conditions
 from benchmarks.conditions import (
@@ -17,6 +18,7 @@ from benchmarks.conditions import (
     read_through,
     touch_memory,
 )
+from benchmarks.mapped_rows import Rows
 from pinfeed import MiB
 
 X = np.random.default_rng(0).normal(size=(500, 3, 8)).astype(np.float32)
@@ -102,3 +104,14 @@ def test_files_are_read_into_the_page_cache(monkeypatch: pytest.MonkeyPatch) -> 
     n_there, asked = 0, []
     drop(["x.npy"])
     assert asked == [os.POSIX_FADV_DONTNEED]
+
+
+def test_rows_of_maps() -> None:
+    """Single rows, ordered rows and unordered rows are tensors that own their memory."""
+    np.save("s-0.npy", X[:300].astype(">f4"))
+    np.save("s-1.npy", X[300:].astype(">f4"))
+    for found in (Rows(["x.npy"]), Rows(["s-0.npy", "s-1.npy"])):
+        assert len(found) == 500
+        for chosen in (np.array([499, 0, 300, 299]), np.arange(250, 350)):
+            np.testing.assert_array_equal(found[chosen].numpy(), X[chosen])
+        assert all(torch.equal(found[row], torch.from_numpy(X[row])) for row in (0, 299, 300, 499))

@@ -49,14 +49,15 @@ def _file(file: str) -> tuple[dict[str, Any], str]:
     pairs = [("source", described(part).removeprefix(f"{part}: "))]
     if reads["in order"] == reads["shuffled"]:
         reads = {"read": reads["in order"]}
-    pairs += [(name, "; ".join(notes)) for name, notes in reads.items()]
+    for name, notes in reads.items():
+        pairs += [("" if i else name, note) for i, note in enumerate(notes)]
     if rates is not None:
         cold = "not measured, because the file stays in memory"
         if rates.cold is not None:
             cold = f"{human_rate(rates.cold)} for the first {human(rates.nbytes)} in sequence"
         warm = human_rate(rates.warm)
         if rates.cached is not None:
-            warm += f"; {rates.cached:.0%} of them were there"
+            warm += f"; it had {rates.cached:.0%} of these bytes"
         pairs += [("disk", cold), ("page cache", warm)]
     values = {**part.values, "reads": reads, "rates": rates and asdict(rates)}
     return values, facts(str(part), pairs)

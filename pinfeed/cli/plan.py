@@ -85,8 +85,10 @@ def usual_batch(store: Any) -> int:
 
 def described(part: Part) -> str:
     """Describe a source in words."""
-    stored = f", {part.stored}" * bool(part.stored)
-    return f"{part}: {part.kind}, shape {part.shape}, {part.dtype}, {human(part.nbytes)}{stored}"
+    stored = part.stored or part.kind
+    if part.kind not in stored:
+        stored = f"{part.kind}, {stored}"
+    return f"{part}: shape {part.shape}, {part.dtype}, {human(part.nbytes)}, {stored}"
 
 
 def plan_values(made: Plan) -> dict[str, Any]:

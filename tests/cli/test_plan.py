@@ -78,7 +78,7 @@ def test_plan_in_words() -> None:
     result = run("plan", "s-0.npy", "s-1.npy", "--shuffle")
     assert result.exit_code == 0
     for said in (
-        "s-0.npy and 1 more: npy, shape (500, 3, 8), float32, 46.9 KiB\n",
+        "s-0.npy and 1 more: shape (500, 3, 8), float32, 46.9 KiB, npy\n",
         "batches of up to 500 rows",
         "the order of the rows",
         "read through the OS page cache",
@@ -92,9 +92,9 @@ def test_plan_of_other_formats() -> None:
     with h5py.File("x.h5", "w") as file:
         file.create_dataset("a/x", data=X, chunks=(100, 3, 8))
     for name, said in (
-        ("x.h5", "x.h5:a/x: hdf5, shape (500, 3, 8), float32, 46.9 KiB, chunks (100, 3, 8)"),
-        ("x.h5:a/x", "x.h5:a/x: hdf5, shape (500, 3, 8)"),
-        ("x.parquet:y,z", "x.parquet:y,z: parquet, shape (500, 2), float64"),
+        ("x.h5", "x.h5:a/x: shape (500, 3, 8), float32, 46.9 KiB, hdf5, chunks (100, 3, 8)"),
+        ("x.h5:a/x", "x.h5:a/x: shape (500, 3, 8)"),
+        ("x.parquet:y,z", "x.parquet:y,z: shape (500, 2), float64, 7.8 KiB, parquet"),
     ):
         result = run("plan", name, "--shuffle")
         assert result.exit_code == 0
