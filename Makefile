@@ -71,7 +71,8 @@ gpu: .venv/cuda
 	$(BIN)/python -m benchmarks.gpu
 
 # pinfeed, with its compiled part, and what the examples need.
-.venv/plot: pyproject.toml constraints.txt hatch_build.py $(wildcard pinfeed/native/*.[ch])
+.venv/plot: pyproject.toml constraints.txt hatch_build.py pinfeed/native/build.py \
+		$(wildcard pinfeed/native/*.[ch])
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[plot]"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
-import shlex
+import runpy
 import shutil
 import subprocess
 import sysconfig
@@ -18,27 +18,8 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-FLAGS = "-std=c11 -O3 -Wall -Wextra -Werror=implicit -fPIC -fvisibility=hidden -shared -pthread"
-LIBRARY = "libpinfeed.so.1"
-
-
-def compile_library(folder: Path, compiler: str, library: Path) -> None:
-    """Compile the C files of a folder into a library.
-
-    Raises:
-        OSError: If there is no such compiler.
-        subprocess.CalledProcessError: If the compiler fails.
-    """
-    # An earlier library may not fit the Python files.
-    library.unlink(missing_ok=True)
-    sources = sorted(map(str, folder.glob("*.c")))
-    partial = library.with_name(f"{LIBRARY}.{os.getpid()}")
-    try:
-        command = [*shlex.split(compiler), *FLAGS.split(), *sources, "-o", str(partial)]
-        subprocess.run(command, check=True)
-        partial.replace(library)
-    finally:
-        partial.unlink(missing_ok=True)
+# The package cannot be imported here, because torch may not be installed.
+_BUILD = runpy.run_path(str(Path(__file__).parent / "pinfeed" / "native" / "build.py"))
 
 
 class CompileNative(BuildHookInterface[Any]):
@@ -48,20 +29,18 @@ class CompileNative(BuildHookInterface[Any]):
         """Compile before the files are collected; an sdist has only the C files."""
         if self.target_name != "wheel":
             return
-        compiler = os.environ.get("CC", "cc")
-        folder = Path(self.root) / "pinfeed" / "native"
-        library = folder / LIBRARY
+        library: Path = _BUILD["LIBRARY"]
         if version != "editable":
             # A wheel, maybe for another processor, leaves the library of the clone as it is.
-            library = Path(tempfile.mkdtemp()) / LIBRARY
+            library = Path(tempfile.mkdtemp()) / library.name
             atexit.register(shutil.rmtree, library.parent, ignore_errors=True)
         try:
-            compile_library(folder, compiler, library)
+            _BUILD["compile_library"](library)
         except (OSError, subprocess.CalledProcessError) as error:
-            self.app.display_warning(f"pinfeed uses numpy only, because {compiler}: {error}")
+            self.app.display_warning(f"pinfeed uses numpy only: it was not compiled: {error}")
             return
         platform = os.environ.get("PINFEED_PLATFORM") or sysconfig.get_platform()
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{platform.replace('-', '_').replace('.', '_')}"
         if version != "editable":
-            build_data["force_include"][str(library)] = f"pinfeed/native/{LIBRARY}"
+            build_data["force_include"][str(library)] = f"pinfeed/native/{library.name}"

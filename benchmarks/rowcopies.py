@@ -11,7 +11,7 @@ import torch
 
 import pinfeed
 from benchmarks.rowcupy import mapped
-from pinfeed.devices.kernels import External
+from pinfeed.devices.cuda_module import External
 
 N_ROWS = 131_072
 DIM = 128
@@ -20,8 +20,11 @@ Ways = dict[str, Callable[[], object]]
 """Functions to time, by name."""
 
 
-def to_and_from(device: str) -> dict[str, float]:
-    """Return milliseconds to copy 131,072 random rows of 128 float32 to the device, and back."""
+def to_and_from(device: str) -> dict[str, Any]:
+    """Return milliseconds to copy 131,072 random rows of 128 float32 to the device, and back.
+
+    It also returns the route of pinfeed's rows.
+    """
     shape = (N_ROWS, DIM)
     values = torch.arange(np.prod(shape), dtype=torch.float32).reshape(shape)
     order = np.random.default_rng(0).permutation(N_ROWS)
@@ -36,10 +39,10 @@ def to_and_from(device: str) -> dict[str, float]:
         ways |= cupy_ways(array, order, there)
     found = {name: best(lambda way=way: [way(), wait_for(there)]) for name, way in ways.items()}
     for depth in (0, 2):
-        found[f"pinfeed, depth {depth}"] = write_back_s(ours, order, depth, there)
+        found[f"pinfeed, depth {depth}"], route = write_back_s(ours, order, depth, there)
     for table in tables:
         assert np.array_equal(table, values.numpy())
-    return {name: round(seconds * 1e3, 3) for name, seconds in found.items()}
+    return {name: round(seconds * 1e3, 3) for name, seconds in found.items()} | {"route": route}
 
 
 def torch_ways(host: torch.Tensor, order: np.ndarray, device: torch.device) -> Ways:
@@ -98,8 +101,8 @@ def cupy_ways(array: Any, order: np.ndarray, device: torch.device) -> Ways:
 
 def write_back_s(
     store: pinfeed.PinnedStore, order: np.ndarray, depth: int, device: torch.device, n: int = 20
-) -> float:
-    """Return the seconds of a batch of a feeder's loop that writes every batch back."""
+) -> tuple[float, str]:
+    """Return the seconds of a batch of a loop that writes every batch back, and its route."""
     with pinfeed.Feeder(store, rows=[order] * (n + 4), depth=depth, device=device.type) as feeder:
         begin = 0.0
         for i, batch in enumerate(feeder.batches()):
@@ -108,7 +111,8 @@ def write_back_s(
                 begin = time.perf_counter()
             batch.write_back(batch.data)
     # The feeder is closed, so all writes have completed.
-    return (time.perf_counter() - begin) / n
+    seconds = (time.perf_counter() - begin) / n
+    return seconds, "; ".join((feeder.plan.route, *feeder.plan.notes))
 
 
 def best(work: Callable[[], object], n: int = 8) -> float:

@@ -68,9 +68,11 @@ def touched(table: Any, key: str, shape: tuple[int, ...], dtype: Any) -> pinfeed
     return store
 
 
-def synchronous(cell: RowCell, body: Body, ids: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+def synchronous(
+    cell: RowCell, body: Body, ids: list[torch.Tensor], loops: list[Any] | None = None
+) -> Iterator[torch.Tensor]:
     """Train with pinfeed without prefetching: the device waits while rows are copied."""
-    return prefetched(cell, body, ids, depth=0)
+    return prefetched(cell, body, ids, depth=0, loops=loops)
 
 
 def depth_chosen(cell: RowCell, body: Body, ids: list[torch.Tensor]) -> Iterator[torch.Tensor]:

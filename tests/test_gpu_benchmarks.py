@@ -1,7 +1,6 @@
 """The benchmark command for GPUs keeps its measurements, whatever happens to a part."""
 
 import contextlib
-import importlib
 import json
 import os
 import select
@@ -11,35 +10,24 @@ import sys
 import tarfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 import torch
 
-from benchmarks.gpu.__main__ import PARTS, _age_s
-from benchmarks.gpu.bench import Bench, Samples, as_rows, words
-from benchmarks.gpu.cache import CACHES, SkewedCell
-from benchmarks.gpu.ceilings import Ceilings
-from benchmarks.gpu.conditions import gpu_state, host_state, memory_state
+from benchmarks.environment import RESULTS, compiled_part
+from benchmarks.gpu.__main__ import PARTS, SHORT, SHORT_S, _age_s, chosen_parts
+from benchmarks.gpu.bench import words
 from benchmarks.gpu.correctness import _pytest, summary
 from benchmarks.gpu.link import routes
-from benchmarks.gpu.movers import Staging, batch_copies, movers
-from benchmarks.gpu.overlap import Overlap, overlaps
+from benchmarks.gpu.movers import batch_copies, movers
+from benchmarks.gpu.overlap import overlaps
 from benchmarks.gpu.packing import packed
-from benchmarks.gpu.predictions import predictions, records_of, table
-from benchmarks.gpu.processes import ROOT, Part, new_file, run_part, run_parts
-from benchmarks.gpu.profiling import profile
+from benchmarks.gpu.processes import ROOT, Part, last_lines, new_file, run_part, run_parts
 from benchmarks.gpu.recorder import Cell, Recorder, Run, Skipped
-from benchmarks.gpu.steady import N_WARM, Loop, rounds, timed
-from benchmarks.gpu.system import system
-from benchmarks.gpu.tables import Contest, _watched
-from benchmarks.rowcells import RowCell
-from benchmarks.rowsteps import prefetched
-from pinfeed.stores.host_rows import StoreRows
+from benchmarks.gpu.results import load
 
 MODULE = """
 import os
@@ -59,6 +47,9 @@ def hanging(run):
 def dying(run):
     return [*quick(run), Cell({"n": 2}, lambda: os._exit(3)), Cell({"n": 3}, lambda: {})]
 """
+
+
+HEADER = {"device": "cpu", "command": "a test", "commit": "0123abcd"}
 
 
 def recorder(path: Path, seconds: float = 60.0, settle: Any = lambda: None) -> Recorder:
@@ -152,9 +143,9 @@ def test_files_are_never_overwritten(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("parts")
 def test_a_part_that_hangs_is_killed_and_its_cells_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "part.json"
-    run_part(part("hanging"), path, {"device": "cpu"}, limit_s=8.0)
+    run_part(part("hanging"), path, {"device": "cpu"}, limit_s=12.0)
     saved = json.loads(path.read_text())
-    assert saved["status"] == "killed at its limit of 8 s"
+    assert saved["status"] == "killed at its limit of 12 s"
     assert [cell["n"] for cell in saved["cells"]] == [1]
     assert saved["running"] == {"n": 2}
     assert saved["not_reached"] == [{"n": 3}]
@@ -166,9 +157,7 @@ def test_a_part_that_hangs_is_killed_and_its_cells_are_kept(tmp_path: Path) -> N
 def test_a_part_that_dies_is_recorded_and_others_go_on(tmp_path: Path) -> None:
     chosen = [part("dying"), part("quick", share=3.0)]
     out = tmp_path / "out"
-    written = run_parts(
-        chosen, seconds=120, out=out, device="cpu", command="a test", prefix="test", least_s=0
-    )
+    written = run_parts(chosen, seconds=120, out=out, header=HEADER, prefix="test", least_s=0)
     dying, quick = (json.loads(path.read_text()) for path in written)
     assert dying["status"] == "crashed with exit status 3"
     assert [cell["n"] for cell in dying["cells"]] == [1]
@@ -176,6 +165,10 @@ def test_a_part_that_dies_is_recorded_and_others_go_on(tmp_path: Path) -> None:
     assert quick["status"] == "ended"
     assert quick["cells"][0]["found"] == 1
     assert quick["environment"].startswith("pinfeed")
+    assert quick["compiled_part"] == compiled_part()
+    assert quick["commit"] == HEADER["commit"]
+    assert quick["launch_us"] > 0
+    assert load(written[1]) == quick
     # Its share alone is 90 seconds; the rest is time that the first part did not need.
     assert 90 < quick["limit_s"] <= 120
 
@@ -207,9 +200,7 @@ def test_the_time_of_a_call_begins_with_its_process(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_part_without_time_is_not_started(tmp_path: Path) -> None:
-    written = run_parts(
-        [part("quick")], seconds=0, out=tmp_path, device="cpu", command="a test", prefix="test"
-    )
+    written = run_parts([part("quick")], seconds=0, out=tmp_path, header=HEADER, prefix="test")
     assert json.loads(written[0].read_text())["status"] == "not started"
 
 
@@ -287,13 +278,13 @@ def test_only_one_part_tries_copies_in_batches(
     assert found["counts"] == {"passed": 1}, found
 
 
-@pytest.mark.parametrize("group", ["correctness", "link", "training"])
+@pytest.mark.parametrize("group", [SHORT, "correctness", "link", "training"])
 def test_groups_fit_a_call_of_ten_minutes(group: str) -> None:
-    assert sum(one.share for one in PARTS if one.group == group) <= 560
+    assert sum(one.share for one in chosen_parts([group])) <= SHORT_S
 
 
-def test_copies_in_batches_are_the_last_part_of_the_link(tmp_path: Path) -> None:
-    assert [one.name for one in PARTS if one.group == "link"][-1] == "batch-copies"
+def test_copies_in_batches_are_the_last_part_of_the_short_run(tmp_path: Path) -> None:
+    assert [one.name for one in PARTS if one.group == SHORT][-1] == "batch-copies"
     run = Run("cuda", recorder(tmp_path / "part.json"))
     assert {cell.key["by"] for cell in batch_copies(run)} == {"copies in batches"}
     assert "copies in batches" not in {cell.key["by"] for cell in movers(run)}
@@ -329,267 +320,34 @@ def test_the_summary_of_tests_names_failures() -> None:
     assert [row["test"] for row in found["slowest"]] == ["b", "a", "c"]
 
 
-@pytest.fixture
-def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that is the only one with programs, besides those that a shell script needs."""
-    folder = tmp_path / "programs"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", str(folder))
-    return folder
+@pytest.mark.parametrize("missing", ["compiled_part", "commit", "environment"])
+def test_a_result_that_lacks_how_it_was_measured_is_refused(missing: str, tmp_path: Path) -> None:
+    path = tmp_path / "gpu-rows-1.json"
+    record = {**HEADER, "environment": "a machine", "compiled_part": "used", "status": "ended"}
+    path.write_text(json.dumps(record))
+    assert load(path) == record
+    del record[missing]
+    path.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=rf"gpu-rows-1.json lacks '{missing}'.*measure it again"):
+        load(path)
+    path.write_text(json.dumps(record)[:-1])
+    with pytest.raises(ValueError, match=r"gpu-rows-1.json is no complete result"):
+        load(path)
 
 
-def install(program: Path, text: str) -> None:
-    program.write_text(f"#!/bin/sh\n{text}\n")
-    program.chmod(0o755)
+def test_committed_results_say_how_they_were_measured() -> None:
+    paths = sorted(RESULTS.glob("gpu-*.json"))
+    assert paths
+    for path in paths:
+        assert load(path)["compiled_part"]
 
 
-def test_a_profile_leaves_the_clocks_of_the_gpu_alone(programs: Path, tmp_path: Path) -> None:
-    install(
-        programs / "ncu",
-        """case "$*" in
-        *"--clock-control none"*) echo '"Kernel Name"'; echo '"gather_rows"';;
-        esac""",
-    )
-    run = Run("cuda", recorder(tmp_path / "part.json"))
-    found = [cell.measure() for cell in profile(run) if cell.key["by"] == "ncu"]
-    assert [one["rows"] for one in found] == 2 * [[{"Kernel Name": "gather_rows"}]]
-
-
-def test_the_system_is_described_by_its_programs(programs: Path, tmp_path: Path) -> None:
-    install(programs / "nvidia-smi", "echo Driver Version: 1.2; echo GPU UUID: GPU-00ff; exit 3")
-    cells = {str(cell.key): cell for cell in system(Run("cpu", recorder(tmp_path / "part.json")))}
-    found = cells["{'command': 'nvidia-smi -q'}"].measure()
-    assert found == {"exit_status": 3, "lines": ["Driver Version: 1.2"]}
-    with pytest.raises(Skipped, match="lscpu is not installed"):
-        cells["{'command': 'lscpu'}"].measure()
-    # They take long to list, and the time of the part may end.
-    assert list(cells)[-1] == "{'what': 'packages'}"
-    assert cells["{'what': 'packages'}"].measure()["versions"]["numpy"] == np.__version__
-
-
-@pytest.mark.usefixtures("programs")
-def test_conditions_without_nvidia_smi_are_unknown() -> None:
-    called = []
-    found = gpu_state(lambda: called.append(1))
-    assert set(found.values()) == {None}
-    assert not called
-
-
-def test_conditions_of_the_gpu_are_taken_while_the_load_runs(programs: Path) -> None:
-    begun, loaded = programs / "begun", programs / "loaded"
-    # The program ends when the load has run.
-    values = "4, 5, 16, 16, 1.5, 2, 3, [N/A], 40"
-    install(
-        programs / "nvidia-smi",
-        f": > {begun}; until [ -e {loaded} ]; do :; done; echo '{values}'",
-    )
-    found = gpu_state(lambda: loaded.touch())
-    assert begun.exists()
-    assert found["pcie_gen"] == 4
-    assert found["pcie_gen_max"] == 5
-    assert found["sm_mhz"] == 1.5
-    assert found["power_w"] is None
-    assert found["temperature_c"] == 40
-
-
-def test_a_condition_unknown_to_nvidia_smi_leaves_the_others(programs: Path) -> None:
-    install(
-        programs / "nvidia-smi",
-        """case "$1" in
-        *power.draw*) echo 'Field "power.draw" is not a valid field to query.'; exit 2;;
-        *) echo '1, 2, 3, 4, 5, 6, 7, 8';;
-        esac""",
-    )
-    found = gpu_state()
-    assert found["power_w"] is None
-    assert found["memory_mhz"] == 7
-    assert found["temperature_c"] == 8
-
-
-def test_nvidia_smi_that_fails_leaves_conditions_unknown(programs: Path) -> None:
-    install(programs / "nvidia-smi", "echo 'NVIDIA-SMI has failed'; exit 9")
-    assert set(gpu_state().values()) == {None}
-    install(programs / "nvidia-smi", "echo 'No devices were found'")
-    assert set(gpu_state().values()) == {None}
-
-
-def test_conditions_of_the_host_name_the_mapping_of_an_array() -> None:
-    array = np.ones(1 << 20)
-    assert memory_state(array)["mapped_bytes"] >= array.nbytes
-    assert set(host_state()) >= {"transparent_huge_pages", "gpu_numa_node", "process_numa_nodes"}
-
-
-def test_ceilings_leave_the_table_as_it_is() -> None:
-    bench = Bench("cpu")
-    memory = bench.words(2 << 20)
-    limits = Ceilings(bench, memory)
-    for direction in ("to the host", "both"):
-        assert limits.engine(direction) > 0
-        assert limits.kernel(8, direction, random=True) > 0
-    assert np.array_equal(memory.array, np.arange(memory.n_rows))
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_cells_of_every_part_have_keys_of_their_own(tmp_path: Path, device: str) -> None:
-    for one in PARTS:
-        module, name = one.target.split(":")
-        run = Run(device, recorder(tmp_path / "part.json"))
-        keys = [str(cell.key) for cell in getattr(importlib.import_module(module), name)(run)]
-        assert keys, one.name
-        assert len(set(keys)) == len(keys), one.name
-
-
-def test_rows_gathered_by_the_cpu_are_compared() -> None:
-    bench = Bench("cpu")
-    table = as_rows(bench.words(1 << 20), 4096)
-    samples = Samples(bench, [StoreRows(table, np.arange(i, 256, 2)[::-1].copy()) for i in (0, 1)])
-    with Staging(bench, samples) as staging:
-        staging.compare()
-        table.array[7] += 1
-        with pytest.raises(AssertionError, match="gathered by the CPU are wrong"):
-            staging.compare()
-
-
-def test_frequent_ids_are_a_share_of_the_batch_as_by_zipfs_law() -> None:
-    cell = SkewedCell(16, 4096, table_bytes=64 << 10, exponent=1.2)
-    first, second = cell.batches(2)
-    assert np.array_equal(first, cell.batches(1)[0])
-    counts = np.bincount(np.concatenate([first, second]), minlength=cell.n_rows)
-    expected = np.arange(1, cell.n_rows + 1) ** -1.2
-    shares = np.sort(counts)[::-1] / counts.sum()
-    assert shares[:10] == pytest.approx((expected / expected.sum())[:10], abs=0.02)
-
-
-def test_losses_with_a_cache_are_compared_bit_for_bit() -> None:
-    cell = SkewedCell(16, 64, table_bytes=64 << 10)
-
-    def wrong(*arguments: Any, **options: Any) -> Iterator[Any]:
-        for loss in prefetched(*arguments, **options):
-            yield loss * (1 + 1e-6)
-
-    contest = Contest(cell, "cpu", 2, 0.0, 1, 12, {**CACHES, "cache of wrong rows": wrong})
-    for name in ("cache of 5%", "cache of 100%"):
-        found = contest.small(name)
-        assert found["losses"] == "equal"
-        assert found["rows_read"] > 0
-    assert "different: cache of wrong rows" in contest.small("cache of wrong rows")["losses"]
-
-
-def test_losses_that_prefetching_changes_are_recorded(tmp_path: Path) -> None:
-    class Batches(list[torch.Tensor]):
-        """Batches of ids that are others in every epoch."""
-
-        def __iter__(self) -> Iterator[torch.Tensor]:
-            for i in range(len(self)):
-                self[i] = self[i] + 1
-                yield self[i]
-
-    overlap = Overlap(Run("cpu", recorder(tmp_path / "part.json")))
-    cell = RowCell(4, 64, 0.0, table_bytes=4096)
-    ids = [batch // 2 for batch in cell.batches(2)]
-    assert overlap._compared_losses(cell, ids, 1) == "equal"
-    assert "different: depth 2 gives [" in overlap._compared_losses(cell, Batches(ids), 1)
-
-
-def test_a_contestant_that_fails_to_begin_gives_its_own_error() -> None:
-    def fails(*arguments: Any, loops: Any) -> Iterator[Any]:
-        raise MemoryError("the table does not fit")
-        yield
-
-    stats: list[Any] = []
-    with pytest.raises(MemoryError, match="does not fit"):
-        list(_watched(fails, 1, stats)(None, None, []))  # type: ignore[arg-type]
-    assert stats == []
-
-
-def test_times_of_readers_are_compared_with_the_link() -> None:
-    cell = SkewedCell(16, 64, table_bytes=64 << 10)
-    link = {"to the device": 1e-3, "to the host": 2e-3}
-    contest = Contest(cell, "cpu", 8, 10.0, 4, 4, CACHES, link)
-    found = contest.small("prefetch")
-    # A row has 16 floats, and Adam's state twice as many. GB/s are MB per ms.
-    assert found["mb_read"] == found["mb_written"] > 0
-    assert found["link_ms"] == pytest.approx(found["mb_read"] / 1e-3, rel=0.1)
-    assert found["read_ms"] >= found["source_ms"] > 0
-    cached = contest.small("cache of 100%")
-    assert cached["mb_written"] == 0, "only the end of a loop writes the rows of such a cache"
-    assert 0 < cached["mb_read"] < found["mb_read"]
-
-
-def test_measurements_are_compared_with_predictions() -> None:
-    """The last file counts, and measurements on a CPU do not."""
-    key = {"table_gb": 8, "by": "copy engine", "direction": "to the device"}
-    other = {**key, "direction": "to the host"}
-    records = [
-        {"part": "ceilings", "device": device, "cells": cells}
-        for device, cells in (
-            ("cuda", [{**key, "gb_per_s": 50.0}]),
-            ("cuda", [{**key, "gb_per_s": 54.321}, {**other, "skipped": "no room"}]),
-            ("cpu", [{**key, "gb_per_s": 1.0}]),
-        )
-    ]
-    lines = table(records).splitlines()
-    assert "| copy engine, to the device | 53 to 56 GB/s | 54.3 GB/s |" in lines
-    assert "| copy engine, to the host | 53 to 56 GB/s | skipped: no room |" in lines
-    assert lines[-1].endswith("| not measured yet |")
-
-
-def test_results_that_are_incomplete_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    good, cut = tmp_path / "good.json", tmp_path / "cut.json"
-    good.write_text('{"part": "rows"}')
-    cut.write_text('{"part": "ro')
-    assert list(records_of(map(str, (cut, good)))) == [{"part": "rows"}]
-    assert f"{cut} is skipped: " in capsys.readouterr().err
-
-
-def test_the_documentation_has_every_prediction() -> None:
-    """The measured values of its table are those of the first run, not those of this test."""
-    text = (ROOT / "benchmarks" / "results" / "gpu-predictions.md").read_text()
-    first = [line.split("|")[:3] for line in text.splitlines()]
-    assert first == [line.split("|")[:3] for line in table([]).splitlines()]
-
-
-def test_every_prediction_has_a_cell(tmp_path: Path) -> None:
-    targets = {one.name: one.target.split(":") for one in PARTS}
-    run = Run("cuda", recorder(tmp_path / "part.json"))
-    keys: dict[str, list[dict[str, Any]]] = {}
-    for one in predictions():
-        if one.part not in keys:
-            module, name = targets[one.part]
-            cells = getattr(importlib.import_module(module), name)(run)
-            keys[one.part] = [cell.key for cell in cells]
-        assert [key for key in keys[one.part] if one.key.items() <= key.items()], one.what
-
-
-def test_a_loop_is_timed_after_its_first_batches() -> None:
-    steps: list[int] = []
-    written: list[int] = []
-    closed = []
-
-    def batches() -> Iterator[int]:
-        try:
-            yield from range(100)
-        finally:
-            closed.append(True)
-
-    found = timed(Loop(batches, steps.append, written.append, "cpu"), 5)
-    assert steps == written == list(range(N_WARM + 5))
-    assert closed == [True]
-    assert len(found.host_s) == 5
-    assert found.batch_s > 0
-
-
-def test_both_at_once_are_compared_with_the_longer_one() -> None:
-    moves = Loop(lambda: iter_of(100), lambda _: None, None, "cpu")
-    both = Loop(lambda: iter_of(100), lambda _: time.sleep(0.002), None, "cpu")
-    found = rounds(moves, both, lambda: time.sleep(0.002), 3)
-    assert found["both_to_longer"] == pytest.approx(
-        found["both_ms"] / max(found["transfer_ms"], found["compute_ms"]), rel=0.01
-    )
-    assert len(found["both_rounds_ms"]) == 3
-
-
-def iter_of(n: int) -> Iterator[int]:
-    yield from range(n)
+def test_the_head_of_a_crash_dump_is_kept(tmp_path: Path) -> None:
+    test = tmp_path / "test_crash.py"
+    test.write_text("import os\n\ndef test():\n    print(90 * 'line\\n')\n    os.abort()\n")
+    found = _pytest(60, "-c", str(ROOT / "pyproject.toml"), "-p", "no:xdist", "-s", str(test))
+    assert found["exit_status"] == -signal.SIGABRT
+    assert found["output"][0] == "Fatal Python error: Aborted"
+    assert any("test_crash.py" in line for line in found["output"][:10])
+    long = ["begin", "Fatal Python error: Aborted", *map(str, range(200))]
+    assert last_lines("\n".join(long), 2) == [*long[1:41], "198", "199"]

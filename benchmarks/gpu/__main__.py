@@ -1,12 +1,13 @@
 """Tests and measurements for a machine with a CUDA device. Run it from the root of the source tree:
 
-    python -m benchmarks.gpu                          (all of it, 38 minutes)
+    python -m benchmarks.gpu --short                  (what decides most, 570 s at most)
+    python -m benchmarks.gpu                          (all other parts, half an hour)
     python -m benchmarks.gpu --parts link             (one group, less than ten minutes)
     python -m benchmarks.gpu --parts rows overlap --seconds 300
 
-Every part runs in a process of its own and writes one JSON file, which is up to date after each of
-its cells. ``--device cpu`` runs the same measurements without a GPU, on small sizes, to check that
-they work.
+It first builds pinfeed's compiled part. Every part runs in a process of its own and writes one JSON
+file, which is up to date after each of its cells, and says what it was measured with. ``--device
+cpu`` runs the same measurements without a GPU, on small sizes, to check that they work.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shlex
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,38 +23,47 @@ from pathlib import Path
 import psutil
 import torch
 
+from benchmarks.environment import commit
 from benchmarks.gpu.packing import packed
 from benchmarks.gpu.pictures import draw
 from benchmarks.gpu.processes import ROOT, Part, machine, run_parts
+from pinfeed.native.build import compile_library
 
+SHORT = "short"
+SHORT_S = 570.0
 _GROUP_S = 560.0
 _PICTURES_S = 15.0
 
-# The first three groups fit three calls of ten minutes. Shares are seconds of such a call.
+# Shares are seconds. The parts of the short run are in the order in which they decide.
 PARTS = (
+    Part("prices", SHORT, 15, "benchmarks.gpu.prices:prices"),
+    Part("host-work", SHORT, 22, "benchmarks.gpu.host_work:host_work"),
+    Part("saved-tensors", SHORT, 85, "benchmarks.gpu.correctness:saved_tensors"),
+    Part("decisive-tables", SHORT, 70, "benchmarks.gpu.tables:decisive_tables"),
+    Part("row-kernel", SHORT, 50, "benchmarks.gpu.rows:rows"),
+    Part("gathers", SHORT, 25, "benchmarks.gpu.gathers:gathers"),
+    Part("in-loop", SHORT, 55, "benchmarks.gpu.in_loop:in_loop"),
+    Part("loops", SHORT, 25, "benchmarks.gpu.loops:loops"),
+    Part("graphs", SHORT, 12, "benchmarks.gpu.graphs:graphs"),
+    Part("peaks", SHORT, 55, "benchmarks.gpu.peaks:peaks"),
+    Part("large-batches", SHORT, 55, "benchmarks.gpu.large_batches:large_batches"),
+    Part("slowdown", SHORT, 45, "benchmarks.gpu.slowdown:slowdowns"),
+    Part("samples", SHORT, 20, "benchmarks.gpu.samples:samples"),
+    # Some drivers crash or hang in these copies, so they come last.
+    Part("batch-copies", SHORT, 30, "benchmarks.gpu.movers:batch_copies"),
     Part("environment", "correctness", 30, "benchmarks.gpu.system:system"),
     Part("direct-tests", "correctness", 80, "benchmarks.gpu.correctness:direct_tests"),
     Part("tests", "correctness", 280, "benchmarks.gpu.correctness:tests"),
     Part("ceilings", "correctness", 55, "benchmarks.gpu.link:ceilings"),
-    Part("rows", "correctness", 110, "benchmarks.gpu.rows:sweep"),
-    Part("slowdown", "link", 60, "benchmarks.gpu.slowdown:products_during_transfers"),
+    Part("compute-sanitizer", "correctness", 110, "benchmarks.gpu.correctness:compute_sanitizer"),
     Part("overlap", "link", 260, "benchmarks.gpu.overlap:overlaps"),
     Part("routes", "link", 100, "benchmarks.gpu.link:routes"),
     Part("movers", "link", 60, "benchmarks.gpu.movers:movers"),
-    # Some drivers crash or hang in these copies, so they are the last part of the link.
-    Part("batch-copies", "link", 70, "benchmarks.gpu.movers:batch_copies"),
+    Part("files", "link", 70, "benchmarks.gpu.files:files"),
+    Part("transforms", "link", 40, "benchmarks.gpu.transforms:transforms"),
+    Part("fetch", "link", 30, "benchmarks.gpu.fetch:fetches"),
     Part("tables", "training", 240, "benchmarks.gpu.tables:tables"),
     Part("cache", "training", 120, "benchmarks.gpu.cache:caches"),
-    Part("estimate", "training", 80, "benchmarks.gpu.loops:estimate"),
-    Part("large-batches", "training", 50, "benchmarks.gpu.large_batches:large_batches"),
-    Part("fetch", "training", 30, "benchmarks.gpu.fetch:fetches"),
-    Part("compute-sanitizer", "details", 110, "benchmarks.gpu.correctness:compute_sanitizer"),
-    Part("profile", "details", 90, "benchmarks.gpu.profiling:profile"),
-    Part("loops", "details", 90, "benchmarks.gpu.loops:loops"),
-    Part("files", "details", 70, "benchmarks.gpu.files:files"),
-    Part("transforms", "details", 40, "benchmarks.gpu.transforms:transforms"),
-    Part("samples", "details", 40, "benchmarks.gpu.samples:samples"),
-    Part("doctor", "details", 40, "benchmarks.gpu.loops:doctor"),
 )
 
 
@@ -61,6 +72,9 @@ def parse() -> argparse.Namespace:
     names = [*groups, *(part.name for part in PARTS)]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--short", action="store_true", help=f"the short run: --parts {SHORT} in {SHORT_S:.0f} s"
     )
     parser.add_argument(
         "--parts",
@@ -73,6 +87,11 @@ def parse() -> argparse.Namespace:
         "--seconds",
         type=float,
         help=f"time of the whole call, with its start (default: {_GROUP_S:.0f} for each group)",
+    )
+    parser.add_argument(
+        "--commit",
+        default=commit(),
+        help="commit of the source tree, for the results (default: %(default)s, as git says)",
     )
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the results"
@@ -90,18 +109,33 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
+def chosen_parts(names: list[str] | None) -> list[Part]:
+    """Return the parts of these names and groups; by default all that the short run leaves."""
+    if names:
+        return [part for part in PARTS if part.name in names or part.group in names]
+    return [part for part in PARTS if part.group != SHORT]
+
+
 def main() -> None:
     arguments = parse()
-    chosen = [
-        part
-        for part in PARTS
-        if not arguments.parts or part.name in arguments.parts or part.group in arguments.parts
-    ]
-    seconds = arguments.seconds or _GROUP_S * len({part.group for part in chosen})
+    names = [SHORT] if arguments.short else arguments.parts
+    chosen = chosen_parts(names)
+    most_s = SHORT_S if arguments.short else _GROUP_S * len({part.group for part in chosen})
+    seconds = arguments.seconds or most_s
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
+    end_s = time.monotonic() - _age_s() + seconds
     with packed(out, arguments.pack.resolve()) if arguments.pack else contextlib.nullcontext():
-        measure(chosen, out, arguments.device, time.monotonic() - _age_s() + seconds)
+        build()
+        measure(chosen, out, arguments.device, arguments.commit, end_s)
+
+
+def build() -> None:
+    """Build pinfeed's compiled part, and say so if that fails. Rates without it decide nothing."""
+    try:
+        compile_library()
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"THE COMPILED PART WAS NOT BUILT: {error}", flush=True)
 
 
 def _age_s() -> float:
@@ -109,7 +143,7 @@ def _age_s() -> float:
     return time.time() - psutil.Process().create_time()
 
 
-def measure(chosen: list[Part], out: Path, device: str, end_s: float) -> None:
+def measure(chosen: list[Part], out: Path, device: str, commit: str, end_s: float) -> None:
     """Run parts and draw pictures until ``end_s``, a time of ``time.monotonic()``."""
     begin = time.monotonic()
     command = shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]])
@@ -120,8 +154,7 @@ def measure(chosen: list[Part], out: Path, device: str, end_s: float) -> None:
         chosen,
         seconds=left_s - min(_PICTURES_S, 0.1 * left_s),
         out=out,
-        device=device,
-        command=command,
+        header={"device": device, "command": command, "commit": commit},
         prefix=prefix,
     )
     written += draw(written, out, prefix)

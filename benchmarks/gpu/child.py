@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.environment import environment
+from benchmarks.environment import compiled_part, environment, launch_us
 from benchmarks.gpu.recorder import Recorder, Run
 from benchmarks.memory import free
 
@@ -23,7 +23,11 @@ def main() -> None:
     # The traceback of a part that hangs is printed just before the part is killed.
     faulthandler.dump_traceback_later(max(0.1, float(limit) - 1 - time.monotonic()))
     recorder = Recorder(Path(path), float(deadline), free)
-    recorder.record["environment"] = environment()
+    recorder.record |= {
+        "environment": environment(),
+        "compiled_part": compiled_part(),
+        "launch_us": launch_us(device),
+    }
     if device == "cpu":
         # The reader threads need a core.
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))

@@ -5,58 +5,53 @@ A value that the machine does not report is None.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import os
 import re
-import shutil
-import subprocess
-import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from benchmarks.gpu.processes import bound, end
+from benchmarks.gpu import nvml
 from benchmarks.gpu.recorder import Fields
 
-_QUERY = {
-    "pcie_gen": "pcie.link.gen.current",
-    "pcie_gen_max": "pcie.link.gen.max",
-    "pcie_width": "pcie.link.width.current",
-    "pcie_width_max": "pcie.link.width.max",
-    "sm_mhz": "clocks.sm",
-    "sm_mhz_max": "clocks.max.sm",
-    "memory_mhz": "clocks.mem",
-    "power_w": "power.draw",
-    "temperature_c": "temperature.gpu",
-}
-_LIMIT_S = 5.0
+# Seconds of work before the GPU is asked: an idle link and idle clocks need some to speed up.
+_LOADED_S = 0.05
 _HUGE_PAGES = ("AnonHugePages", "ShmemPmdMapped", "FilePmdMapped")
 
 
 def gpu_state(load: Callable[[], object] | None = None) -> Fields:
-    """Return what nvidia-smi reports about the GPU.
+    """Return the clocks, the power and the link of the GPU.
 
     Args:
-        load: Work that runs again and again until nvidia-smi has ended, and returns when it is
+        load: Work that runs again and again until the GPU was asked, and returns when it is
             complete. An idle link drops to its first generation, and idle clocks drop, too.
     """
-    found: Fields = dict.fromkeys(_QUERY)
-    asked = dict(_QUERY)
-    while asked:
-        status, output = _nvidia_smi(list(asked.values()), load)
-        values = output.split("\n")[0].split(",")
-        if status == 0 and len(values) == len(asked):
-            return found | dict(zip(asked, map(_number, values), strict=True))
-        # nvidia-smi reports nothing at all if it does not know one of the names.
-        unknown = [name for name, field in asked.items() if f'"{field}"' in output]
-        if not unknown:
-            break
-        for name in unknown:
-            del asked[name]
+    gpu = _gpu()
+    if gpu is None:
+        return dict(nvml.UNKNOWN)
+    found: Fields = {}
+
+    def ask() -> None:
+        time.sleep(_LOADED_S if load else 0)
+        found.update(gpu.state())
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    while load and thread.is_alive():
+        load()
+    thread.join()
     return found
+
+
+def clocks() -> Fields:
+    """Return the clock, the power and the throttle reasons now; empty without a GPU."""
+    gpu = _gpu()
+    return {} if gpu is None else gpu.clocks()
 
 
 def memory_state(array: np.ndarray) -> Fields:
@@ -101,32 +96,14 @@ def host_state() -> Fields:
     }
 
 
-def _nvidia_smi(names: Sequence[str], load: Callable[[], object] | None) -> tuple[int | None, str]:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None, ""
-    bus = _bus_id()
-    command = [program, f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits"]
-    if bus is not None:
-        command.append(f"--id={bus}")
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
-        process = subprocess.Popen(
-            bound(command),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        limit_s = time.monotonic() + _LIMIT_S
-        try:
-            while load and process.poll() is None and time.monotonic() < limit_s:
-                load()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=max(0.0, limit_s - time.monotonic()))
-        finally:
-            end(process)
-        output.seek(0)
-        return process.returncode, output.read().strip()
+@functools.cache
+def _gpu() -> nvml.Gpu | None:
+    """Return torch's current GPU; None if there is none, or nothing describes it."""
+    bus_id = _bus_id()
+    try:
+        return None if bus_id is None else nvml.Gpu(bus_id)
+    except OSError:
+        return None
 
 
 def _bus_id() -> str | None:
@@ -139,13 +116,6 @@ def _bus_id() -> str | None:
     except AttributeError:
         # Older versions of torch do not report the address.
         return None
-
-
-def _number(text: str) -> float | None:
-    # A field that the GPU does not have is "[N/A]" or "[Not Supported]".
-    with contextlib.suppress(ValueError):
-        return float(text)
-    return None
 
 
 def _mappings() -> Iterator[tuple[int, int, dict[str, int]]]:

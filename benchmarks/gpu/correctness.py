@@ -10,13 +10,14 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.gpu import testlog
-from benchmarks.gpu.processes import ROOT, last_lines, run_program
+from benchmarks.gpu.processes import CRASH, ROOT, last_lines, run_program
 from benchmarks.gpu.recorder import Cell, Fields, Run, Skipped
 from pinfeed.devices.batch_copy_trial import trial_key
 from pinfeed.devices.route import cached_trial
@@ -42,12 +43,18 @@ _RESTARTS = ("--max-worker-restart", "100")
 _PARALLEL_SHARE = 0.75
 _ALONE_S = 120.0
 _N_SLOWEST = 20
+_N_STACK_LINES = 200
 _DIRECT = ("tests/devices/test_direct_access.py", "tests/devices/test_cuda.py")
 _BATCH_COPIES = (
     "tests/devices/test_cuda.py",
     "-k",
     "copy_engine or (routes_are_measured and 65536) or 614400 or 3000001",
 )
+# These tests of Offload have killed processes that had run other tests, and passed alone.
+_CRASHED = ("tests/training/offload/test_offload_cuda.py",)
+_CRASHED_NAMES = "views or odd"
+_BESIDE = ("tests/training/offload", "tests/training/test_compiled.py")
+_ON_CPU = ("tests/training/offload/test_offload.py",)
 _SANITIZED = ("tests/devices/test_cuda.py", "-k", "rows_of_every_size or every_grid or one_call")
 
 
@@ -150,7 +157,7 @@ def without_batch_copies(folder: Path) -> dict[str, str]:
     Args:
         folder: Folder of the program's cache.
     """
-    failed = "only the part batch-copies tries them"
+    failed = "not tried here: only the part batch-copies tries copies in batches"
     for i in range(torch.cuda.device_count()):
         cached_trial(trial_key(torch.cuda.get_device_name(i)), lambda: failed, folder / "pinfeed")
     return {"XDG_CACHE_HOME": str(folder)}
@@ -170,6 +177,50 @@ def summary(lines: list[dict[str, Any]]) -> Fields:
         "skipped": [{"test": report["test"], "message": report["message"]} for report in skipped],
         "slowest": [{"test": report["test"], "seconds": report["seconds"]} for report in slowest],
     }
+
+
+def saved_tensors(run: Run) -> list[Cell]:
+    """Return a cell of tests of Offload in one process, which adds a cell that looks closer."""
+    return [Cell({"run": "Offload, one process"}, functools.partial(_offload_tests, run))]
+
+
+def _offload_tests(run: Run) -> Fields:
+    """Run the tests in one process; then in a debugger if it crashed, or else in five."""
+    files, names = (_CRASHED, _CRASHED_NAMES) if run.cuda else (_ON_CPU, "odd")
+    markers = ("-m", "gpu" if run.cuda else "not gpu")
+    limit_s = run.left_s() / 2
+    found = _pytest(limit_s, "-p", "no:xdist", *markers, *files, "-k", names)
+    crashed = any(CRASH in line for line in found["output"])
+    if crashed or (found["exit_status"] or 0) < 0:
+        command = (*_PYTEST, *_OPTIONS, "-p", "no:xdist", *markers, *files, "-k", names)
+        debug = functools.partial(debugged, command, run.left_s)
+        run.recorder.add([Cell({"run": "Offload, in a debugger"}, debug)])
+    else:
+        n, others = ("5", _BESIDE) if run.cuda else ("2", (*files, "-k", names))
+        options = ("-n", n, *_RESTARTS, *markers, *others)
+        beside = Cell({"run": "Offload, beside others"}, lambda: _pytest(run.left_s(), *options))
+        run.recorder.add([beside])
+    return {"files": list(files), **found}
+
+
+def debugged(command: Sequence[str], limit_s: Callable[[], float]) -> Fields:
+    """Run a command in cuda-gdb, or in gdb, and return the stacks of its threads where it crashes.
+
+    Raises:
+        Skipped: If there is no debugger.
+    """
+    program = shutil.which("cuda-gdb") or shutil.which("/usr/local/cuda/bin/cuda-gdb")
+    program = program or shutil.which("gdb")
+    if program is None:
+        raise Skipped("there is neither cuda-gdb nor gdb")
+    commands = ("-ex", "run", "-ex", "thread apply all bt 12")
+    status, output = run_program(
+        (program, "-batch", *commands, "--args", *command), max(1.0, limit_s())
+    )
+    lines = output.splitlines()
+    signals = (i for i, line in enumerate(lines) if "received signal" in line)
+    first = next(signals, max(0, len(lines) - _N_STACK_LINES))
+    return {"exit_status": status, "stacks": lines[first : first + _N_STACK_LINES]}
 
 
 def compute_sanitizer(run: Run) -> list[Cell]:

@@ -17,41 +17,41 @@ from benchmarks import big
 from benchmarks.gpu.bench import wait
 from benchmarks.gpu.recorder import Cell, Fields, Run
 from benchmarks.zoo import GPT
-from pinfeed import GiB
+from pinfeed import BigBatch, GiB
 from pinfeed.training.offload.offload import Offload
 
 _N_WORDS = 8192
 _LENGTH = 256
 _N_WARM = 2
 _N_STEPS = 6
+MODES = ("plain", "checkpointing", "Offload", "checkpointing and Offload")
 
 
 def large_batches(run: Run) -> list[Cell]:
     """Return cells of a GPT with and without Offload, and of BigBatch's gradients and peaks."""
     # Deterministic matrix products need this variable, which is read when the first one begins.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    sizes = (16, 64) if run.cuda else (2,)
+    sizes = (64, 16) if run.cuda else (2,)
     cells = []
     for n in sizes:
-        cells.append(
-            Cell(
-                {"what": "Offload, gradients", "batch": n},
-                functools.partial(gradients, run.device, n),
-            )
-        )
-        for mode in ("plain", "Offload"):
+        for mode in MODES:
             key = {"what": "Offload, step", "batch": n, "mode": mode}
-            cells.append(
-                Cell(key, functools.partial(step, run.device, n, offloaded=mode == "Offload"))
-            )
+            cells.append(Cell(key, functools.partial(step, run.device, n, mode)))
+    cells += [
+        Cell(
+            {"what": "Offload, gradients", "batch": n}, functools.partial(gradients, run.device, n)
+        )
+        for n in sizes
+    ]
     n_images = big.N if run.cuda else 4 * big.CHUNK
-    cells.append(
-        Cell({"what": "BigBatch, gradient errors"}, lambda: {"rows": big.errors(run.device)})
-    )
-    cells.append(
-        Cell({"what": "BigBatch, peaks"}, lambda: {"rows": big.peaks(run.device, n_images)})
-    )
-    return cells
+    n_seeds = 200 if run.cuda else 4
+    return [
+        *cells,
+        Cell({"what": "two layers of dropout"}, lambda: dropout(run.device, n_seeds)),
+        Cell({"what": "check(), attention with dropout"}, lambda: attention(run.device)),
+        Cell({"what": "BigBatch, gradient errors"}, lambda: {"rows": big.errors(run.device)}),
+        Cell({"what": "BigBatch, peaks"}, lambda: {"rows": big.peaks(run.device, n_images)}),
+    ]
 
 
 def gradients(device: str, n: int) -> Fields:
@@ -76,32 +76,94 @@ def gradients(device: str, n: int) -> Fields:
     }
 
 
-def step(device: str, n: int, *, offloaded: bool) -> Fields:
-    """Return milliseconds of a step, and its peak memory beyond the model and gradients."""
-    model, ids, targets = network(device, n)
+def step(device: str, n: int, mode: str) -> Fields:
+    """Return milliseconds of a step, its peak memory beyond the model and gradients, and its moves.
+
+    The host's time is that until everything is queued; moves are those of one step.
+    """
+    model, ids, targets = network(device, n, checkpointed="checkpointing" in mode)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    times = []
-    with offload_on(device) if offloaded else contextlib.nullcontext() as offload:
+    n_warm, n_steps = (_N_WARM, _N_STEPS) if device == "cuda" else (1, 1)
+    times, host = [], []
+    with offload_on(device) if "Offload" in mode else contextlib.nullcontext() as offload:
         work = functools.partial(_step, model, ids, targets, offload, optimizer)
-        for _ in range(_N_WARM):
+        for _ in range(n_warm):
             work()
-        for _ in range(_N_STEPS):
+        before = offload.stats if offload else None
+        for _ in range(n_steps):
             wait(device)
             begin = time.perf_counter()
             work()
+            host.append(time.perf_counter() - begin)
             wait(device)
             times.append(time.perf_counter() - begin)
-        peak = big.peak(device, work, 1)
-        found = {"step_ms": round(statistics.median(times) * 1e3, 2), "peak_mib": peak >> 20}
-        if offload is not None:
-            stats = offload.stats
-            per_step = stats.offloaded_bytes // (_N_WARM + _N_STEPS + 1)
+        found = {
+            "step_ms": round(statistics.median(times) * 1e3, 2),
+            "host_ms": round(statistics.median(host) * 1e3, 2),
+        }
+        if offload is not None and before is not None:
+            after = offload.stats
             found |= {
-                "offloaded_mib": per_step >> 20,
-                "host_mib": stats.blocks_bytes >> 20,
-                "missed": stats.n_missed,
+                "out_mib": (after.offloaded_bytes - before.offloaded_bytes) // n_steps >> 20,
+                "back_mib": (after.restored_bytes - before.restored_bytes) // n_steps >> 20,
+                "missed": (after.n_missed - before.n_missed) / n_steps,
+                "host_mib": after.blocks_bytes >> 20,
             }
+        found["peak_mib"] = big.peak(device, work, 1) >> 20
         return found
+
+
+def dropout(device: str, n_seeds: int) -> Fields:
+    """Compare gradients of chunks and of the whole batch, with two layers of dropout.
+
+    Chunks draw other masks than the whole batch, so single gradients differ and their means over
+    seeds agree: as well as the means over two sets of seeds of the whole batch.
+    """
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 64), nn.Dropout(0.3), nn.ReLU(), nn.Linear(64, 64), nn.Dropout(0.3)]
+    model = nn.Sequential(*layers, nn.ReLU(), nn.Linear(64, 5)).to(device)
+    x, y = torch.randn(128, 64, device=device), torch.randint(5, (128,), device=device)
+
+    def mean(backward: Callable[[], object], seeds: range) -> torch.Tensor:
+        model.zero_grad()
+        for seed in seeds:
+            torch.manual_seed(seed)
+            backward()
+        gradients = [parameter.grad.flatten() for parameter in model.parameters()]  # type: ignore[union-attr]
+        return torch.cat(gradients) / len(seeds)
+
+    def whole() -> None:
+        functional.cross_entropy(model(x), y).backward()
+
+    loss = functional.cross_entropy
+    with BigBatch(model, loss, chunk_size=16, strategy="accumulate") as big_batch:
+        in_chunks = [mean(lambda: big_batch.backward(x, y), range(n)) for n in (1, n_seeds)]
+    first, plain = (mean(whole, range(n)) for n in (1, n_seeds))
+    other = mean(whole, range(n_seeds, 2 * n_seeds))
+    return {
+        "of_one_seed": _distance(in_chunks[0], first),
+        "of_means": _distance(in_chunks[1], plain),
+        "of_means_of_the_whole_batch": _distance(other, plain),
+        "seeds": n_seeds,
+    }
+
+
+def attention(device: str) -> Fields:
+    """Check a layer with attention and dropout, whose backward pass draws its masks again.
+
+    ``check`` fixes the random numbers of both steps, which fused kernels may not allow.
+    """
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(64, 4, 128, 0.1, batch_first=True).to(device)
+    x, y = torch.randn(8, 16, 64, device=device), torch.randn(8, 16, 64, device=device)
+    loss = functional.mse_loss
+    with BigBatch(model, loss, chunk_size=2, strategy="accumulate", verify=False) as big_batch:
+        found = big_batch.check(x, y)
+    return {"gradient_error": found.gradient_error, "fixed_numbers": found.has_fixed_numbers}
+
+
+def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return round(float((found - expected).norm() / expected.norm()), 4)
 
 
 def offload_on(device: str) -> Offload:
@@ -109,10 +171,13 @@ def offload_on(device: str) -> Offload:
     return Offload(device, host_limit=GiB(24) if device == "cuda" else GiB(2))
 
 
-def network(device: str, n: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+def network(
+    device: str, n: int, *, checkpointed: bool = False
+) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     """Return a GPT, larger on a GPU, and a batch of word numbers with the next words."""
     torch.manual_seed(0)
-    model = GPT(n_words=_N_WORDS, n=768 if device == "cuda" else 96, length=_LENGTH).to(device)
+    width = 768 if device == "cuda" else 96
+    model = GPT(n_words=_N_WORDS, n=width, length=_LENGTH, checkpointed=checkpointed).to(device)
     ids = torch.randint(_N_WORDS, (n, _LENGTH), device=device)
     return model, ids, ids.roll(-1, dims=1)
 

@@ -1,12 +1,10 @@
-"""Small batches, loaders, the overhead of a batch, predicted memory, and the doctor command."""
+"""Small batches that are copied to the device and back, and loops over loaders."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,12 +13,9 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
-from benchmarks import budget, handover
 from benchmarks.gpu.bench import wait
-from benchmarks.gpu.processes import last_lines, run_program
 from benchmarks.gpu.recorder import Cell, Fields, Run
 from benchmarks.gpu.small_tensors import small_tensors
-from benchmarks.zoo import ZOO
 from pinfeed import Feeder, PinnedStore, wrap_loader
 
 _ROWS = 1000
@@ -30,29 +25,14 @@ _BATCH = 64
 _FEATURES = 3072
 
 
-def estimate(run: Run) -> list[Cell]:
-    """Return cells of predicted and measured peaks of training steps."""
-    cells = []
-    for i in range(max(len(case.batch_sizes) for case in ZOO.values())):
-        # Every model is measured once before any is measured with another batch size.
-        for name, case in ZOO.items():
-            sizes = case.batch_sizes[::-1] if run.cuda else case.batch_sizes[:1]
-            if i < len(sizes):
-                measure = functools.partial(
-                    budget.predicted_and_measured, name, case, sizes[i], run.device
-                )
-                cells.append(Cell({"model": name, "batch": sizes[i]}, measure))
-    return cells
-
-
 def loops(run: Run) -> list[Cell]:
-    """Return cells of loops over small batches, a DataLoader, and sources without work."""
-    n_small, n_loader, n_overhead = (300, 200, 3000) if run.cuda else (50, 20, 300)
+    """Return cells of loops over small batches and over loaders."""
+    n_small, n_loader = (300, 200) if run.cuda else (50, 20)
     small = small_batches(run.device, n_small)
     cells = [
         Cell(
             {"what": f"{_CHOSEN} rows of {_DIM} float64, to and back", "by": name},
-            functools.partial(_median_us, way),
+            functools.partial(_mean_us, way),
         )
         for name, way in small.items()
     ]
@@ -61,37 +41,7 @@ def loops(run: Run) -> list[Cell]:
     for name in ("DataLoader, .to(non_blocking)", "a side stream by hand", "wrap_loader"):
         measure = functools.partial(lambda name: loaders().measure(name), name)
         cells.append(Cell({"what": "a DataLoader's loop", "by": name}, measure))
-    for depth in (2, 0, 1, 4):
-        for name, way in handover.ways(run.device, depth, n_overhead).items():
-            cells.append(
-                Cell({"what": "time between two batches, us", "by": name, "depth": depth}, way)
-            )
     return cells
-
-
-def doctor(run: Run) -> list[Cell]:
-    """Return a cell that runs the doctor, which describes the machine and measures rows."""
-    rows = ("--rows", "2000000", "--row-bytes", "512")
-    return [
-        Cell(
-            {"command": " ".join(("pinfeed doctor --json", *options))},
-            functools.partial(_doctor, run, options),
-        )
-        for options in ((), rows)
-    ]
-
-
-def _doctor(run: Run, options: tuple[str, ...]) -> Fields:
-    command = (sys.executable, "-m", "pinfeed", "doctor", "--json", *options)
-    status, output = run_program(command, max(1.0, run.left_s()))
-    try:
-        # Progress may be printed before the JSON and after it.
-        said, _ = json.JSONDecoder().raw_decode(output, output.index("{"))
-    except ValueError as error:
-        raise RuntimeError(
-            f"{' '.join(command)} printed no JSON, exit status {status}: {last_lines(output)}"
-        ) from error
-    return {"exit_status": status, "said": said}
 
 
 def small_batches(device: str, n: int) -> dict[str, Callable[[], list[float]]]:
@@ -131,8 +81,13 @@ def small_batches(device: str, n: int) -> dict[str, Callable[[], list[float]]]:
     }
 
 
-def _median_us(way: Callable[[], list[float]]) -> Fields:
-    return {"median_us": round(statistics.median(way()) * 1e6, 1)}
+def _mean_us(way: Callable[[], list[float]]) -> Fields:
+    """Return microseconds of a batch. The median of loops with write-backs hides half the time."""
+    times = way()
+    return {
+        "mean_us": round(statistics.fmean(times) * 1e6, 1),
+        "median_us": round(statistics.median(times) * 1e6, 1),
+    }
 
 
 class Loaders:

@@ -94,7 +94,7 @@ class Movers:
             with Staging(bench, samples) as staging:
                 staging.compare()
                 return self._times(samples.nbytes, staging.gather)
-        check(bench, *samples.pairs[0])
+        check(bench, samples.pairs[0][0])
         return self._times(samples.nbytes, samples.gather, samples.scatter)
 
     def _samples(self, store: PinnedStore, *, consecutive: bool) -> list[StoreRows]:

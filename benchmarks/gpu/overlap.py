@@ -117,7 +117,8 @@ class Overlap:
             # Adam's two tensors of state are copied with the weights.
             nbytes = 3 * n_ids * 4 * cell.dim
             samples = n_ids // N_FIELDS
-            return {"losses": losses, "batch_nbytes": nbytes, "samples": samples, **found}
+            sizes = {"batch_nbytes": nbytes, "samples": samples}
+            return {"losses": losses, "route": feeder.route, **sizes, **found}
 
     def _compared_losses(self, cell: RowCell, ids: list[torch.Tensor], n_hidden: int) -> str:
         """Return whether prefetching changes the losses. The times are recorded even if it does."""

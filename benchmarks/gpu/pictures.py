@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.processes import new_file
+from benchmarks.gpu.results import load
 
 Cells = list[dict[str, Any]]
 _COLORS = {"chosen": "#3a7d44", "direct": "#2b6ca3", "staged": "#d1495b"}
-_CEILINGS = {"kernel": "--", "copy_engine": "-"}
 _MODELS = {"ResNet-18 as the step": "*", "train_rows with a network": "P"}
 _GOAL = 1.03
 # These cells are no points of a picture.
@@ -20,27 +19,36 @@ _LIMITS = ("ceilings", "link")
 
 
 def draw(results: Sequence[Path], out: Path, prefix: str) -> list[Path]:
-    """Draw every picture that the results have data for, and report failures."""
-    records = [json.loads(path.read_text()) for path in results]
+    """Draw every picture that the results have data for, and report failures.
+
+    Results that do not say what they were measured with are not drawn.
+    """
+    records = []
+    for path in results:
+        try:
+            records.append(load(path))
+        except ValueError as error:
+            print(f"not drawn: {error}", flush=True)
     cells = {record["part"]: record["cells"] for record in records}
-    # One picture shows both, and another one compares all ways to move long rows.
-    cells["overlap"] = cells.get("overlap", []) + cells.get("slowdown", [])
+    # One picture compares all ways to move long rows.
     cells["movers"] = cells.get("movers", []) + cells.get("batch-copies", [])
     environment = next((record["environment"] for record in records if "environment" in record), "")
-    pictures: dict[str, tuple[str, Callable[[Cells, Any], object]]] = {
-        "rows": ("rows", draw_rows),
-        "overlap": ("overlap", draw_overlap),
-        "movers": ("movers", draw_movers),
-        "tables": ("tables", draw_tables),
-        "cache": ("cache", draw_tables),
+    pictures: dict[str, Callable[[Cells, Any], object]] = {
+        "row-kernel": draw_rows,
+        "slowdown": draw_slowdown,
+        "overlap": draw_overlap,
+        "movers": draw_movers,
+        "decisive-tables": draw_tables,
+        "tables": draw_tables,
+        "cache": draw_tables,
     }
     written = []
-    for part, (name, draw_it) in pictures.items():
+    for part, draw_it in pictures.items():
         try:
-            if path := _draw(cells.get(part, []), draw_it, out, f"{prefix}-{name}", environment):
+            if path := _draw(cells.get(part, []), draw_it, out, f"{prefix}-{part}", environment):
                 written.append(path)
         except Exception:
-            print(f"the picture of {name} was not drawn:", flush=True)
+            print(f"the picture of {part} was not drawn:", flush=True)
             traceback.print_exc()
     return written
 
@@ -70,55 +78,30 @@ def _draw(
 
 
 def draw_rows(cells: Cells, figure: Any) -> None:
-    """Draw the throughput of the largest batches by row size, with the ceilings."""
-    limits = {cell["table_gb"]: cell for cell in cells if cell["what"] == "ceilings"}
-    rows = [cell for cell in cells if cell["what"] == "rows"]
-    lines = sorted({(cell["table_gb"], cell["order"]) for cell in rows})
-    colors = {table_gb: f"C{i}" for i, table_gb in enumerate(sorted({line[0] for line in lines}))}
-    for axes, way in zip(figure.subplots(1, 2), ("gather", "scatter"), strict=True):
-        for table_gb, order in lines:
-            of_line = [
-                cell for cell in rows if (cell["table_gb"], cell["order"]) == (table_gb, order)
-            ]
-            points = _largest(of_line, f"{way}_gb_per_s")
-            style = "-" if order == "sorted" else ":"
-            label = f"{table_gb:g} GB, {order}"
-            axes.plot(
-                *zip(*points, strict=True), style, color=colors[table_gb], marker=".", label=label
+    """Draw the throughput of gathers by row size, for each table and order."""
+    tables = sorted({cell["table_mib"] for cell in cells})
+    for axes, table_mib in zip(figure.subplots(1, len(tables), sharey=True), tables, strict=True):
+        of_table = [cell for cell in cells if cell["table_mib"] == table_mib]
+        for order in dict.fromkeys(cell["order"] for cell in of_table):
+            points = sorted(
+                (cell["row_nbytes"], max(cell["gb_per_s"].values()))
+                for cell in of_table
+                if cell["order"] == order
             )
-        for table_gb, of_table in limits.items():
-            for name, style in _CEILINGS.items():
-                ceiling = of_table[f"{way}_{name}"]
-                color = colors.get(table_gb, "black")
-                axes.axhline(ceiling, color=color, linestyle=style, linewidth=0.6)
+            axes.plot(*zip(*points, strict=True), marker=".", label=order)
         axes.set_xscale("log", base=2)
         axes.set_xlabel("bytes of a row")
         axes.set_ylabel("GB/s")
-        # Horizontal lines do not extend the axis, so the ceilings are included here.
-        most = [
-            *(of_table[f"{way}_{name}"] for of_table in limits.values() for name in _CEILINGS),
-            axes.get_ylim()[1],
-        ]
-        axes.set_ylim(0, 1.06 * max(most))
-        title = f"{way}: rows in large batches; lines: blocks by copy engine, by a kernel (dashed)"
-        axes.set_title(title, loc="left", fontsize=10)
+        axes.set_ylim(bottom=0)
+        axes.set_title(f"table of {table_mib:,} MiB", loc="left", fontsize=10)
         axes.legend(frameon=False, fontsize=8)
 
 
-def _largest(cells: Cells, field: str) -> list[tuple[int, float]]:
-    """Return row sizes with the throughput of the largest batch."""
-    found: dict[int, float] = {}
-    for cell in sorted(cells, key=lambda cell: int(cell["count"])):
-        found[cell["row_nbytes"]] = cell[field]
-    return sorted(found.items())
-
-
 def draw_overlap(cells: Cells, figure: Any) -> None:
-    """Draw the share of transfers that is hidden, and the slowdown of matrix products."""
-    left, middle, right = figure.subplots(1, 3)
+    """Draw the share of transfers that is hidden."""
+    left, right = figure.subplots(1, 2)
     _draw_row_sizes(cells, left)
-    _draw_hidden(cells, middle)
-    _draw_slowdown(cells, right)
+    _draw_hidden(cells, right)
 
 
 def _draw_row_sizes(cells: Cells, axes: Any) -> None:
@@ -178,33 +161,28 @@ def _draw_hidden(cells: Cells, axes: Any) -> None:
         axes.legend(frameon=False, fontsize=8)
 
 
-def _draw_slowdown(cells: Cells, axes: Any) -> None:
-    """Draw the time of matrix products during a transfer, relative to their time alone."""
-    slowdowns = [cell for cell in cells if cell["what"] == "products during a transfer"]
-    for number, n_threads in enumerate((512, 32)):
-        kernels = sorted(
-            (cell["n_blocks"], cell["during_to_alone"])
-            for cell in slowdowns
-            if cell.get("n_threads") == n_threads
-        )
-        if kernels:
-            axes.plot(
-                *zip(*kernels, strict=True),
-                "-" if number == 0 else "--",
-                marker="o",
-                color=_COLORS["direct"],
-                label=f"rows by blocks of {n_threads} threads",
-            )
-    for cell in slowdowns:
-        if cell["by"] == "copy engine":
-            axes.axhline(
-                cell["during_to_alone"], color=_COLORS["staged"], label="a block by the copy engine"
-            )
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("blocks of the kernel")
-    axes.set_title("large products during a transfer / alone", loc="left", fontsize=10)
-    if slowdowns:
-        axes.legend(frameon=False, fontsize=8)
+def draw_slowdown(cells: Cells, figure: Any) -> None:
+    """Draw the time of steps and of transfers together, relative to alone, by mover."""
+    names = list(dict.fromkeys((cell["step"], cell["row_nbytes"]) for cell in cells))
+    movers = list(dict.fromkeys(cell["by"] for cell in cells))
+    titles = {
+        "step_during_to_alone": "the step during transfers / alone",
+        "move_during_to_alone": "a transfer during steps / alone",
+    }
+    for axes, (field, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
+        for number, name in enumerate(names):
+            of_name = [
+                cell
+                for cell in cells
+                if (cell["step"], cell["row_nbytes"]) == name and field in cell
+            ]
+            places = [movers.index(cell["by"]) + 0.1 * number for cell in of_name]
+            label = f"{name[0]}, rows of {name[1]:,} B"
+            axes.plot(places, [cell[field] for cell in of_name], "o", label=label)
+        axes.axhline(1.0, color="black", linewidth=0.8)
+        axes.set_xticks(range(len(movers)), movers, rotation=20, fontsize=7)
+        axes.set_title(title, loc="left", fontsize=10)
+    figure.axes[0].legend(frameon=False, fontsize=8)
 
 
 def draw_tables(cells: Cells, figure: Any) -> None:

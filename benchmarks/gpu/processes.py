@@ -26,6 +26,9 @@ LEAST_S = 12.0
 _BOUND = Path(__file__).with_name("bound.py")
 _GRACE_S = 15.0
 _N_LINES = 60
+CRASH = "Fatal Python error"
+"""Beginning of the dump of a Python process that crashed."""
+_N_CRASH_LINES = 40
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,7 @@ def run_parts(
     *,
     seconds: float,
     out: Path,
-    device: str,
-    command: str,
+    header: dict[str, Any],
     prefix: str,
     least_s: float = LEAST_S,
 ) -> list[Path]:
@@ -61,8 +63,8 @@ def run_parts(
         parts: The parts.
         seconds: Time for all of them.
         out: Folder of the results.
-        device: ``cuda`` or ``cpu``.
-        command: The command line, for the results.
+        header: Fields of every result: the device (``cuda`` or ``cpu``), the command line and the
+            commit.
         prefix: Beginning of the names of the files.
         least_s: Minimum time of a part, while time remains.
 
@@ -77,9 +79,9 @@ def run_parts(
         share = part.share / sum(other.share for other in parts[i:])
         limit_s = max(0.0, min(left_s, max(least_s, left_s * share)))
         path = new_file(out, f"{prefix}-{part.name}", ".json")
-        header = {"part": part.name, "group": part.group, "device": device, "command": command}
         print(f"=== {part.name}: up to {limit_s:.0f} s, {path}", flush=True)
-        run_part(part, path, header, limit_s, least_s)
+        names = {"part": part.name, "group": part.group}
+        run_part(part, path, names | header, limit_s, least_s)
         written.append(path)
     return written
 
@@ -126,7 +128,7 @@ def _run(part: Part, path: Path, device: str, limit_s: float) -> tuple[int | Non
     """Return the exit status, None if it was killed, and the last lines that it printed."""
     limit = time.monotonic() + limit_s
     deadline = limit - min(_GRACE_S, 0.2 * limit_s)
-    last: deque[str] = deque(maxlen=_N_LINES)
+    last = LastLines()
     command = (
         sys.executable,
         "-m",
@@ -158,7 +160,7 @@ def _run(part: Part, path: Path, device: str, limit_s: float) -> tuple[int | Non
         finally:
             end(process)
         reader.join(timeout=5)
-    return exit_status, list(last)
+    return exit_status, last.lines()
 
 
 def bound(command: Sequence[str]) -> tuple[str, ...]:
@@ -222,8 +224,11 @@ def machine() -> str:
 
 
 def last_lines(text: str, n: int = _N_LINES) -> list[str]:
-    """Return the last lines of a program's output."""
-    return text.strip().splitlines()[-n:]
+    """Return the last lines of a program's output, after the head of a crash dump if any."""
+    kept = LastLines(n)
+    for line in text.strip().splitlines():
+        kept.append(line)
+    return kept.lines()
 
 
 def new_file(folder: Path, stem: str, suffix: str) -> Path:
@@ -239,7 +244,29 @@ def new_file(folder: Path, stem: str, suffix: str) -> Path:
             return path
 
 
-def _echo(lines: IO[str], last: deque[str]) -> None:
+class LastLines:
+    """The last lines of an output, after the head of a crash dump if there is one.
+
+    The head has the signal and the innermost frames. The end of a dump lists threads and modules.
+    """
+
+    def __init__(self, n: int = _N_LINES) -> None:
+        self._crash: list[str] = []
+        self._last: deque[str] = deque(maxlen=n)
+
+    def append(self, line: str) -> None:
+        """Add a line."""
+        if len(self._crash) < _N_CRASH_LINES and (self._crash or CRASH in line):
+            self._crash.append(line)
+        else:
+            self._last.append(line)
+
+    def lines(self) -> list[str]:
+        """Return the lines that are kept."""
+        return [*self._crash, *self._last]
+
+
+def _echo(lines: IO[str], last: LastLines) -> None:
     with lines:
         for line in lines:
             last.append(line.rstrip("\n"))

@@ -1,122 +1,193 @@
-"""Launch geometry of the row kernels: the slowdown of large products while rows are copied."""
+"""Transfers and steps at the same time: which of them slows the other one, by mover and step."""
 
 from __future__ import annotations
 
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.gpu.bench import Bench, Samples, as_rows
-from benchmarks.gpu.ceilings import BLOCKS
+from benchmarks.gpu.bench import Bench, Samples, as_rows, wait
+from benchmarks.gpu.conditions import clocks
 from benchmarks.gpu.recorder import Cell, Fields, Run
-from benchmarks.gpu.steps import Products, best_s
+from benchmarks.gpu.steady import between_s, mark
+from benchmarks.gpu.steps import IMAGE, Products, resnet_step
 from pinfeed.devices.kernels import THICK, THIN
 from pinfeed.stores.host_rows import StoreRows
 
-_ROW_BYTES = 512
-_N_ROWS = 65_536
-# Thin blocks for each multiprocessor.
-_THIN_BLOCKS = (1, 2, 4)
+_ROW_BYTES = (512, 4096, 65_536)
+_BATCH_BYTES = 32 << 20
+_N_ROUNDS = 4
+# Every measurement begins after the same pause and takes as long, so power and clocks are equal.
+_PAUSE_S = 0.05
+_DUTY_S = 0.06
+_IMAGES = 128
+ENGINE, NOTHING = "copy engine", "nothing"
+
+Work = Callable[[], object]
 
 
-def products_during_transfers(run: Run) -> list[Cell]:
-    """Return cells of the slowdown by a few thick blocks, many thin ones, and the copy engine."""
-    shared = functools.cache(lambda: Slowdown(Bench(run.device)))
-    first, *others = ((f"{n} thick blocks", n, THICK) for n in (8, *(n for n in BLOCKS if n != 8)))
-    ways: list[tuple[str, int, int]] = [
-        first,
-        *((f"thin blocks, {n} per multiprocessor", n, THIN) for n in _THIN_BLOCKS),
-        ("copy engine", 0, 0),
-        *others,
+def slowdowns(run: Run) -> list[Cell]:
+    """Return cells of movers beside steps. The copy engine should come out at 1.00 for both.
+
+    The cells of no mover show how much the ratios of one measurement scatter.
+    """
+    shared = functools.cache(lambda: Together(run))
+    thick = [(f"{n} thick blocks", n, THICK) for n in (8, 32, 1, 4, 16)]
+    thin = [("one thin block on each multiprocessor", 0, THIN)]
+    engine: list[tuple[str, int, int]] = [(NOTHING, 0, 0), (ENGINE, 0, 0)]
+    few = [*engine, *thick[:2], *thin]
+    steps = ("products of 4096", "products of 8192", "ResNet-18")
+    combinations = [
+        *((512, step, mover) for step in steps for mover in few),
+        *((4096, steps[0], mover) for mover in (*thick, *thin)),
+        *((65_536, steps[0], mover) for mover in thick[:2]),
+        *((512, steps[0], mover) for mover in thick[2:]),
     ]
     return [
         Cell(
-            {"what": "products during a transfer", "by": by},
-            functools.partial(lambda *way: shared().rows(*way), n_blocks, n_threads),
+            {"row_nbytes": row_nbytes, "step": step, "by": by},
+            functools.partial(
+                lambda *arguments: shared().measure(*arguments), row_nbytes, step, n, n_threads, by
+            ),
         )
-        for by, n_blocks, n_threads in ways
+        for row_nbytes, step, (by, n, n_threads) in combinations
     ]
 
 
-class Slowdown:
-    """Large products, and transfers at the same time."""
+class Together:
+    """Transfers in the read stream, and steps in the current one."""
 
-    def __init__(self, bench: Bench) -> None:
-        self._bench = bench
-        self._products = Products("cuda" if bench.cuda else "cpu", 8192)
-        one_s = best_s(self._products, bench.device.name, 5)
-        self._n = max(3, round((0.05 if bench.cuda else 0.01) / one_s))
-        self._alone_s = statistics.median(self._products_s() for _ in range(9))
+    def __init__(self, run: Run) -> None:
+        self.device = run.device
+        self.bench = bench = Bench(run.device)
+        self._memory = bench.words((2 << 30) if run.cuda else (4 << 20))
+        self._nbytes = _BATCH_BYTES if run.cuda else (256 << 10)
+        self._duty_s, self._pause_s = (_DUTY_S, _PAUSE_S) if run.cuda else (0.002, 0.0)
+        self._n_rounds = _N_ROUNDS if run.cuda else 1
+        self._samples = functools.cache(self._make_samples)
+        self._steps = functools.cache(self._make_step)
 
-    @functools.cached_property
-    def _samples(self) -> Samples:
-        bench = self._bench
-        store = as_rows(bench.words((1 << 30) if bench.cuda else (64 << 20)), _ROW_BYTES)
-        rng = np.random.default_rng(0)
-        return Samples(
-            bench, [StoreRows(store, rng.permutation(store.n_rows)[:_N_ROWS]) for _ in range(2)]
-        )
+    def measure(
+        self, row_nbytes: int, step_name: str, n_blocks: int, n_threads: int, by: str
+    ) -> Fields:
+        """Time transfers and steps alone and together, in turn, each for equally long.
 
-    @functools.cached_property
-    def _staged(self) -> np.ndarray:
-        sample, _ = self._samples.pairs[0]
-        staged = self._bench.device.staging(self._samples.nbytes)
-        block: np.ndarray = staged.view(np.int64).reshape(sample.shape)
-        return block
-
-    def rows(self, n_blocks: int, n_threads: int) -> Fields:
-        """Measure with blocks of a kernel, or with the copy engine.
-
-        Args:
-            n_blocks: Number of thick blocks, or of thin blocks on each multiprocessor.
-            n_threads: Threads of a block; 0 for the copy engine.
+        Returns:
+            Milliseconds of one transfer and of one step alone, the ratios of their times together
+            to those alone (medians of rounds), and the time of both to the longer one.
         """
-        if n_threads:
-            if n_threads == THIN and self._bench.cuda:
-                n_blocks *= torch.cuda.get_device_properties(0).multi_processor_count
-            self._bench.use_route(n_blocks, n_threads=n_threads)
-            found = self.measure(self._samples.gather, self._samples.nbytes)
-            return {"n_blocks": n_blocks, "n_threads": n_threads, **found}
-        _, into = self._samples.pairs[0]
-        move = functools.partial(self._bench.device.copy, self._staged, into, self._bench.read)
-        return self.measure(move, self._samples.nbytes)
-
-    def measure(self, move: Callable[[], object], nbytes: int) -> Fields:
-        """Time the products during transfers of ``nbytes`` in the read stream."""
-        bench = self._bench
-        move_s = bench.latency_s(move)
-        n_moves = int(3 * self._alone_s / move_s) + 1
-        # The first round is not timed, because it loads code.
-        for _ in range(n_moves):
-            move()
-        bench.read.record().sync()
-        ratios = []
-        for _ in range(5):
-            for _ in range(n_moves):
-                move()
-            done = bench.read.record()
-            ratios.append(self._products_s() / self._alone_s)
-            if bench.cuda and done.is_done():
-                raise RuntimeError(
-                    f"{n_moves} transfers ended before {self._n} products did: "
-                    "the last products ran alone"
+        step = self._steps(step_name)
+        move = self._mover(row_nbytes, n_blocks, n_threads, by)
+        n_steps = self._count(step)
+        n_moves = self._count(move) if move else 0
+        rounds: list[dict[str, float]] = []
+        conditions = []
+        for _ in range(1 + self._n_rounds):
+            steps_s, _ = self._timed(None, 0, step, n_steps)
+            both_steps_s, both_moves_s = self._timed(move, n_moves, step, n_steps)
+            conditions.append(clocks())
+            moves_s = self._timed(move, n_moves, None, 0)[1] if move else 0.0
+            rounds.append(
+                {
+                    "step_ms": steps_s / n_steps * 1e3,
+                    "step_during_to_alone": both_steps_s / steps_s,
+                    "both_to_longer": max(both_steps_s, both_moves_s) / max(steps_s, moves_s),
+                }
+                | (
+                    {
+                        "move_ms": moves_s / n_moves * 1e3,
+                        "move_during_to_alone": both_moves_s / moves_s,
+                    }
+                    if move
+                    else {}
                 )
-            done.sync()
+            )
+        # The first round loads code.
+        del rounds[0], conditions[0]
+        medians = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
         return {
-            "alone_ms": round(self._alone_s * 1e3, 3),
-            "transfer_gb_per_s": round(nbytes / move_s / 1e9, 2),
-            "during_to_alone": round(statistics.median(ratios), 4),
+            "n_blocks": n_blocks,
+            "n_threads": n_threads,
+            **{name: round(value, 4) for name, value in medians.items()},
+            "step_rounds": [round(one["step_during_to_alone"], 3) for one in rounds],
+            "conditions": conditions,
         }
 
-    def _products_s(self) -> float:
-        # This waits for one stream only, because the transfers must continue.
-        current = self._bench.device.current_stream()
-        current.record().sync()
+    def _timed(
+        self, move: Work | None, n_moves: int, step: Work | None, n_steps: int
+    ) -> tuple[float, float]:
+        """Return the seconds of all steps, and of all moves; both begin together."""
+        bench = self.bench
+        wait(bench.device.name)
+        time.sleep(self._pause_s)
+        start = mark(self.device)
+        # The moves are queued first: a host that is slow must not let the steps end before them.
+        move_end = self._queue(move, n_moves, start)
+        for _ in range(n_steps):
+            if step is not None:
+                step()
+        step_end = mark(self.device)
+        return between_s(start, step_end), between_s(start, move_end)
+
+    def _queue(self, move: Work | None, n_moves: int, start: Any) -> Any:
+        """Queue moves after ``start``, and return the point at which they end."""
+        if move is None:
+            return start
+        if not self.bench.cuda:
+            for _ in range(n_moves):
+                move()
+            return mark(self.device)
+        self.bench.read.raw.wait_event(start)
+        for _ in range(n_moves):
+            move()
+        end = torch.cuda.Event(enable_timing=True)
+        end.record(self.bench.read.raw)
+        return end
+
+    def _count(self, work: Work) -> int:
+        """Return how often work is queued so that it takes the seconds of the duty."""
+        for _ in range(2):
+            work()
+        wait(self.bench.device.name)
         begin = time.perf_counter()
-        self._products(self._n)
-        current.record().sync()
-        return time.perf_counter() - begin
+        for _ in range(3):
+            work()
+        wait(self.bench.device.name)
+        return max(2, round(self._duty_s / ((time.perf_counter() - begin) / 3)))
+
+    def _mover(self, row_nbytes: int, n_blocks: int, n_threads: int, by: str) -> Work | None:
+        if by == NOTHING:
+            return None
+        bench, samples = self.bench, self._samples(row_nbytes)
+        if by == ENGINE:
+            sample, into = samples.pairs[0]
+            staged = bench.device.staging(samples.nbytes).view(np.int64).reshape(sample.shape)
+            return functools.partial(bench.device.copy, staged, into, bench.read)
+        if n_threads == THIN and bench.cuda:
+            n_blocks = torch.cuda.get_device_properties(0).multi_processor_count
+
+        def gather() -> None:
+            bench.use_route(n_blocks, n_threads=n_threads)
+            samples.gather()
+
+        return gather
+
+    def _make_samples(self, row_nbytes: int) -> Samples:
+        store = as_rows(self._memory, row_nbytes)
+        rng = np.random.default_rng(0)
+        count = self._nbytes // row_nbytes
+        chosen: Sequence[np.ndarray] = [rng.permutation(store.n_rows)[:count] for _ in range(4)]
+        return Samples(self.bench, [StoreRows(store, rows) for rows in chosen])
+
+    def _make_step(self, name: str) -> Work:
+        if name != "ResNet-18":
+            products = Products(self.device, int(name.rpartition(" ")[2]))
+            return functools.partial(products, 4 if products.n < 8192 else 1)
+        n = _IMAGES if self.device == "cuda" else 1
+        images = torch.randint(256, (n, *IMAGE), dtype=torch.uint8, device=self.device)
+        return functools.partial(resnet_step(self.device, n), images)

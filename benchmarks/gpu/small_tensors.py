@@ -19,6 +19,8 @@ _TENSOR_BYTES = 8192
 _N_WARM = 20
 _N_REPEATS = 3
 
+NAMES = ("wrap_loader", ".to(non_blocking) of each tensor", "one cat, copy and split")
+
 Batch = dict[str, torch.Tensor]
 Batches = Callable[[], contextlib.AbstractContextManager[Iterable[Batch]]]
 
@@ -30,7 +32,7 @@ def small_tensors(run: Run) -> list[Cell]:
     for pinned in (False, True):
         for n_tensors in (_N_TENSORS, 1):
             made = functools.cache(functools.partial(SmallTensors, run, n_tensors, pinned, n))
-            for name in ("wrap_loader", ".to(non_blocking) of each tensor"):
+            for name in NAMES:
                 key = {
                     "what": "a dict of small tensors",
                     "tensors": n_tensors,
@@ -66,10 +68,13 @@ class SmallTensors:
             for i in range(8)
         ]
         self._loader = [some[i % len(some)] for i in range(_N_WARM + n)]
-        self._ways: dict[str, Batches] = {
-            "wrap_loader": lambda: wrap_loader(self._loader, device=self._device),
-            ".to(non_blocking) of each tensor": lambda: contextlib.nullcontext(self._by_hand()),
-        }
+        self._numel = numel
+        ways: tuple[Batches, ...] = (
+            lambda: wrap_loader(self._loader, device=self._device),
+            lambda: contextlib.nullcontext(self._by_hand()),
+            lambda: contextlib.nullcontext(self._by_one_copy()),
+        )
+        self._ways = dict(zip(NAMES, ways, strict=True))
 
     def measure(self, name: str) -> Fields:
         """Compare all values with those of the loader, then time epochs without a step.
@@ -107,3 +112,19 @@ class SmallTensors:
     def _by_hand(self) -> Iterator[Batch]:
         for batch in self._loader:
             yield {name: x.to(self._device, non_blocking=True) for name, x in batch.items()}
+
+    def _by_one_copy(self) -> Iterator[Batch]:
+        """Copy the tensors into one page-locked block, and that to the device."""
+        pinned = self._device == "cuda"
+        blocks = [torch.empty(_N_TENSORS * _TENSOR_BYTES // 4, pin_memory=pinned) for _ in range(4)]
+        copied = [torch.cuda.Event() for _ in blocks] if pinned else []
+        for i, batch in enumerate(self._loader):
+            block = blocks[i % len(blocks)]
+            if pinned:
+                # The copy of an earlier batch may still read the block.
+                copied[i % len(blocks)].synchronize()
+            torch.cat(list(batch.values()), out=block)
+            there = block.to(self._device, non_blocking=True, copy=True)
+            if pinned:
+                copied[i % len(blocks)].record()
+            yield dict(zip(batch, torch.split(there, self._numel), strict=True))

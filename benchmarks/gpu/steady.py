@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu.conditions import gpu_state
+from benchmarks.gpu.conditions import clocks, gpu_state
 from benchmarks.gpu.recorder import Fields
 
 N_WARM = 8
@@ -118,6 +118,7 @@ def rounds(transfer: Loop, both: Loop, compute: Callable[[], object], n: int) ->
     device = both.device
     found: dict[str, list[float]] = {"transfer": [], "compute": [], "both": []}
     host_s: list[float] = []
+    conditions = []
     for i in range(1 + _N_ROUNDS):
         moved = timed(transfer, n).batch_s
         computed = repeated_s(compute, n, device)
@@ -128,14 +129,17 @@ def rounds(transfer: Loop, both: Loop, compute: Callable[[], object], n: int) ->
             found["compute"].append(computed)
             found["both"].append(together.batch_s)
             host_s += together.host_s
+            conditions.append(clocks())
     medians = {name: statistics.median(times) for name, times in found.items()}
     longer = max(medians["transfer"], medians["compute"])
     return {
         **{f"{name}_ms": round(seconds * 1e3, 4) for name, seconds in medians.items()},
         "both_rounds_ms": [round(seconds * 1e3, 4) for seconds in found["both"]],
+        "clocks_of_rounds": conditions,
         "compute_to_transfer": round(medians["compute"] / medians["transfer"], 3),
         "both_to_longer": round(medians["both"] / longer, 4),
         "host_us": round(statistics.median(host_s) * 1e6, 1),
+        "host_us_mean": round(statistics.fmean(host_s) * 1e6, 1),
         "host_us_p90": round(float(np.percentile(host_s, 90)) * 1e6, 1),
         "conditions": gpu_state(lambda: timed(both, n)),
     }

@@ -14,12 +14,14 @@ import torch
 from benchmarks import rowsteps
 from benchmarks.gpu.bench import require_host_memory
 from benchmarks.gpu.ceilings import DIRECTIONS
+from benchmarks.gpu.conditions import clocks
 from benchmarks.gpu.processes import last_lines, run_program
 from benchmarks.gpu.recorder import Cell, Fields, Run, Skipped
 from benchmarks.rowcells import Body, RowCell
 from benchmarks.rows import BIG_ROWS, N_WARM, as_long_as_the_transfer, to_and_from
 from benchmarks.rowsteps import STEP_ALONE
 
+_TO_AND_FROM = "SpeedTorch's table, to and from, ms"
 _NAMES = (
     STEP_ALONE,
     "prefetch",
@@ -71,19 +73,14 @@ class Contest:
             require_host_memory(4 * self.cell.table_bytes)
         run = self._run(name)
         losses = "none" if name == STEP_ALONE else self._compared(name, run)
-        stats: list[Any] = []
-        if name in ("prefetch", *self.cached):
-            run = _watched(run, self.n_warm, stats)
-        self.small_ms[name] = self._step_ms(run, 0)
-        moved = _per_step(stats[1] - stats[0], self.link) if stats else {}
-        return {"losses": losses, "step_ms": self.small_ms[name], **moved}
+        found = self._timed(name, run, 0)
+        self.small_ms[name] = found["step_ms"]
+        return {"losses": losses, **found}
 
     def large(self, name: str) -> Fields:
         """Time steps of a model that takes about as long as the transfer."""
-        return {
-            "step_ms": self._step_ms(self._run(name), self.n_products),
-            "n_products": self.n_products,
-        }
+        found = self._timed(name, self._run(name), self.n_products)
+        return {**found, "n_products": self.n_products}
 
     @functools.cached_property
     def n_products(self) -> int:
@@ -115,16 +112,24 @@ class Contest:
     def _losses(self, run: rowsteps.Run) -> torch.Tensor:
         return rowsteps.losses(run, self.cell, self.device, self.n_compared)
 
-    def _step_ms(self, run: rowsteps.Run, n_products: int) -> float:
+    def _timed(self, name: str, run: rowsteps.Run, n_products: int) -> Fields:
+        """Return milliseconds of a step; for pinfeed also its route, and what a step moves."""
+        stats: list[Any] = []
+        routes: list[str] = []
+        if name in ("prefetch", "synchronous", *self.cached):
+            run = _watched(run, self.n_warm, stats, routes)
         body = Body(self.cell, self.device, n_products)
         step_s = rowsteps.step_s(run, self.cell, body, self.ids, self.n_warm, self.cap_s)
-        return round(step_s * 1e3, 4)
+        found: Fields = {"step_ms": round(step_s * 1e3, 4), "conditions": clocks()}
+        if stats:
+            found |= {"route": routes[0], **_per_step(stats[1] - stats[0], self.link)}
+        return found
 
 
-def _watched(run: rowsteps.Run, n_warm: int, stats: list[Any]) -> rowsteps.Run:
-    """Return the same contestant, which appends its loop's stats twice.
+def _watched(run: rowsteps.Run, n_warm: int, stats: list[Any], routes: list[str]) -> rowsteps.Run:
+    """Return the same contestant, which appends its loop's stats twice, and its route.
 
-    It appends them after ``n_warm`` steps, and when its steps are no longer wanted.
+    It appends the stats after ``n_warm`` steps, and when its steps are no longer wanted.
     """
 
     def steps(cell: RowCell, body: Body, ids: list[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -139,7 +144,10 @@ def _watched(run: rowsteps.Run, n_warm: int, stats: list[Any]) -> rowsteps.Run:
                 yield loss
         finally:
             # A contestant that fails to begin has no loop.
-            stats.extend(loop.stats for loop in loops[:1])
+            for loop in loops:
+                stats.append(loop.stats)
+                # On a GPU, it has the blocks of the kernels.
+                routes.append(loop.route)
 
     return steps
 
@@ -187,10 +195,23 @@ def tables(run: Run) -> list[Cell]:
         contests = [Contest(RowCell(16, 1024, 0.5, table_bytes=4 << 20), run.device, 50, 0.2)]
     first, *others = [contest_cells(contest, _NAMES) for contest in contests]
     single = [
-        Cell({"what": "SpeedTorch's table, to and from, ms"}, lambda: to_and_from(run.device)),
+        Cell({"what": _TO_AND_FROM}, lambda: to_and_from(run.device)),
         Cell({"what": "memory of a large table"}, lambda: _big_table(run)),
     ]
     return [*first, *single, *(cell for cells in others for cell in cells)]
+
+
+def decisive_tables(run: Run) -> list[Cell]:
+    """Return the cells of ``tables`` that decide whether prefetching is worth it."""
+    found = tables(run)
+    names = (STEP_ALONE, "prefetch", "synchronous", "UVA gathers", "SpeedTorch's")
+    wanted = [
+        cell
+        for cell in found
+        if cell.key["what"] == _TO_AND_FROM or cell.key.get("contestant") in names
+    ]
+    # SpeedTorch's own case is short, and comes first.
+    return sorted(wanted, key=lambda cell: cell.key["what"] != _TO_AND_FROM)
 
 
 def contest_cells(

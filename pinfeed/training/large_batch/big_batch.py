@@ -42,6 +42,7 @@ from pinfeed.training.large_batch.strategy_selector import (
     STRATEGIES,
     StrategyChoice,
     StrategySelector,
+    is_in_chunks,
 )
 from pinfeed.training.memory_model.tensor_specs import to_device
 from pinfeed.training.memory_model.training_step import autocast_context, check_autocast
@@ -77,14 +78,9 @@ class StrategyOptions:
     autocast: torch.dtype | None
     verify: bool
 
-    @property
-    def has_limit(self) -> bool:
-        """Whether there is a memory limit or a chunk size."""
-        return self.config is not None or self.chunk_size is not None
-
 
 def check_step(model: Any, loss: Any, options: StrategyOptions, scaler: Any) -> None:
-    """Check the arguments of a BigBatch or a Trainer that a step depends on.
+    """Check the arguments of a BigBatch that a step depends on.
 
     Raises:
         ArgumentError: If one of them is invalid.
@@ -144,6 +140,10 @@ class BigBatch:
         ``"auto"``: Chooses a strategy at the first batch of each size, by memory and by
             correctness; ``chosen`` says why. It uses chunks only if they give the gradients of the
             plain step on a few samples of the first batch (see ``verify``).
+
+    Random numbers:
+        ``"accumulate"`` and ``"two_pass"`` draw other random numbers than the plain step. With
+        dropout, their gradients therefore equal those of the plain step only in the mean.
 
     Args:
         model: The model, on its device, in the mode in which it is trained.
@@ -260,7 +260,10 @@ class BigBatch:
     def check(self, inputs: Any, targets: Any = None, *, chunk_size: int | None = None) -> Check:
         """Compare the gradients of a small batch with those of the plain step.
 
-        The model, its gradients and the random generators do not change.
+        The model, its gradients and the random generators do not change. If the model draws random
+        numbers, such as those of dropout, chunks draw others than the whole batch. So torch returns
+        fixed numbers in both steps then: once near one end of their range, and once near the other.
+        Dropout keeps every number.
 
         Args:
             inputs: Inputs as for ``backward``, at most as many samples as fit on the device at
@@ -273,7 +276,8 @@ class BigBatch:
 
         Raises:
             ClosedError: If this BigBatch is closed.
-            ArgumentError: If ``backward`` would raise it.
+            ArgumentError: If ``backward`` would raise it, or if chunks draw random numbers that
+                cannot be fixed, such as those of numpy.
         """
         self._require_open()
         inputs, targets = self._checked_batch(inputs, targets)
@@ -289,6 +293,7 @@ class BigBatch:
             strategy,
             lambda: self._spec.backward_whole(*whole),
             lambda: self._runner.run(chosen, inputs, targets),
+            is_cut=is_in_chunks(chosen, n),
         )
 
     def _checked_batch(self, inputs: Any, targets: Any) -> tuple[Any, Any]:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from pinfeed.tensors import rng_state
-from pinfeed.training.large_batch.step_comparison import ROUNDING, norm_of, run_step
+from pinfeed.training.large_batch.dispatch_modes import FixedRandomness
+from pinfeed.training.large_batch.step_comparison import (
+    RANGE_ENDS,
+    ROUNDING,
+    StepResult,
+    has_drawn,
+    norm_of,
+    run_step,
+)
 from pinfeed.training.large_batch.step_spec import StepSpec
 from pinfeed.validation.safe_repr import safe_repr
 
@@ -35,6 +46,8 @@ class Check:
         buffer_error: Largest difference in a buffer (such as running statistics), relative to the
             buffer's largest value.
         is_exact: Whether all differences are no more than rounding; ``bool(check)`` is the same.
+        has_fixed_numbers: Whether torch returned fixed random numbers in both steps, because chunks
+            draw others than the whole batch.
     """
 
     strategy: str
@@ -42,6 +55,7 @@ class Check:
     loss_error: float
     buffer_error: float
     is_exact: bool
+    has_fixed_numbers: bool
 
     def __bool__(self) -> bool:
         return self.is_exact
@@ -56,7 +70,8 @@ class Check:
             f"gradients {self.gradient_error:.1e}, loss {self.loss_error:.1e}, "
             f"buffers {self.buffer_error:.1e}"
         )
-        return f"{self.strategy} and the plain step: {verdict} ({errors})"
+        fixed = ", with fixed random numbers" if self.has_fixed_numbers else ""
+        return f"{self.strategy} and the plain step{fixed}: {verdict} ({errors})"
 
 
 def compare_with_plain_step(
@@ -64,6 +79,8 @@ def compare_with_plain_step(
     strategy: str,
     plain: Callable[[], torch.Tensor],
     other: Callable[[], torch.Tensor],
+    *,
+    is_cut: bool,
 ) -> Check:
     """Run two steps from the same state and compare them.
 
@@ -74,12 +91,35 @@ def compare_with_plain_step(
         strategy: Name of the strategy, for the result.
         plain: Runs the plain step and returns its loss.
         other: Runs the step of the strategy and returns its loss.
+        is_cut: Whether the strategy computes chunks, which draw other random numbers.
+
+    Raises:
+        ArgumentError: If chunks draw random numbers that cannot be fixed.
     """
     state = rng_state.capture()
-    with rng_state.replayed(state):
-        want = run_step(spec, plain)
-    with rng_state.replayed(state):
-        got = run_step(spec, other)
+    is_fixed = False
+    if is_cut:
+        with rng_state.replayed(state):
+            run_step(spec, plain)
+            is_fixed = has_drawn(state)
+    contexts: list[AbstractContextManager[Any]] = [contextlib.nullcontext()]
+    if is_fixed:
+        contexts = [FixedRandomness(at) for at in RANGE_ENDS]
+    checks = []
+    for context in contexts:
+        results = []
+        for compute in (plain, other):
+            with rng_state.replayed(state), context:
+                results.append(run_step(spec, compute))
+        checks.append(_check_of(spec, strategy, results, is_fixed))
+    # The first one that is not exact, if there is one.
+    return min(checks, key=bool)
+
+
+def _check_of(
+    spec: StepSpec, strategy: str, results: Sequence[StepResult], is_fixed: bool
+) -> Check:
+    want, got = results
     gradients = zip(want.gradients, got.gradients, strict=True)
     difference = math.hypot(*(norm_of(_difference(*pair)) for pair in gradients))
     size = math.hypot(*map(norm_of, want.gradients))
@@ -96,7 +136,8 @@ def compare_with_plain_step(
     limits = [_ROUNDING.get(p.dtype, _ROUNDING[torch.float32]) for p in spec.parameters]
     rounding = max(limits, default=_ROUNDING[torch.float32])
     # The comparison with NaN is false, so NaN is not exact.
-    return Check(strategy, *errors, is_exact=all(error <= rounding for error in errors))
+    is_exact = all(error <= rounding for error in errors)
+    return Check(strategy, *errors, is_exact=is_exact, has_fixed_numbers=is_fixed)
 
 
 def _largest_error(a: torch.Tensor, b: torch.Tensor) -> float:

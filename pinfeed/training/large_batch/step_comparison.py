@@ -67,7 +67,7 @@ _LOSS_FAILS = "the loss fails on some of the samples"
 _CHUNKS_FAIL = "the step fails in chunks of some of the samples"
 _NEGLIGIBLE = 1e-3
 """Smallest share of the whole gradient's norm that the error of a parameter is divided by."""
-_RANGE_ENDS = (0.98, 0.02)
+RANGE_ENDS = (0.98, 0.02)
 """Positions of fixed random numbers; one near each end takes both sides of most branches."""
 _OUTPUT_BYTES = 16 << 20
 """Bytes of outputs for which losses are compared."""
@@ -112,6 +112,27 @@ def run_step(spec: StepSpec, compute: Callable[[], torch.Tensor]) -> StepResult:
         return StepResult(loss, [p.grad for p in parameters], state())
 
 
+def has_drawn(before: dict[str, Any]) -> bool:
+    """Return whether random numbers were drawn from torch since the generators had a state.
+
+    Raises:
+        ArgumentError: If random numbers were drawn from another library.
+    """
+    now = rng_state.capture()
+    for name in ("numpy", "python"):
+        if str(now[name]) != str(before[name]):
+            raise ArgumentError(
+                f"the forward pass draws random numbers from {name}, which cannot be fixed for a "
+                "comparison"
+            )
+    states = zip(
+        [now["torch"], *now.get("cuda", [])],
+        [before["torch"], *before.get("cuda", [])],
+        strict=False,
+    )
+    return any(not torch.equal(one, other) for one, other in states)
+
+
 class _Probe(NamedTuple):
     """Plain step with a random loss of all outputs."""
 
@@ -133,6 +154,9 @@ class StepComparison:
         n: Number of samples for the model.
         autocast: Dtype of autocast, or None. The comparison uses autocast only if the model does
             not run without it, because the rounding of autocast hides differences.
+
+    Attributes:
+        has_drawn: Whether the plain step has drawn random numbers from torch.
     """
 
     def __init__(
@@ -150,6 +174,7 @@ class StepComparison:
         self._n = n
         self._autocast = autocast
         self._random = rng_state.capture()
+        self.has_drawn = False
         limits = [ROUNDING.get(p.dtype, ROUNDING[torch.float32]) for p in spec.parameters]
         self._limit = max(limits, default=ROUNDING[torch.float32])
 
@@ -167,11 +192,14 @@ class StepComparison:
         probe = self._probe_with_autocast()
         if self._strategy == "checkpoint":
             self._compare_outputs(probe)
-        elif not self._has_drawn():
+            return
+        with _failures_are_differences(PLAIN_FAILS):
+            self.has_drawn = has_drawn(self._random)
+        if not self.has_drawn:
             self._compare_steps(self._spec, probe)
         else:
             probe.plain.gradients.clear()
-            for at in _RANGE_ENDS:
+            for at in RANGE_ENDS:
                 context = functools.partial(_fixed, self._spec.context, at)
                 fixed = replace(self._spec, context=context)
                 self._compare_steps(fixed, self._probe(fixed))
@@ -216,26 +244,6 @@ class StepComparison:
         samples = self._samples[0], torch.arange(self._n)
         fails = f"{PLAIN_FAILS} on {self._n} samples of the batch"
         return _Probe(spec, samples, loss.outputs, self._plain_step(spec, samples, fails))
-
-    def _has_drawn(self) -> bool:
-        """Return whether the plain step has drawn random numbers from torch.
-
-        Raises:
-            _DifferenceFound: If it has drawn random numbers from another library.
-        """
-        now = rng_state.capture()
-        for name in ("numpy", "python"):
-            if str(now[name]) != str(self._random[name]):
-                raise _DifferenceFound(
-                    f"the forward pass draws random numbers from {name}, which cannot be fixed for "
-                    "a comparison"
-                )
-        states = zip(
-            [now["torch"], *now.get("cuda", [])],
-            [self._random["torch"], *self._random.get("cuda", [])],
-            strict=False,
-        )
-        return any(not torch.equal(one, other) for one, other in states)
 
     def _compare_outputs(self, probe: _Probe) -> Any:
         """Compare steps with a random loss, and return the outputs of the model."""

@@ -28,8 +28,14 @@ if TYPE_CHECKING:
 
 Strategy = Literal["plain", "accumulate", "two_pass", "checkpoint", "offload"]
 STRATEGIES: tuple[Strategy, ...] = ("plain", "accumulate", "two_pass", "checkpoint", "offload")
+CHUNK_STRATEGIES = ("accumulate", "two_pass")
+"""Strategies that compute a batch in chunks."""
 SOURCE = object()
 """Key of all batches that an iterable source yields."""
+_OTHER_NUMBERS = (
+    "the model draws random numbers, and chunks draw others than the whole batch, so the gradients "
+    "are those of the plain step only in the mean"
+)
 _SIZE_IS_UNKNOWN = (
     "the size of chunks is unknown without chunk_size and config; give chunk_size= or config="
 )
@@ -108,25 +114,26 @@ class StrategySelector:
         model = self._spec.model
         problem_of = functools.partial(self._problem_of, inputs=inputs, targets=targets)
         if self._options.strategy == "auto":
-            return self.keep(
-                key,
-                choose_strategy(
-                    model,
-                    n,
-                    self._options.chunk_size,
-                    self._spec.reduction is not None,
-                    self._predictor(inputs, targets),
-                    problem_of,
-                ),
+            chosen = choose_strategy(
+                model,
+                n,
+                self._options.chunk_size,
+                self._spec.reduction is not None,
+                self._predictor(inputs, targets),
+                problem_of,
             )
+            return self.keep(key, chosen, n)
         strategy: Strategy = self._options.strategy  # type: ignore[assignment]
         size = n
-        if strategy in ("accumulate", "two_pass"):
+        if strategy in CHUNK_STRATEGIES:
             size = self._chunk_size(strategy, n, inputs, targets)
-        chosen = self.keep(key, self.choice_as_named(strategy, n, size))
+        chosen = self.choice_as_named(strategy, n, size)
+        problem = ""
         # Batches that a normalization sees in chunks have been warned of.
         if strategy == "checkpoint" or (chosen.chunk_size < n and not batch_norms(model)):
-            self._report(strategy, problem_of(strategy))
+            problem = problem_of(strategy)
+        chosen = self.keep(key, chosen, n)
+        self._report(strategy, problem)
         return chosen
 
     def choose_for_source(
@@ -149,9 +156,10 @@ class StrategySelector:
                 "so only their gradients can be added; give the whole batch as tensors, or "
                 "strategy='accumulate' to normalize over each chunk"
             )
-        if SOURCE not in self._choices:
+        chosen = self._choices.get(SOURCE)
+        if chosen is None:
             size = self._chunk_size("accumulate", None, inputs, targets)
-            self.keep(SOURCE, self.choice_as_named("accumulate", None, size))
+            chosen = self.choice_as_named("accumulate", None, size)
             self._is_source_reported = bool(norms)
         if is_one_of_several and self._verifier.is_on:
             self._report_source(
@@ -159,7 +167,7 @@ class StrategySelector:
                 "be compared with the plain step"
             )
         self.check_part_of_source(inputs, targets)
-        return self._choices[SOURCE]
+        return self.keep(SOURCE, chosen)
 
     def check_part_of_source(self, inputs: Any, targets: Any) -> None:
         """Compare the strategy with the plain step on samples of a source, if their shape is new.
@@ -170,8 +178,20 @@ class StrategySelector:
         if not self._is_source_reported:
             self._report_source(self._problem_of(ONE_BY_ONE, inputs, targets))
 
-    def keep(self, key: Any, chosen: StrategyChoice) -> StrategyChoice:
-        """Use this choice for batches with this key from now on."""
+    def keep(self, key: Any, chosen: StrategyChoice, n: int | None = None) -> StrategyChoice:
+        """Use this choice for batches with this key from now on.
+
+        Args:
+            key: The key.
+            chosen: The choice.
+            n: Samples of the batch; None for more than a chunk.
+
+        Returns:
+            The choice, which says so if its chunks draw other random numbers than the batch.
+        """
+        is_cut = is_in_chunks(chosen, n)
+        if is_cut and self._verifier.has_drawn(self._spec) and _OTHER_NUMBERS not in chosen.why:
+            chosen = dataclasses.replace(chosen, why=f"{chosen.why}; {_OTHER_NUMBERS}")
         self._choices[key] = chosen
         return chosen
 
@@ -209,7 +229,7 @@ class StrategySelector:
             ArgumentError: If the strategy is ``"accumulate"`` and the reduction is unknown.
         """
         size = n or 1
-        if strategy in ("accumulate", "two_pass"):
+        if strategy in CHUNK_STRATEGIES:
             size = chunk_size if n is None else min(n, chunk_size)
         if (n is None or size < n) and (norms := batch_norms(self._spec.model)):
             warnings.warn(
@@ -292,6 +312,11 @@ class StrategySelector:
                 autocast=self._options.autocast,
             )
         return self._predictors[key]
+
+
+def is_in_chunks(chosen: StrategyChoice, n: int | None) -> bool:
+    """Return whether a batch of ``n`` samples, None for more than a chunk, is cut into chunks."""
+    return chosen.strategy in CHUNK_STRATEGIES and (n is None or chosen.chunk_size < n)
 
 
 def choose_strategy(

@@ -56,10 +56,15 @@ class Verifier:
         self.is_on = is_on
         self._autocast = autocast
         self._problems: dict[Any, str] = {}
+        self._drawing_modes: set[tuple[bool, ...]] = set()
 
     def forget(self) -> None:
         """Discard all results, so that strategies are compared again."""
         self._problems.clear()
+
+    def has_drawn(self, spec: StepSpec) -> bool:
+        """Return whether a comparison in these modes of the modules has drawn random numbers."""
+        return spec.training_modes in self._drawing_modes
 
     def problem_of(
         self,
@@ -96,13 +101,23 @@ class Verifier:
                 # Every target is ignored, so the comparison waits for another batch.
                 return ""
             n = min(most(), n_samples(inputs))
-            self._problems[key] = self._problem_on(n, strategy, spec, inputs, targets)
+            problem, has_drawn = self._problem_on(n, strategy, spec, inputs, targets)
+            self._problems[key] = problem
+            if has_drawn:
+                self._drawing_modes.add(spec.training_modes)
         return self._problems[key]
 
-    def _problem_on(self, n: int, strategy: str, spec: StepSpec, inputs: Any, targets: Any) -> str:
-        """Return how a strategy differs on ``n`` samples, or on fewer if they do not fit."""
+    def _problem_on(
+        self, n: int, strategy: str, spec: StepSpec, inputs: Any, targets: Any
+    ) -> tuple[str, bool]:
+        """Compare ``n`` samples, or fewer if they do not fit.
+
+        Returns:
+            Clause that says how the strategy differs, and whether the plain step has drawn random
+            numbers.
+        """
         if n < _LEAST_COMPARED:
-            return ""
+            return "", False
         try:
             return _find_problem(spec, strategy, inputs, targets, self._autocast, n)
         except (RuntimeError, MemoryError) as error:
@@ -120,15 +135,13 @@ class Verifier:
 
 def _find_problem(
     spec: StepSpec, strategy: str, inputs: Any, targets: Any, autocast: torch.dtype | None, n: int
-) -> str:
-    """Return how a strategy differs on ``n`` samples."""
+) -> tuple[str, bool]:
+    """Return how a strategy differs on ``n`` samples, and whether the plain step draws numbers."""
     if strategy != "checkpoint" and (name := _name_of_hooked_parameter(spec)):
-        return (
-            f"the hooks of the parameter {name!r} would run once for each chunk, not once for the "
-            "batch"
-        )
+        runs = "would run once for each chunk, not once for the batch"
+        return f"the hooks of the parameter {name!r} {runs}", False
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in spec.parameters):
-        return "the model has uninitialized parameters; run one forward pass before"
+        return "the model has uninitialized parameters; run one forward pass before", False
     device = next((p.device for p in spec.parameters), torch.device("cpu"))
     if torch.is_autocast_enabled(device.type):
         autocast = autocast or torch.get_autocast_dtype(device.type)
@@ -140,8 +153,9 @@ def _find_problem(
 
     without_autocast = torch.autocast(device.type, enabled=False)
     with rng_state.replayed(rng_state.capture()), _full_precision(device), without_autocast:
-        problem = _find_difference(spec, strategy, samples, n, autocast)
-        return f"{problem}{_cause(spec, samples(n)[0])}" if problem else ""
+        problem, has_drawn = _find_difference(spec, strategy, samples, n, autocast)
+        cause = _cause(spec, samples(n)[0]) if problem else ""
+        return problem + cause, has_drawn
 
 
 def _find_difference(
@@ -150,7 +164,7 @@ def _find_difference(
     samples: Callable[[int], Samples],
     n: int,
     autocast: torch.dtype | None,
-) -> str:
+) -> tuple[str, bool]:
     """Compare in the model's dtype, and again in float64 if rounding may be the reason."""
     own = StepComparison(spec, strategy, samples, n, autocast)
     is_narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in spec.parameters)
@@ -158,13 +172,13 @@ def _find_difference(
     if not is_narrow:
         problem, error = own.difference()
         if not problem or error > _MAY_BE_ROUNDING:
-            return problem
+            return problem, own.has_drawn
     try:
-        wide = _spec_in_float64(spec)
-        return StepComparison(wide, strategy, _in_float64(samples), n, None).difference()[0]
+        wide = StepComparison(_spec_in_float64(spec), strategy, _in_float64(samples), n, None)
+        return wide.difference()[0], wide.has_drawn
     except Exception:
         # A model that cannot be copied is compared in its own dtype.
-        return own.difference()[0] if is_narrow else problem
+        return own.difference()[0] if is_narrow else problem, own.has_drawn
 
 
 def _representative_rows(inputs: Any, targets: Any, n: int) -> torch.Tensor:

@@ -67,7 +67,7 @@ def test_chunks_give_the_gradients_of_the_whole(case: str, strategy: str, chunk_
     plain, want, other, got, _ = both(
         case, strategy, chunk_size, reduction="mean" if case == "tokens" else None
     )
-    # On the CPU dropout draws the same numbers for a chunk as for these rows of a batch.
+    # On the CPU a single layer draws the same numbers for a chunk as for these rows of a batch.
     torch.testing.assert_close(gradients(other), gradients(plain), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(got, want)
 
@@ -281,6 +281,58 @@ def test_check_reports_the_result_and_changes_nothing(
     assert model[0].weight.grad is before
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), numbers)
+
+
+def dropouts(*middle: nn.Module) -> nn.Module:
+    """Return a model with two layers of dropout, whose chunks draw other numbers than the batch."""
+    return nn.Sequential(mlp(nn.Dropout(0.3)), *middle, nn.Dropout(0.3))
+
+
+@pytest.mark.parametrize("strategy", ["accumulate", "two_pass"])
+def test_check_fixes_random_numbers_that_chunks_draw(strategy: str) -> None:
+    numbers = torch.get_rng_state()
+    with BigBatch(dropouts(), functional.cross_entropy, strategy=strategy) as big:
+        found = big.check(X, Y, chunk_size=5)
+        assert found.is_exact
+        assert str(found).startswith(f"{strategy} and the plain step, with fixed random numbers: ")
+        assert not big.check(X, Y, chunk_size=23).has_fixed_numbers
+    assert torch.equal(torch.get_rng_state(), numbers)
+    mixing = dropouts(nn.BatchNorm1d(7))
+    with BigBatch(mixing, functional.cross_entropy, strategy=strategy) as big:
+        with pytest.warns(UserWarning, match="normalizes over chunks"):
+            found = big.check(X, Y, chunk_size=5)
+        assert found.has_fixed_numbers
+        assert not found.is_exact
+
+
+def test_check_refuses_random_numbers_that_it_cannot_fix() -> None:
+    class Noise(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + np.random.normal()  # noqa: NPY002
+
+    with BigBatch(mlp(Noise()), functional.cross_entropy, strategy="accumulate") as big:
+        with pytest.raises(errors.ArgumentError, match="draws random numbers from numpy"):
+            big.check(X, Y)
+        assert big.check(X, Y, chunk_size=23).strategy == "accumulate"
+
+
+@pytest.mark.parametrize("strategy", ["auto", "accumulate", "two_pass"])
+def test_the_choice_says_that_chunks_draw_other_numbers(strategy: str) -> None:
+    said = "; the model draws random numbers, and chunks draw others than the whole batch"
+    model = dropouts()
+    with BigBatch(model, functional.cross_entropy, chunk_size=5, strategy=strategy) as big:
+
+        def why(inputs: Any, targets: Any = None) -> str:
+            big.backward(inputs, targets)
+            assert big.chosen is not None
+            return big.chosen.why
+
+        assert said in why(X, Y)
+        assert said not in why(X[:5], Y[:5])
+        for _ in range(0 if strategy == "two_pass" else 2):
+            assert why(iter([(X, Y)])).count(said) == 1
+        model.eval()
+        assert said not in why(X, Y)
 
 
 def test_check_of_a_model_that_chunks_would_change() -> None:

@@ -249,7 +249,7 @@ def test_on_cuda_masks_are_bytes_and_attention_keeps_no_matrix() -> None:
             lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 2)),
             (3, 8, 8),
             "close",
-            "Conv2d: the temporary memory of convolutions",
+            "Conv2d: the workspace of convolutions",
         ),
         (
             lambda: Recurrent(),
