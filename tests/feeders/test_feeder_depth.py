@@ -98,7 +98,8 @@ def test_a_feeder_prefetches_unless_it_writes_on_the_cpu() -> None:
         assert "depth=31, rows are copied" in str(feeder.plan)
         next(iter(feeder))
         assert feeder.stats.depth == 31
-        next(feeder.batches()).write_back(torch.zeros(SIZE, 3))
+        for batch in feeder.batches():
+            batch.write_back(torch.zeros(SIZE, 3))
         assert feeder.stats.depth == 0
     with Feeder(rows_of(writable=False), batch_size=SIZE, device="cpu") as feeder:
         next(feeder.batches())
@@ -111,8 +112,8 @@ def test_a_given_depth_is_kept(options: Any) -> None:
         options = {"batch_size": SIZE, **options}
     with Feeder(rows_of(), device="cpu", **options) as feeder:
         depth = options.get("depth", 3)
-        for batches in (feeder, feeder.batches()):
-            next(iter(batches))
+        for begin in (feeder.__iter__, feeder.batches):
+            next(begin())
             assert feeder.stats.depth == feeder.plan.depth == depth
 
 
