@@ -2,7 +2,6 @@
 
 | a loop that ... | has |
 |---|---|
-| lends views of rows | a loop that cuts them |
 | reads rows in memory, on the CPU | a crew of native threads, and a mover that allocates |
 | reads otherwise | draws, a filler and a mover |
 | has several readers, or a source that calls ``host_transform`` | draws in turns |
@@ -48,7 +47,6 @@ from pinfeed.pipeline.slot import Slot
 from pinfeed.pipeline.sources.row_source import RowSource
 from pinfeed.pipeline.sources.source import Source
 from pinfeed.pipeline.transfer import Transfer
-from pinfeed.pipeline.view_loop import ViewLoop
 from pinfeed.pipeline.writer import Writer
 from pinfeed.profiling.counters import Counters
 from pinfeed.profiling.timeline import Timeline
@@ -57,7 +55,6 @@ from pinfeed.rows.orders import Sequential
 
 if TYPE_CHECKING:
     from pinfeed.native.memory_rows import MemoryRows
-    from pinfeed.tensors.row_views import RowViews
 
 Fill = Callable[[Slot, int], Slot | None]
 Lend = Callable[[Slot], deque[list[Tensor]]]
@@ -83,8 +80,6 @@ def make_loop(
         continuous: Whether the loop may read the next epoch before it ends this one.
     """
     if isinstance(mover, HostTransfer) and isinstance(source, RowSource) and not transforms:
-        if (views := source.views()) and isinstance(source.batches, OrderBatches):
-            return _view_loop(mover, source, position, schedule, views)
         memory_rows = None
         if not schedule.has_writer and isinstance(source.batches, OrderBatches):
             memory_rows = source.memory_rows()
@@ -271,29 +266,6 @@ def _crew_loop(
     # To draw consecutive rows takes less time than to take them from another thread.
     draws_ahead = type(batches.order) is not Sequential
     return CrewLoop(parts, source, batches.batch_size, memory_rows, spans, draws_ahead=draws_ahead)
-
-
-def _view_loop(
-    mover: HostTransfer,
-    source: RowSource,
-    position: EpochPosition,
-    schedule: PrefetchSchedule,
-    views: list[RowViews],
-) -> ViewLoop:
-    """Return a loop whose batches are views of the rows, which an order draws in sequence."""
-    batches = source.batches
-    assert isinstance(batches, OrderBatches)
-    parts = LoopParts(
-        mover=mover,
-        first=position.batch,
-        schedule=schedule,
-        lend=mover.lend,
-        stop=mover.stop,
-        close=lambda: None,
-        quiesce=mover.quiesce,
-    )
-    _, begin, stop = batches.windows(position.epoch, position.batch)
-    return ViewLoop(parts, source, views, batches.batch_size, (begin, stop))
 
 
 def _draws(

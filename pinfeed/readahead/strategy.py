@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from pinfeed.memory.plan import Allocation
 from pinfeed.memory.units import human
@@ -23,9 +23,6 @@ from pinfeed.stores.host_rows import (
     unchecked_gather,
 )
 from pinfeed.stores.local_file import LocalFileStore
-
-if TYPE_CHECKING:
-    from pinfeed.tensors.row_views import RowViews
 
 
 class UnreadRows(UnreadPart, Protocol):
@@ -101,10 +98,6 @@ class ReadStrategy:
 
     def memory_rows(self) -> MemoryRows | None:
         """Return where the rows are, if all are in memory and can be copied natively."""
-        return None
-
-    def views(self) -> RowViews | None:
-        """Return views of the rows if batches are views; otherwise None."""
         return None
 
     def for_others(self) -> ReadStrategy | None:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pinfeed.memory.proc_maps import file_key, written_maps
 from pinfeed.native.memory_rows import MemoryRows
@@ -30,9 +30,6 @@ from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.ragged import RaggedParts
 from pinfeed.stores.store import Store, row_nbytes
 from pinfeed.tensors.pytree import Rebuild
-
-if TYPE_CHECKING:
-    from pinfeed.tensors.row_views import RowViews
 
 # The constructor of a NamedTuple is a Python function; this makes one without it.
 new_row_group: Callable[[tuple[Any, ...]], RowGroup] = functools.partial(tuple.__new__, RowGroup)
@@ -132,12 +129,6 @@ class RowSource(Source):
         found = [strategy.memory_rows() for strategy in self.strategies]
         rows = [one for one in found if one is not None]
         return rows if len(rows) == len(found) else None
-
-    def views(self) -> list[RowViews] | None:
-        """Return views of the rows of each store, if batches are views."""
-        found = [strategy.views() for strategy in self.strategies]
-        views = [one for one in found if one is not None]
-        return views if len(views) == len(found) else None
 
     def hint(self, source_share: float) -> str:
         pairs = zip(self.stores, self.strategies, strict=True)
