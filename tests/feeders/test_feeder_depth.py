@@ -122,7 +122,7 @@ def test_samples_are_prefetched() -> None:
     assert depth_of(wrap_dataset(samples, batch_size=SIZE, device="cpu")) == 2
 
 
-def test_a_loader_without_depth_is_asked_in_the_thread_of_the_loop() -> None:
+def test_the_loop_itself_asks_a_loader_without_depth() -> None:
     asked_by = []
 
     def batches() -> Iterator[torch.Tensor]:
