@@ -41,7 +41,7 @@ _LEAVE_OUT = (
     "or leave the column out (dataset.select_columns, table.select, or {name: "
     "pinfeed.ParquetStore(path, name), ...} of a Parquet file)"
 )
-# Rows of several chunks are gathered in pieces of this size, indices included.
+# Rows of several chunks are gathered in pieces of this size, with the indices of each row.
 _COLLECTED_BYTES = 1 << 20
 _INDEX_NBYTES = 24
 # Most gathers that run at the same time.
@@ -107,6 +107,8 @@ class ArrowStore(ClosedOnExit):
             None if indices is None else ArrowStore(indices, name=f"{name}: its indices")
         )
         self._n_stored = int(self._ends[-1])
+        self._step_row_nbytes = self.dtype.itemsize * math.prod(self.row_shape) + _INDEX_NBYTES
+        self._step_rows = max(1, min(_COLLECTED_BYTES // self._step_row_nbytes, self._n_stored))
         self.n_rows: int = self._n_stored if self._indices is None else self._indices.n_rows
 
     @safe_repr
@@ -124,22 +126,9 @@ class ArrowStore(ClosedOnExit):
         if len(self.arrays) < len(self._chunks):
             n_bits = self._n_stored * math.prod(self.row_shape)
             return _MAX_GATHERS * BYTES_PER_BIT * min(N_BITS, n_bits)
-        return _MAX_GATHERS * self._step_rows * self._step_row_nbytes if self._is_collected else 0
-
-    @property
-    def _is_collected(self) -> bool:
-        """Whether rows in any order are gathered by chunk first."""
-        return len(self.arrays) == len(self._chunks) > 1
-
-    @property
-    def _step_row_nbytes(self) -> int:
-        """Memory for a row of such a gather: the row, its index twice, and its place."""
-        return self.dtype.itemsize * math.prod(self.row_shape) + _INDEX_NBYTES
-
-    @property
-    def _step_rows(self) -> int:
-        """Rows that such a gather collects at a time."""
-        return max(1, min(_COLLECTED_BYTES // self._step_row_nbytes, self._n_stored))
+        # Rows of several chunks are gathered by chunk, and then copied to their places.
+        is_collected = len(self._chunks) > 1
+        return _MAX_GATHERS * self._step_rows * self._step_row_nbytes if is_collected else 0
 
     def gather(self, rows: Rows, out: Array) -> None:
         """Copy rows into ``out``, like ``Store.gather``."""

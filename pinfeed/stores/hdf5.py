@@ -17,16 +17,12 @@ from pinfeed.stores.chunk_grid import Box
 from pinfeed.stores.chunked import MAX_DECODES, ChunkLayout
 from pinfeed.stores.chunked_array import ChunkedArray
 from pinfeed.stores.hdf5_chunks import RawChunks
-from pinfeed.stores.hdf5_parts import require_all_parts
+from pinfeed.stores.hdf5_parts import missing_part
 from pinfeed.stores.libraries import imported, library_errors
 from pinfeed.stores.npy_store import NpyStore
 from pinfeed.stores.paths import Path, local_path, require_regular
 from pinfeed.stores.store import Array
-from pinfeed.stores.value_conventions import (
-    nullable_values,
-    require_no_missing,
-    require_plain_numbers,
-)
+from pinfeed.stores.value_conventions import nullable_values, require_plain_numbers
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.arguments import check_flag, explain_arguments
 from pinfeed.validation.requirements import install_line
@@ -107,10 +103,14 @@ class HDF5Store(ChunkedArray):
             with _h5py_errors(self._path or "HDF5Store", name):
                 self._describe(dataset)
                 if not as_stored:
-                    require_plain_numbers(dataset.attrs, dataset.dtype, self.label)
-                    if (dataset.name or "").endswith("/values"):
-                        require_no_missing(dataset.parent, self.label)
-                    require_all_parts(dataset, self.label)
+                    is_column = (dataset.name or "").endswith("/values")
+                    require_plain_numbers(
+                        dataset.attrs,
+                        dataset.dtype,
+                        self.label,
+                        column=dataset.parent if is_column else None,
+                        missing=missing_part(dataset),
+                    )
         except BaseException:
             if self._path:
                 dataset.file.close()
@@ -160,8 +160,8 @@ class HDF5Store(ChunkedArray):
             dataset = self._dataset()
             try:
                 filters_left_out, raw = dataset.id.read_direct_chunk(origin)
-            except (OSError, RuntimeError, ValueError, MemoryError):
-                # Some releases of h5py raise MemoryError if the dataset has no written chunk.
+            except (OSError, RuntimeError, ValueError, MemoryError, SystemError):
+                # Some releases of h5py raise the last two if the dataset has no written chunk.
                 return False
         return not filters_left_out and chunks.decode(raw, place)
 
@@ -214,7 +214,7 @@ def _open_file(path: Path) -> Any:
 
     if not os.path.exists(path):
         raise FileMissing(f"{path}: no such file (looked in {os.getcwd()})")
-    require_regular(path)
+    require_regular(os.fspath(path))
     try:
         # The store keeps chunks itself, so the library need not.
         return h5py.File(path, "r", rdcc_nbytes=0)
@@ -243,9 +243,8 @@ def _dataset_of(file: Any, name: str | None) -> Any:
     import h5py
 
     item = None if name is None else file.get(name)
-    if isinstance(item, h5py.Group):
-        values = nullable_values(item)
-        item = item if values is None else values
+    if isinstance(item, h5py.Group) and nullable_values(item) is not None:
+        item = item["values"]
     if isinstance(item, h5py.Dataset):
         return item
     found = dataset_names(file)

@@ -2,69 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from typing import Any
 
-from pinfeed.errors import StoreError
-from pinfeed.stores.value_conventions import AS_STORED
 
-
-def require_all_parts(dataset: Any, label: str) -> None:
-    """Check that a dataset has no missing part that HDF5 would hide.
+def missing_part(dataset: Any) -> str:
+    """Return which part of a dataset does not exist; empty if HDF5 hides no missing part.
 
     HDF5 returns the fill value for a source of a virtual dataset that it cannot open, zeros after
     the end of an external file, and anything for chunks that were never written, if the dataset has
-    no fill value.
-
-    Raises:
-        StoreError: If a part is missing.
+    no fill value. It reports external files that do not exist.
     """
     if dataset.is_virtual:
         # A source may have several parts.
-        for path, name in {(part.file_name, part.dset_name) for part in dataset.virtual_sources()}:
-            _require_source(dataset, path, name, label)
-    elif dataset.external:
-        _require_external(dataset, label)
-    elif not _has_fill_value(dataset) and not _is_written(dataset):
-        raise _missing(label, "parts that were never written, and no fill value")
-
-
-def _require_source(dataset: Any, path: str, name: str, label: str) -> None:
-    """Check that HDF5 can open a source of a virtual dataset, and that it has all of its parts."""
-    import h5py
-
-    if path == ".":
-        source = dataset.file.get(name)
-        if source is not None:
-            require_all_parts(source, label)
-            return
-    folder = os.path.dirname(os.path.abspath(os.fsdecode(dataset.file.filename)))
-    given = os.fsdecode(dataset.id.get_access_plist().get_virtual_prefix())
-    prefixes = (os.environ.get("HDF5_VDS_PREFIX", ""), given, folder, "")
-    places = [os.path.join(one.replace("${ORIGIN}", folder), path) for one in prefixes]
-    for place in filter(os.path.isfile, places):
-        try:
-            with h5py.File(place, "r") as file:
-                if name in file:
-                    require_all_parts(file[name], label)
-                    return
-        except OSError:
-            # HDF5 cannot open it either.
-            continue
-    raise _missing(label, f"a source that cannot be opened, {path}:{name}")
-
-
-def _require_external(dataset: Any, label: str) -> None:
-    """Check that the external files of a dataset are long enough. HDF5 reports missing files."""
-    prefix = os.fsdecode(dataset.id.get_access_plist().get_efile_prefix())
+        sources = {(part.file_name, part.dset_name) for part in dataset.virtual_sources()}
+        missing = (f"{path}:{name}" for path, name in sources if not _exists(dataset, path, name))
+        return next((f"the source {source} of the dataset" for source in missing), "")
+    access = dataset.id.get_access_plist()
     left = dataset.nbytes
-    for path, offset, nbytes in dataset.external:
-        place = os.path.join(prefix, path)
+    for path, offset, nbytes in dataset.external or ():
+        place = os.path.join(os.fsdecode(access.get_efile_prefix()), path)
         nbytes = min(nbytes, left)
         left -= nbytes
         if os.path.exists(place) and os.path.getsize(place) < offset + nbytes:
-            raise _missing(label, f"an external file that is too short, {place}")
+            return f"the end of the external file {place}"
+    is_whole = dataset.external or _has_fill_value(dataset) or _is_written(dataset)
+    return "" if is_whole else "chunks that were never written"
+
+
+def _exists(dataset: Any, path: str, name: str) -> bool:
+    """Return whether HDF5 finds a source of a virtual dataset, with all of its parts."""
+    import h5py
+
+    folder = os.path.dirname(os.path.abspath(os.fsdecode(dataset.file.filename)))
+    given = os.fsdecode(dataset.id.get_access_plist().get_virtual_prefix())
+    for prefix in (os.environ.get("HDF5_VDS_PREFIX", ""), given, folder, ""):
+        place = os.path.join(prefix.replace("${ORIGIN}", folder), path)
+        own = contextlib.nullcontext(dataset.file)
+        # If h5py cannot open a file, HDF5 cannot do so, either.
+        with contextlib.suppress(OSError), own if path == "." else h5py.File(place, "r") as file:
+            if name in file:
+                return not missing_part(file[name])
+    return False
 
 
 def _has_fill_value(dataset: Any) -> bool:
@@ -83,10 +64,3 @@ def _is_written(dataset: Any) -> bool:
     pairs = zip(dataset.shape, dataset.chunks, strict=True)
     n_chunks = math.prod(-(-size // chunk) for size, chunk in pairs)
     return bool(dataset.id.get_num_chunks() >= n_chunks)
-
-
-def _missing(label: str, problem: str) -> StoreError:
-    return StoreError(
-        f"{label} has {problem}, in whose place HDF5 returns other numbers; expected all parts; "
-        f"{AS_STORED} to read what HDF5 returns"
-    )

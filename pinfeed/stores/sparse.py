@@ -156,8 +156,8 @@ class SparseStore(RaggedStore):
         (values, columns), bounds = super().batch_parts(gathers, rows, places, "offsets")
         if bounds[-1] > np.iinfo(self._index).max:
             raise StoreError(
-                f"{self._place}: a batch of {len(rows):,} rows has {bounds[-1]:,} elements; expected "
-                f"at most {np.iinfo(self._index).max:,}; give smaller batches"
+                f"{self._place}: {len(rows):,} rows of a batch have {bounds[-1]:,} elements; "
+                f"expected at most {np.iinfo(self._index).max:,}; give smaller batches"
             )
         # torch requires one dtype for the columns and the bounds.
         return RaggedParts([values, _Columns(columns, self)], bounds.astype(self._index))

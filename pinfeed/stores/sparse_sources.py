@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -61,7 +60,7 @@ def open_matrix(source: Any, key: str | None) -> Matrix:
         # scipy permits arrays that are longer than the matrix.
         n = int(source.indptr[-1])
         parts = (source.data[:n], source.indices[:n])
-        _require_parts(f"the {kind}", source.shape, *parts, source.indptr)
+        _require_parts(f"the {kind}", source.shape, (*parts, source.indptr))
         return Matrix(f"the {kind}", parts, source.indptr, source.shape[1])
     advice = "give matrix.tocsr()" if hasattr(source, "tocsr") else "give a dense array as it is"
     if hasattr(source, "X") and hasattr(source, "obs"):
@@ -85,7 +84,7 @@ def _from_torch(tensor: Any) -> Matrix:
     if tensor.requires_grad:
         tensor = tensor.detach()
     parts = (tensor.values(), tensor.col_indices())
-    _require_parts("the tensor", tensor.shape, *parts, tensor.crow_indices())
+    _require_parts("the tensor", tensor.shape, (*parts, tensor.crow_indices()))
     return Matrix("the tensor", parts, tensor.crow_indices(), tensor.shape[1])
 
 
@@ -111,7 +110,7 @@ def _from_group(source: Any, key: str | None, kind: type[HDF5Store] | type[ZarrS
             )
         offsets = group["indptr"][()]
         arrays = {name: group[name] for name in _PARTS[:2]}
-        _require_parts(place, shape, *arrays.values(), offsets)
+        _require_parts(place, shape, (*arrays.values(), offsets))
         with contextlib.ExitStack() as stack:
             stores: list[Store] = []
             for name, array in arrays.items():
@@ -177,15 +176,21 @@ def matrix_shape(attributes: Mapping[str, Any], place: str) -> tuple[int, ...]:
     return whole_numbers(tuple(attributes[shape]), place)
 
 
-def _require_parts(place: str, shape: Sequence[int], data: Any, indices: Any, indptr: Any) -> None:
+def _require_parts(place: str, shape: Sequence[int], parts: Sequence[Any]) -> None:
     """Check that the parts of a matrix have the sizes that its shape and its offsets need.
+
+    Args:
+        place: Name of the matrix in errors.
+        shape: Shape of the matrix.
+        parts: Its data, indices and indptr.
 
     Raises:
         StoreError: If they do not, or if the matrix has no elements.
     """
-    n = int(indptr[-1]) if math.prod(indptr.shape) else 0
+    indptr = parts[-1]
+    n = int(indptr[-1]) if indptr.ndim == 1 and len(indptr) else 0
     expected = ((n,), (n,), (shape[0] + 1,)) if len(shape) == 2 else ()
-    sizes = tuple(tuple(part.shape) for part in (data, indices, indptr))
+    sizes = tuple(tuple(part.shape) for part in parts)
     if sizes != expected or indptr[0] != 0:
         found = ", ".join(f"{name} {size}" for name, size in zip(_PARTS, sizes, strict=True))
         raise StoreError(

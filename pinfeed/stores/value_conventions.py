@@ -1,4 +1,4 @@
-"""What files state about their numbers beside them: attributes of netCDF, masks of AnnData."""
+"""Attributes, masks and missing parts of files that change what stored numbers mean."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import numpy as np
 
 from pinfeed.errors import StoreError
 
-AS_STORED = "give as_stored=True to HDF5Store or ZarrStore"
-"""Advice for numbers that a store refuses, because they do not mean what they say."""
 # Attributes of the CF conventions and of MATLAB that change what the stored numbers mean.
 _ATTRIBUTES = (
     *("scale_factor", "add_offset", "_FillValue", "missing_value"),
@@ -22,19 +20,45 @@ _NEUTRAL = {"scale_factor": 1, "add_offset": 0, "_Unsigned": "false", "MATLAB_em
 _NAN_TEXTS = ("NaN", "AAAAAAAA+H8=")
 
 
-def require_plain_numbers(attributes: Mapping[str, Any], dtype: np.dtype[Any], label: str) -> None:
-    """Check that no attribute changes what the stored numbers of an array mean.
+def require_plain_numbers(
+    attributes: Mapping[str, Any],
+    dtype: np.dtype[Any],
+    label: str,
+    *,
+    column: Any = None,
+    missing: str = "",
+) -> None:
+    """Check that the stored numbers of an array of h5py or zarr mean what they say.
+
+    Args:
+        attributes: Attributes of the array.
+        dtype: Dtype of the array.
+        label: Name of the array in errors.
+        column: The group of the array, if it may be a nullable column of AnnData.
+        missing: Part of the array in whose place its library returns other numbers; empty if all
+            parts exist.
 
     Raises:
-        StoreError: If one does.
+        StoreError: If an attribute changes what the numbers mean, or if a mask or a missing part
+            means that numbers are missing.
     """
     present = {name: attributes[name] for name in _ATTRIBUTES if name in attributes}
     found = [f"{name}={one}" for name, one in present.items() if _changes(name, one, dtype)]
+    todo = "and convert the numbers in device_transform"
     if found:
-        raise StoreError(
-            f"{label}: attributes change what its stored numbers mean: {', '.join(found)}; "
-            f"expected plain numbers; {AS_STORED}, and convert the numbers in device_transform"
-        )
+        problem = f"attributes change what its numbers mean: {', '.join(found)}"
+    elif missing:
+        problem = f"its library returns other numbers in the place of {missing}"
+        todo = "to read these"
+    elif column is not None and nullable_values(column) is not None and np.any(column["mask"][...]):
+        problem = f"the mask in {column.name} marks missing values"
+        todo = "and the mask as a second source"
+    else:
+        return
+    raise StoreError(
+        f"{label}: {problem}; expected plain numbers, all of them; give as_stored=True to the "
+        f"HDF5Store or ZarrStore, {todo}"
+    )
 
 
 def _changes(name: str, value: Any, dtype: np.dtype[Any]) -> bool:
@@ -48,23 +72,3 @@ def nullable_values(group: Any) -> Any:
     """Return the numbers of a nullable column that AnnData wrote as a group; else None."""
     kind = str(group.attrs.get("encoding-type", ""))
     return group["values"] if kind in ("nullable-integer", "nullable-boolean") else None
-
-
-def require_no_missing(group: Any, label: str) -> None:
-    """Check that no number of a nullable column of AnnData is missing.
-
-    Args:
-        group: The group of h5py or zarr that contains the numbers.
-        label: Name of the numbers in errors.
-
-    Raises:
-        StoreError: If the mask of the group marks a number.
-    """
-    if nullable_values(group) is None:
-        return
-    n_missing = int(np.count_nonzero(group["mask"][...]))
-    if n_missing:
-        raise StoreError(
-            f"{label} has {n_missing:,} missing values, which {group.name.lstrip('/')}/mask "
-            f"marks; expected none; {AS_STORED}, and the mask as a second source"
-        )

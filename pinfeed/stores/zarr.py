@@ -19,12 +19,7 @@ from pinfeed.stores.chunked_array import ChunkedArray
 from pinfeed.stores.libraries import imported, library_errors
 from pinfeed.stores.paths import file_version, has_protocol
 from pinfeed.stores.store import Array
-from pinfeed.stores.value_conventions import (
-    AS_STORED,
-    nullable_values,
-    require_no_missing,
-    require_plain_numbers,
-)
+from pinfeed.stores.value_conventions import nullable_values, require_plain_numbers
 from pinfeed.stores.zarr_chunks import ZarrChunks
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.arguments import check_flag
@@ -226,10 +221,10 @@ def _metadata_path(array: Any) -> str | None:
 
 
 def _require_plain_numbers(array: Any, label: str) -> None:
-    """Check that nothing beside the numbers of an array changes what they mean, or is missing.
+    """Check that the numbers of an array mean what they say, and that all of them exist.
 
     Raises:
-        StoreError: If something does, or is.
+        StoreError: If an attribute or a mask changes what they mean, or chunks are missing.
     """
     attributes = dict(array.attrs)
     fill_value = array.metadata.fill_value
@@ -237,16 +232,14 @@ def _require_plain_numbers(array: Any, label: str) -> None:
     # In format 2, xarray writes the attribute _FillValue as the fill value.
     if is_format_2 and fill_value is not None and "_ARRAY_DIMENSIONS" in attributes:
         attributes["_FillValue"] = fill_value
-    require_plain_numbers(attributes, np.dtype(array.dtype), label)
-    if fill_value is None and array.nchunks_initialized < array.nchunks:
-        n = array.nchunks - array.nchunks_initialized
-        raise StoreError(
-            f"{label}: {n:,} of its {array.nchunks:,} chunks were never written, and it has no "
-            f"fill value; expected all chunks; {AS_STORED} to read what zarr returns"
-        )
-    group = _group_of_column(array)
-    if group is not None:
-        require_no_missing(group, label)
+    n_missing = 0 if fill_value is not None else array.nchunks - array.nchunks_initialized
+    require_plain_numbers(
+        attributes,
+        np.dtype(array.dtype),
+        label,
+        column=_group_of_column(array),
+        missing=f"{n_missing:,} chunks that were never written" if n_missing else "",
+    )
 
 
 def _group_of_column(array: Any) -> Any:
