@@ -13,7 +13,8 @@ def missing_part(dataset: Any) -> str:
 
     HDF5 returns the fill value for a source of a virtual dataset that it cannot open, zeros after
     the end of an external file, and anything for chunks that were never written, if the dataset has
-    no fill value. It reports external files that do not exist.
+    no fill value. In files of netCDF, the fill value of these chunks stands for missing numbers.
+    HDF5 reports external files that do not exist.
     """
     if dataset.is_virtual:
         # A source may have several parts.
@@ -49,12 +50,14 @@ def _exists(dataset: Any, path: str, name: str) -> bool:
 
 
 def _has_fill_value(dataset: Any) -> bool:
-    """Return whether HDF5 fills chunks that were never written."""
+    """Return whether HDF5 fills chunks that were never written, with a value that is a number."""
     from h5py import h5d
 
     properties = dataset.id.get_create_plist()
     is_defined = properties.fill_value_defined() != h5d.FILL_VALUE_UNDEFINED
-    return bool(is_defined and properties.get_fill_time() != h5d.FILL_TIME_NEVER)
+    # In files of netCDF, the fill value stands for missing numbers.
+    is_number = "_NCProperties" not in dataset.file.attrs
+    return bool(is_defined and is_number and properties.get_fill_time() != h5d.FILL_TIME_NEVER)
 
 
 def _is_written(dataset: Any) -> bool:

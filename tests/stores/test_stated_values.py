@@ -227,6 +227,18 @@ def test_datasets_that_hdf5_does_not_fill(tmp_path: Path, chunks: Any) -> None:
         np.testing.assert_array_equal(gathered(store, range(6)), FLOATS)
 
 
+def test_chunks_of_netcdf_that_were_never_written(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "x.nc", "w") as file:
+        file.attrs["_NCProperties"] = "version=2,netcdf=4.9.2,hdf5=1.14.0"
+        options: dict[str, Any] = {"shape": (6,), "dtype": "f4", "chunks": (2,)}
+        file.create_dataset("gaps", fillvalue=9.96921e36, **options)[:2] = FLOATS[:2]
+        file.create_dataset("full", fillvalue=9.96921e36, **options)[:] = FLOATS
+    with pytest.raises(errors.StoreError, match="chunks that were never written"):
+        HDF5Store(tmp_path / "x.nc", "gaps")
+    with HDF5Store(tmp_path / "x.nc", "full") as store:
+        np.testing.assert_array_equal(gathered(store, range(6)), FLOATS)
+
+
 def test_zarr_arrays_without_a_fill_value(tmp_path: Path) -> None:
     options: dict[str, Any] = {"shape": (6,), "chunks": (2,), "dtype": "i2", "zarr_format": 2}
     array = zarr.create_array(tmp_path / "x.zarr", fill_value=None, **options)
