@@ -44,10 +44,9 @@ def leaves_of(source: Any, name: str) -> tuple[list[tuple[str, Any]], Rebuild, l
         StoreError: If the source is a dict of Hugging Face datasets, or a column cannot be read.
     """
     if is_dataset_dict(source):
-        first = next(iter(source), "train")
         raise StoreError(
-            f"{name} is a DatasetDict, whose splits are not columns of the same rows; expected one "
-            f"data set; give one of its splits, such as dataset[{first!r}]"
+            f"{name} is a DatasetDict of {', '.join(map(repr, source))}; expected one data set, "
+            "because its splits have other rows; give one of them, such as dataset['train']"
         )
     leaves, rebuild = flatten(source, is_leaf=_is_store_or_array)
     found = [stores_of_columns(leaf, f"{name}{path}") for path, leaf in leaves]

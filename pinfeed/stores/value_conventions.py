@@ -51,7 +51,7 @@ def require_plain_numbers(
         problem = f"its library returns other numbers in the place of {missing}"
         todo = "to read these"
     elif column is not None and nullable_values(column) is not None and np.any(column["mask"][...]):
-        problem = f"the mask in {column.name} marks missing values"
+        problem = "its mask of AnnData marks missing values"
         todo = "and the mask as a second source"
     else:
         return

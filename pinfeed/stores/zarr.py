@@ -246,14 +246,14 @@ def _group_of_column(array: Any) -> Any:
     """Return the group of an array with the name of the numbers of a nullable column; else None."""
     import zarr
 
-    folder, _, name = array.path.rpartition("/")
-    place: Any = array.store
-    if not name and (path := _metadata_path(array)) is not None:
-        place, name = os.path.split(os.path.dirname(path))
+    path = _metadata_path(array)
+    folder, name = os.path.split(array.path if path is None else os.path.dirname(path))
     if name != "values":
         return None
     with contextlib.suppress(FileNotFoundError):
-        return zarr.open_group(place, mode="r", path=folder)
+        if path is None:
+            return zarr.open_group(array.store, mode="r", path=folder)
+        return zarr.open_group(folder, mode="r")
     return None
 
 

@@ -10,9 +10,18 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from datasets import Array2D, Dataset, DatasetDict, Features, List, Value, concatenate_datasets
+from datasets import (
+    Array2D,
+    Dataset,
+    DatasetDict,
+    Features,
+    Image,
+    List,
+    Value,
+    concatenate_datasets,
+)
 
-from pinfeed import ArrowStore, Feeder, errors
+from pinfeed import ArrowStore, Feeder, errors, wrap_dataset
 from pinfeed.tensors.dtypes import DTYPES
 from pinfeed.testing.suites import ReadOnlyStoreTests
 
@@ -296,9 +305,16 @@ def test_memory_of_a_chunked_column_is_that_of_its_rows() -> None:
 
 
 def test_images_are_refused_with_advice() -> None:
-    encoded = pa.array([{"bytes": b"\x89PNG", "path": None}])
-    with pytest.raises(errors.StoreError, match=r"give pinfeed\.wrap_dataset\(dataset"):
-        Feeder(pa.table({"image": encoded}), batch_size=1)
+    """The advice of the error is followed."""
+    pillow = pytest.importorskip("PIL.Image")
+    images = [pillow.new("L", (2, 2), color) for color in (3, 5)]
+    data = Dataset.from_dict({"image": images}, Features({"image": Image()}))
+    with pytest.raises(errors.StoreError, match=r"give pinfeed\.wrap_dataset\(dataset, transform"):
+        Feeder(data, batch_size=1)
+    with wrap_dataset(
+        data, lambda sample: np.asarray(sample["image"]), batch_size=2, device="cpu"
+    ) as feeder:
+        assert next(iter(feeder))[:, 0, 0].tolist() == [3, 5]
 
 
 def test_nothing_is_written() -> None:

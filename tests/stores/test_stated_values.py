@@ -151,7 +151,7 @@ def test_nullable_columns_of_anndata(cells: tuple[Any, Path]) -> None:
     with open_store(path, "obs/full") as store:
         assert gathered(store, [0, 1, 2]).tolist() == [3, 1, 5]
     for name in ("obs/gaps", "obs/gaps/values"):
-        with pytest.raises(errors.StoreError, match="obs/gaps marks missing values"):
+        with pytest.raises(errors.StoreError, match="obs/gaps/values: its mask of AnnData"):
             open_store(path, name)
     values = open_store(path, "obs/gaps", as_stored=True)
     mask = open_store(path, "obs/gaps/mask")
@@ -162,7 +162,7 @@ def test_nullable_columns_of_anndata(cells: tuple[Any, Path]) -> None:
 
 def test_a_nullable_column_by_its_own_path(tmp_path: Path) -> None:
     write_columns(zarr.create_group(tmp_path / "x.zarr"))
-    with pytest.raises(errors.StoreError, match="marks missing values"):
+    with pytest.raises(errors.StoreError, match="mask of AnnData marks missing values"):
         ZarrStore(tmp_path / "x.zarr/obs/gaps/values")
     zarr.create_array(tmp_path / "values", data=INTEGERS)
     with ZarrStore(tmp_path / "values") as store:
