@@ -312,7 +312,7 @@ def test_images_are_refused_with_advice() -> None:
     with pytest.raises(errors.StoreError, match=r"give pinfeed\.wrap_dataset\(dataset, transform"):
         Feeder(data, batch_size=1)
     with wrap_dataset(
-        data, lambda sample: np.asarray(sample["image"]), batch_size=2, device="cpu"
+        data, lambda sample: np.array(sample["image"]), batch_size=2, device="cpu"
     ) as feeder:
         assert next(iter(feeder))[:, 0, 0].tolist() == [3, 5]
 
