@@ -322,9 +322,11 @@ def _check_dataset(dataset: Any, rows: Any) -> None:
             "its values"
         )
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        advice = "for an iterable of batches, use pinfeed.wrap_loader"
+        if hasattr(dataset, "n_rows"):
+            advice = "for the rows of a store, give pinfeed.RowDataset(store)"
         raise ArgumentError(
-            f"dataset is a {kind}; expected an object with __getitem__ and __len__; for an "
-            "iterable of batches, use pinfeed.wrap_loader"
+            f"dataset is a {kind}; expected an object with __getitem__ and __len__; {advice}"
         )
 
 

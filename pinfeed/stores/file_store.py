@@ -6,17 +6,14 @@ import math
 import os
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from pinfeed.errors import ClosedError, WriteBackError
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
-from pinfeed.stores.store import Array, checked_gather, run_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from pinfeed.stores.store import Array, ClosedOnExit, checked_gather, run_of
 
 
 def only_reads_files(store: object) -> bool:
@@ -25,7 +22,7 @@ def only_reads_files(store: object) -> bool:
     return is_own and isinstance(store, FileStore) and not store.writable
 
 
-class FileStore:
+class FileStore(ClosedOnExit):
     """Rows of files, which any thread may gather; read-only, unless a subclass writes them.
 
     A store that has opened its files itself can be pickled, and opens them again after unpickling.
@@ -72,12 +69,6 @@ class FileStore:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._init_process_state()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     @property
     def resident_bytes(self) -> int:

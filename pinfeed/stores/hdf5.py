@@ -17,12 +17,14 @@ from pinfeed.stores.chunk_grid import Box
 from pinfeed.stores.chunked import MAX_DECODES, ChunkLayout
 from pinfeed.stores.chunked_array import ChunkedArray
 from pinfeed.stores.hdf5_chunks import RawChunks
+from pinfeed.stores.hdf5_parts import missing_part
 from pinfeed.stores.libraries import imported, library_errors
 from pinfeed.stores.npy_store import NpyStore
-from pinfeed.stores.paths import Path, local_path
+from pinfeed.stores.paths import Path, local_path, require_regular
 from pinfeed.stores.store import Array
+from pinfeed.stores.value_conventions import nullable_values, require_plain_numbers
 from pinfeed.tensors.dtypes import check_dtype
-from pinfeed.validation.arguments import explain_arguments
+from pinfeed.validation.arguments import check_flag, explain_arguments
 from pinfeed.validation.requirements import install_line
 
 # Rows that are read at a time from a dataset without chunks.
@@ -33,6 +35,7 @@ _HINTS = {
     "path file filename": "the path is the first positional argument",
     "dataset key": "the name of the dataset is name=",
     "mode": "an HDF5Store is read-only; leave it out",
+    "mask_and_scale decode_cf raw": "to read the stored numbers, give as_stored=True",
 }
 
 
@@ -49,13 +52,17 @@ class HDF5Store(ChunkedArray):
         source: Path of a file, which the store opens and closes, or an open ``h5py.Dataset``, which
             the caller closes.
         name: Name of the dataset in the file, such as ``"train/images"``. The default requires that
-            the file contains only one dataset.
+            the file contains only one dataset. A nullable column of AnnData is also a name.
+        as_stored: Whether to read the stored numbers of a dataset that has attributes which change
+            their meaning (``scale_factor``, ``_FillValue``), missing values of AnnData, or missing
+            parts. By default, these are errors.
 
     Raises:
         MissingDependency: If h5py is not installed.
         FileMissing: If the file does not exist.
         StoreError: If the file is not an HDF5 file or does not contain the dataset, or if the
-            dataset has no rows, or a type other than numbers and booleans.
+            dataset has no rows, a type other than numbers and booleans, or numbers that need
+            ``as_stored=True``.
         ArgumentError: If ``source`` is neither a path nor a dataset, or if a dataset is given
             together with a name.
         ClosedError: If the file of the dataset is closed.
@@ -75,7 +82,8 @@ class HDF5Store(ChunkedArray):
     _decoding_chunks = 3
 
     @explain_arguments(_HINTS)
-    def __init__(self, source: Any, name: str | None = None) -> None:
+    def __init__(self, source: Any, name: str | None = None, *, as_stored: bool = False) -> None:
+        check_flag(as_stored, "as_stored")
         h5py = imported("h5py", f"HDF5Store: h5py is needed; {install_line('hdf5')}")
         self._path = ""
         if isinstance(source, (str, os.PathLike)):
@@ -94,6 +102,15 @@ class HDF5Store(ChunkedArray):
         try:
             with _h5py_errors(self._path or "HDF5Store", name):
                 self._describe(dataset)
+                if not as_stored:
+                    is_column = (dataset.name or "").endswith("/values")
+                    require_plain_numbers(
+                        dataset.attrs,
+                        dataset.dtype,
+                        self.label,
+                        column=dataset.parent if is_column else None,
+                        missing=missing_part(dataset),
+                    )
         except BaseException:
             if self._path:
                 dataset.file.close()
@@ -143,8 +160,8 @@ class HDF5Store(ChunkedArray):
             dataset = self._dataset()
             try:
                 filters_left_out, raw = dataset.id.read_direct_chunk(origin)
-            except (OSError, RuntimeError, ValueError, MemoryError):
-                # Some releases of h5py raise MemoryError if the dataset has no written chunk.
+            except (OSError, RuntimeError, ValueError, MemoryError, SystemError):
+                # Some releases of h5py raise the last two if the dataset has no written chunk.
                 return False
         return not filters_left_out and chunks.decode(raw, place)
 
@@ -197,13 +214,15 @@ def _open_file(path: Path) -> Any:
 
     if not os.path.exists(path):
         raise FileMissing(f"{path}: no such file (looked in {os.getcwd()})")
+    require_regular(os.fspath(path))
     try:
         # The store keeps chunks itself, so the library need not.
         return h5py.File(path, "r", rdcc_nbytes=0)
     except OSError as error:
         raise StoreError(
             f"{path}: h5py cannot open it ({described(error)}); expected an HDF5 file that is not "
-            "open for writing; if the file is open in this process, give its dataset"
+            "open for writing; if the file is open in this process, give its dataset; if another "
+            "process writes it in SWMR mode, give h5py.File(path, 'r', swmr=True)[name]"
         ) from error
 
 
@@ -223,8 +242,11 @@ def _dataset_of(file: Any, name: str | None) -> Any:
     """
     import h5py
 
-    if name is not None and isinstance(file.get(name), h5py.Dataset):
-        return file[name]
+    item = None if name is None else file.get(name)
+    if isinstance(item, h5py.Group) and nullable_values(item) is not None:
+        item = item["values"]
+    if isinstance(item, h5py.Dataset):
+        return item
     found = dataset_names(file)
     _refuse_encoded(file, name)
     if name is None and len(found) == 1:
@@ -245,8 +267,6 @@ def _refuse_encoded(file: Any, name: str | None) -> None:
     advice = {
         "csr_matrix": f"give SparseStore(path, {name!r})",
         "categorical": f"give HDF5Store(path, '{name}/codes'); -1 is a missing value",
-        "nullable-integer": f"give HDF5Store(path, '{name}/values')",
-        "nullable-boolean": f"give HDF5Store(path, '{name}/values')",
     }
     if kind in advice:
         raise StoreError(

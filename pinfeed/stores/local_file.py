@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -72,7 +74,8 @@ class LocalFileStore(ShardedStore):
         self.writable = mode == "r+"
         self._keep_cache = keep_cache
         self._memory_map = memory_map
-        super().__init__(layouts)
+        # Files are opened later, when the process may be in another folder.
+        super().__init__([replace(one, path=os.path.abspath(one.path)) for one in layouts])
         if mode == "r+" and len(set(map(file_key, self.paths))) < len(self.paths):
             raise ArgumentError(
                 f"a file occurs twice in the shards {self.paths}; with mode='r+', give each file "

@@ -111,7 +111,7 @@ def test_windows_belong_to_the_chunk_in_which_they_begin(tmp_path: Path) -> None
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file.create_dataset("x", data=array, chunks=(1, 8), compression="gzip")
     with HDF5Store(tmp_path / "x.h5") as store:
-        found = store.windows(1, 5, step=3, start=1, span=9)
+        found = store.windows(1, length=5, step=3, start=1, span=9)
         starts = [(i, 3 * k + 1) for i in range(4) for k in range(8)]
         assert found.n_rows == len(starts)
         assert found.bounds is not None

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -284,6 +285,29 @@ def test_paths_without_an_hdf5_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "h5py", None)
     with pytest.raises(errors.MissingDependency, match=r'pip install "h5py>=3\.10"'):
         HDF5Store(tmp_path / "x.h5")
+
+
+def test_a_file_that_another_process_writes(tmp_path: Path) -> None:
+    """The advice of the error is followed."""
+    path = tmp_path / "x.h5"
+    program = (
+        "import h5py, numpy, sys; file = h5py.File(sys.argv[1], 'w', libver='latest'); "
+        "file.create_dataset('x', data=numpy.arange(6.0), maxshape=(None,)); "
+        "file.swmr_mode = True; print('open', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", program, str(path)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as writer:
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        with pytest.raises(errors.StoreError, match=r"h5py.File\(path, 'r', swmr=True\)\[name\]"):
+            HDF5Store(path, "x")
+        with (
+            h5py.File(path, "r", swmr=True) as file,
+            Feeder(file["x"], batch_size=6, device="cpu") as feeder,
+        ):
+            assert next(iter(feeder)).tolist() == list(range(6))
+        writer.communicate()
 
 
 def test_a_group_is_a_structure_of_its_datasets(tmp_path: Path) -> None:
