@@ -73,6 +73,9 @@ class LoaderFeeder(BaseFeeder[T_co]):
         self._transforms = options.transforms(self.device, is_limited=is_limited)
         source.host_transform = self._transforms.host
         source.transforms_in_thunks = schedule.n_transform_threads > 1
+        source.n_ahead += schedule.depth
+        # The only reader thread of a GPU has copied a tensor before it requests the next batch.
+        source.keeps_tensors = self._device.unified or schedule.n_readers > 1
         schedule = schedule.on(self._device)
         self._loop = options.runner(source, self._device, schedule, self._transforms)
 

@@ -147,7 +147,7 @@ def _fill_parts(
     parts = FillParts(
         mover=mover,
         draws=draws,
-        close=draws.close,
+        close=functools.partial(_close, source, draws),
         first=first,
         schedule=schedule,
         fill=filler.fill,
@@ -281,7 +281,7 @@ def _crew_loop(
         schedule=dataclasses.replace(schedule, n_readers=1),
         lend=mover.lend,
         stop=mover.stop,
-        close=functools.partial(close_unless_running, spans),
+        close=lambda n_requested: close_unless_running(spans),
         quiesce=mover.quiesce,
     )
     # To draw consecutive rows takes less time than to take them from another thread.
@@ -305,7 +305,7 @@ def _view_loop(
         schedule=schedule,
         lend=mover.lend,
         stop=mover.stop,
-        close=lambda: None,
+        close=lambda n_requested: None,
         quiesce=mover.quiesce,
     )
     _, begin, stop = batches.windows(position.epoch, position.batch)
@@ -335,6 +335,11 @@ def _draws(
 def _stop(source: Source, stop_fills: Callable[[], object]) -> None:
     source.stop()
     stop_fills()
+
+
+def _close(source: Source, draws: BatchDraws, n_requested: int) -> None:
+    draws.close()
+    source.rewind(n_requested)
 
 
 def _reserve_and_fill(

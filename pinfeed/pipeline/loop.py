@@ -57,8 +57,11 @@ class LoopParts:
     """Returns the tensors of each batch in a full slot."""
     stop: Callable[[], object]
     """Ends every fill at its next step."""
-    close: Callable[[], object]
-    """Closes the source now, not when an error's traceback is freed."""
+    close: Callable[[int], object]
+    """Closes the source now, not when an error's traceback is freed.
+
+    It takes the number of batches of the epoch that were requested. The end counts as one.
+    """
     quiesce: Callable[[], object]
     """Waits for queued copies, and releases the memory of the loop."""
     writer: Writer | None = None
@@ -132,6 +135,8 @@ class Loop:
             self.write_queue = WriteQueue(parts.writer, self.threads, limit)
         # Slots that are not being filled; the last one was lent last.
         self._free: deque[Slot] = deque(parts.mover.begin(parts.schedule))
+        # Number of batches of the epoch that were requested.
+        self._n_requested = parts.first + 1
         # Number of batches in the slot that was lent last.
         self._n_lent = 0
 
@@ -196,7 +201,10 @@ class Loop:
                         # From now on, only the lent batch keeps the data.
                         del batch
                     counters.receive(number, lent_batch.n_rows, nbytes, slot.ready_s, idle=idle)
+                    self._n_requested = number + 1
                     yield lent_batch
+                    number += 1
+                    self._n_requested = number + 1
                     if page_locked.freed:
                         # This thread captures no CUDA graph while it requests a batch.
                         page_locked.unlock_freed()
@@ -204,7 +212,6 @@ class Loop:
                         threads.require_running()
                     # The device is not checked again for the other batches of the slot.
                     idle = is_unified
-                    number += 1
                 if slot.error is not None:
                     _raise_error(slot)
                 self._free.append(slot)
@@ -259,7 +266,7 @@ class Loop:
                     # the rows.
                     stack.callback(self.flush_caches, is_last=True)
                     stack.callback(self.flush_caches, is_last=True)
-                stack.callback(self._parts.close)
+                stack.callback(self._parts.close, self._n_requested)
                 # Fills that have not begun are not cancelled, because each submitted fill must take
                 # its turn. Later fills would wait for it otherwise.
                 stack.callback(self.threads.join_readers)
