@@ -127,6 +127,12 @@ class Loop:
         # The loop, close() and the garbage collector may end it at the same time.
         self._ending = threading.RLock()
         self.threads = LoopThreads(parts.mover.device, parts.schedule, is_named=parts.is_named)
+        self.finish_step: Callable[[], object] | None = None
+        """Writes the rows of the batch that is lent, unless that was done; None without tables.
+
+        The garbage collector may free this loop before the generators around it, which then could
+        not write rows any more.
+        """
         self.is_between_epochs = False
         """Whether the loop has ended an epoch, and keeps the first batches of the next one."""
         self.write_queue: WriteQueue | None = None
@@ -318,6 +324,13 @@ class Loop:
 
     def _leave(self) -> None:
         """End the loop, for whatever reason its generator has ended."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._end_in_any_thread)
+            if self.finish_step is not None:
+                self.finish_step()
+
+    def _end_in_any_thread(self) -> None:
+        self.finish_step = None
         self._forget_slots()
         if not self.is_between_epochs:
             # A loop that was left has not requested another batch.
