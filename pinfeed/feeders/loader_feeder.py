@@ -129,6 +129,15 @@ class LoaderFeeder(BaseFeeder[T_co]):
                 f"{type(self._loader).__name__} has no {name}, so the loop cannot be resumed; give "
                 "a loader that has it (torchdata's StatefulDataLoader), or use a Feeder"
             )
+        if name == "multiprocessing_context":
+            # Not an AttributeError, after which the new loader would take a default.
+            raise ArgumentError(
+                f"multiprocessing_context of a {type(self).__name__} was read, as by functions that "
+                "make a DataLoader of its dataset and samplers (skip_first_batches and "
+                "prepare_data_loader of Accelerate); the new one would have no device, transforms, "
+                "rows and threads of the wrapper; give them the loader itself, and wrap the result: "
+                "wrap_loader(skip_first_batches(loader, n), ...); or resume by load_state_dict"
+            )
         if name.startswith("_"):
             # Either the constructor has not set the attribute yet, or it belongs to a protocol that
             # the loader must not answer for the feeder.
