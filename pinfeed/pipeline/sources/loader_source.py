@@ -111,6 +111,8 @@ class LoaderSource(Source):
         self.keeps_errors = False
         self.n_ahead = 0
         self.keeps_tensors = True
+        # The loader's own iterator in the running epoch.
+        self._running: Iterator[Any] | None = None
         # Generators of the loader in the running epoch; None if no batch is requested early.
         self._generators: GeneratorStates | None = None
         # Memory of the last batches; None if the loader gives each batch its own.
@@ -179,9 +181,22 @@ class LoaderSource(Source):
         assert batches is not None
         self._epoch = number
         self._number = start
+        self._running = batches
         return self._draws(self._watched(batches, start) if self.n_ahead else batches)
 
+    def stop(self) -> None:
+        """Wake a reader thread that waits for a worker process which has died.
+
+        Torch raises the error in the main thread. Its iterator would notice it after 5 s only.
+        """
+        running: Any = self._running
+        if not getattr(running, "_shutdown", True):
+            if not all(worker.is_alive() for worker in getattr(running, "_workers", ())):
+                # The reader thread takes it for a batch, and fails.
+                running._data_queue.put((None, None))
+
     def rewind(self, n_requested: int) -> None:
+        self._running = None
         if self._generators is not None:
             self._generators.rewind(n_requested)
             self._generators = None
