@@ -74,8 +74,6 @@ class LoaderFeeder(BaseFeeder[T_co]):
         source.host_transform = self._transforms.host
         source.transforms_in_thunks = schedule.n_transform_threads > 1
         source.n_ahead += schedule.depth
-        # The only reader thread of a GPU has copied a tensor before it requests the next batch.
-        source.keeps_tensors = self._device.unified or schedule.n_readers > 1
         schedule = schedule.on(self._device)
         self._loop = options.runner(source, self._device, schedule, self._transforms)
 
@@ -132,11 +130,11 @@ class LoaderFeeder(BaseFeeder[T_co]):
         if name == "multiprocessing_context":
             # Not an AttributeError, after which the new loader would take a default.
             raise ArgumentError(
-                f"multiprocessing_context of a {type(self).__name__} was read, as by functions that "
-                "make a DataLoader of its dataset and samplers (skip_first_batches and "
-                "prepare_data_loader of Accelerate); the new one would have no device, transforms, "
-                "rows and threads of the wrapper; give them the loader itself, and wrap the result: "
-                "wrap_loader(skip_first_batches(loader, n), ...); or resume by load_state_dict"
+                f"multiprocessing_context of a {type(self).__name__} was read, as by functions "
+                "that make a DataLoader of the parts of another one (skip_first_batches and "
+                "prepare_data_loader of Accelerate), without transforms, rows and threads of the "
+                "wrapper; give them the loader itself, and wrap the result, as in "
+                "wrap_loader(skip_first_batches(loader, n), ...)"
             )
         if name.startswith("_"):
             # Either the constructor has not set the attribute yet, or it belongs to a protocol that

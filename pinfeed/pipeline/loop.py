@@ -194,12 +194,11 @@ class Loop:
                 tensors = self._parts.lend(slot)
                 slot.batch = None
                 slot.tensors = []
-                number = slot.number
                 self._n_lent = n_batches = len(tensors)
                 nbytes = slot.nbytes // n_batches
                 counters.read_s += slot.read_s
                 counters.source_s += slot.source_s
-                for i in range(n_batches):
+                for i, number in enumerate(range(slot.number, slot.number + n_batches)):
                     if i and not is_unified:
                         mover.lend_next(slot, tensors[0])
                     lent_batch = make(batch, tensors.popleft(), i, number)
@@ -207,10 +206,8 @@ class Loop:
                         # From now on, only the lent batch keeps the data.
                         del batch
                     counters.receive(number, lent_batch.n_rows, nbytes, slot.ready_s, idle=idle)
-                    self._n_requested = number + 1
                     yield lent_batch
-                    number += 1
-                    self._n_requested = number + 1
+                    self._n_requested += 1
                     if page_locked.freed:
                         # This thread captures no CUDA graph while it requests a batch.
                         page_locked.unlock_freed()

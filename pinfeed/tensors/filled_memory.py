@@ -20,7 +20,7 @@ class _Memory(NamedTuple):
 
     leaf: weakref.ref[Any]
     version: int
-    """How often torch has changed the memory; 0 for an array."""
+    """Number of changes that torch has counted; 0 for an array."""
     checksum: int | None
     """Checksum of the bytes; None if it was not computed."""
 
@@ -44,12 +44,10 @@ class FilledMemory:
     Args:
         loader: Name of the loader in errors.
         n_ahead: Maximum number of earlier batches that are waiting or in use.
-        checks_tensors: Whether to check tensors, and not only arrays.
     """
 
-    def __init__(self, loader: str, n_ahead: int, *, checks_tensors: bool) -> None:
+    def __init__(self, loader: str, n_ahead: int) -> None:
         self._loader = loader
-        self._checks_tensors = checks_tensors
         self._earlier: deque[dict[int, _Memory]] = deque(maxlen=n_ahead)
         self._n_to_compare = n_ahead + 1
 
@@ -61,7 +59,7 @@ class FilledMemory:
         """
         memory: dict[int, _Memory] = {}
         for name, leaf in flatten(batch)[0]:
-            address = self._address(leaf)
+            address = _address(leaf)
             if not address:
                 continue
             for one in self._earlier:
@@ -77,21 +75,13 @@ class FilledMemory:
         self._earlier.append(memory)
         self._n_to_compare = max(0, self._n_to_compare - 1)
 
-    def _address(self, leaf: Any) -> int:
-        """Return the address of a leaf's memory on the host; 0 if it is not checked."""
-        if type(leaf) is np.ndarray and leaf.size and not leaf.dtype.hasobject:
-            return int(leaf.__array_interface__["data"][0])
-        return leaf.data_ptr() if self._checks_tensors and _is_dense(leaf) else 0
 
-
-def _is_dense(leaf: Any) -> bool:
-    return (
-        type(leaf) is torch.Tensor
-        and leaf.is_cpu
-        and leaf.layout is torch.strided
-        and not leaf.is_nested
-        and not leaf.is_quantized
-    )
+def _address(leaf: Any) -> int:
+    """Return the address of the memory of a dense tensor or an array; 0 for other leaves."""
+    if type(leaf) is np.ndarray and leaf.size and not leaf.dtype.hasobject:
+        return int(leaf.__array_interface__["data"][0])
+    is_dense = type(leaf) is torch.Tensor and leaf.is_cpu and leaf.layout is torch.strided
+    return leaf.data_ptr() if is_dense and not (leaf.is_nested or leaf.is_quantized) else 0
 
 
 def _version(leaf: Any) -> int:
@@ -102,4 +92,4 @@ def _checksum(leaf: Any) -> int:
     if isinstance(leaf, torch.Tensor):
         plain = leaf.detach().resolve_conj().resolve_neg().contiguous()
         leaf = plain.view(-1).view(torch.uint8).numpy()
-    return zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8))
+    return zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)

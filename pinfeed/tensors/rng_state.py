@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import gc
 import random
 import types
 from collections import deque
@@ -54,9 +54,9 @@ def replayed(state: dict[str, Any]) -> Iterator[None]:
 def own_generators(loader: Any) -> list[Any]:
     """Return the generators of torch, numpy and Python that a loader has for itself, each once.
 
-    They are attributes of the loader, or of its samplers, its dataset and other objects that it
-    holds, and values in short lists and in closures. Global generators also serve the training
-    step, so they are left out.
+    They are in attributes, short lists and closures of the loader, its samplers, its dataset and
+    other objects that it holds. Global generators also serve the training step, so they are left
+    out.
     """
     found = []
     known = {id(loader)}
@@ -134,27 +134,17 @@ _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Ra
 _GLOBAL = (torch.default_generator, np.random.mtrand._rand, random._inst)
 # Bounds of the search in a loader, which may hold large datasets.
 _MAX_OBJECTS = 1_000
-_MAX_ITEMS = 64
+_MAX_ITEMS = 100
 
 
 def _parts(value: Any) -> Iterable[Any]:
     """Return the objects that a value holds, if they may be generators or hold some."""
-    if isinstance(value, (list, tuple, dict)):
-        items = value.values() if isinstance(value, dict) else value
-        return list(items) if len(items) <= _MAX_ITEMS else ()
-    if isinstance(value, functools.partial):
-        return (value.func, value.args, value.keywords)
-    if isinstance(value, types.MethodType):
-        return (value.__self__,)
     if isinstance(value, types.FunctionType):
         return value.__closure__ or ()
-    if isinstance(value, types.CellType):
-        with contextlib.suppress(ValueError):
-            return (value.cell_contents,)
-    if isinstance(value, (type, types.ModuleType)):
+    is_long = isinstance(value, (list, tuple, dict, set)) and len(value) > _MAX_ITEMS
+    if is_long or isinstance(value, (type, types.ModuleType)):
         return ()
-    attributes = getattr(value, "__dict__", None)
-    return list(attributes.values()) if isinstance(attributes, dict) else ()
+    return gc.get_referents(value)
 
 
 def _plain(state: Any) -> Any:

@@ -47,11 +47,11 @@ def test_no_loader_is_made_of_the_parts_of_a_feeder(
     with make() as feeder:
         with pytest.raises(kind, match=advice):
             rebuilt(feeder)
-        with pytest.raises(AttributeError, match="no attribute|has no"):
+        with pytest.raises(AttributeError, match="no_such_name"):
             feeder.no_such_name  # noqa: B018
 
 
-def test_accelerate_skips_batches_of_a_loader_that_is_wrapped_then() -> None:
+def test_accelerate_skips_batches_before_a_loader_is_wrapped() -> None:
     accelerate = pytest.importorskip("accelerate")
     with wrap_loader(loader(), device="cpu") as feeder, pytest.raises(errors.ArgumentError):
         accelerate.skip_first_batches(feeder, 2)

@@ -90,8 +90,6 @@ class LoaderSource(Source):
             set before the first epoch.
         n_ahead: Maximum number of batches that are requested from the loader while the training
             loop uses an earlier one. It is set before the first epoch.
-        keeps_tensors: Whether batches keep the loader's tensors while they wait. It is set before
-            the first epoch.
 
     Raises:
         ArgumentError: If ``loader`` cannot be iterated over, or yields single samples or names.
@@ -110,7 +108,6 @@ class LoaderSource(Source):
         self._number = 0
         self.keeps_errors = False
         self.n_ahead = 0
-        self.keeps_tensors = True
         # The loader's own iterator in the running epoch.
         self._running: Iterator[Any] | None = None
         # Generators of the loader in the running epoch; None if no batch is requested early.
@@ -190,10 +187,10 @@ class LoaderSource(Source):
         Torch raises the error in the main thread. Its iterator would notice it after 5 s only.
         """
         running: Any = self._running
-        if not getattr(running, "_shutdown", True):
-            if not all(worker.is_alive() for worker in getattr(running, "_workers", ())):
-                # The reader thread takes it for a batch, and fails.
-                running._data_queue.put((None, None))
+        workers = () if getattr(running, "_shutdown", True) else running._workers
+        if not all(worker.is_alive() for worker in workers):
+            # The reader thread takes it for a batch, and fails.
+            running._data_queue.put((None, None))
 
     def rewind(self, n_requested: int) -> None:
         self._running = None
@@ -210,8 +207,7 @@ class LoaderSource(Source):
             # The end of the epoch counts as a batch.
             self._generators = GeneratorStates(generators, self.n_ahead + 2, start)
         if self._may_fill_again():
-            name = f"loader={type(self.loader).__name__}"
-            self._memory = FilledMemory(name, self.n_ahead, checks_tensors=self.keeps_tensors)
+            self._memory = FilledMemory(f"loader={type(self.loader).__name__}", self.n_ahead)
         # If host_transform is called for one batch at a time, its results wait instead.
         waits = self.host_transform is None or self.transforms_in_thunks
         memory = self._memory if waits else None
