@@ -126,10 +126,10 @@ def wrap_loader(
     the loader alone, whatever the training step draws. If a loop is left early, the generators of
     the loader are put back to where the loader alone would leave them. This does not hold for
     random numbers that a dataset, sampler or ``collate_fn`` draws from a global generator in this
-    process (``num_workers=0``). Unless ``depth`` is 0, these numbers are drawn ahead of the training
-    step and mix with its own; with ``depth=None`` on the CPU, this may hold for some batches only.
-    Give such objects a generator of their own. In the reader thread, they also run without the
-    caller's ``torch.no_grad()`` and similar modes, as they do in worker processes.
+    process (``num_workers=0``). Unless ``depth`` is 0, these numbers are drawn ahead of the
+    training step and mix with its own; with ``depth=None`` on the CPU, this may hold for some
+    batches only. Give such objects a generator of their own. In the reader thread, they also run
+    without the caller's ``torch.no_grad()`` and similar modes, as they do in worker processes.
 
     With ``threads``, threads of this process make the samples of a DataLoader, in place of its
     worker processes: its own dataset, sampler and ``collate_fn``, without a copy of the dataset in
