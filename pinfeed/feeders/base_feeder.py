@@ -77,6 +77,21 @@ class BaseFeeder(Generic[T_co]):
     _owned_device: Device | None
     _loop: EpochRunner
 
+    if not TYPE_CHECKING:
+        # Type checkers know the attributes of each feeder.
+
+        def __getattr__(self, name: str) -> Any:
+            kind = type(self).__name__
+            text = f"{kind!r} object has no attribute {name!r}"
+            if name == "dataset":
+                text = (
+                    f"a {kind} has no dataset to make a DataLoader of, as skip_first_batches and "
+                    "prepare_data_loader of Accelerate do; loop over it as it is; to resume an "
+                    "epoch, use its load_state_dict() (a Trainer of transformers then needs "
+                    "ignore_data_skip=True); to share its rows among processes, give ranks="
+                )
+            raise AttributeError(text, name=name, obj=self)
+
     __reduce__ = no_copy
     __getitems__ = no_items
 

@@ -25,6 +25,9 @@ from pinfeed.validation.safe_repr import safe_repr
 STATE_METHODS = ("state_dict", "load_state_dict")
 """Methods of a loader whose epochs can be resumed."""
 
+# Attribute that only code needs which makes another DataLoader of the parts of one.
+_REBUILT_WITH = "multiprocessing_context"
+
 
 class LoaderFeeder(BaseFeeder[T_co]):
     """Loader whose batches are prefetched to the device; ``wrap_loader`` returns it.
@@ -73,6 +76,7 @@ class LoaderFeeder(BaseFeeder[T_co]):
         self._transforms = options.transforms(self.device, is_limited=is_limited)
         source.host_transform = self._transforms.host
         source.transforms_in_thunks = schedule.n_transform_threads > 1
+        source.n_ahead += schedule.depth
         self._loop = options.runner(source, self._device, schedule, self._transforms)
 
     @safe_repr
@@ -125,6 +129,15 @@ class LoaderFeeder(BaseFeeder[T_co]):
                 f"{type(self._loader).__name__} has no {name}, so the loop cannot be resumed; give "
                 "a loader that has it (torchdata's StatefulDataLoader), or use a Feeder"
             )
+        if name == _REBUILT_WITH:
+            # Not an AttributeError, after which the new loader would take a default.
+            raise ArgumentError(
+                f"{name} of a {type(self).__name__} was read, as by functions "
+                "that make a DataLoader of the parts of another one (skip_first_batches and "
+                "prepare_data_loader of Accelerate), without transforms, rows and threads of the "
+                "wrapper; give them the loader itself, and wrap the result, as in "
+                "wrap_loader(skip_first_batches(loader, n), ...)"
+            )
         if name.startswith("_"):
             # Either the constructor has not set the attribute yet, or it belongs to a protocol that
             # the loader must not answer for the feeder.
@@ -146,7 +159,7 @@ class LoaderFeeder(BaseFeeder[T_co]):
     def __dir__(self) -> list[str]:
         """Return the names of the feeder's own attributes and of the loader's public ones."""
         of_loader = {name for name in dir(self._loader) if not name.startswith("_")}
-        return sorted({*super().__dir__(), *of_loader.difference(STATE_METHODS)})
+        return sorted({*super().__dir__(), *of_loader.difference(STATE_METHODS, (_REBUILT_WITH,))})
 
     def set_epoch(self, number: int) -> None:
         """Call ``set_epoch`` of the loader, its samplers and its dataset, if they have it.

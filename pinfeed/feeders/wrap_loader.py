@@ -123,12 +123,13 @@ def wrap_loader(
     any structure of tuples, lists, mappings, named tuples and dataclasses.
 
     With the same ``torch.manual_seed``, shuffling and the seeds of worker processes equal those of
-    the loader alone, whatever the training step draws. This does not hold for random numbers that a
-    dataset, sampler or ``collate_fn`` draws from a global generator in this process
-    (``num_workers=0``). Unless ``depth`` is 0, these numbers are drawn ahead of the training step
-    and mix with its own. Give such objects a generator of their own. In the reader thread, they
-    also run without the caller's ``torch.no_grad()`` and similar modes, as they do in worker
-    processes.
+    the loader alone, whatever the training step draws. If a loop is left early, the generators of
+    the loader are put back to where the loader alone would leave them. This does not hold for
+    random numbers that a dataset, sampler or ``collate_fn`` draws from a global generator in this
+    process (``num_workers=0``). Unless ``depth`` is 0, these numbers are drawn ahead of the
+    training step and mix with its own. Give such objects a generator of their own. In the reader
+    thread, they also run without the caller's ``torch.no_grad()`` and similar modes, as they do in
+    worker processes.
 
     With ``threads``, threads of this process make the samples of a DataLoader, in place of its
     worker processes: its own dataset, sampler and ``collate_fn``, without a copy of the dataset in
@@ -167,9 +168,10 @@ def wrap_loader(
 
     Args:
         loader: A ``torch.utils.data.DataLoader``, or any iterable of batches that can be iterated
-            again for the next epoch. Each batch must have memory of its own, because a batch that
-            the loader fills again would change while it waits. A dataset, an array, a tensor
-            or a dict of them is refused, because iterating over it yields single samples or names.
+            again for the next epoch. Each batch must have memory of its own; a loop in which
+            the loader fills the memory of a prefetched batch again ends with an error. A dataset,
+            an array, a tensor or a dict of them is refused, because iterating over it yields single
+            samples or names.
         device: Target device, as for ``Feeder``.
         depth: Number of batches to prefetch, at most 1,024. With 0, the training loop requests
             each batch from the loader and copies it to the device. None is ``config.depth``, or 2,

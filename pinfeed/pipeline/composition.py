@@ -127,7 +127,7 @@ def _fill_parts(
     parts = FillParts(
         mover=mover,
         draws=draws,
-        close=opened.close,
+        close=functools.partial(_close, source, opened),
         first=first,
         schedule=schedule,
         fill=filler.fill,
@@ -260,7 +260,7 @@ def _crew_loop(
         schedule=dataclasses.replace(schedule, n_readers=1),
         lend=mover.lend,
         stop=mover.stop,
-        close=functools.partial(close_unless_running, spans),
+        close=lambda n_requested: close_unless_running(spans),
         quiesce=mover.quiesce,
     )
     # To draw consecutive rows takes less time than to take them from another thread.
@@ -300,6 +300,11 @@ def _in_context(opened: contextlib.ExitStack, source: Source, thunks: Thunks) ->
 def _stop(source: Source, stop_fills: Callable[[], object]) -> None:
     source.stop()
     stop_fills()
+
+
+def _close(source: Source, opened: contextlib.ExitStack, n_requested: int) -> None:
+    opened.close()
+    source.rewind(n_requested)
 
 
 def _reserve_and_fill(

@@ -101,6 +101,8 @@ class EpochRunner:
         self._starvation = StarvationMonitor(self._counters, source.hint, source.depth_caution)
         self._transforms = transforms
         self._transfer = _mover(device, schedule.n_slots, capacity, self._counters, transforms)
+        self.finish_step: Callable[[], object] | None = None
+        """Function that the next run calls before it ends, to write the rows of its last batch."""
         self._active = ActiveRun()
         # If two threads request a run at the same time, only one of the threads begins it.
         self._beginning = threading.Lock()
@@ -360,6 +362,7 @@ class EpochRunner:
             transforms,
             continuous=self._continuous,
         )
+        self._last_loop.finish_step = self.finish_step
         if self._last_loop.is_continuous:
             return self._until_epoch_ends(self._last_loop.batches())
         return self._last_loop.batches()

@@ -13,9 +13,8 @@ from pinfeed import ArrayStore
 from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.row_cache import RowCache
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.sources.source import ArrayPart, HostBatch, RowGroup
-from pinfeed.rows.batches import EpochHooks
-from pinfeed.stores.host_rows import StoreRows, never
+from pinfeed.pipeline.sources.source import ArrayPart, HostBatch, RowGroup, Source
+from pinfeed.stores.host_rows import StoreRows
 from pinfeed.testing import SimDevice
 
 N, D = 12, 2
@@ -23,7 +22,7 @@ N, D = 12, 2
 BUFFERS: list[tuple[tuple[int, ...], str]] = [((5, D), "f8"), ((5,), "i4"), ((1024,), "u1")]
 
 
-class CachedSource:
+class CachedSource(Source):
     """Batches of rows of two stores with a cache, and of one store without.
 
     Args:
@@ -34,8 +33,6 @@ class CachedSource:
     """
 
     fingerprint: Mapping[str, Any] = MappingProxyType({})
-    epoch_hooks = EpochHooks()
-    stop = staticmethod(never)
 
     def __init__(
         self,
@@ -53,9 +50,6 @@ class CachedSource:
         return len(self._batches)
 
     def hint(self, source_share: float) -> str:
-        return ""
-
-    def depth_caution(self) -> str:
         return ""
 
     def epoch(self, number: int, start: int, *args: int) -> Generator[Any, None, None]:

@@ -8,12 +8,13 @@ import functools
 import os
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pinfeed.errors import ArgumentError, WorkerError
 from pinfeed.pipeline.sources.batch_transform import BatchTransform
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.pipeline.sources.host_leaves import host_batch_of
+from pinfeed.pipeline.sources.loader_batches import LoaderBatches
 from pinfeed.pipeline.sources.row_fetch import RowFetch
 from pinfeed.pipeline.sources.source import (
     BatchThunk,
@@ -25,6 +26,10 @@ from pinfeed.pipeline.sources.source import (
 )
 from pinfeed.rows.batches import EpochHooks
 from pinfeed.validation.suggestions import is_array_like
+
+if TYPE_CHECKING:
+    from pinfeed.tensors.filled_memory import FilledMemory
+    from pinfeed.tensors.rng_state import GeneratorStates
 
 # An IterableDataset has a sampler of another module.
 _TORCH_SAMPLERS = ("torch.utils.data.sampler", "torch.utils.data.distributed")
@@ -83,6 +88,8 @@ class LoaderSource(Source):
             at the same time. It is set before the first epoch.
         keeps_errors: Whether an error takes the place of its batch, and the loop continues. It is
             set before the first epoch.
+        n_ahead: Maximum number of batches that are requested from the loader while the training
+            loop uses an earlier one. It is set before the first epoch.
 
     Raises:
         ArgumentError: If ``loader`` cannot be iterated over, or yields single samples or names.
@@ -100,6 +107,13 @@ class LoaderSource(Source):
         self._epoch = 0
         self._number = 0
         self.keeps_errors = False
+        self.n_ahead = 0
+        # The loader's own iterator in the running epoch.
+        self._running: Iterator[Any] | None = None
+        # Generators of the loader in the running epoch; None if no batch is requested early.
+        self._generators: GeneratorStates | None = None
+        # Memory of the last batches; None if the loader gives each batch its own.
+        self._memory: FilledMemory | None = None
         self._begun: Iterator[Any] | None = None
         # A loader that is an iterator itself serves one epoch.
         self._is_used_up = False
@@ -164,7 +178,50 @@ class LoaderSource(Source):
         assert batches is not None
         self._epoch = number
         self._number = start
-        return self._draws(batches)
+        self._running = batches
+        return self._draws(self._watched(batches, start) if self.n_ahead else batches)
+
+    def stop(self) -> None:
+        """Wake a reader thread that waits for a worker process which has died.
+
+        Torch raises the error in the main thread. Its iterator would notice it after 5 s only.
+        """
+        running: Any = self._running
+        workers = () if getattr(running, "_shutdown", True) else running._workers
+        if not all(worker.is_alive() for worker in workers):
+            # The reader thread takes it for a batch, and fails.
+            running._data_queue.put((None, None))
+
+    def rewind(self, n_requested: int) -> None:
+        self._running = None
+        if self._generators is not None:
+            self._generators.rewind(n_requested)
+            self._generators = None
+
+    def _watched(self, batches: Iterator[Any], start: int) -> Iterator[Any]:
+        """Return the batches, with notes of what the loader changes ahead of the training loop."""
+        from pinfeed.tensors.filled_memory import FilledMemory
+        from pinfeed.tensors.rng_state import GeneratorStates, own_generators
+
+        if generators := own_generators(self.loader):
+            # The end of the epoch counts as a batch.
+            self._generators = GeneratorStates(generators, self.n_ahead + 2, start)
+        if self._may_fill_again():
+            self._memory = FilledMemory(f"loader={type(self.loader).__name__}", self.n_ahead)
+        # If host_transform is called for one batch at a time, its results wait instead.
+        waits = self.host_transform is None or self.transforms_in_thunks
+        memory = self._memory if waits else None
+        if self._generators is None and memory is None:
+            return batches
+        return LoaderBatches(batches, self._generators, memory)
+
+    def _may_fill_again(self) -> bool:
+        """Return whether the loader may return the same memory in several batches."""
+        from torch.utils.data import DataLoader, default_collate
+
+        if getattr(self.loader, "num_workers", 0):
+            return False
+        return type(self.loader) is not DataLoader or self.loader.collate_fn is not default_collate
 
     def hint(self, source_share: float) -> str:
         """Return what to change if a loop stalls on this loader."""
@@ -217,7 +274,10 @@ class LoaderSource(Source):
             return batch
         if self.transforms_in_thunks:
             return functools.partial(self.host_transform, batch, self._epoch, number)
-        return self.host_transform(batch, self._epoch, number)
+        batch = self.host_transform(batch, self._epoch, number)
+        if self._memory is not None:
+            self._memory.check(batch)
+        return batch
 
     @property
     def _draw(self) -> Callable[[Any], BatchThunk]:

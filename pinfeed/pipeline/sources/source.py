@@ -270,6 +270,17 @@ class Source(ABC):
         """Make no more samples, because the loop has ended. Any thread may call this."""
         return
 
+    def rewind(self, n_requested: int) -> None:
+        """Undo what making later batches has changed in objects of the user.
+
+        It is called when the loop has ended, and no thread makes batches.
+
+        Args:
+            n_requested: Number of batches of the epoch that the training loop has requested. The
+                end of the epoch counts as one.
+        """
+        return
+
     @abstractmethod
     def hint(self, source_share: float) -> str:
         """Return whole sentences that say what to change if a loop stalls on reading.

@@ -95,6 +95,10 @@ class ThreadedLoaderSource(LoaderSource):
         self._number += 1
         return next_batch(batches)
 
+    def _may_fill_again(self) -> bool:
+        # The loader's iterator returns indices.
+        return False
+
     @property
     def _draw(self) -> Callable[[Any], BatchThunk]:
         # Thunks always call ``host_transform``.

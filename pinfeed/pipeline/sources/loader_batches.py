@@ -1,0 +1,44 @@
+"""LoaderBatches: the batches of a loader that is ahead of the training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pinfeed.tensors.filled_memory import FilledMemory
+    from pinfeed.tensors.rng_state import GeneratorStates
+
+
+class LoaderBatches:
+    """Iterator over the batches of an epoch, which reader threads request one at a time.
+
+    Args:
+        batches: The loader's own iterator.
+        generators: Generators of the loader; None if it has none.
+        memory: Memory of the last batches; None if it is not checked.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        generators: GeneratorStates | None,
+        memory: FilledMemory | None,
+    ) -> None:
+        self._batches = batches
+        self._generators = generators
+        self._memory = memory
+
+    def __iter__(self) -> LoaderBatches:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._batches)
+        finally:
+            # The end of an epoch, and a batch that fails, may draw random numbers, too.
+            if self._generators is not None:
+                self._generators.note()
+        if self._memory is not None:
+            self._memory.check(batch)
+        return batch
