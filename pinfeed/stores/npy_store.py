@@ -339,6 +339,11 @@ class NpyStore(LocalFileStore):
         paths = self.paths[0] if len(self.paths) == 1 else self.paths
         return f"NpyStore({paths!r}, mode={self._mode!r})"
 
+    @property
+    def can_be_one_array(self) -> bool:
+        """Whether all rows can be mapped for writing as one array."""
+        return len(self._layouts) == 1 and self.writable and not self._swapped
+
     @contextlib.contextmanager
     def mapped(self) -> Iterator[Array]:
         """Map all rows of the one file as an array, to fill it as a whole.
@@ -363,7 +368,7 @@ class NpyStore(LocalFileStore):
             StoreError: If the store has several files, or is not open for writing.
             OSError: If the disk is full; the error names the file.
         """
-        if len(self._layouts) > 1 or not self.writable or self._swapped:
+        if not self.can_be_one_array:
             raise StoreError(
                 f"{self!r} cannot be filled as a whole; expected one file, open for writing, in "
                 "this machine's byte order"

@@ -161,13 +161,13 @@ def _as_array(name: str, value: Any) -> Array:
         if hasattr(value, "detach"):
             from pinfeed.tensors.numpy_torch import memory_of
 
-            return memory_of(value)
+            return memory_of(value.detach())
         return np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ArgumentError(
             f"add({name}=...): numpy cannot read a {type(value).__name__} ({error}); expected "
-            "an array or a CPU tensor; give tensor.detach().cpu() for a tensor with a gradient or "
-            "on a GPU"
+            "an array or a dense CPU tensor; give tensor.cpu() for a tensor on a GPU, or "
+            "tensor.to_dense() for a sparse one"
         ) from None
 
 
