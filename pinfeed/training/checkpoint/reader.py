@@ -197,7 +197,7 @@ def _for_each(function: Callable[[T], object], items: Collection[T]) -> None:
     """Call a function for each item, in threads: some wait for the disk while others compute.
 
     Raises:
-        Exception: That of the first item whose call fails.
+        Exception: If a call fails; the error of the first item is raised.
     """
     with ThreadPool(min(_N_THREADS, len(items)), "pinfeed-resume") as pool:
         for _ in pool.map(function, items):
