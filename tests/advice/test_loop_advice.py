@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from support.advice import Case, Cases, equal, follow, joined, read
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
@@ -210,6 +211,23 @@ def lengths_of_another_store(path: Path) -> Iterator[Any]:
     yield elements(store.lengths) == list(range(9))
 
 
+@advised("until=7 is not a multiple of batch_size=4.*give 4")
+def epoch_that_ends_within_a_batch(path: Path) -> Iterator[Any]:
+    def mixed(until: int) -> Any:
+        return rows.mixed({"a": 4, "b": 4}, {"a": 1, "b": 1}, until=until, batch_size=4)
+
+    yield lambda: mixed(7)
+    yield len(order(mixed(4))) == 4
+
+
+@advised(r"has no len\(\).* has count\(epoch\) instead")
+def number_of_batches(path: Path) -> Iterator[Any]:
+    batches = rows.element_batches([1, 2, 3, 4, 5, 6, 7, 8], max_elements=8)
+    with Feeder(np.arange(8), rows=batches, device="cpu") as feeder:
+        yield lambda: len(feeder)
+        yield batches.count(0) == len(list(feeder))
+
+
 # ---- ranks ---------------------------------------------------------------------------------------
 
 
@@ -360,6 +378,46 @@ def stream_as_a_dataset(path: Path) -> Iterator[Any]:
     yield equal(loaded(iter(T.split(3))), X)
 
 
+@advised("from a parameter of transform named generator .*give reproducible=False for numbers")
+def random_samples(path: Path) -> Iterator[Any]:
+    def plain(sample: Any) -> Any:
+        return sample + np.random.rand()  # noqa: NPY002
+
+    def with_torch(sample: Any, generator: torch.Generator) -> Any:
+        return sample + torch.rand((), generator=generator)
+
+    def with_numpy(sample: Any, rng: np.random.Generator) -> Any:
+        return sample + rng.random(dtype="float32")
+
+    def with_functions(sample: Any) -> Any:
+        return sample + torch.rand(())
+
+    yield lambda: sampled(DATA, transform=plain, threads=2)
+    for transform in (with_torch, with_numpy, with_functions):
+        one, two = (sampled(DATA, transform=transform, threads=n, seed=3) for n in (1, 3))
+        yield equal(one, two) and 0 < np.abs(one - X).max() < 1
+    found = sampled(DATA, transform=plain, threads=2, reproducible=False)
+    yield 0 < np.abs(found - X).max() < 1
+
+
+@advised(r"cannot be resumed; give a loader that has it .*StatefulDataLoader.*, or use a Feeder")
+def resumed_list(path: Path) -> Iterator[Any]:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    def rest(make: Any) -> Any:
+        with make() as feeder:
+            next(iter(feeder))
+            state = feeder.state_dict()
+        with make() as feeder:
+            feeder.load_state_dict(state)
+            return joined(feeder)
+
+    yield lambda: rest(lambda: wrap_loader(T.split(2), device="cpu"))
+    found = rest(lambda: wrap_loader(stateful(DATA, batch_size=2), device="cpu"))
+    yield equal(found, X[2:])
+    yield equal(rest(lambda: Feeder(X, batch_size=2, device="cpu")), X[2:])
+
+
 @advised(r"if you need a DataLoader, give it pinfeed.RowDataset\(source\)")
 def feeder_in_a_loader(path: Path) -> Iterator[Any]:
     def batches(dataset: Any) -> Any:
@@ -384,6 +442,8 @@ def pickled_feeder(path: Path) -> Iterator[Any]:
         yield equal(joined(other), X[3:])
 
 
+# StatefulDataLoader calls this deprecated function.
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @advised.each
 def test_advice_is_right(says: str, case: Case, tmp_path: Path) -> None:
     follow(says, case, tmp_path)

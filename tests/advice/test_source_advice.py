@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.advice import Case, Cases, equal, follow, read
 from torch import nn
+from torch.utils.data import DataLoader
 
 import pinfeed
 from pinfeed import BigBatch, Config, Feeder, NpyStore, RaggedStore, concat, wrap_loader
@@ -240,6 +241,16 @@ def fetch_of_ragged_rows(path: Path) -> Iterator[Any]:
     yield lists(store) == LISTS
 
 
+@advised(
+    r"fill them with empty lists \(pyarrow.compute.fill_null\), or leave them out \(drop_null\)"
+)
+def null_lists(path: Path) -> Iterator[Any]:
+    column = pa.array([[1, 2], None, [3, 4, 5]])
+    yield lambda: RaggedStore.from_arrow(column)
+    yield lists(RaggedStore.from_arrow(pa.compute.fill_null(column, []))) == LISTS
+    yield lists(RaggedStore.from_arrow(column.drop_null())) == [[1, 2], [3, 4, 5]]
+
+
 # ---- tensors -------------------------------------------------------------------------------------
 
 
@@ -306,6 +317,56 @@ def group_of_arrays(path: Path) -> Iterator[Any]:
     yield equal(read(pinfeed.ZarrStore(path / "x.zarr", "y")), X)
 
 
+@advised("expected csr, in which rows are contiguous; give ")
+def matrix_of_columns(path: Path) -> Iterator[Any]:
+    sparse = pytest.importorskip("scipy.sparse")
+    matrix = sparse.csc_matrix(X)
+    yield lambda: pinfeed.SparseStore(matrix)
+    with Feeder(pinfeed.SparseStore(matrix.tocsr()), batch_size=8, device="cpu") as feeder:
+        (batch,) = feeder
+    yield torch.equal(batch.to_dense(), T)
+
+
+@advised(r"is a dense array.*give pinfeed.HDF5Store\('.*', 'X'\)|give HDF5Store\(.*'X'\)")
+def dense_matrix_in_a_file(path: Path) -> Iterator[Any]:
+    with h5py.File(path / "x.h5ad", "w") as file:
+        file["X"] = X
+    yield lambda: pinfeed.SparseStore(path / "x.h5ad")
+    yield equal(read(pinfeed.HDF5Store(path / "x.h5ad", "X")), X)
+
+
+@advised(r"convert it with .to\(\), or save its bytes with .view\(torch.uint8\)")
+def tensor_of_float8(path: Path) -> Iterator[Any]:
+    torch_files = pytest.importorskip("safetensors.torch")
+    small = T.to(torch.float8_e4m3fn)
+
+    def stored(tensor: Any) -> Any:
+        torch_files.save_file({"x": tensor}, path / "x.safetensors")
+        return torch.from_numpy(read(NpyStore.safetensors(path / "x.safetensors", "x")))
+
+    yield lambda: stored(small)
+    yield torch.equal(stored(small.to(torch.float32)), small.float())
+    found = stored(small.view(torch.uint8)).view(torch.float8_e4m3fn)
+    yield torch.equal(found.float(), small.float())
+
+
+@advised(
+    r"remove it with dataset.reset_format\(\), or give pinfeed.wrap_loader\(DataLoader\(dataset\)\)"
+)
+def dataset_with_a_transform(path: Path) -> Iterator[Any]:
+    datasets = pytest.importorskip("datasets")
+    dataset = datasets.Dataset.from_dict({"x": list(range(8))})
+    dataset.set_transform(lambda batch: {"x": torch.tensor(batch["x"]) * 2})
+    yield lambda: Feeder(dataset, batch_size=4)
+    with wrap_loader(DataLoader(dataset, batch_size=8), device="cpu") as feeder:
+        (batch,) = feeder
+    yield batch["x"].tolist() == list(range(0, 16, 2))
+    dataset.reset_format()
+    with Feeder(dataset, batch_size=8, device="cpu") as feeder:
+        (batch,) = feeder
+    yield batch["x"].tolist() == list(range(8))
+
+
 # ---- configs and large batches -------------------------------------------------------------------
 
 
@@ -354,6 +415,19 @@ def loss_that_is_a_class(path: Path) -> Iterator[Any]:
     yield torch.allclose(gradient(nn.MSELoss()), gradient(None))
 
 
+@advised(
+    "the model has uninitialized parameters.*call the model with one batch first, or use modul"
+)
+def lazy_model(path: Path) -> Iterator[Any]:
+    limits: Any = {"device": "cpu", "input_shape": (3,), "cpu_memory_limit": pinfeed.MiB(64)}
+    lazy = nn.LazyLinear(2)
+    yield lambda: Config(model=lazy, **limits).batch_size
+    lazy(T)
+    yield Config(model=lazy, **limits).batch_size == (
+        Config(model=nn.Linear(3, 2), **limits).batch_size
+    )
+
+
 # ---- compatible APIs -----------------------------------------------------------------------------
 
 
@@ -384,6 +458,32 @@ def random_rows_of_integers(path: Path) -> Iterator[Any]:
     floats = factory("float32")
     floats.uniformDistributionInit(-1, 1)
     yield 0 < np.abs(floats.getNumpyVersion()).max() <= 1
+
+
+@advised("slots of one row differ.*use an OptimizerFactory .*, or give each id once")
+def slots_of_one_row(path: Path) -> Iterator[Any]:
+    def step(ids: list[int]) -> Any:
+        layer = nn.Embedding(2, 3)
+        factory = speedtorch.ModelFactory(layer, 8, 3)
+        factory.zerosInit()
+        factory.beforeForwardPass(np.array(ids))
+        layer.weight.data += torch.arange(2.0)[:, None] + 1
+        factory.afterOptimizerStep(np.array(ids))
+        return factory.getNumpyVersion()[:, 0].tolist()
+
+    yield lambda: step([5, 5])
+    yield step([5, 6]) == [0, 0, 0, 0, 0, 1, 2, 0]
+
+
+@advised("is the file of the table itself; save the table under another name")
+def table_saved_over_itself(path: Path) -> Iterator[Any]:
+    file = str(saved(path / "x.npy", X))
+    gadget = speedtorch.DataGadgetMM(file)
+    gadget.gadgetInit()
+    yield lambda: gadget.saveTorch(file)
+    gadget.saveTorch(path / "x.pt")
+    yield torch.equal(torch.load(path / "x.pt"), T)
+    gadget.close()
 
 
 @advised.each

@@ -425,15 +425,27 @@ def training_inside_evaluating(path: Path) -> Iterator[Any]:
         yield table.weight.tolist() == [[1.0] * 3] * 2
 
 
-@advised("gradients='dense', or an optimizer that takes dense gradients")
+@advised("give gradients='dense', or an optimizer that takes dense gradients")
 def bag_of_maxima(path: Path) -> Iterator[Any]:
-    def bag(optimizer: Any, **options: Any) -> Any:
+    def train(optimizer_class: Any, **options: Any) -> list[float]:
         table = pinfeed.HostEmbeddingBag(8, 3, mode="max", init="ones")
-        RowOptimizer(optimizer, [table], lr=1.0, **options)
-        return table
+        optimizer = RowOptimizer(optimizer_class, [table], lr=1.0, **options)
+        for ids in pinfeed.train_rows([IDS], {table: lambda ids: ids}, optimizer=optimizer):
+            table(ids[:, None]).sum().backward()
+            optimizer.step()
+        return table.read(range(8))[:, 0].tolist()
 
-    yield lambda: bag(torch.optim.SparseAdam)
-    yield bag(SGD) is not None
+    expected = [1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+    yield lambda: train(torch.optim.SparseAdam)
+    yield np.allclose(train(torch.optim.Adam), expected, atol=1e-6)
+    yield train(SGD, gradients="dense") == expected
+
+
+@advised("max_norm=1.0 of a sharded table.*omit it, or use a HostEmbedding")
+def sharded_table_with_a_limit(path: Path) -> Iterator[Any]:
+    yield lambda: pinfeed.ShardedEmbedding(8, 3, max_norm=1.0)
+    table = table_of(max_norm=1.0)
+    yield np.allclose(table.eval()(IDS).detach().norm(dim=1), 1)
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
