@@ -121,14 +121,16 @@ class TransitionRing:
     def _add_frames(self, slot: int, values: Mapping[str, Any]) -> None:
         """Add the observations of a step to the rings of frames."""
         n_steps = self.layout.n_steps
+        # If this fails, the oldest step keeps its frames.
         for ring in self._frames.values():
-            if self.n_added >= n_steps:
-                is_only = n_steps == 1
-                ring.drop_before(slot if is_only else (slot + 1) % n_steps, int(is_only))
             ring.reserve(ring.stop - ring.first)
         before = (self.n_added - 1) % n_steps if self.n_added else None
         for after, now in self.layout.next_of.items():
-            self._frames[now].add(slot, before, values[now], values[after])
+            ring = self._frames[now]
+            if self.n_added >= n_steps:
+                is_only = n_steps == 1
+                ring.drop_before(slot if is_only else (slot + 1) % n_steps, int(is_only))
+            ring.add(slot, before, values[now], values[after])
 
     def numbers_of(self, rows: Rows) -> Rows:
         """Return the numbers of the transitions in rows, since the first one that was added."""

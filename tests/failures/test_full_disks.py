@@ -60,15 +60,16 @@ def test_a_full_disk_is_an_error_that_names_the_file(small_disk: Path) -> None:
 
 
 def test_a_buffer_that_cannot_grow_is_unchanged(tmp_path: Path) -> None:
-    parts = {"x": ((64,), "float32"), "next_x": ((64,), "float32"), **PARTS}
+    parts = {"x": ((8,), "float32"), "next_x": ((8,), "float32"), **PARTS}
     next_of = {"next_x": "x", "next_obs": "obs"}
     buffer = ReplayBuffer(100, parts, next_of=next_of, path=tmp_path / "replay")
 
     def add(i: int) -> None:
-        # The frames of `obs` never repeat, so they need more memory after a while.
-        frames = np.full((3, 64), [[i], [2 * i], [2 * i + 1]], "float32")
-        x, obs, next_obs = frames
-        buffer.add(x=x, next_x=x + 1, obs=obs, next_obs=next_obs)
+        # From step 120 on, no frame repeats, so both files soon need more space, in the same step.
+        # That for `x` is small.
+        change = 1 if i < 120 else 0.5
+        x, obs = np.full(8, i, "float32"), np.full(64, i, "float32")
+        buffer.add(x=x, next_x=x + change, obs=obs, next_obs=obs + change)
 
     size = max(path.stat().st_size for path in (tmp_path / "replay").iterdir())
     n = 0
@@ -76,16 +77,18 @@ def test_a_buffer_that_cannot_grow_is_unchanged(tmp_path: Path) -> None:
         while True:
             add(n)
             n += 1
-    assert 50 < n < 1000
+    assert 120 < n < 1000
     assert sorted(os.listdir(tmp_path / "replay")) == ["obs.npy", "x.npy"]
 
     def require_latest(n: int) -> None:
-        (batch,) = buffer.batches(500, n=1, device="cpu")
+        (batch,) = buffer.batches(2000, n=1, device="cpu")
         steps = batch["x"][:, 0]
         assert set(steps.tolist()) <= set(range(max(0, n - 100), n))
-        assert torch.equal(batch["next_x"], batch["x"] + 1)
-        assert torch.equal(batch["obs"], 2 * batch["x"])
-        assert torch.equal(batch["next_obs"], 2 * batch["x"] + 1)
+        assert set(steps.tolist()) >= {max(0, n - 100), n - 1}
+        change = torch.where(steps < 120, 1, 0.5)
+        assert torch.equal(batch["next_x"], batch["x"] + change[:, None])
+        assert torch.equal(batch["obs"][:, 0], steps)
+        assert torch.equal(batch["next_obs"][:, 63], steps + change)
 
     require_latest(n)
     for i in range(n, n + 150):
