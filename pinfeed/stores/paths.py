@@ -111,6 +111,6 @@ def file_size(path: str, pattern: str = "*") -> int:
 
 
 def file_version(path: str) -> tuple[int, ...]:
-    """Return the device, inode, size and time of change of a file."""
+    """Return the device, inode, size and time of the last write of a file."""
     status = os.stat(path)
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
