@@ -47,6 +47,11 @@ class ConcatChunks(ChunkedStore):
     def version(self) -> object:
         return [part.version for part in self.parts]
 
+    @property
+    def piece_rows(self) -> int:
+        found = {part.piece_rows for part in self.parts}
+        return found.pop() if len(found) == 1 else self.chunk_rows
+
     def close(self) -> None:
         """Free the chunks, and close the stores that were opened from paths."""
         super().close()
