@@ -229,6 +229,10 @@ class ChunkedStore(FileStore):
                 copy_runs(chunk, part, out)
             return
         bounds = np.append(np.arange(start, stop, size), stop)
+        if len(part.lengths) == 1:
+            # Pieces that follow each other are decoded in one call.
+            first = part.starts.item(0)
+            bounds = bounds[[0, first // size, -(-(first + part.lengths.item(0)) // size)]]
         for number, wanted in part.by_part(bounds[1:] - start):
             with self._kept.use(bounds.item(number), bounds.item(number + 1)) as piece:
                 copy_runs(piece, wanted, out)
