@@ -103,7 +103,7 @@ class FileStore:
 
     @property
     def version(self) -> object:
-        """A value that changes when the rows change, as far as known; see ``rows_version``."""
+        """A value that changes with the rows, if that is known without reading."""
         return 0
 
     def rows_in(self, nbytes: int) -> int:

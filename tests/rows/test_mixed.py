@@ -130,6 +130,16 @@ def test_first_ends_before_a_row_would_repeat(randomly: bool) -> None:
     assert is_distinct(order)
 
 
+@pytest.mark.parametrize("run", [1, 3])
+def test_first_ends_at_the_turn_of_a_source_that_is_empty(run: int) -> None:
+    """After its last row, turns of other sources follow, and other sources may have rows left."""
+    sizes = {"a": 2 * run, "b": 9 * run}
+    order = mixed(sizes, {"a": 1, "b": 3}, order=sequential(), batch_size=run)
+    found = whole(order, 11 * run)
+    turns = [2, 0, 3, 4, 5, 1, 6, 7, 8]
+    assert found.tolist() == [turn * run + i for turn in turns for i in range(run)]
+
+
 @pytest.mark.parametrize("randomly", [False, True])
 def test_all_sees_every_row(randomly: bool) -> None:
     order = mixed({"a": 9000, "b": 500}, {"a": 1, "b": 1}, until="all", randomly=randomly)
