@@ -93,7 +93,9 @@ class RowMask:
         if 8 * _CHUNK * (last + 1 - first) <= _SCANNED_BITS * len(numbers):
             # The rows of a sequential order, or of blocks, are close together.
             bits = np.unpackbits(self.chunks[first : last + 1], bitorder="little").view(np.bool_)
-            return bits.nonzero()[0][numbers - self.before[first]] + first * 8 * _CHUNK
+            close: Rows = bits.nonzero()[0][numbers - self.before[first]]
+            close += first * 8 * _CHUNK
+            return close
         chunk = self.before.searchsorted(numbers, side="right") - 1
         left = numbers - self.before[chunk]
         found = self.chunks[chunk]

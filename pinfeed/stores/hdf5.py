@@ -359,8 +359,9 @@ def _is_stacked(dataset: Any) -> bool:
     if not space.is_regular_hyperslab():
         return False
     _, _, counts, blocks = space.get_regular_hyperslab()
-    part = math.prod(counts[1:]) * math.prod(blocks[1:])
-    return _STACKED_ITEMS <= part < math.prod(dataset.shape[1:])
+    part: int = math.prod(counts[1:]) * math.prod(blocks[1:])
+    n_items: int = math.prod(dataset.shape[1:])
+    return _STACKED_ITEMS <= part < n_items
 
 
 def _check_type(dtype: np.dtype[Any], label: str) -> None:

@@ -99,7 +99,7 @@ class ZarrStore(ChunkedArray):
     @property
     def piece_rows(self) -> int:
         # The chunks of a shard.
-        return min(self.chunk_rows, self.array_chunks[0])
+        return min(self.chunk_rows, (self.array_chunks or (1,))[0])
 
     @property
     def _step_nbytes(self) -> int:
