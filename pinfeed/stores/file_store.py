@@ -33,13 +33,16 @@ def rows_version(stores: Iterable[FileStore]) -> object:
     the times of the file as they are.
     """
     files = list(stores)
-    written = written_maps()
-    if written and any(file_key(path) in written for file in files for path in file.paths):
-        return object()
     try:
-        return [file.version for file in files]
+        versions = [file.version for file in files]
     except OSError:
         return object()
+    # Otherwise, the rows of no store may change.
+    if any(versions):
+        written = written_maps()
+        if written and any(file_key(path) in written for file in files for path in file.paths):
+            return object()
+    return versions
 
 
 class FileStore:
