@@ -50,7 +50,7 @@ class EpochsAhead:
         yield from self._source.epoch(*self._first, self._batches_per_slot)
         while self._to_open:
             epoch = self._to_open.popleft()
-            self._versions[epoch] = self._rows_version()
+            self._versions[epoch] = self._source.rows_version()
             yield from self._source.epoch(epoch, 0, 0, self._batches_per_slot)
 
     def turns(self) -> Iterator[int]:
@@ -112,10 +112,6 @@ class EpochsAhead:
         self._to_open.append(self._filled)
         self.fill_epoch(self._filled, turn, self._filled - self._received)
         return n_slots
-
-    def _rows_version(self) -> object:
-        # No other version equals a new object.
-        return object() if self._source.is_mapped_for_writing() else self._source.rows_version()
 
     def _n_slots(self, epoch: int, batch: int) -> int:
         return -(-(self._source.n_batches(epoch) - batch) // self._batches_per_slot)

@@ -252,6 +252,7 @@ def _choose_for_chunks(store: ChunkedStore, reads: Reads) -> Choice:
     n_rows = reads.views[0].n_rows if reads.views else store.n_rows
     block_rows = max(1, _BLOCK_CHUNKS * store.chunk_rows * n_rows // store.n_rows)
     problem = ""
+    piece_nbytes = store.piece_rows * store.row_nbytes
     advice = f"a block_shuffled order with block_rows={block_rows} decodes fewer"
     if reads.windows is not None:
         problem = _memory_problem(reads)
@@ -262,13 +263,13 @@ def _choose_for_chunks(store: ChunkedStore, reads: Reads) -> Choice:
         advice = "a larger limit or a smaller window_blocks allows windows"
     hint = (
         f"Each batch decodes the whole chunks of its rows of {store.label}, up to "
-        f"{store.chunk_rows:,} rows each. rows=pinfeed.rows.block_shuffled(seed, "
+        f"{store.piece_rows:,} rows each. rows=pinfeed.rows.block_shuffled(seed, "
         f"block_rows={block_rows}, window_blocks=...) decodes each chunk little more than once in "
         "an epoch, if two windows fit in memory. A copy in a .npy file needs no decoding. "
         f"{whole_file_hint(store)}"
     )
     reason = (
-        f"each batch decodes the whole chunks of its rows, up to {human(store.chunk_nbytes)} "
+        f"each batch decodes the whole chunks of its rows, up to {human(piece_nbytes)} "
         f"each{problem}; {advice}"
     )
     return ChunkReads(store, hint), reason

@@ -147,6 +147,7 @@ class FlatArray(ChunkedStore):
         self._n_axes = n_axes
         self._decoding_chunks = array._decoding_chunks
         self._max_decodes = array._max_decodes
+        self._run_bytes = min(self._run_bytes, array._run_bytes)
         layout = ChunkLayout(
             array.label, array.dtype, shape[n_axes:], bounds, paths=tuple(array.paths)
         )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from pinfeed.errors import ClosedError, WriteBackError
+from pinfeed.memory.proc_maps import file_key, written_maps
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.store import Array, ClosedOnExit, checked_gather, run_of
@@ -20,6 +21,25 @@ def only_reads_files(store: object) -> bool:
     """Return whether code of pinfeed reads the rows of a store from files, and writes none."""
     is_own = type(store).__module__.startswith(f"{__package__}.")
     return is_own and isinstance(store, FileStore) and not store.writable
+
+
+def rows_version(stores: Iterable[FileStore]) -> object:
+    """Return a value that changes when files of the stores are written or replaced.
+
+    If changes cannot be known, the value equals no other one: a write to a map of a file may leave
+    the times of the file as they are.
+    """
+    files = list(stores)
+    try:
+        versions = [file.version for file in files]
+    except OSError:
+        return object()
+    # Otherwise, the rows of no store may change.
+    if any(versions):
+        written = written_maps()
+        if written and any(file_key(path) in written for file in files for path in file.paths):
+            return object()
+    return versions
 
 
 class FileStore(ClosedOnExit):
@@ -77,7 +97,7 @@ class FileStore(ClosedOnExit):
 
     @property
     def version(self) -> object:
-        """A value that changes when the rows change, if this is known without reading."""
+        """A value that changes with the rows, if that is known without reading."""
         return 0
 
     def rows_in(self, nbytes: int) -> int:

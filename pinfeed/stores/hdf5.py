@@ -29,6 +29,10 @@ from pinfeed.validation.requirements import install_line
 
 # Rows that are read at a time from a dataset without chunks.
 _PIECE_BYTES = 256 << 10
+# Items of a row in one file of a virtual dataset, from which on HDF5 reads rows faster one by one.
+_STACKED_ITEMS = 256
+# Decoded chunks that HDF5 keeps of all files of a virtual dataset.
+_VIRTUAL_CACHE_BYTES = 16 << 20
 _N_SHOWN = 8
 
 _HINTS = {
@@ -125,12 +129,23 @@ class HDF5Store(ChunkedArray):
         self._raw = _raw_chunks(dataset)
         self.array_shape = dataset.shape or ()
         self.array_chunks = dataset.chunks
+        self._is_virtual = bool(dataset.is_virtual)
+        if _is_stacked(dataset):
+            self._run_bytes = 0
         # HDF5 itself decodes one chunk at a time.
         self._max_decodes = MAX_DECODES if self._raw is not None else 1
         super().__init__(_layout(dataset), None if self._path else dataset)
         self.native = _native(dataset, self._given is not None)
         if self.native is not None:
             self.native.label = self.label
+
+    @property
+    def piece_rows(self) -> int:
+        return 1 if self.array_chunks is None else super().piece_rows
+
+    @property
+    def resident_bytes(self) -> int:
+        return super().resident_bytes + self._is_virtual * _VIRTUAL_CACHE_BYTES
 
     @property
     def _step_nbytes(self) -> int:
@@ -199,7 +214,16 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 def _open(path: Path, name: str | None) -> Any:
     """Open a dataset of a file; the caller closes ``dataset.file``."""
-    file = _open_file(path)
+    dataset = _open_dataset(path, name, 0)
+    if not dataset.is_virtual:
+        return dataset
+    n_parts = dataset.id.get_create_plist().get_virtual_count()
+    dataset.file.close()
+    return _open_dataset(path, name, _VIRTUAL_CACHE_BYTES // max(1, n_parts))
+
+
+def _open_dataset(path: Path, name: str | None, cache_nbytes: int) -> Any:
+    file = _open_file(path, cache_nbytes)
     try:
         with _h5py_errors(path, name):
             return _dataset_of(file, name)
@@ -208,16 +232,21 @@ def _open(path: Path, name: str | None) -> Any:
         raise
 
 
-def _open_file(path: Path) -> Any:
-    """Open a file, which the caller closes."""
+def _open_file(path: Path, cache_nbytes: int = 0) -> Any:
+    """Open a file, which the caller closes.
+
+    Args:
+        path: Path of the file.
+        cache_nbytes: Chunks that HDF5 keeps of each dataset, in bytes. A store keeps chunks itself,
+            but not those of the files of a virtual dataset.
+    """
     import h5py
 
     if not os.path.exists(path):
         raise FileMissing(f"{path}: no such file (looked in {os.getcwd()})")
     require_regular(os.fspath(path))
     try:
-        # The store keeps chunks itself, so the library need not.
-        return h5py.File(path, "r", rdcc_nbytes=0)
+        return h5py.File(path, "r", rdcc_nbytes=cache_nbytes)
     except OSError as error:
         raise StoreError(
             f"{path}: h5py cannot open it ({described(error)}); expected an HDF5 file that is not "
@@ -329,10 +358,30 @@ def _layout(dataset: Any) -> ChunkLayout:
     _check_type(dataset.dtype, label)
     if dataset.chunks is not None:
         chunk_rows = dataset.chunks[0]
+    elif _is_stacked(dataset):
+        chunk_rows = 1
     else:
         row_nbytes = dataset.dtype.itemsize * math.prod((dataset.shape or ())[1:])
         chunk_rows = _PIECE_BYTES // max(1, row_nbytes)
     return ChunkLayout.even(label, dataset.dtype, dataset.shape, chunk_rows, (path,))
+
+
+def _is_stacked(dataset: Any) -> bool:
+    """Return whether each row of a virtual dataset has long parts of several datasets.
+
+    HDF5 finds these parts item by item, unless it reads a single row: for parts of 4,096 items, it
+    takes 20 times as long.
+    """
+    properties = dataset.id.get_create_plist()
+    if not dataset.is_virtual or not properties.get_virtual_count():
+        return False
+    space = properties.get_virtual_vspace(0)
+    if not space.is_regular_hyperslab():
+        return False
+    _, _, counts, blocks = space.get_regular_hyperslab()
+    part: int = math.prod(counts[1:]) * math.prod(blocks[1:])
+    n_items: int = math.prod(dataset.shape[1:])
+    return _STACKED_ITEMS <= part < n_items
 
 
 def _check_type(dtype: np.dtype[Any], label: str) -> None:

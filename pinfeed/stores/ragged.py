@@ -65,9 +65,9 @@ class PackedBatch(NamedTuple):
     document_ids: Any
     """Number of the row of each item in the batch, shape (n_sequences, length); -1 for padding."""
     position_ids: Any
-    """Position of each item in its row, shape (n_sequences, length), and in padding in the padding.
+    """Position of each item in its row, shape (n_sequences, length).
 
-    A part of a row that was cut begins at 0.
+    The positions of a part of a row that was cut, and those of padding, count from 0.
     """
     cu_seqlens: Any
     """Bounds of all rows and paddings in the flattened batch, from 0 to its number of items."""

@@ -37,7 +37,8 @@ class ZarrStore(ChunkedArray):
     """Read-only rows of a Zarr array of format 2 or 3, read with zarr.
 
     The first axis of the array is the rows; ``windows`` returns windows along any axis. If the
-    array has shards, a chunk of the store is a shard, or several chunks of one that exceeds 1 MiB.
+    array has shards, a chunk of the store is a shard, or several chunks of one that exceeds 1 MiB;
+    a batch with few rows of it decodes only the chunks of these rows.
     Chunks that were never written contain the fill value. The array must not change while the store
     is open.
 
@@ -102,6 +103,11 @@ class ZarrStore(ChunkedArray):
         self.array_chunks = array.chunks
         super().__init__(layout, array if self._path is None else None)
         self._opened = array
+
+    @property
+    def piece_rows(self) -> int:
+        # The chunks of a shard.
+        return min(self.chunk_rows, (self.array_chunks or (1,))[0])
 
     @property
     def _step_nbytes(self) -> int:

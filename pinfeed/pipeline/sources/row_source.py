@@ -8,7 +8,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pinfeed.memory.proc_maps import file_key, written_maps
 from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.pipeline.sources.source import (
     ArrayPart,
@@ -24,9 +23,8 @@ from pinfeed.rows.batches import EpochHooks, RowBatches, RowIndices
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.packing import Places
 from pinfeed.stores.axis_windows import WindowStore
-from pinfeed.stores.file_store import FileStore
+from pinfeed.stores.file_store import FileStore, rows_version
 from pinfeed.stores.host_rows import UnreadPart
-from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.ragged import RaggedParts
 from pinfeed.stores.store import Store, row_nbytes
 from pinfeed.tensors.pytree import Rebuild
@@ -69,15 +67,7 @@ class RowSource(Source):
         return self.batches.n_batches(epoch)
 
     def rows_version(self) -> object:
-        try:
-            return [store.version for store in self._files()]
-        except OSError:
-            return object()
-
-    def is_mapped_for_writing(self) -> bool:
-        local = [store for store in self._files() if isinstance(store, LocalFileStore)]
-        files = [file_key(path) for store in local for path in store.paths]
-        return bool(files) and not written_maps().isdisjoint(files)
+        return rows_version(self._files())
 
     def epoch(
         self, number: int, start: int, checksum: int, batches_per_slot: int

@@ -230,17 +230,10 @@ class Source(ABC):
         """Return a value that changes when files of the rows are written or replaced.
 
         A continuous loop compares the value from before it has read the first batches of an epoch
-        with the value at the beginning of the epoch. By default, there are no files. Any thread may
-        call this.
+        with the value at the beginning of the epoch. If changes cannot be known, the value equals
+        no other one. By default, there are no files. Any thread may call this.
         """
         return ()
-
-    def is_mapped_for_writing(self) -> bool:
-        """Return whether the program has mapped a file of the rows for writing.
-
-        It may then write rows without a new ``rows_version``. Any thread may call this.
-        """
-        return False
 
     @property
     def may_open_ahead(self) -> bool:
