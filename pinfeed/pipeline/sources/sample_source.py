@@ -90,8 +90,11 @@ class SampleMaker:
                 )
 
         def make(position: int) -> Any:
-            if self.read_batch is not None and not taken:
-                read_all(self.read_batch)
+            if self.read_batch is not None:
+                if not taken:
+                    read_all(self.read_batch)
+                if transform is None:
+                    return taken[position]
             random.begin((seed, epoch, keys[position], _OF_SAMPLES))
             with random if self.reproducible else contextlib.nullcontext():
                 try:
@@ -266,10 +269,17 @@ class SampleSource(Source):
     def _draws(
         self, epoch: int, batches: Iterator[RowIndices]
     ) -> Generator[BatchThunk, None, None]:
+        from pinfeed.tensors.sample_layout import collated
+
         samples = self.samples
         maker = samples.maker
         skipped = samples.skipped
         collate = samples.collate
+        n_threads = samples.n_threads
+        if maker.read_batch is not None:
+            # All samples exist at once, so there is no need to write each of them to its place.
+            collate = collate or collated
+            n_threads = 1
         with self.threads.running() as workers:
             for row_indices in batches:
                 indices = row_indices.rows().tolist()
@@ -278,9 +288,8 @@ class SampleSource(Source):
                     len(indices),
                     None if collate is None else maker.collating(collate, epoch, indices),
                     None if skipped is None else skipped.of(epoch, indices),
-                    in_one_call=maker.read_batch is not None,
                 )
-                self._begun.begin(batch, workers, samples.n_threads)
+                self._begun.begin(batch, workers, n_threads)
                 yield made_or_failed(batch.host_batch) if samples.keeps_errors else batch.host_batch
 
     def stop(self) -> None:
@@ -296,8 +305,8 @@ def sample_hint(n_threads: int, *, in_one_call: bool) -> str:
     if in_one_call:
         return (
             "The loop waits for the samples. The dataset has __getitems__, so one thread makes "
-            f"each batch. Set depth={n_threads} to make as many batches at the same time, or make "
-            "the samples cheaper."
+            "each batch, and threads make up to depth + 1 batches at the same time. Make the "
+            f"samples cheaper, or raise depth to the number of threads (now {n_threads})."
         )
     n_cores = len(os.sched_getaffinity(0))
     if n_threads < n_cores:
