@@ -264,6 +264,17 @@ def ranks_given_twice(path: Path) -> Iterator[Any]:
     yield sorted(order(rows.sequential(), ranks=ranks)) == [4, 5, 6, 7]
 
 
+@advised("leave out split_batches, and give max_elements for the batch of one rank")
+def split_batches_of_elements(path: Path) -> Iterator[Any]:
+    def share(rank: int, max_elements: int, **options: Any) -> list[int]:
+        batches = rows.element_batches([1] * 8, max_elements=max_elements)
+        ranks = pinfeed.Ranks("drop", rank=rank, world_size=2, **options)
+        return order(batches, batch_size=None, ranks=ranks)
+
+    yield lambda: share(0, 4, split_batches=True)
+    yield sorted(share(0, 2) + share(1, 2)) == list(range(8))
+
+
 @advised("decides on its own what a process reads; leave ranks= out")
 def ranks_of_a_sampler(path: Path) -> Iterator[Any]:
     sampler: Any = DistributedSampler(range(8), 2, 1, shuffle=False)  # type: ignore[arg-type]
@@ -416,6 +427,28 @@ def resumed_list(path: Path) -> Iterator[Any]:
     found = rest(lambda: wrap_loader(stateful(DATA, batch_size=2), device="cpu"))
     yield equal(found, X[2:])
     yield equal(rest(lambda: Feeder(X, batch_size=2, device="cpu")), X[2:])
+
+
+@advised(r"expected the return value of this feeder's state_dict\(\), because that number seeds")
+def state_of_the_loader_itself(path: Path) -> Iterator[Any]:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    def noise(batch: Any, generator: torch.Generator) -> Any:
+        return batch + torch.rand(batch.shape, generator=generator)
+
+    def rest(state_of: Any) -> Any:
+        loader = stateful(DATA, batch_size=2)
+        with wrap_loader(loader, host_transform=noise, device="cpu") as feeder:
+            next(iter(feeder))
+            state = state_of(loader, feeder)
+        options: Any = {"host_transform": noise, "device": "cpu"}
+        with wrap_loader(stateful(DATA, batch_size=2), **options) as feeder:
+            feeder.load_state_dict(state)
+            return joined(feeder)
+
+    yield lambda: rest(lambda loader, feeder: loader.state_dict())
+    whole = loaded(stateful(DATA, batch_size=2), host_transform=noise)
+    yield equal(rest(lambda loader, feeder: feeder.state_dict()), whole[2:])
 
 
 @advised(r"if you need a DataLoader, give it pinfeed.RowDataset\(source\)")

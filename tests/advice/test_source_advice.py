@@ -132,6 +132,12 @@ def windows_longer_than_files(path: Path) -> Iterator[Any]:
     yield equal(windows(6), [range(6)])
 
 
+@advised("is a directory; expected the path of a new .npy file; give a file name in it")
+def directory_in_place_of_a_file(path: Path) -> Iterator[Any]:
+    yield lambda: NpyStore.create(path, (8, 3))
+    yield not read(NpyStore.create(path / "x.npy", (8, 3))).any()
+
+
 @advised("a file occurs twice.*give each file once")
 def file_given_twice(path: Path) -> Iterator[Any]:
     file = saved(path / "x.npy", X)
