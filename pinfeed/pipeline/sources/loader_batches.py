@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,14 +15,14 @@ class LoaderBatches:
 
     Args:
         batches: The loader's own iterator.
-        generators: Generators of the loader; None if it has none.
+        generators: Generators of the loader.
         memory: Memory of the last batches; None if it is not checked.
     """
 
     def __init__(
         self,
         batches: Iterator[Any],
-        generators: GeneratorStates | None,
+        generators: Sequence[GeneratorStates],
         memory: FilledMemory | None,
     ) -> None:
         self._batches = batches
@@ -33,12 +33,14 @@ class LoaderBatches:
         return self
 
     def __next__(self) -> Any:
+        for generator in self._generators:
+            generator.begin_batch()
         try:
             batch = next(self._batches)
         finally:
             # The end of an epoch, and a batch that fails, may draw random numbers, too.
-            if self._generators is not None:
-                self._generators.note()
+            for generator in self._generators:
+                generator.end_batch()
         if self._memory is not None:
             self._memory.check(batch)
         return batch

@@ -7,7 +7,7 @@ import copy
 import functools
 import os
 import traceback
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pinfeed.errors import ArgumentError, WorkerError
@@ -110,8 +110,8 @@ class LoaderSource(Source):
         self.n_ahead = 0
         # The loader's own iterator in the running epoch.
         self._running: Iterator[Any] | None = None
-        # Generators of the loader in the running epoch; None if no batch is requested early.
-        self._generators: GeneratorStates | None = None
+        # Generators of the loader, if batches of the running epoch are requested early.
+        self._generators: Sequence[GeneratorStates] = ()
         # Memory of the last batches; None if the loader gives each batch its own.
         self._memory: FilledMemory | None = None
         self._begun: Iterator[Any] | None = None
@@ -194,26 +194,27 @@ class LoaderSource(Source):
 
     def rewind(self, n_requested: int) -> None:
         self._running = None
-        if self._generators is not None:
-            self._generators.rewind(n_requested)
-            self._generators = None
+        for generator in self._generators:
+            generator.rewind(n_requested)
+        self._generators = ()
 
     def _watched(self, batches: Iterator[Any], start: int) -> Iterator[Any]:
         """Return the batches, with notes of what the loader changes ahead of the training loop."""
         from pinfeed.tensors.filled_memory import FilledMemory
         from pinfeed.tensors.rng_state import GeneratorStates, own_generators
 
-        if generators := own_generators(self.loader):
-            # The end of the epoch counts as a batch.
-            self._generators = GeneratorStates(generators, self.n_ahead + 2, start)
+        # The end of the epoch counts as a batch.
+        self._generators = [
+            GeneratorStates(one, self.n_ahead + 2, start) for one in own_generators(self.loader)
+        ]
         if self._may_fill_again():
             self._memory = FilledMemory(f"loader={type(self.loader).__name__}", self.n_ahead)
         # If host_transform is called for one batch at a time, its results wait instead.
         waits = self.host_transform is None or self.transforms_in_thunks
         memory = self._memory if waits else None
-        if self._generators is None and memory is None:
-            return batches
-        return LoaderBatches(batches, self._generators, memory)
+        if self._generators or memory is not None:
+            return LoaderBatches(batches, self._generators, memory)
+        return batches
 
     def _may_fill_again(self) -> bool:
         """Return whether the loader may return the same memory in several batches."""
