@@ -28,6 +28,7 @@ class LoaderBatches:
         self._batches = batches
         self._generators = generators
         self._memory = memory
+        self._is_waiting = False
 
     def __iter__(self) -> LoaderBatches:
         return self
@@ -35,12 +36,25 @@ class LoaderBatches:
     def __next__(self) -> Any:
         for generator in self._generators:
             generator.begin_batch()
+        self._is_waiting = True
         try:
             batch = next(self._batches)
         finally:
+            self._is_waiting = False
             # The end of an epoch, and a batch that fails, may draw random numbers, too.
             for generator in self._generators:
                 generator.end_batch()
         if self._memory is not None:
             self._memory.check(batch)
         return batch
+
+    def wake(self) -> None:
+        """Wake a reader thread that waits for a worker process which has died.
+
+        Torch raises the error in the main thread. Its iterator would notice it after 5 s only.
+        """
+        running: Any = self._batches
+        workers = () if getattr(running, "_shutdown", True) else running._workers
+        if self._is_waiting and not all(worker.is_alive() for worker in workers):
+            # The reader thread takes it for a batch, and fails.
+            running._data_queue.put((None, None))
