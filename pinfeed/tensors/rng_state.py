@@ -96,37 +96,42 @@ def set_state(generator: Any, state: Any) -> None:
 
 
 class GeneratorStates:
-    """States of the generators of a loader after each of its last batches.
+    """States of a generator of a loader after each of the last batches.
 
     Args:
-        generators: The generators.
+        generator: The generator.
         n_kept: Number of batches whose states are kept.
         first: Number of batches of the epoch that were requested before.
     """
 
-    def __init__(self, generators: list[Any], n_kept: int, first: int) -> None:
-        self._generators = generators
-        self._states: deque[list[Any]] = deque(maxlen=n_kept)
+    def __init__(self, generator: Any, n_kept: int, first: int) -> None:
+        self._generator = generator
+        self._states: deque[Any] = deque(maxlen=n_kept)
         self._n_requested = first
 
-    def note(self) -> None:
-        """Keep the states after another batch."""
+    def begin_batch(self) -> None:
+        """Forget all states if other code has used the generator since the last batch."""
+        if self._states and not self._is_at_last():
+            self._states.clear()
+
+    def end_batch(self) -> None:
+        """Keep the state after a batch."""
         self._n_requested += 1
-        self._states.append([state_of(generator) for generator in self._generators])
+        self._states.append(state_of(self._generator))
 
     def rewind(self, n_requested: int) -> None:
-        """Put the generators back to where they were after ``n_requested`` batches.
+        """Put the generator back to where it was after ``n_requested`` batches.
 
-        A generator that was used or set after the last batch is left unchanged.
+        It is left unchanged if other code has used it since then.
         """
         n_back = self._n_requested - n_requested
-        if not 0 < n_back < len(self._states):
-            return
-        pairs = zip(self._states[-1 - n_back], self._states[-1], strict=True)
-        for generator, (state, last) in zip(self._generators, pairs, strict=True):
-            now = state_of(generator)
-            if torch.equal(now, last) if isinstance(now, torch.Tensor) else now == last:
-                set_state(generator, state)
+        if 0 < n_back < len(self._states) and self._is_at_last():
+            set_state(self._generator, self._states[-1 - n_back])
+
+    def _is_at_last(self) -> bool:
+        now = state_of(self._generator)
+        last = self._states[-1]
+        return torch.equal(now, last) if isinstance(now, torch.Tensor) else bool(now == last)
 
 
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)

@@ -117,18 +117,26 @@ def test_an_error_of_a_batch_leaves_the_generators_at_this_batch() -> None:
     assert same(*orders)
 
 
-def test_a_generator_that_the_program_has_set_stays() -> None:
-    generators = [torch.Generator(), torch.Generator()]
-    states = GeneratorStates(generators, n_kept=4, first=0)
-    for _ in range(3):
-        torch.rand(1, generator=generators[0])
-        torch.rand(1, generator=generators[1])
-        states.note()
-    generators[1].manual_seed(8)
+def drawn(n: int) -> torch.Tensor:
+    """Return the state of a generator after ``n`` draws."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(n):
+        torch.rand(1, generator=generator)
+    return generator.get_state()
+
+
+@pytest.mark.parametrize(("used_after", "n_draws"), [(None, 1), (1, 4), (2, 4), (3, 4)])
+def test_draws_of_the_program_are_not_undone(used_after: int | None, n_draws: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    states = GeneratorStates(generator, n_kept=4, first=0)
+    for i in range(1, 4):
+        states.begin_batch()
+        torch.rand(1, generator=generator)
+        states.end_batch()
+        if i == used_after:
+            torch.rand(1, generator=generator)
     states.rewind(1)
-    torch.rand(1, generator=(alone := torch.Generator()))
-    assert torch.equal(generators[0].get_state(), alone.get_state())
-    assert torch.equal(generators[1].get_state(), torch.Generator().manual_seed(8).get_state())
+    assert torch.equal(generator.get_state(), drawn(n_draws))
 
 
 class Refilled:

@@ -7,7 +7,7 @@ import copy
 import functools
 import os
 import traceback
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pinfeed.errors import ArgumentError, WorkerError
@@ -108,10 +108,10 @@ class LoaderSource(Source):
         self._number = 0
         self.keeps_errors = False
         self.n_ahead = 0
-        # The loader's own iterator in the running epoch.
-        self._running: Iterator[Any] | None = None
-        # Generators of the loader in the running epoch; None if no batch is requested early.
-        self._generators: GeneratorStates | None = None
+        # Batches of the running epoch, if some are requested early.
+        self._running: LoaderBatches | None = None
+        # Generators of the loader, if batches of the running epoch are requested early.
+        self._generators: Sequence[GeneratorStates] = ()
         # Memory of the last batches; None if the loader gives each batch its own.
         self._memory: FilledMemory | None = None
         self._begun: Iterator[Any] | None = None
@@ -178,42 +178,34 @@ class LoaderSource(Source):
         assert batches is not None
         self._epoch = number
         self._number = start
-        self._running = batches
-        return self._draws(self._watched(batches, start) if self.n_ahead else batches)
+        if self.n_ahead:
+            batches = self._running = self._watched(batches, start)
+        return self._draws(batches)
 
     def stop(self) -> None:
-        """Wake a reader thread that waits for a worker process which has died.
-
-        Torch raises the error in the main thread. Its iterator would notice it after 5 s only.
-        """
-        running: Any = self._running
-        workers = () if getattr(running, "_shutdown", True) else running._workers
-        if not all(worker.is_alive() for worker in workers):
-            # The reader thread takes it for a batch, and fails.
-            running._data_queue.put((None, None))
+        if self._running is not None:
+            self._running.wake()
 
     def rewind(self, n_requested: int) -> None:
         self._running = None
-        if self._generators is not None:
-            self._generators.rewind(n_requested)
-            self._generators = None
+        for generator in self._generators:
+            generator.rewind(n_requested)
+        self._generators = ()
 
-    def _watched(self, batches: Iterator[Any], start: int) -> Iterator[Any]:
+    def _watched(self, batches: Iterator[Any], start: int) -> LoaderBatches:
         """Return the batches, with notes of what the loader changes ahead of the training loop."""
         from pinfeed.tensors.filled_memory import FilledMemory
         from pinfeed.tensors.rng_state import GeneratorStates, own_generators
 
-        if generators := own_generators(self.loader):
-            # The end of the epoch counts as a batch.
-            self._generators = GeneratorStates(generators, self.n_ahead + 2, start)
+        # The end of the epoch counts as a batch.
+        self._generators = [
+            GeneratorStates(one, self.n_ahead + 2, start) for one in own_generators(self.loader)
+        ]
         if self._may_fill_again():
             self._memory = FilledMemory(f"loader={type(self.loader).__name__}", self.n_ahead)
         # If host_transform is called for one batch at a time, its results wait instead.
         waits = self.host_transform is None or self.transforms_in_thunks
-        memory = self._memory if waits else None
-        if self._generators is None and memory is None:
-            return batches
-        return LoaderBatches(batches, self._generators, memory)
+        return LoaderBatches(batches, self._generators, self._memory if waits else None)
 
     def _may_fill_again(self) -> bool:
         """Return whether the loader may return the same memory in several batches."""
