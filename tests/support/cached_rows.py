@@ -156,7 +156,6 @@ class CachedRun:
             capacity=(),
             progress=False,
             timeline=False,
-            again="end",
         )
 
     def fed(self, device: SimDevice, depth: int) -> "CachedRun":
