@@ -73,7 +73,6 @@ def test_a_star_import_has_the_public_names(programs: Programs) -> None:
         "compat.infinitybatch",
         "compat.pytorch_memory",
         "compat.speedtorch",
-        "compat.trainer",
         "rows",
         "testing",
     ],

@@ -1,1 +1,1 @@
-"""APIs of SpeedTorch, infinitybatch and pytorch-memory on top of pinfeed, and a Trainer."""
+"""APIs of SpeedTorch, infinitybatch and pytorch-memory on top of pinfeed."""

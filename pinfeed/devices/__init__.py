@@ -59,37 +59,27 @@ def resolve(device: Any, *, n_spare: int) -> Device:
         device = f"cuda:{index}"
     elif device == "auto":
         device = "cpu"
-    wanted = torch_device(device, "'auto', 'cpu', 'cuda' or 'cuda:N'")
+    wanted = torch_device(device)
     if wanted.type == "cpu":
         return HostDevice(n_spare=n_spare)
     return CudaDevice(wanted.index, n_spare=n_spare)
 
 
-def torch_device(
-    device: Any, expected: str = "'cpu', 'cuda' or 'cuda:N'", *, exists: bool = False
-) -> torch.device:
-    """Return the ``torch.device`` of a name: the CPU or a CUDA GPU.
-
-    Args:
-        device: Any argument of ``torch.device``.
-        expected: Names that the caller accepts, for the error.
-        exists: Whether to require that this machine has the device.
+def torch_device(device: Any) -> torch.device:
+    """Return the ``torch.device`` of a name that is not "auto": the CPU or a CUDA GPU.
 
     Raises:
-        DeviceError: If the device does not exist, or pinfeed does not support it.
+        DeviceError: If ``device`` is no device, or pinfeed does not support it.
     """
     import torch
 
+    expected = "'auto', 'cpu', 'cuda' or 'cuda:N'"
     try:
         wanted = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise DeviceError(f"device={device!r} is not a device; expected {expected}") from error
     if wanted.type not in ("cpu", "cuda"):
         raise DeviceError(f"device={str(wanted)!r} is not supported; expected {expected}")
-    if exists and wanted.type == "cuda":
-        from pinfeed.devices.cuda import check_gpu
-
-        check_gpu(wanted.index)
     return wanted
 
 

@@ -11,7 +11,7 @@ import functools
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import numpy as np
 import torch
@@ -237,12 +237,11 @@ class DirectAccess:
                 # Allocated in this stream, so that its memory is reused only after the launches.
                 indices = self._upload(rows, _index_dtype([store for store, _ in tables]))
         on_device = DeviceIndices(indices.data_ptr(), len(rows), indices.element_size())
-        launch = self.kernels.gather if gather else self.kernels.scatter
         # Another feeder on this device may have chosen the staged route since.
         grid = self.route.grid or _GRID
-        yield from launch(
-            stream.raw.cuda_stream, on_device, [_move_of(table) for table in tables], grid
-        )
+        moves = [_move_of(table) for table in tables]
+        kind: Literal["gather", "scatter"] = "gather" if gather else "scatter"
+        yield from self.kernels.move(kind, stream.raw.cuda_stream, on_device, moves, grid)
 
     def _upload(self, rows: Rows, dtype: np.dtype[Any]) -> torch.Tensor:
         """Return row indices on the device, copied in the current stream.

@@ -21,10 +21,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from pinfeed.devices.cuda_module import CudaModule
 
 MAX_TABLES = 8
 """Largest number of tables in one launch."""
@@ -152,7 +154,7 @@ KERNELS(4, unsigned int)
 KERNELS(2, unsigned short)
 KERNELS(1, unsigned char)
 """
-KERNELS = {
+KERNELS: dict[tuple[str, int, int], str] = {
     (name, width, nbytes): f"{name}_rows_{width}_int{8 * nbytes}"
     for name in ("gather", "scatter")
     for width in _WIDTHS
@@ -293,58 +295,43 @@ class RowKernels:
     Args:
         index: Number of the GPU.
 
+    Attributes:
+        modules: Compiled kernels by the threads of their blocks.
+
     Raises:
         ImportError: If CuPy is not installed.
         AttributeError: If CuPy is older than version 14.
     """
 
     def __init__(self, index: int) -> None:
-        import cupy
+        self.modules = {
+            n_threads: CudaModule(index, SOURCE, options(n_threads), KERNELS.values())
+            for n_threads in _LIMITS
+        }
 
-        self._gpu = cupy.cuda.Device(index)
-        self._stream = cupy.cuda.Stream.from_external
-        self._kernels: dict[tuple[int, str], Any] = {}
-        with self._gpu:
-            for n_threads in _LIMITS:
-                module = cupy.RawModule(code=SOURCE, options=options(n_threads))
-                for name in KERNELS.values():
-                    self._kernels[n_threads, name] = module.get_function(name)
-
-    def gather(
-        self, stream: int, rows: DeviceIndices, moves: Sequence[Move], grid: Grid
+    def move(
+        self,
+        kind: Literal["gather", "scatter"],
+        stream: int,
+        rows: DeviceIndices,
+        moves: Sequence[Move],
+        grid: Grid,
     ) -> Iterator[None]:
-        """Queue a gather of rows to the device, launch by launch.
+        """Queue a gather of rows to the device, or a scatter of distinct rows from it.
 
         Args:
+            kind: Direction.
             stream: Handle of the stream.
             rows: Row indices on the device.
             moves: Moves of these rows, one for each table.
             grid: Blocks of each launch; each occupies a part of a multiprocessor that the model
                 could use.
+
+        Yields:
+            After each launch.
         """
-        return self._launch("gather", stream, rows, moves, grid)
-
-    def scatter(
-        self, stream: int, rows: DeviceIndices, moves: Sequence[Move], grid: Grid
-    ) -> Iterator[None]:
-        """Queue a scatter of distinct rows from the device; takes the arguments of ``gather``."""
-        return self._launch("scatter", stream, rows, moves, grid)
-
-    def _launch(
-        self, name: str, stream: int, rows: DeviceIndices, moves: Sequence[Move], grid: Grid
-    ) -> Iterator[None]:
+        module = self.modules[grid.n_threads]
         for width, n_blocks, argument in launches(rows, moves, grid):
-            kernel = self._kernels[grid.n_threads, KERNELS[name, width, rows.nbytes]]
-            with self._gpu, self._stream(External(stream)):
-                kernel((n_blocks,), (grid.n_threads,), (argument,))
+            kernel = KERNELS[kind, width, rows.nbytes]
+            module.launch(kernel, stream, (n_blocks,), grid.n_threads, argument)
             yield
-
-
-class External:
-    """Stream of another library, in the form that CuPy accepts."""
-
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._handle

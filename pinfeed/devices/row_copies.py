@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pinfeed.devices.cuda_module import CudaModule
 from pinfeed.devices.device import RowCopy
-from pinfeed.devices.kernels import External, word_width
+from pinfeed.devices.kernels import word_width
 from pinfeed.errors import described
 
 logger = logging.getLogger("pinfeed")
@@ -69,6 +70,7 @@ extern "C" __global__ void __launch_bounds__(N_THREADS) copy_rows_on_device(cons
     }
 }
 """
+_NAME = "copy_rows_on_device"
 OPTIONS = ("-std=c++17", f"-DMAX_COPIES={MAX_COPIES}", f"-DN_THREADS={N_THREADS}")
 """The compiler's options."""
 
@@ -134,21 +136,14 @@ class RowCopyKernel:
     """
 
     def __init__(self, index: int) -> None:
-        import cupy
-
-        self._gpu = cupy.cuda.Device(index)
-        self._stream = cupy.cuda.Stream.from_external
+        self._module = CudaModule(index, SOURCE, OPTIONS, [_NAME])
         n_multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
         self._most_blocks = _BLOCKS_PER_MULTIPROCESSOR * n_multiprocessors
-        with self._gpu:
-            module = cupy.RawModule(code=SOURCE, options=OPTIONS)
-            self._kernel = module.get_function("copy_rows_on_device")
 
     def copy(self, copies: Sequence[RowCopy], stream: int) -> None:
         """Queue copies in a stream, which is given by its handle."""
         for n_blocks, n_copies, argument in launches(copies, self._most_blocks):
-            with self._gpu, self._stream(External(stream)):
-                self._kernel((n_blocks, n_copies), (N_THREADS,), (argument,))
+            self._module.launch(_NAME, stream, (n_blocks, n_copies), N_THREADS, argument)
 
 
 @functools.cache

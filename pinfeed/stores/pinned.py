@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -129,6 +129,8 @@ class PinnedStore(ArrayStore):
     ) -> PinnedStore:
         """Create a store of normally distributed numbers.
 
+        For other numbers, create an ``empty`` store and fill its ``array``.
+
         Args:
             shape: Shape (n_rows, *row_shape).
             dtype: Floating point dtype of the rows.
@@ -146,39 +148,16 @@ class PinnedStore(ArrayStore):
         mean = real_number(mean, "mean")
         std = real_number(std, "std", least=0)
         rng = np.random.default_rng(seed)
-        return cls.empty(shape, dtype, pin=pin)._fill(lambda size: rng.normal(mean, std, size))
-
-    @classmethod
-    def uniform(
-        cls,
-        shape: tuple[int, ...],
-        dtype: npt.DTypeLike = "float32",
-        *,
-        low: float = 0.0,
-        high: float = 1.0,
-        seed: int = 0,
-        pin: Pin = True,
-    ) -> PinnedStore:
-        """Create a store of numbers that are uniformly distributed over [low, high).
-
-        Args:
-            shape: Shape (n_rows, *row_shape).
-            dtype: Floating point dtype of the rows.
-            low: Lower bound.
-            high: Upper bound, at least ``low``.
-            seed: Seed of the random numbers; the same seed gives the same rows.
-            pin: As for the class.
-
-        Raises:
-            ArgumentError: If ``low`` or ``high`` is not a number, ``high`` is below ``low``, or
-                ``seed`` is not a whole number of at least 0.
-            StoreError: As for ``empty``, or if the dtype is not floating point.
-        """
-        seed = whole_number(seed, "seed", least=0)
-        low = real_number(low, "low")
-        high = real_number(high, "high", least=low, note=f" (low={low:g})")
-        rng = np.random.default_rng(seed)
-        return cls.empty(shape, dtype, pin=pin)._fill(lambda size: rng.uniform(low, high, size))
+        store = cls.empty(shape, dtype, pin=pin)
+        # numpy's kind of bfloat16 is V.
+        if store.dtype.kind not in "fV":
+            raise StoreError(
+                f"PinnedStore: random rows have dtype {store.dtype}; expected a floating point "
+                "dtype"
+            )
+        for _, chunk in _chunks(store.array):
+            chunk[...] = rng.normal(mean, std, chunk.shape).astype(store.dtype)
+        return store
 
     @safe_repr
     def __repr__(self) -> str:
@@ -278,16 +257,6 @@ class PinnedStore(ArrayStore):
             )
         self.page_locked = False
         return anonymous(nbytes)
-
-    def _fill(self, draw: Callable[[tuple[int, ...]], Array]) -> PinnedStore:
-        # numpy's kind of bfloat16 is V.
-        if self.dtype.kind not in "fV":
-            raise StoreError(
-                f"PinnedStore: random rows have dtype {self.dtype}; expected a floating point dtype"
-            )
-        for _, chunk in _chunks(self._array):
-            chunk[...] = draw(chunk.shape).astype(self.dtype)
-        return self
 
 
 def check_pin(pin: Any) -> None:

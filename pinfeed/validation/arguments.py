@@ -40,7 +40,7 @@ def whole_number(
 
 
 def real_number(
-    value: Any, name: str, *, least: float = -math.inf, most: float = math.inf, note: str = ""
+    value: Any, name: str, *, least: float = -math.inf, most: float = math.inf
 ) -> float:
     """Return ``value`` as a float.
 
@@ -49,7 +49,6 @@ def real_number(
         name: The argument's name.
         least: The smallest number that is accepted.
         most: The largest number that is accepted.
-        note: Text that the error appends to the expected range.
 
     Raises:
         ArgumentError: If ``value`` is not a number, is True, False or NaN, or is out of range.
@@ -58,7 +57,7 @@ def real_number(
     if isinstance(value, bool) or not isinstance(value, Real) or not least <= float(value) <= most:
         range_text = "" if least == -math.inf else f", at least {least:g}"
         range_text += "" if most == math.inf else f" and at most {most:g}"
-        raise ArgumentError(f"{name}={value!r}: expected a number{range_text}{note}")
+        raise ArgumentError(f"{name}={value!r}: expected a number{range_text}")
     return float(value)
 
 

@@ -2,8 +2,11 @@
 
 import copy
 import gc
+import json
+import mmap
 import random
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -387,6 +390,28 @@ def test_tools() -> None:
     Mine().append("a subclass")
 
 
+def test_a_history_of_snapshots_is_saved(tmp_path: Path) -> None:
+    history = CudaHistory()
+    history.append("before")
+    with mmap.mmap(-1, 32 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as held:
+        # A tensor might reuse the memory of an earlier one, so a new mapping is used.
+        held.write(b"x" * len(held))
+        history.append("after")
+        before, after = (snapshot.process for _, snapshot in history)
+        assert after.anonymous - before.anonymous > 0.9 * len(held)
+    assert after.peak >= after.anonymous
+    assert history[0][1].inactive <= history[0][1].free_cache
+    history.save(tmp_path / "memory.json")
+    rows = json.loads((tmp_path / "memory.json").read_text())
+    assert [row["name"] for row in rows] == ["before", "after"]
+    assert rows[1]["anonymous"] == after.anonymous
+    history.save(tmp_path / "memory.csv")
+    lines = (tmp_path / "memory.csv").read_text().splitlines()
+    assert lines[0].startswith("name,total,free,reserved,allocated,free_cache,inactive,anonymous")
+    with pytest.raises(pinfeed.ArgumentError, match=r"expected the path of a \.csv or"):
+        history.save(tmp_path / "memory.txt")
+
+
 def test_comparisons() -> None:
     one = torch.randn(3, 4, requires_grad=True)
     assert is_equal_with_error(one, one.detach() + 1e-9)
@@ -469,7 +494,8 @@ def test_buffers_take_one_step_for_each_batch() -> None:
     model = MyModel(Counts())
     ib = manager(model, chunk_size=5, strategy="two_pass")
     with pytest.warns(
-        UserWarning, match="strategy='two_pass' does not give the gradients of the plain step"
+        infinitybatch.InfinityBatchWarning,
+        match="strategy='two_pass' does not give the gradients of the plain step",
     ):
         ib.epoch()
     assert model[1].count == N

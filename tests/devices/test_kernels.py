@@ -289,9 +289,9 @@ def test_launches_in_a_stream_of_torchs(run: Run, monkeypatch: pytest.MonkeyPatc
         indices = DeviceIndices(rows.ctypes.data, 3, rows.itemsize)
         packed = np.zeros((3, 4), np.int64)
         moves = [Move(table.ctypes.data, packed.ctypes.data, 32)]
-        assert len(list(found.gather(77, indices, moves, grid))) == 1
+        assert len(list(found.move("gather", 77, indices, moves, grid))) == 1
         np.testing.assert_array_equal(packed, table[rows])
         packed += 100
-        for _ in found.scatter(77, indices, moves, grid):
+        for _ in found.move("scatter", 77, indices, moves, grid):
             assert current == [], "another GPU or stream stays current between launches"
         np.testing.assert_array_equal(table[rows], packed)

@@ -283,10 +283,6 @@ def normal(**arguments: Any) -> PinnedStore:
     return PinnedStore.normal((3, 2), pin=False, **arguments)
 
 
-def uniform(**arguments: Any) -> PinnedStore:
-    return PinnedStore.uniform((3, 2), pin=False, **arguments)
-
-
 # ---- numbers, dtypes, paths and stores of tables -------------------------------------------------
 
 
@@ -297,11 +293,8 @@ def uniform(**arguments: Any) -> PinnedStore:
         (table, "max_norm", [-1, "x", True, float("nan")], "a number, at least 0"),
         (table, "norm_type", [None, "x", float("nan")], "a number"),
         (normal, "seed", [None, True, "1", 1.5, -1], "a whole number, at least 0"),
-        (uniform, "seed", [None, True, "1", 1.5, -1], "a whole number, at least 0"),
         (normal, "mean", [None, "x", True], "a number"),
         (normal, "std", [None, "x", -1], "a number, at least 0"),
-        (uniform, "low", [None, "x"], "a number"),
-        (uniform, "high", [None, "x", -1], "a number, at least 0 (low=0)"),
     ],
     ids=lambda value: getattr(value, "__name__", None) or str(value),
 )

@@ -29,7 +29,6 @@ from pinfeed import (
     wrap_loader,
     wrap_readers,
 )
-from pinfeed.compat.trainer import Trainer
 
 OF_DATA_LOADER = [name for name in inspect.signature(DataLoader).parameters if name != "dataset"]
 
@@ -104,11 +103,6 @@ def test_every_argument_of_a_dataloader_is_explained(make: Callable[..., Any]) -
             "Config has no argument 'gpu_memory'; give gpu_memory_limit=, in bytes: pinfeed.GiB(8)",
         ),
         (Config, {"Depth": 4}, "Config has no argument 'Depth'; did you mean 'depth'?"),
-        (
-            Trainer,
-            {"epochs": 4},
-            "Trainer has no argument 'epochs'; give it to train(): trainer.train(n_epochs)",
-        ),
         (
             BigBatch,
             {"batch_size": 4},
@@ -239,7 +233,7 @@ def test_the_batch_size_of_a_feeder() -> None:
 
 
 @pytest.mark.parametrize(
-    "function", [Feeder, wrap_loader, wrap_readers, train_rows, Config, Trainer, BigBatch]
+    "function", [Feeder, wrap_loader, wrap_readers, train_rows, Config, BigBatch]
 )
 def test_signatures_name_every_argument(function: Callable[..., Any]) -> None:
     parameters = inspect.signature(function).parameters.values()

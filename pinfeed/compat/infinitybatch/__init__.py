@@ -37,18 +37,27 @@ The following behaviour differs, because the original gave wrong results or did 
 - ``tools.is_equal_with_error`` is true for equal tensors, not for different ones, and accepts
   tensors of any shape. Snapshots have ``free_cache``, and are zeros without CUDA.
   ``tools.CudaMemorySnapshot`` and ``CudaMemorySnapShot`` are the same class.
+
+``evaluate``, ``callbacks``, ``history``, ``stop``, warnings of a forgotten ``step`` or
+``zero_grad``, memory of the process and of inactive blocks in snapshots, and ``CudaHistory.save``
+are new. The authors of the original planned most of them.
 """
 
 from __future__ import annotations
 
 from pinfeed.compat.infinitybatch import tools
-from pinfeed.compat.infinitybatch.infinity_batch import (
-    InfinityBatch,
-    InfinityBatchError,
-    InfinityBatchWarning,
-)
+from pinfeed.compat.infinitybatch.history import History, Record
+from pinfeed.compat.infinitybatch.infinity_batch import InfinityBatch, InfinityBatchError
+from pinfeed.compat.infinitybatch.missing_calls import InfinityBatchWarning
 
-__all__ = ["InfinityBatch", "InfinityBatchError", "InfinityBatchWarning", "tools"]
+__all__ = [
+    "History",
+    "InfinityBatch",
+    "InfinityBatchError",
+    "InfinityBatchWarning",
+    "Record",
+    "tools",
+]
 
 
 def __dir__() -> list[str]:

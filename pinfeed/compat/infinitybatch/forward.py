@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from typing import Any
 
 import torch
 from torch import nn
 
+from pinfeed.compat.infinitybatch.missing_calls import warn
 from pinfeed.errors import ArgumentError, EstimateError
 from pinfeed.memory import limits
 from pinfeed.memory.host import free_host_bytes
@@ -38,6 +38,7 @@ from pinfeed.training.large_batch.strategy_selector import (
     StrategyChoice,
     choose_strategy,
 )
+from pinfeed.training.large_batch.two_pass import backward_rows
 from pinfeed.training.large_batch.verifier import Verifier
 from pinfeed.training.memory_model.models import call_model
 from pinfeed.training.memory_model.tensor_specs import to_device
@@ -82,7 +83,6 @@ class BatchForward:
         self._plain_choices: dict[Any, StrategyChoice] = {}
         self._offload: Offload | None = None
         self.chosen: StrategyChoice | None = None
-        self.unpredicted: str | None = None
 
     def forget(self) -> None:
         """Drop all choices and the memory for the previous device; call it after a move."""
@@ -174,7 +174,7 @@ class BatchForward:
             if predictor is not None:
                 size = predictor.chunk_size("two_pass", n)
         except EstimateError as error:
-            self.unpredicted = str(error)
+            warn(f"the whole batch is computed at once, because {error}", 7)
             return StrategyChoice("plain", n, "its memory cannot be predicted", unknown)
         assert size is not None
         return StrategyChoice("two_pass", min(n, size), "strategy='two_pass' was given", unknown)
@@ -189,11 +189,11 @@ class BatchForward:
         if self._strategy not in ("two_pass", "checkpoint"):
             return
         if problem := self._problem_of(model, inputs, self._strategy):
-            warnings.warn(
+            warn(
                 f"strategy={self._strategy!r} does not give the gradients of the plain step: "
                 f"{problem}; give strategy='auto', or verify=False if the difference does not "
                 "matter",
-                stacklevel=7,
+                8,
             )
 
     def _problem_of(self, model: nn.Module, inputs: Any, strategy: str) -> str:
@@ -284,26 +284,13 @@ class _Chunks:
                 with torch.enable_grad(), rng_state.replayed(state), self._autocast:
                     outputs = call_model(self._model, to_device(chunk, self._device))
                 stop = start + n_samples(outputs)
-                _backward(outputs, gradients, start, stop)
+                backward_rows(outputs, gradients, start, stop)
                 start = stop
 
 
 def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
     """Return the identity of each parameter, and how often it was changed in place."""
     return {name: (id(one), version_of(one)) for name, one in model.named_parameters()}
-
-
-def _backward(
-    outputs: Any, gradients: tuple[torch.Tensor | None, ...], start: int, stop: int
-) -> None:
-    """Run the backward pass of a chunk that has rows ``start`` to ``stop`` of the batch."""
-    leaves = [leaf for _, leaf in flatten(outputs)[0]]
-    pairs = [
-        (leaf, gradient[start:stop].to(leaf.device))
-        for leaf, gradient in zip(leaves, gradients, strict=True)
-        if gradient is not None and isinstance(leaf, torch.Tensor) and leaf.requires_grad
-    ]
-    torch.autograd.backward([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
 
 
 class _ChunkedForward(torch.autograd.Function):

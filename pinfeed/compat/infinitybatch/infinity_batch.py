@@ -1,18 +1,24 @@
-"""InfinityBatch: the trainer of infinitybatch."""
+"""InfinityBatch: the training manager of infinitybatch."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
+import contextlib
+import time
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+from pinfeed.compat.infinitybatch.callbacks import Callbacks
+from pinfeed.compat.infinitybatch.evaluation import Means, Metrics, check_metrics, in_eval_mode
 from pinfeed.compat.infinitybatch.forward import BatchForward
-from pinfeed.compat.trainer.evaluate import pair_of
+from pinfeed.compat.infinitybatch.history import History
+from pinfeed.compat.infinitybatch.missing_calls import MissingCalls, warn
+from pinfeed.compat.infinitybatch.recorder import Recorder
 from pinfeed.errors import ArgumentError
 from pinfeed.memory import limits
+from pinfeed.pipeline.sources.loader_source import check_loader
 from pinfeed.training.large_batch.batches import as_tensors, n_samples
 from pinfeed.training.large_batch.strategy_selector import StrategyChoice
 from pinfeed.training.memory_model.tensor_specs import map_tensors, to_device
@@ -23,12 +29,8 @@ class InfinityBatchError(ArgumentError):
     """A setting is missing."""
 
 
-class InfinityBatchWarning(Warning):
-    """A setting or a call is probably a mistake."""
-
-
 class InfinityBatch:
-    """Trainer for batches of any size, in bounded memory.
+    """Training manager for batches of any size, in bounded memory.
 
     Examples:
         >>> import warnings
@@ -39,6 +41,21 @@ class InfinityBatch:
         >>> ib.optimizer = torch.optim.Adam(ib.model.parameters())
         >>> ib.criterion, ib.dataloader = torch.nn.MSELoss(), loader
         >>> ib.train(2)
+        >>> ib.evaluate(loader)
+        {'loss': ...}
+        >>> ib.history
+        <History: 2 epochs, 6 batches, 1 evaluations>
+
+    It warns if a loop of the user forgets ``step`` or ``zero_grad``. Callbacks are objects with
+    some of these methods:
+
+    - ``on_train_begin(ib)``, ``on_train_end(ib)``: Before and after ``train``; the latter is not
+      called after an error.
+    - ``on_epoch_begin(ib, epoch)``: Before an epoch, with its number from 0.
+    - ``on_batch_end(ib, batch, loss)``: After a batch, with its number from 0 and the loss as a
+      tensor on the backward device (None if the loop did not call ``ib.loss``).
+    - ``on_epoch_end(ib, record)``: After an epoch, with its Record of the history; not called after
+      an error or ``break``. It is the place to step schedulers.
 
     Args:
         model: The model; the first dimension of its inputs is the batch. Like ``optimizer`` and
@@ -53,6 +70,7 @@ class InfinityBatch:
         strategy: A strategy of ``pinfeed.BigBatch``, except for ``"accumulate"``.
         verify: Whether to compare gradients with those of the plain step, as ``pinfeed.BigBatch``
             does.
+        callbacks: Callback objects, called in this order.
 
     Attributes:
         inputs: The inputs by epoch. The last batch is ``inputs[-1][-1]``; no other batch is kept.
@@ -77,7 +95,9 @@ class InfinityBatch:
         chunk_size: int | None = None,
         strategy: str = "auto",
         verify: bool = True,
+        callbacks: Iterable[Any] = (),
     ) -> None:
+        self._callbacks = Callbacks(callbacks)
         if not torch.cuda.is_available():
             warn("there is no CUDA device, so batches are computed on the CPU, in host memory", 3)
         self._batch_forward = BatchForward(config, chunk_size, strategy, verify)
@@ -86,8 +106,10 @@ class InfinityBatch:
         self._criterion: Any = None
         self.forward_device: torch.device | None = None
         self._loss: torch.Tensor | None = None
-        self._losses: list[list[tuple[float, int]]] = []
-        self._unread: list[tuple[torch.Tensor, int]] = []
+        self._batch_loss: torch.Tensor | None = None
+        self._recorder = Recorder()
+        self._missing_calls = MissingCalls(None)
+        self._is_stopped = False
         self.verbose_mode = verbose
         self.inputs: list[Any] = []
         self.outputs: list[Any] = []
@@ -103,17 +125,22 @@ class InfinityBatch:
         self.train(num_epochs)
 
     def train(self, num_epochs: int) -> None:
-        """Clear the containers and train for ``num_epochs`` epochs.
+        """Clear the containers and train for ``num_epochs`` epochs, or until ``stop``.
 
         Raises:
             ArgumentError: If ``num_epochs`` is not a whole number, or is negative.
         """
         num_epochs = whole_number(num_epochs, "num_epochs", least=0)
         self.clearcontainers_()
+        self._is_stopped = False
+        self._callbacks("on_train_begin", self)
         self._print(f"Training for {num_epochs} epochs.")
         for epoch in range(num_epochs):
+            if self._is_stopped:
+                break
             self._print(f"Epoch: {epoch + 1}/{num_epochs}")
             self.epoch()
+        self._callbacks("on_train_end", self)
 
     def epoch(self) -> None:
         """Train for one epoch.
@@ -124,32 +151,75 @@ class InfinityBatch:
         for name in ("model", "optimizer", "criterion", "dataloader"):
             self._required(name)
         self.updateforwarddevice()
-        self.epochstart_()
         self.zero_grad()
         n_batches = n = size = 0
-        for batch in self._loader:
-            inputs, targets = pair_of(batch)
-            size = n_samples(as_tensors(inputs))
-            self._print(
-                f"-- batch {n_batches}: finished with {n}, current batch size {size}.", end="\r"
-            )
-            self.targets[-1].append(to_device(as_tensors(targets), self.backward_device))
-            self.batch_(inputs)
-            n_batches += 1
-            n += size
-            self.loss()
-            self.backward()
-            self.step()
-            self.zero_grad()
-        if not n_batches:
-            raise InfinityBatchError(
-                f"dataloader={self._loader!r} yielded no batch; expected at least one"
-            )
-        self._read_losses()
+        # Without closing, an error that the user keeps would keep the loop running.
+        with contextlib.closing(iter(self.dataloader)) as batches:
+            for batch in batches:
+                inputs, _ = pair_of(batch)
+                size = n_samples(as_tensors(inputs))
+                self._print(
+                    f"-- batch {n_batches}: finished with {n}, current batch size {size}.", end="\r"
+                )
+                self.batch_(inputs)
+                n_batches += 1
+                n += size
+                self.loss()
+                self.backward()
+                self.step()
+                self.zero_grad()
         self._print(
             f"-- Epoch finished with {n_batches} batch(es), {n} element(s) were forwarded, "
             f"last batch size was {size}."
         )
+
+    def stop(self) -> None:
+        """End the current epoch after the current batch, and end ``train``.
+
+        Callbacks and loops over ``dataloader`` may call it.
+        """
+        self._is_stopped = True
+
+    def evaluate(self, loader: Any, metrics: Metrics | None = None) -> dict[str, float]:
+        """Return loss and metrics of other batches, in eval mode and without gradients.
+
+        Batches are computed in the memory of a training step. Afterwards each module is in its
+        previous mode again. The containers do not change.
+
+        Args:
+            loader: An iterable of pairs of inputs and targets, or of inputs alone.
+            metrics: Functions of the outputs and targets of a batch of the loader, by name.
+
+        Returns:
+            ``"loss"``, the mean weighted by the terms of each batch (or the sum, if the loss is a
+            sum), and the mean of each metric, weighted by samples. The history records them too.
+
+        Raises:
+            ArgumentError: If the loader yields no samples, ``metrics`` is not a dict of functions,
+                or a metric has the name of a column of the history.
+            InfinityBatchError: If there is no model or no criterion.
+        """
+        check_loader(loader)
+        metrics = check_metrics(metrics)
+        model = self._required("model")
+        criterion = self._required("criterion")
+        begin = time.perf_counter()
+        means = Means(criterion, metrics)
+        with torch.no_grad(), in_eval_mode(model, criterion):
+            for inputs, targets in map(pair_of, loader):
+                outputs = self._outputs(inputs)
+                targets = to_device(as_tensors(targets), self._backward_device)
+                loss = torch.as_tensor(criterion(outputs, targets)).detach().double()
+                means.add(loss, outputs, targets, n_samples(as_tensors(inputs)))
+        if not means.n_samples:
+            raise ArgumentError(
+                f"loader={loader!r} yielded no samples; expected at least one batch"
+            )
+        found = means.read()
+        values = {name: found[name] for name in metrics}
+        seconds = time.perf_counter() - begin
+        self._recorder.add_evaluation(found["loss"], means.n_samples, seconds, values)
+        return found
 
     def batch_(self, inputs: Any = None) -> Any:
         """Compute the outputs of a whole batch, on the backward device.
@@ -160,7 +230,8 @@ class InfinityBatch:
         Raises:
             InfinityBatchError: If there is no model, or ``dataloader`` has not yielded a batch yet.
         """
-        model = self._required("model")
+        self._required("model")
+        self._missing_calls.report()
         if not self.inputs:
             self.epochstart_()
         if inputs is None:
@@ -170,20 +241,19 @@ class InfinityBatch:
                     "iterate ib.dataloader, or give the inputs: batch_(inputs)"
                 )
             inputs = self.inputs[-1][-1]
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        outputs = self._batch_forward.outputs(
-            model, inputs, self._optimizer, device, self._backward_device
-        )
-        if self._batch_forward.unpredicted is not None:
-            warn(
-                "the whole batch is computed at once, "
-                f"because {self._batch_forward.unpredicted}; give chunk_size= to compute chunks",
-                3,
-            )
-            self._batch_forward.unpredicted = None
+        outputs = self._outputs(inputs)
+        self._missing_calls.watch(outputs)
         self.inputs[-1].append(inputs)
         self.outputs[-1].append(outputs)
         return outputs
+
+    def _outputs(self, inputs: Any) -> Any:
+        """Return the outputs of a whole batch, on the backward device."""
+        model = self._required("model")
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        return self._batch_forward.outputs(
+            model, inputs, self._optimizer, device, self._backward_device
+        )
 
     def loss(self) -> None:
         """Compute the loss of the last outputs and targets, for ``losses`` and ``backward``.
@@ -199,10 +269,11 @@ class InfinityBatch:
                 "iterate ib.dataloader, or call ib.targets[-1].append(targets) first"
             )
         outputs = self.outputs[-1][-1]
-        targets = to_device(self.targets[-1][-1], self._backward_device)
+        targets = to_device(as_tensors(self.targets[-1][-1]), self._backward_device)
         loss = self._required("criterion")(outputs, targets)
         self._loss = loss
-        self._unread.append((loss.detach().reshape(()), n_samples(outputs)))
+        self._batch_loss = loss.detach()
+        self._recorder.add(loss, n_samples(outputs))
 
     def backward(self) -> None:
         """Run the backward pass of the last loss. Warn if there is none."""
@@ -232,22 +303,28 @@ class InfinityBatch:
     @property
     def losses(self) -> list[list[tuple[float, int]]]:
         """The loss and the number of samples of each batch, as ``losses[epoch][batch]``."""
-        self._read_losses()
-        return self._losses
+        self._recorder.read()
+        return self._recorder.losses
+
+    @property
+    def history(self) -> History:
+        """Losses, times and metrics of the whole training as numbers; ``train`` keeps them."""
+        self._recorder.read()
+        return self._recorder.history
 
     def clearcontainers_(self) -> None:
         """Clear the containers. A running loop continues in a new epoch."""
-        for container in (self.inputs, self.outputs, self.targets, self._losses, self._unread):
+        self._recorder.clear()
+        for container in (self.inputs, self.outputs, self.targets):
             container.clear()
 
     def epochstart_(self) -> None:
         """Begin a new epoch in the containers, and drop the batch of the previous one."""
-        self._read_losses()
+        self._recorder.begin_epoch()
         for container in (self.inputs, self.outputs, self.targets):
             for ended in container:
                 ended.clear()
             container.append(LastOnly())
-        self._losses.append([])
 
     @property
     def model(self) -> nn.Module | None:
@@ -270,6 +347,7 @@ class InfinityBatch:
     def optimizer(self, optimizer: Any) -> None:
         if self._is_unset("optimizer"):
             self._optimizer = optimizer
+            self._missing_calls = MissingCalls(optimizer)
 
     optimier = optimizer
     """Alias of ``optimizer``, as the README of infinitybatch spells it."""
@@ -287,11 +365,12 @@ class InfinityBatch:
     @property
     def dataloader(self) -> Any:
         """The dataloader. Iterating it begins an epoch, and the containers record its batches."""
-        return None if self._loader is None else RecordedLoader(self, self._loader)
+        return None if self._dataloader is None else RecordedLoader(self, self._dataloader)
 
     @dataloader.setter
     def dataloader(self, dataloader: Any) -> None:
-        self._loader = dataloader.loader if isinstance(dataloader, RecordedLoader) else dataloader
+        is_recorded = isinstance(dataloader, RecordedLoader)
+        self._dataloader = dataloader.loader if is_recorded else dataloader
 
     @property
     def backward_device(self) -> torch.device:
@@ -325,22 +404,45 @@ class InfinityBatch:
 
     def checkdevices_(self) -> None:
         """Warn if forward and backward device are the same."""
-        if self.forward_device is None:
-            return
-        if _with_index(self.forward_device) == _with_index(self._backward_device):
-            warn(f"forward and backward device are the same: {self.forward_device}", 4)
+        found = self.forward_device
+        if found is not None and _with_index(found) == _with_index(self._backward_device):
+            warn(f"forward and backward device are the same: {found}", 4)
 
-    def _read_losses(self) -> None:
-        """Add the losses since the last call as numbers, with the sizes of their batches.
-
-        Reading a loss waits for its device. Losses are therefore read only when the user reads
-        ``losses`` or when an epoch ends.
-        """
-        if self._unread:
-            values = torch.stack([loss.double() for loss, _ in self._unread]).tolist()
-            sizes = [n for _, n in self._unread]
-            self._losses[-1] += zip(values, sizes, strict=True)
-        self._unread = []
+    def _batches(self, loader: Any) -> Generator[Any, None, None]:
+        """Yield the batches of an epoch of a loader, and record them."""
+        # epochstart_ may have been called for this loop already.
+        if not self.inputs or self.inputs[-1]:
+            self.epochstart_()
+        self._is_stopped = False
+        self._missing_calls.epoch_begins()
+        self._callbacks("on_epoch_begin", self, self._recorder.n_epochs - 1)
+        n_batches = 0
+        with contextlib.ExitStack() as stack:
+            batches = iter(loader)
+            if hasattr(batches, "close"):
+                # The reader thread of a feeder ends with the loop, also after a break.
+                stack.callback(batches.close)
+            for batch in batches:
+                # The training step may have cleared the containers.
+                if not self.inputs:
+                    self.epochstart_()
+                is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
+                inputs, targets = batch if is_pair else (batch, None)
+                self.inputs[-1].append(inputs)
+                self.targets[-1].append(targets)
+                self._batch_loss = None
+                yield batch
+                self._callbacks("on_batch_end", self, n_batches, self._batch_loss)
+                n_batches += 1
+                if self._is_stopped:
+                    break
+        if not n_batches:
+            raise InfinityBatchError(
+                f"dataloader={loader!r} yielded no batch; expected at least one"
+            )
+        self._missing_calls.epoch_ends()
+        self._missing_calls.report()
+        self._callbacks("on_epoch_end", self, self._recorder.end_epoch())
 
     def _is_unset(self, name: str) -> bool:
         if getattr(self, f"_{name}") is not None:
@@ -349,7 +451,7 @@ class InfinityBatch:
         return True
 
     def _required(self, name: str) -> Any:
-        found = self._loader if name == "dataloader" else getattr(self, f"_{name}")
+        found = getattr(self, f"_{name}")
         if found is None:
             raise InfinityBatchError(f"{name} is not set; set it: ib.{name} = {name}")
         return found
@@ -374,21 +476,8 @@ class RecordedLoader:
         self.manager = manager
         self.loader = loader
 
-    def __iter__(self) -> Iterator[Any]:
-        manager = self.manager
-        # epochstart_ may have been called for this loop already.
-        is_fresh = manager.inputs and not (manager.inputs[-1] or manager.losses[-1])
-        if not is_fresh:
-            manager.epochstart_()
-        for batch in self.loader:
-            # The training step may have cleared the containers.
-            if not manager.inputs:
-                manager.epochstart_()
-            is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
-            manager.inputs[-1].append(batch[0] if is_pair else batch)
-            if is_pair:
-                manager.targets[-1].append(batch[1])
-            yield batch
+    def __iter__(self) -> Generator[Any, None, None]:
+        return self.manager._batches(self.loader)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -400,9 +489,20 @@ class RecordedLoader:
         return getattr(self.loader, name)
 
 
-def warn(message: str, stacklevel: int) -> None:
-    """Warn with InfinityBatchWarning; a stack level of 2 is the caller of this function."""
-    warnings.warn(message, InfinityBatchWarning, stacklevel=stacklevel)
+def pair_of(batch: Any) -> tuple[Any, Any]:
+    """Return inputs and targets of a batch; targets are None if the batch has inputs only.
+
+    Raises:
+        ArgumentError: If the batch is a tuple or list that is not a pair.
+    """
+    if not isinstance(batch, (tuple, list)):
+        return batch, None
+    if len(batch) != 2:
+        raise ArgumentError(
+            f"a batch has {len(batch)} parts; expected a pair of inputs and targets, each of any "
+            "structure"
+        )
+    return batch[0], batch[1]
 
 
 def _with_index(device: torch.device) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 from typing import Any
 
@@ -10,6 +11,9 @@ import numpy as np
 import torch
 from tabulate import tabulate
 from torch import nn
+
+from pinfeed.compat.infinitybatch.history import write_table
+from pinfeed.profiling.stats import ProcessMemory
 
 __all__ = [
     "CudaHistory",
@@ -27,7 +31,10 @@ _LABEL_LENGTH = 20
 
 
 class CudaMemorySnapShot:
-    """Memory of a CUDA device at one moment, in bytes; zeros without a GPU.
+    """Memory of a CUDA device and of this process at one moment, in bytes.
+
+    The numbers of the device are zeros without a GPU. ``free`` may change at any moment, because
+    other processes and running kernels take memory.
 
     Examples:
         >>> from pinfeed.compat.infinitybatch import tools
@@ -47,21 +54,37 @@ class CudaMemorySnapShot:
         """The device as it was given."""
         self.total = 0
         """Bytes of the device's memory."""
+        self.free = 0
+        """Bytes of the device's memory that any process may still take."""
         self.reserved = 0
         """Bytes that torch's allocator has reserved."""
         self.allocated = 0
         """Bytes of torch's tensors."""
+        self.inactive = 0
+        """Bytes of the free parts of reserved blocks that are partly in use. The allocator cannot
+        return them to the device."""
+        self.process = ProcessMemory.now()
+        """Resident memory of the process, with its parts ``anonymous``, ``file``, ``shared``,
+        ``pinned`` and ``peak``; a part that the system does not report is None."""
         if torch.cuda.is_available():
             if synchronize:
                 torch.cuda.synchronize(device_id)
-            self.total = torch.cuda.mem_get_info(device_id)[1]
+            self.free, self.total = torch.cuda.mem_get_info(device_id)
             self.reserved = torch.cuda.memory_reserved(device_id)
             self.allocated = torch.cuda.memory_allocated(device_id)
+            # Before its first allocation, torch has no statistics.
+            stats = torch.cuda.memory_stats(device_id)
+            self.inactive = stats.get("inactive_split_bytes.all.current", 0)
 
     @property
     def free_cache(self) -> int:
         """Bytes that torch's allocator has reserved and no tensor uses."""
         return self.reserved - self.allocated
+
+    def as_dict(self) -> dict[str, int | None]:
+        """Return all numbers by name."""
+        names = ("total", "free", "reserved", "allocated", "free_cache", "inactive")
+        return {name: getattr(self, name) for name in names} | vars(self.process)
 
 
 CudaMemorySnapshot = CudaMemorySnapShot
@@ -93,18 +116,24 @@ class CudaHistory(list[tuple[str, CudaMemorySnapShot]]):
         list.extend(made, (copy.deepcopy(one, memo) for one in self))
         return made
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the snapshots as a table (.csv) or as a list of objects (.json).
+
+        Raises:
+            ArgumentError: If the path has another ending.
+        """
+        write_table(path, self._rows())
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [{"name": name} | one.as_dict() for name, one in self]
+
     def __str__(self) -> str:
         if not self:
             return "CudaHistory is empty."
-        rows = [(name, one.total, one.reserved, one.allocated) for name, one in self]
-        headers = ("Name", "Total", "Reserved", "Allocated")
-        return "CudaHistory:\n" + tabulate(
-            rows,
-            headers,
-            tablefmt="github",
-            colalign=("left", "right", "right", "right"),
-            disable_numparse=True,
-        )
+        rows = self._rows()
+        headers = {name: name.capitalize() for name in rows[0]}
+        options: Any = {"disable_numparse": True, "colalign": ["left"], "stralign": "right"}
+        return "CudaHistory:\n" + tabulate(rows, headers, "github", missingval="-", **options)
 
 
 def determinize(seed: int | None = None, be_deterministic: bool = True) -> None:

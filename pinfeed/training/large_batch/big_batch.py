@@ -78,14 +78,9 @@ class StrategyOptions:
     autocast: torch.dtype | None
     verify: bool
 
-    @property
-    def has_limit(self) -> bool:
-        """Whether there is a memory limit or a chunk size."""
-        return self.config is not None or self.chunk_size is not None
-
 
 def check_step(model: Any, loss: Any, options: StrategyOptions, scaler: Any) -> None:
-    """Check the arguments of a BigBatch or a Trainer that a step depends on.
+    """Check the arguments of a BigBatch that a step depends on.
 
     Raises:
         ArgumentError: If one of them is invalid.

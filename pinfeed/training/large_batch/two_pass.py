@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ def backward_two_pass(spec: StepSpec, chunks: Callable[[], Chunks], targets: Any
             with spec.context():
                 outputs = call_model(spec.model, chunk.inputs)
             stop = start + n_samples(chunk.inputs)
-            _backward_from(outputs, held, start, stop)
+            backward_rows(outputs, [getattr(leaf, "grad", None) for leaf in held], start, stop)
             start = stop
     return loss.detach()
 
@@ -76,13 +76,21 @@ def _outputs_without_graph(
     return concatenate(parts), states
 
 
-def _backward_from(outputs: Any, whole: list[Any], start: int, stop: int) -> None:
-    """Propagate the gradients of rows [start, stop) of the whole outputs."""
-    tensors = []
-    gradients = []
-    for (_, leaf), old in zip(flatten(outputs)[0], whole, strict=True):
-        if is_differentiable(leaf) and leaf.requires_grad and old.grad is not None:
-            tensors.append(leaf)
-            gradients.append(old.grad[start:stop])
-    if tensors:
-        torch.autograd.backward(tensors, gradients)
+def backward_rows(
+    outputs: Any, gradients: Iterable[torch.Tensor | None], start: int, stop: int
+) -> None:
+    """Run the backward pass of a chunk that has rows [start, stop) of the batch.
+
+    Args:
+        outputs: Outputs of the chunk.
+        gradients: Gradient of each leaf of the outputs of the whole batch, on any device.
+        start: First row.
+        stop: Row after the last one.
+    """
+    pairs = [
+        (leaf, whole[start:stop].to(leaf.device))
+        for (_, leaf), whole in zip(flatten(outputs)[0], gradients, strict=True)
+        if whole is not None and is_differentiable(leaf) and leaf.requires_grad
+    ]
+    if pairs:
+        torch.autograd.backward([leaf for leaf, _ in pairs], [whole for _, whole in pairs])

@@ -35,7 +35,7 @@ _HINTS = {
     "pinfeed.GiB(8)",
     "cpu_memory cpu_limit memory memory_limit host_memory ram max_memory": "give "
     "cpu_memory_limit=, in bytes: pinfeed.GiB(8)",
-    "chunk_size": "give chunk_size= to the Trainer or the BigBatch, instead of config=",
+    "chunk_size": "give chunk_size= to the BigBatch, instead of config=",
 }
 """Hints for argument names that users try."""
 
@@ -133,7 +133,7 @@ class Config(limits.MemoryLimits):
             if not (value is None and name == "total_sample_count"):
                 object.__setattr__(self, name, whole_number(value, name))
         if self.device != "auto":
-            torch_device(self.device, "'auto', 'cpu', 'cuda' or 'cuda:N'")
+            torch_device(self.device)
         check_autocast(self.autocast)
         if self.model is not None and self.model_class is not None:
             raise ArgumentError("both model and model_class were given; give one of them")

@@ -510,3 +510,11 @@ def test_more_samples_than_any_batch_has_only_bound_the_batch() -> None:
     limits = {"cpu_memory_limit": "1GiB", "gpu_memory_limit": "1GiB"}
     shapes = {"input_shape": (8,), "total_sample_count": 10**15}
     assert Config(**limits, model=nn.Linear(8, 1), **shapes).batch_size > 1
+
+
+@pytest.mark.parametrize("device", ["gpu", 3.5, "mps"])
+def test_devices_that_do_not_exist(device: Any) -> None:
+    with pytest.raises(
+        errors.DeviceError, match=f"device='?{device}'? is not .*; expected 'auto', 'cpu', 'cuda'"
+    ):
+        Config(device=device, **MODEL)
