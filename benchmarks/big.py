@@ -16,10 +16,9 @@ import torch
 from tabulate import tabulate
 from torch import nn
 from torch.nn import functional
-from torch.profiler import ProfilerActivity, profile
 
 import pinfeed
-from benchmarks.budget import batch
+from benchmarks.budget import batch, on_cpu
 from benchmarks.environment import environment, save
 from benchmarks.zoo import ZOO
 from pinfeed.memory.host import resident_bytes
@@ -227,17 +226,12 @@ def peak(device: str, work: Callable[[], object], n: int) -> int:
         for _ in range(n):
             work()
         return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+
+    def repeat() -> None:
         for _ in range(n):
             work()
-    now = most = 0
-    events = (
-        event for event in prof.profiler.kineto_results.events() if event.name() == "[memory]"
-    )
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
+
+    return on_cpu(repeat)
 
 
 def flat(device: str) -> list[int]:
