@@ -1,6 +1,6 @@
 """Runs of a way of a program: its batches and losses, its time, and its memory.
 
-The functions are called in a process of its own for each way, by ``benchmarks/earlier.py``.
+``compare.py`` calls the functions in a process of its own for each way.
 """
 
 from __future__ import annotations
