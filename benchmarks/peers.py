@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 import pinfeed
-from benchmarks.mapped_rows import Rows
 from benchmarks.rowfile import Kind
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Order
@@ -243,8 +242,8 @@ def prepare_litdata(path: Path) -> None:
     """Write the first rows of a .npy file in LitData's format."""
     from litdata import optimize
 
-    rows = Rows([str(path)])
-    n_rows = min(len(rows), _LITDATA_ROWS, _LITDATA_BYTES // rows[0].nbytes)
+    rows = Reader(path)
+    n_rows = min(len(rows.array), _LITDATA_ROWS, _LITDATA_BYTES // rows.array[0].nbytes)
     folder = str(litdata_folder(path))
     optimize(
         rows.__getitem__,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import statistics
 import tempfile
 import threading
@@ -12,13 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from benchmarks.conditions import memory_by_kind
 from benchmarks.processes import new_process
 from benchmarks.programs import run
 from benchmarks.programs.program import Program, load
 
-_KINDS = {"Pss_Anon": "own", "Pss_Shmem": "own", "Pss_File": "mapped"}
 # Seconds between two readings of the memory of a process.
 _LOOK_S = 0.005
 
@@ -58,22 +55,9 @@ class Peak:
 
 
 def memory_of(pid: int) -> dict[str, int]:
-    """Return the resident bytes of a process and its worker processes, by kind.
-
-    ``own`` is anonymous and shared memory, and ``mapped`` is pages of files, which the kernel may
-    drop. Pages that several processes have mapped are divided among them.
-    """
-    found = {"own": 0, "mapped": 0}
-    with contextlib.suppress(OSError, psutil.Error):
-        children = psutil.Process(pid).children(recursive=True)
-        for one in (pid, *(child.pid for child in children)):
-            # A worker process may have ended.
-            with contextlib.suppress(OSError):
-                text = Path(f"/proc/{one}/smaps_rollup").read_text()
-                for key, kilobytes in re.findall(r"^(Pss_\w+):\s+(\d+) kB", text, re.MULTILINE):
-                    if key in _KINDS:
-                        found[_KINDS[key]] += int(kilobytes) * 1024
-    return found
+    """Return the resident bytes of a process and its worker processes, own and mapped."""
+    found = memory_by_kind(pid)
+    return {"own": found["anonymous"] + found["shared"], "mapped": found["file"]}
 
 
 def compare(name: str, size: str, n_rounds: int, base: Path | None = None) -> Figures:

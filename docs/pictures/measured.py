@@ -21,7 +21,6 @@ MACHINE = "cpu-2-cores"
 WAYS = {
     "step alone": "#333333",
     "prefetch": "#c8553d",
-    "prefetch, depth chosen": "#e3a18f",
     "synchronous": "#1b3a57",
     "FBGEMM": "#7a9a4e",
     "gather+copy": "#6d9fcc",
