@@ -25,7 +25,7 @@ from benchmarks.conditions import (
     read_through,
     touch_memory,
 )
-from benchmarks.peers import CONTESTANTS, Contestant, Epochs, Task, litdata_folder
+from benchmarks.peers import CONTESTANTS, Contestant, Epochs, Task
 from benchmarks.rowfile import Kind, expected
 
 _CHECKED_BATCHES = 8
@@ -47,30 +47,14 @@ def check(path: Path, kind: Kind, order: str, name: str) -> None:
     """
     contestant = CONTESTANTS[name]
     task = Task.make(path, kind, order, 2, cold=False)
-    own_order = contestant.own_order and order != "sequential"
     epochs = contestant.epochs(task)
     for wanted, epoch in zip(task.epochs, epochs, strict=True):
         given = list(itertools.islice(epoch, _CHECKED_BATCHES))
-        assert len(given) >= min(len(wanted), _CHECKED_BATCHES) or contestant.own_order, (
-            f"{name}: {len(given)} batches"
-        )
-        seen = np.concatenate(
-            [batch.reshape(len(batch), -1)[:, 0].numpy() for batch in given]
-        ).astype(np.int64)
-        numbers = np.concatenate([np.r_[rows] for rows in wanted[: len(given)]])
-        if own_order:
-            assert len(np.unique(seen)) == len(seen), f"{name}: a row occurs twice"
-            numbers = seen
-        for i, batch in enumerate(given):
-            rows = numbers[i * kind.batch_size :][: kind.batch_size]
-            assert (batch.dtype, batch.device.type, batch.is_contiguous()) == (
-                torch.float32,
-                "cpu",
-                True,
-            ), name
-            assert torch.equal(batch, expected(rows, kind.row_shape)), (
-                f"{name}: batch {i} of {kind.name} rows, {order}"
-            )
+        for rows, batch in zip(wanted[:_CHECKED_BATCHES], given, strict=True):
+            about = f"{name}: {kind.name} rows, {order}"
+            assert (batch.dtype, batch.device.type) == (torch.float32, "cpu"), about
+            assert batch.is_contiguous(), about
+            assert torch.equal(batch, expected(np.r_[rows], kind.row_shape)), about
     epochs.close()
 
 
@@ -148,7 +132,7 @@ def run(
             f"{path}: {share:.1%} of the file stays in the page cache; pass a --dir on a disk"
         )
     if not cold:
-        read_through([path, *litdata_folder(path).glob("*.bin")])
+        read_through([path])
     meeting.wait("prepared")
     touch_memory(round(path.stat().st_size * (_TOUCHED_COLD if cold else _TOUCHED_WARM)))
     gc.collect()
@@ -158,13 +142,11 @@ def run(
     epochs = contestant.epochs(task)
     timings, complete = timed(epochs, step, cap_s, lambda: samples.append(memory_by_kind()))
     epochs.close()
-    if not contestant.own_order:
-        compare_sums(task, timings, complete=complete)
+    compare_sums(task, timings, complete=complete)
     return {
         "epochs": [timing.values(kind.row_nbytes) for timing in timings],
         "complete": complete,
         "growth": {key: max(one[key] for one in samples) - before[key] for key in before},
-        **task.notes,
     }
 
 
