@@ -213,47 +213,6 @@ class VAE(nn.Module):
         return self.decoder(self.widen(drawn)), mean, log_variance
 
 
-class Grouped(nn.Module):
-    """A bottleneck of ResNeXt, whose convolution has 8 groups."""
-
-    def __init__(self, n_in: int, n: int, stride: int) -> None:
-        super().__init__()
-        parts = (
-            nn.Conv2d(n_in, n, 1, bias=False),
-            nn.Conv2d(n, n, 3, stride, 1, groups=8, bias=False),
-        )
-        body = [
-            layer for conv in parts for layer in (conv, nn.BatchNorm2d(n), nn.ReLU(inplace=True))
-        ]
-        self.body = nn.Sequential(*body, nn.Conv2d(n, 2 * n, 1, bias=False), nn.BatchNorm2d(2 * n))
-        same = n_in == 2 * n and stride == 1
-        self.skip = nn.Identity() if same else nn.Conv2d(n_in, 2 * n, 1, stride, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.relu(self.body(x) + self.skip(x))
-
-
-def resnext() -> nn.Module:
-    stem = [
-        nn.Conv2d(3, 32, 7, 2, 3, bias=False),
-        nn.BatchNorm2d(32),
-        nn.ReLU(),
-        nn.MaxPool2d(3, 2, 1),
-    ]
-    body = [Grouped(32, 64, 1), Grouped(128, 64, 1), Grouped(128, 128, 2), Grouped(256, 128, 1)]
-    return nn.Sequential(*stem, *body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 100))
-
-
-def convnet_3d() -> nn.Module:
-    pairs = itertools.pairwise((3, 24, 48, 96))
-    stages = [
-        layer
-        for a, b in pairs
-        for layer in (nn.Conv3d(a, b, 3, padding=1), nn.BatchNorm3d(b), nn.ReLU(), nn.MaxPool3d(2))
-    ]
-    return nn.Sequential(*stages, nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(96, 20))
-
-
 class Bert(nn.Module):
     """An encoder with a padding mask and the default dropout."""
 
@@ -306,35 +265,6 @@ class Recurrent(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.head(self.inner(self.words(ids))[0]).transpose(1, 2)
-
-
-class WaveNet(nn.Module):
-    """Dilated causal convolutions of sound, with gates and skips."""
-
-    def __init__(self, n: int = 48) -> None:
-        super().__init__()
-        self.stem = nn.Conv1d(1, n, 1)
-        self.dilations = [2**i for i in range(8)]
-        self.gates = nn.ModuleList(nn.Conv1d(n, 2 * n, 2, dilation=d) for d in self.dilations)
-        self.residuals = nn.ModuleList(nn.Conv1d(n, n, 1) for _ in self.dilations)
-        self.skips = nn.ModuleList(nn.Conv1d(n, n, 1) for _ in self.dilations)
-        self.head = nn.Sequential(nn.ReLU(), nn.Conv1d(n, 64, 1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x)
-        skipped = torch.zeros((), device=x.device)
-        for d, gate, residual, skip in zip(
-            self.dilations,
-            self.gates,
-            self.residuals,
-            self.skips,
-            strict=True,
-        ):
-            inner, opened = gate(functional.pad(x, (d, 0))).chunk(2, 1)
-            y = inner.tanh() * opened.sigmoid()
-            skipped = skipped + skip(y)
-            x = x + residual(y)
-        return self.head(skipped)
 
 
 class Recommender(nn.Module):
@@ -408,8 +338,6 @@ _SHORT_WORDS = ((128,), "int64", (128,), "int64", functional.cross_entropy)
 _IMAGE = (3, 64, 64)
 MORE: dict[str, Case] = {
     "VAE": Case(VAE, _IMAGE, "float32", _IMAGE, "float32", _vae_loss, (8, 64)),
-    "ResNeXt": Case(resnext, (3, 96, 96), "float32", *_CLASS, (2, 16)),
-    "3D CNN": Case(convnet_3d, (3, 8, 48, 48), "float32", *_CLASS, (1, 8)),
     "BERT": Case(Bert, *_SHORT_WORDS, (2, 16)),
     "encoder-decoder": Case(
         Translator, (128,), "int64", (64,), "int64", functional.cross_entropy, (2, 16)
@@ -417,9 +345,6 @@ MORE: dict[str, Case] = {
     "LSTM, language": Case(lambda: Recurrent(nn.LSTM, 256, 2), *_SHORT_WORDS, (4, 32)),
     "GRU, both ways": Case(
         lambda: Recurrent(nn.GRU, 192, 1, both_ways=True), *_SHORT_WORDS, (4, 32)
-    ),
-    "WaveNet": Case(
-        WaveNet, (1, 2048), "float32", (2048,), "int64", functional.cross_entropy, (2, 8)
     ),
     "recommender": Case(
         Recommender,
