@@ -1,6 +1,6 @@
 """Loaders of cells of AnnData files: equal cells, then cells per second of each epoch, and memory.
 
-Run it from the root, with anndata, annbatch and scvi-tools installed (annbatch needs Python
+Run it from the root, with anndata, annbatch, zarrs and scvi-tools installed (annbatch needs Python
 3.12; ways whose libraries are missing are left out):
 
     python -m benchmarks.cells
@@ -79,6 +79,14 @@ def annbatch_epochs(folder: Path) -> Epochs:
         yield (batch["X"] for batch in loader)
 
 
+def zarrs_epochs(folder: Path) -> Epochs:
+    """Shuffle blocks of cells with annbatch and the codecs of zarrs."""
+    import zarr
+
+    zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"})
+    return annbatch_epochs(folder)
+
+
 def sparse_epochs(folder: Path, limit: str | None = None, window_blocks: int = 16) -> Epochs:
     """Shuffle blocks of cells with pinfeed."""
     order = pinfeed.rows.block_shuffled(1, block_rows=BLOCK_ROWS, window_blocks=window_blocks)
@@ -98,20 +106,29 @@ def limited_epochs(folder: Path) -> Epochs:
     return sparse_epochs(folder, "260MiB", window_blocks=8)
 
 
-def backed_epochs(folder: Path) -> Epochs:
-    """Read dense batches of the file with scvi-tools."""
+def _scvi_epochs(folder: Path, backed: str | None) -> Epochs:
     import anndata
     from scvi.data import AnnDataManager
     from scvi.data.fields import LayerField
     from scvi.dataloaders import AnnDataLoader
 
-    cells = anndata.read_h5ad(folder / "scvi.h5ad", backed="r")
+    cells = anndata.read_h5ad(folder / "scvi.h5ad", backed=backed)
     manager = AnnDataManager([LayerField("X", None, is_count_data=False)])
     manager.register_fields(cells)
     for _ in range(N_EPOCHS):
         rows = np.concatenate(_batches(cells.n_obs))
         loader = AnnDataLoader(manager, indices=rows, shuffle=False, batch_size=DENSE_ROWS)
         yield (batch["X"] for batch in loader)
+
+
+def scvi_epochs(folder: Path) -> Epochs:
+    """Read dense batches of a matrix in memory with scvi-tools."""
+    return _scvi_epochs(folder, None)
+
+
+def backed_epochs(folder: Path) -> Epochs:
+    """Read dense batches of the file with scvi-tools."""
+    return _scvi_epochs(folder, "r")
 
 
 def scipy_epochs(folder: Path) -> Epochs:
@@ -137,13 +154,15 @@ def _batches(n_cells: int) -> list[np.ndarray]:
 
 WAYS: dict[str, Callable[[Path], Epochs]] = {
     "sparse, annbatch": annbatch_epochs,
+    "sparse, annbatch with zarrs": zarrs_epochs,
     "sparse, pinfeed": sparse_epochs,
     "sparse, pinfeed within 260 MiB": limited_epochs,
+    "dense, scvi-tools in memory": scvi_epochs,
     "dense, scvi-tools backed": backed_epochs,
     "dense, scipy in memory": scipy_epochs,
     "dense, pinfeed": dense_epochs,
 }
-_MODULES = {"sparse": "annbatch", "scvi": "scvi"}
+_MODULES = {"sparse": "annbatch", "zarrs": "zarrs", "scvi": "scvi"}
 
 
 def times(way: str, folder: str) -> dict[str, Any]:

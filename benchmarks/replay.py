@@ -21,6 +21,7 @@ import statistics
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -61,15 +62,7 @@ class Steps:
 
 
 class StableBaselines:
-    """The buffer of Stable-Baselines3 and CleanRL.
-
-    Args:
-        capacity: Number of transitions.
-        size: Transitions of a batch.
-        saves_memory: Whether next observations are those of the next row.
-    """
-
-    draws = "uniform"
+    """The buffer of Stable-Baselines3 and CleanRL, which draws other rows if it saves memory."""
 
     def __init__(self, capacity: int, size: int, saves_memory: bool = False) -> None:
         from gymnasium import spaces
@@ -96,35 +89,16 @@ class StableBaselines:
         return found.observations, found.actions[:, 0], found.next_observations, *others
 
 
-class StableBaselinesSaving(StableBaselines):
-    """The same with ``optimize_memory_usage``, which draws other rows."""
-
-    draws = "uniform, not the newest"
-
-    def __init__(self, capacity: int, size: int) -> None:
-        super().__init__(capacity, size, saves_memory=True)
-
-
 class TorchRL:
-    """The buffer of torchrl, with its own random generator.
+    """The buffer of torchrl with its own random generator, and a thread if it prefetches."""
 
-    Args:
-        capacity: Number of transitions.
-        size: Transitions of a batch.
-    """
-
-    draws = "uniform, torch's"
-
-    def __init__(self, capacity: int, size: int) -> None:
+    def __init__(self, capacity: int, size: int, prefetch: int | None = None) -> None:
         from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
         torch.manual_seed(SEED)
         self._buffer = TensorDictReplayBuffer(
-            storage=LazyTensorStorage(capacity), batch_size=size, **self.options()
+            storage=LazyTensorStorage(capacity), batch_size=size, prefetch=prefetch
         )
-
-    def options(self) -> dict[str, Any]:
-        return {}
 
     def add(self, obs: Any, after: Any, action: int, reward: float, is_end: bool) -> None:
         from tensordict import TensorDict
@@ -143,84 +117,51 @@ class TorchRL:
         return tuple(found[name] for name in ("obs", "action", "next_obs", "done", "reward"))
 
 
-class TorchRLPrefetch(TorchRL):
-    """The same with a thread that samples two batches ahead."""
-
-    draws = "uniform, torch's, ahead"
-
-    def options(self) -> dict[str, Any]:
-        return {"prefetch": 2}
-
-
 class Pinfeed:
-    """``pinfeed.ReplayBuffer``.
-
-    Args:
-        capacity: Number of transitions.
-        size: Transitions of a batch.
-        depth: Number of batches to prefetch.
-        alpha: Exponent of the priorities; None for uniform draws.
-    """
-
-    draws = "uniform"
+    """``pinfeed.ReplayBuffer``, with batches ahead or with priorities that draws change."""
 
     def __init__(
         self, capacity: int, size: int, depth: int = 0, alpha: float | None = None
     ) -> None:
         image = (SHAPE, "uint8")
         number = ((), "float32")
-        priorities = {} if alpha is None else {"alpha": alpha, "epsilon": 0.0}
         parts = {"obs": image, "action": ((), "int64"), "next_obs": image}
-        self.buffer = pinfeed.ReplayBuffer(
+        self._has_priorities = alpha is not None
+        self._buffer = pinfeed.ReplayBuffer(
             capacity,
             parts | {"done": number, "reward": number},
             next_of={"next_obs": "obs"},
             stacked="obs",
-            **priorities,
+            alpha=alpha,
             generator=np.random.RandomState(SEED),
         )
-        self._batches = iter(self.buffer.batches(size, depth=depth, device="cpu"))
+        self._batches = iter(self._buffer.batches(size, depth=depth, device="cpu"))
 
     def add(self, obs: Any, after: Any, action: int, reward: float, is_end: bool) -> None:
-        self.buffer.add(obs=obs, next_obs=after, action=action, reward=reward, done=float(is_end))
+        self._buffer.add(obs=obs, next_obs=after, action=action, reward=reward, done=float(is_end))
 
     def sample(self) -> Batch:
-        return tuple(next(self._batches).values())
-
-
-class PinfeedAhead(Pinfeed):
-    """The same, two batches ahead."""
-
-    draws = "uniform, 2 requests earlier"
-
-    def __init__(self, capacity: int, size: int) -> None:
-        super().__init__(capacity, size, depth=2)
-
-
-class PinfeedPrioritized(Pinfeed):
-    """The same with priorities, which change after each draw."""
-
-    draws = "prioritized"
-
-    def __init__(self, capacity: int, size: int) -> None:
-        super().__init__(capacity, size, alpha=1.0)
-
-    def sample(self) -> Batch:
-        *batch, _, numbers = super().sample()
-        rows = numbers.numpy() % self.buffer.capacity
-        self.buffer.update_priorities(numbers, 0.5 + rows % 8 / 16)
+        batch = tuple(next(self._batches).values())
+        if self._has_priorities:
+            *batch, _, numbers = batch
+            rows = numbers.numpy() % self._buffer.capacity
+            self._buffer.update_priorities(numbers, 0.5 + rows % 8 / 16)
         return tuple(batch)
 
 
-WAYS: dict[str, Callable[[int, int], Any]] = {
-    "Stable-Baselines3, CleanRL": StableBaselines,
-    "Stable-Baselines3, optimize_memory_usage": StableBaselinesSaving,
-    "torchrl": TorchRL,
-    "torchrl, prefetch=2": TorchRLPrefetch,
-    "pinfeed": Pinfeed,
-    "pinfeed, depth=2": PinfeedAhead,
-    "pinfeed, prioritized": PinfeedPrioritized,
+WAYS: dict[str, tuple[str, Callable[[int, int], Any]]] = {
+    "Stable-Baselines3, CleanRL": ("uniform", StableBaselines),
+    "Stable-Baselines3, optimize_memory_usage": (
+        "uniform, not the newest",
+        partial(StableBaselines, saves_memory=True),
+    ),
+    "torchrl": ("uniform, torch's", TorchRL),
+    "torchrl, prefetch=2": ("uniform, torch's, ahead", partial(TorchRL, prefetch=2)),
+    "pinfeed": ("uniform", Pinfeed),
+    "pinfeed, depth=2": ("uniform, 2 requests earlier", partial(Pinfeed, depth=2)),
+    "pinfeed, prioritized": ("prioritized", partial(Pinfeed, alpha=1.0)),
 }
+"""How each buffer draws, and the function that makes it for a capacity and a batch size."""
 _MODULES = {"Stable": "stable_baselines3", "torchrl": "torchrl"}
 _open: dict[str, tuple[Any, Steps]] = {}
 
@@ -230,7 +171,7 @@ def fill(way: str, capacity: int, size: int) -> dict[str, float]:
     torch.set_num_threads(1)
     steps = Steps()
     before = psutil.Process().memory_full_info().uss
-    buffer = WAYS[way](capacity, size)
+    buffer = WAYS[way][1](capacity, size)
     seconds = []
     for i in range(capacity + capacity // 10):
         step = steps.next()
@@ -308,7 +249,7 @@ def main() -> None:
         sums: dict[str, list[int]] = {}
         for way, one in processes.items():
             found = one.submit(check, way, 50).result()
-            assert sums.setdefault(WAYS[way].draws, found) == found, f"{way} has other batches"
+            assert sums.setdefault(WAYS[way][0], found) == found, f"{way} has other batches"
         for i in range(given.rounds):
             for way in ways if i % 2 else reversed(ways):
                 one = processes[way]
@@ -319,7 +260,7 @@ def main() -> None:
     rows = [
         (
             way,
-            WAYS[way].draws,
+            WAYS[way][0],
             f"{filled[way]['add_us']:.0f}",
             f"{statistics.median(requests[way]):.0f}",
             f"{statistics.median(loops[way]):.0f}",
