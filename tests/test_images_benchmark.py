@@ -64,7 +64,7 @@ def test_a_crop_keeps_enough_pixels() -> None:
     assert Box(0, 0, 100, 600).least_size(800, 600) == (800, 600)
 
 
-def test_the_report_has_the_better_variant_and_compares_with_the_best_peer() -> None:
+def test_the_report_has_the_better_variant_of_a_library() -> None:
     rate, memory = "images per s, Pillow, training step", "MiB, Pillow"
     ours = "pinfeed, wrap_dataset"
     runs = {
