@@ -11,10 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tabulate import tabulate
+
 from benchmarks.conditions import memory_by_kind
 from benchmarks.processes import new_process
 from benchmarks.programs import run
-from benchmarks.programs.program import Program, load
+from benchmarks.programs.program import OURS, Program, load
 
 # Seconds between two readings of the memory of a process.
 _LOOK_S = 0.005
@@ -151,3 +153,39 @@ def times_as_fast(rounds: dict[str, list[float]], way: str) -> float:
     original = next(iter(rounds.values()))
     pairs = zip(original, rounds[way], strict=True)
     return statistics.median(theirs / ours for theirs, ours in pairs)
+
+
+HEADERS = (
+    "program",
+    "lines removed, added",
+    "equal batches, losses",
+    "ms per batch",
+    "times as fast",
+    "ms with a step",
+    "times as fast",
+    "memory in MiB, own + mapped",
+)
+
+
+def table(programs: list[dict[str, Any]]) -> str:
+    """Return the table: a line for each way of each program, and the original first."""
+    lines = []
+    for found in programs:
+        changed = f"-{found['lines']['removed']} +{found['lines']['added']}"
+        equal = f"{found['equal']['batches']:,}, {found['equal']['losses']}"
+        for way, figures in found["ways"].items():
+            is_original = way == next(iter(found["ways"]))
+            lines.append(
+                [
+                    f"**{found['title']}**: {way}" if is_original else way,
+                    changed if way == OURS else "",
+                    equal if way == OURS else "",
+                    f"{figures['ms']:.2f}",
+                    "" if is_original else f"{figures['times_as_fast']:.2f}",
+                    f"{figures['step_ms']:.2f}",
+                    "" if is_original else f"{figures['step_times_as_fast']:.2f}",
+                    " + ".join(f"{n / 2**20:.0f}" for n in figures["memory"].values()),
+                ]
+            )
+    align = ("left", *["right"] * (len(HEADERS) - 1))
+    return tabulate(lines, HEADERS, tablefmt="github", disable_numparse=True, colalign=align)
