@@ -163,10 +163,7 @@ def normalized(image: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 Decoder = Callable[[str, torch.Generator], torch.Tensor]
-DECODERS: dict[str, Decoder] = {
-    "simplejpeg": decode_simplejpeg,
-    "Pillow": decode_pillow,
-}
+DECODERS: dict[str, Decoder] = {"simplejpeg": decode_simplejpeg, "Pillow": decode_pillow}
 
 
 class Images(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):

@@ -18,13 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.conditions import (
-    ComputingStep,
-    drop,
-    memory_by_kind,
-    read_through,
-    touch_memory,
-)
+from benchmarks.conditions import ComputingStep, drop, memory_by_kind, read_through, touch_memory
 from benchmarks.peers import CONTESTANTS, Contestant, Epochs, Task
 from benchmarks.rowfile import Kind, expected
 
@@ -183,10 +177,7 @@ class EpochTiming:
 
 
 def timed(
-    epochs: Epochs,
-    step: Callable[[], object] | None,
-    cap_s: float,
-    sample: Callable[[], object],
+    epochs: Epochs, step: Callable[[], object] | None, cap_s: float, sample: Callable[[], object]
 ) -> tuple[list[EpochTiming], bool]:
     """Return the timing of each epoch, and whether all epochs were complete.
 

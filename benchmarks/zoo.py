@@ -242,8 +242,7 @@ class Translator(nn.Module):
         source, target = self.words(ids).chunk(2, 1)
         mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], device=ids.device)
         return self.head(self.inner(source, target, tgt_mask=mask, tgt_is_causal=True)).transpose(
-            1,
-            2,
+            1, 2
         )
 
 
@@ -251,12 +250,7 @@ class Recurrent(nn.Module):
     """A language model of one or several recurrent layers."""
 
     def __init__(
-        self,
-        kind: type[nn.RNNBase],
-        n: int,
-        n_layers: int,
-        *,
-        both_ways: bool = False,
+        self, kind: type[nn.RNNBase], n: int, n_layers: int, *, both_ways: bool = False
     ) -> None:
         super().__init__()
         self.words = nn.Embedding(_SMALL_VOCABULARY, n)
@@ -305,34 +299,19 @@ def _vae_loss(outputs: tuple[torch.Tensor, ...], images: torch.Tensor) -> torch.
     return functional.binary_cross_entropy_with_logits(made, images, reduction="sum") + divergence
 
 
+_LOGITS = functional.binary_cross_entropy_with_logits
 _CLASS = ((), "int64", functional.cross_entropy)
 _WORDS = ((256,), "int64", (256,), "int64", functional.cross_entropy)
 ZOO: dict[str, Case] = {
     "MLP": Case(mlp, (1024,), "float32", *_CLASS, (64, 1024, 8192)),
     "CNN with BatchNorm": Case(cnn, (3, 64, 64), "float32", *_CLASS, (8, 64, 256)),
     "ResNet-18": Case(resnet, (3, 224, 224), "float32", *_CLASS, (2, 8, 16)),
-    "UNet": Case(
-        UNet,
-        (3, 128, 128),
-        "float32",
-        (1, 128, 128),
-        "float32",
-        functional.binary_cross_entropy_with_logits,
-        (1, 4, 16),
-    ),
+    "UNet": Case(UNet, (3, 128, 128), "float32", (1, 128, 128), "float32", _LOGITS, (1, 4, 16)),
     "LSTM": Case(Last, (64, 128), "float32", *_CLASS, (16, 64)),
     "GPT": Case(GPT, *_WORDS, (1, 4, 16)),
     "GPT with dropout": Case(lambda: GPT(dropout=0.1), *_WORDS, (4,)),
     "GPT, checkpointed": Case(lambda: GPT(checkpointed=True), *_WORDS, (4, 16)),
-    "embeddings": Case(
-        embeddings,
-        (8,),
-        "int64",
-        (1,),
-        "float32",
-        functional.binary_cross_entropy_with_logits,
-        (64, 4096),
-    ),
+    "embeddings": Case(embeddings, (8,), "int64", (1,), "float32", _LOGITS, (64, 4096)),
 }
 _SHORT_WORDS = ((128,), "int64", (128,), "int64", functional.cross_entropy)
 _IMAGE = (3, 64, 64)
@@ -346,15 +325,7 @@ MORE: dict[str, Case] = {
     "GRU, both ways": Case(
         lambda: Recurrent(nn.GRU, 192, 1, both_ways=True), *_SHORT_WORDS, (4, 32)
     ),
-    "recommender": Case(
-        Recommender,
-        (8, 20),
-        "int64",
-        (1,),
-        "float32",
-        functional.binary_cross_entropy_with_logits,
-        (64, 4096),
-    ),
+    "recommender": Case(Recommender, (8, 20), "int64", (1,), "float32", _LOGITS, (64, 4096)),
     "graph": Case(GraphConvolution, (256, 64), "float32", *_CLASS, (8, 64)),
 }
 """Architectures with other layers than those of ``ZOO``."""
