@@ -55,18 +55,28 @@ def kind_of(path: str) -> str:
         names = os.listdir(path)
         if any(name in names for name in _ZARR) or path.endswith(".zarr"):
             return "zarr"
-        # Writers keep logs under such names. Folders of a partitioned data set are named key=value.
+        # Names of logs and of unfinished files begin with these characters.
         seen = [name for name in names if not name.startswith((".", "_"))]
-        is_parquet = seen and all(name.endswith(".parquet") or "=" in name for name in seen)
+        is_parquet = seen and all(_is_of_parquet(path, name) for name in seen)
         return "parquet" if is_parquet else "folder"
     require_regular(path)
     return _kind_of_file(path)
+
+
+def _is_of_parquet(folder: str, name: str) -> bool:
+    """Return whether this is a Parquet file, or a folder key=value of a partitioned data set."""
+    is_key = "=" in name and os.path.isdir(os.path.join(folder, name))
+    return is_key or name.lower().endswith(".parquet")
 
 
 def _kind_of_file(path: str) -> str:
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         start = file.read(16)
+        if start.startswith(MAGIC):
+            return "npy"
+        if start.startswith(b"PAR1"):
+            return "parquet"
         # Other data may precede the content of an HDF5 file, as in .mat files.
         offset = 0
         while offset < size:
@@ -74,10 +84,6 @@ def _kind_of_file(path: str) -> str:
             if file.read(len(_HDF5)) == _HDF5:
                 return "hdf5"
             offset = max(512, 2 * offset)
-    if start.startswith(MAGIC):
-        return "npy"
-    if start.startswith(b"PAR1"):
-        return "parquet"
     # The length of a header, which is an object of JSON.
     if start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= size:
         return "safetensors"

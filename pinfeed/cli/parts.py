@@ -99,12 +99,11 @@ def source_of(files: Sequence[str]) -> Part:
     sources = [part for part in found if not part.problem]
     if len(sources) == 1:
         return sources[0]
-    if len(found) == 1:
+    if not sources:
         raise StoreError(found[0].problem)
-    example = f", such as {sources[0]}" if sources else ""
     raise StoreError(
-        f"{files[0]} has {len(sources)} sources; expected the name of one{example}; pinfeed "
-        f"inspect {files[0]} lists them"
+        f"{files[0]} has {len(sources)} sources; expected the name of one, such as {sources[0]}; "
+        f"pinfeed inspect {files[0]} lists them"
     )
 
 
@@ -119,8 +118,10 @@ def parts_of(path: str, name: str | None = None) -> list[Part]:
         PinfeedError: If the file or the name does not exist, or the file is damaged.
     """
     kind = kind_of(path)
+    if kind in ("npy", "folder") and name is not None:
+        raise _missing(path, name)
     if kind == "npy":
-        return [_described(Part(path, kind, name or ""))]
+        return [_described(Part(path, kind))]
     if kind == "safetensors":
         found = _tensors(path, name)
     elif kind == "parquet":

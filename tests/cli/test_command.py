@@ -57,6 +57,8 @@ def test_help_and_version() -> None:
         (["plan", "nothing-*.npy"], "nothing-*.npy: no such file"),
         (["plan", "x.npy", "y.npy"], "shards do not match"),
         (["plan", "."], "is a folder; expected one of its files"),
+        (["plan", "x.npy:a"], "x.npy has nothing of the name 'a'"),
+        (["inspect", ".:a"], ". has nothing of the name 'a'"),
         (["doctor", "nothing.npy"], "nothing.npy: no such file"),
     ],
     ids=str,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.command import ROOT, X, python, run, values
 
-from pinfeed import MiB
+from pinfeed import GiB, MiB
 from pinfeed.cli import machine, read_rates
 from pinfeed.cli.machine import gpu_problem, host_values
 from pinfeed.cli.read_rates import ReadRates
@@ -98,7 +98,8 @@ def test_doctor_of_a_file() -> None:
     assert (found["source"], found["kind"], found["shape"]) == ("large.npy", "npy", [12, 1 << 20])
     assert found["rates"]["nbytes"] == os.path.getsize("large.npy")
     assert found["rates"]["warm"] > 0
-    assert found["reads"].popitem()[1][0].startswith("large.npy, 12.0 MiB: read through")
+    assert found["reads"]["in order"] == found["reads"]["shuffled"]
+    assert found["reads"]["in order"][0].startswith("large.npy, 12.0 MiB: read through")
     shown = run("doctor", "large.npy").stdout
     for said in ("\nlarge.npy\n", "uint8, 12.0 MiB", "page cache", " disk "):
         assert said in shown
@@ -151,6 +152,32 @@ def test_rates_are_measured_and_the_page_cache_is_restored(
     assert unknown.cold is unknown.cached is None
     assert ReadRates.measured("x.npy") is None, "too small"
     assert ReadRates.measured(".") is None
+
+
+def test_doctor_of_a_gpu_that_torch_describes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for name, value in {
+        "is_available": True,
+        "mem_get_info": (GiB(70), GiB(80)),
+        "get_device_name": "H100",
+        "device_count": 2,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(machine, "driver_cuda", lambda: "13.1")
+    monkeypatch.setattr(machine, "pinning_problem", lambda: "CuPy is needed")
+    shown = run("doctor").stdout
+    for said in (
+        "for CUDA 13.0; driver for CUDA 13.1",
+        "H100 (one of 2), 80.0 GiB, 70.0 GiB free",
+        "CuPy is needed",
+        "cupy-cuda13x",
+    ):
+        assert said in shown
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+def test_why_a_gpu_cannot_read_pinned_memory() -> None:
+    assert "PinnedStore needs page-locked memory" in machine.pinning_problem()
 
 
 @pytest.mark.gpu

@@ -49,6 +49,13 @@ def test_other_formats_are_opened_by_their_signature() -> None:
         assert values("plan", name)["plan"]["batch_size"] in (2, 500)
 
 
+def test_a_remote_file_is_a_source() -> None:
+    fsspec = pytest.importorskip("fsspec")
+    fsspec.filesystem("memory").pipe("/remote.npy", Path("x.npy").read_bytes())
+    assert sources("memory://remote.npy")["memory://remote.npy"]["shape"] == [500, 3, 8]
+    assert values("plan", "memory://remote.npy")["rows"] == 500
+
+
 def test_a_name_after_a_colon_that_is_a_part_of_the_path() -> None:
     os.rename("x.npy", "a:b.npy")
     assert sources("a:b.npy")["a:b.npy"]["shape"] == [500, 3, 8]

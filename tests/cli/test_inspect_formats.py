@@ -138,6 +138,8 @@ def test_a_partitioned_folder_is_one_parquet_source() -> None:
     Path("data/_SUCCESS").touch()
     assert parts("data")["x"]["shape"] == [4]
     assert source_of(["data:x"]).shape == (4,)
+    np.save("data/lr=0.1.npy", X)
+    assert "\ndata/lr=0.1.npy   " in run("inspect", "data").stdout
 
 
 def test_tensors_are_those_that_safetensors_reports() -> None:
