@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -16,13 +14,10 @@ import torch
 from tabulate import tabulate
 from torch import nn
 from torch.nn import functional
-from torch.profiler import ProfilerActivity, profile
 
 import pinfeed
-from benchmarks.budget import batch
+from benchmarks.budget import on_cpu
 from benchmarks.environment import environment, save
-from benchmarks.zoo import ZOO
-from pinfeed.memory.host import resident_bytes
 
 STRATEGIES = ("accumulate", "two_pass", "checkpoint", "offload")
 CHUNK = 32
@@ -32,15 +27,7 @@ N = 64 * CHUNK
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--flat",
-        action="store_true",
-        help="train for three epochs of 1,000 batches and print the growth of the process",
-    )
     arguments = parser.parse_args()
-    if arguments.flat:
-        print(*flat(arguments.device))
-        return
     print(environment())
     results = measure(arguments.device)
     print(save("big", results))
@@ -52,18 +39,6 @@ def measure(device: str) -> dict[str, Any]:
     print(tabulate(results["gradient error"], headers="keys"))
     results["peaks"] = peaks(device)
     print(tabulate(results["peaks"], headers="keys"))
-    results["cost of the proof"] = proof_costs(device)
-    print(tabulate(results["cost of the proof"], headers="keys"))
-    run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.big", "--flat", "--device", device],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    results["host bytes after each of 3 epochs of 1,000 batches"] = [
-        int(word) for word in run.stdout.split()
-    ]
-    print(results["host bytes after each of 3 epochs of 1,000 batches"])
     return results
 
 
@@ -176,44 +151,6 @@ def peaks(device: str, n: int = N) -> list[dict[str, Any]]:
     return rows
 
 
-def proof_costs(device: str) -> list[dict[str, Any]]:
-    """Return the seconds of the comparison with the plain step, and of one chunk."""
-    rows = []
-    for name, size in (("MLP", 256), ("GPT", 16), ("ResNet-18", 16)):
-        case = ZOO[name]
-        torch.manual_seed(0)
-        model = case.make().to(device)
-        if name == "ResNet-18":
-            model.eval()
-        x, y = batch(case, 2 * size)
-        x = torch.randn_like(x) if x.is_floating_point() else x
-        seconds = {}
-        for verify in (False, True):
-            with pinfeed.BigBatch(model, case.loss, chunk_size=size, verify=verify) as big:
-                for i in range(3):
-                    begin = time.perf_counter()
-                    big.backward(x, y)
-                    wait(device)
-                    seconds[verify, i] = time.perf_counter() - begin
-        chunk_s = seconds[False, 2] / 2
-        proof_s = seconds[True, 0] - seconds[True, 2]
-        rows.append(
-            {
-                "model": name,
-                "chunk": size,
-                "chunk_s": round(chunk_s, 4),
-                "proof_s": round(proof_s, 4),
-                "in chunks": round(proof_s / chunk_s, 2),
-            }
-        )
-    return rows
-
-
-def wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 def plain(model: nn.Module, loss: Any, x: torch.Tensor, y: torch.Tensor) -> None:
     loss(model(x), y).backward()
 
@@ -227,34 +164,12 @@ def peak(device: str, work: Callable[[], object], n: int) -> int:
         for _ in range(n):
             work()
         return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+
+    def repeat() -> None:
         for _ in range(n):
             work()
-    now = most = 0
-    events = (
-        event for event in prof.profiler.kineto_results.events() if event.name() == "[memory]"
-    )
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
 
-
-def flat(device: str) -> list[int]:
-    """Return the process's anonymous memory after each of three epochs of 1,000 batches."""
-    model = network().to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    found = []
-    with pinfeed.BigBatch(model, functional.cross_entropy, chunk_size=16) as big:
-        for _ in range(3):
-            for i in range(1000):
-                x = torch.full((64, 128), float(i))
-                big.backward(x, torch.zeros(64, dtype=torch.int64))
-                optimizer.step()
-                optimizer.zero_grad()
-            gc.collect()
-            found.append(resident_bytes()["anonymous"])
-    return found
+    return on_cpu(repeat)
 
 
 if __name__ == "__main__":

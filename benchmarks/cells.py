@@ -32,10 +32,9 @@ import torch
 from tabulate import tabulate
 
 import pinfeed
-from benchmarks.earlier import Earlier
+from benchmarks.processes import new_process
 from benchmarks.programs import single_cells
 
-ROOT = Path(__file__).parents[1]
 BLOCK_ROWS = 512
 WINDOW_BLOCKS = 16
 DENSE_ROWS = 128
@@ -210,11 +209,11 @@ def main() -> None:
         wanted: list[int] = []
         for i in range(given.rounds):
             for way in ways if i % 2 else reversed(ways):
-                with Earlier(ROOT) as process:
-                    sums = process.call("benchmarks.cells:check", way, folder)
+                with new_process() as process:
+                    sums = process.submit(check, way, folder).result()
                     wanted = wanted or sums[:1] * N_EPOCHS
                     assert sums == wanted, f"{way} has other cells"
-                    found[way].append(process.call("benchmarks.cells:times", way, folder))
+                    found[way].append(process.submit(times, way, folder).result())
     rows = [
         (
             way,

@@ -1,4 +1,4 @@
-"""Conditions of a measurement: the page cache, the memory of the process, and a training step.
+"""Conditions of a measurement: the page cache, the memory of processes, and a training step.
 
 Every loader that is timed begins with the same conditions.
 """
@@ -6,8 +6,6 @@ Every loader that is timed begins with the same conditions.
 from __future__ import annotations
 
 import contextlib
-import math
-import multiprocessing
 import os
 import re
 import statistics
@@ -15,6 +13,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import psutil
 import torch
 
 from pinfeed.memory.host import free_host_bytes
@@ -24,8 +23,6 @@ from pinfeed.stores.page_cache import cached_pages, can_tell
 AnyPath = str | os.PathLike[str]
 
 PIECE_BYTES = 4 << 20
-# Bytes that one call looks at.
-_LOOK_BYTES = 1 << 30
 _TOUCHED_BYTES = 64 << 20
 _KINDS = {"Pss_Anon": "anonymous", "Pss_File": "file", "Pss_Shmem": "shared"}
 # Width of the square matrices of a training step.
@@ -33,67 +30,47 @@ _WIDTH = 256
 _N_TIMED = 40
 
 
-def cached_share(paths: Iterable[AnyPath], stop: int | None = None) -> float | None:
-    """Return the share of files that is in the page cache.
+def cached_share(path: AnyPath) -> float | None:
+    """Return the share of a file in the page cache, or None if the kernel does not report it."""
+    with open(path, "rb") as file:
+        if not can_tell(file.fileno()):
+            return None
+        pages = cached_pages(file.fileno(), 0, os.path.getsize(path))
+        return float(pages.mean()) if len(pages) else 1.0
 
-    Args:
-        paths: The files.
-        stop: Bytes to look at from the beginning of each; None looks at all.
 
-    Returns:
-        A number from 0 to 1, or None if the kernel does not report it.
+def drop(paths: Iterable[AnyPath]) -> float:
+    """Drop files from the page cache, and return the largest share of one that stays there.
+
+    Files on tmpfs stay.
     """
-    n_cached = 0
-    n_pages = 0
+    stays = 0.0
     for path in paths:
-        with open(path, "rb") as file:
-            descriptor = file.fileno()
-            if not can_tell(descriptor):
-                return None
-            end = min(os.fstat(descriptor).st_size, stop or 1 << 63)
-            for begin in range(0, end, _LOOK_BYTES):
-                pages = cached_pages(descriptor, begin, min(begin + _LOOK_BYTES, end))
-                n_cached += int(pages.sum())
-                n_pages += len(pages)
-    return n_cached / n_pages if n_pages else 1.0
-
-
-def drop(paths: Iterable[AnyPath], stop: int = 0) -> None:
-    """Drop files from the page cache, if the kernel can; files on tmpfs stay.
-
-    Args:
-        paths: The files.
-        stop: Bytes to drop from the beginning of each; 0 drops all.
-    """
-    paths = list(paths)
-    for path in paths:
-        with open(path, "rb") as file:
-            # The kernel does not drop dirty pages.
-            os.fsync(file)
-    for _ in range(20):
-        for path in paths:
+        for _ in range(20):
             with open(path, "rb") as file:
-                os.posix_fadvise(file.fileno(), 0, stop, os.POSIX_FADV_DONTNEED)
-        if cached_share(paths, stop or None) in (0, 1, None):
-            # Everything was dropped, or nothing can be dropped, because the files are on tmpfs.
-            return
-        # The kernel skips pages that are in use at the moment.
-        time.sleep(0.05)
+                # The kernel does not drop dirty pages.
+                os.fsync(file)
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            share = cached_share(path) or 0.0
+            if share in (0, 1):
+                # Everything was dropped, or nothing can be dropped.
+                break
+            # The kernel skips pages that are in use at the moment.
+            time.sleep(0.05)
+        stays = max(stays, share)
+    return stays
 
 
-def read_through(paths: Iterable[AnyPath], seconds: float = math.inf) -> bool:
-    """Read files into the page cache; return whether that took less than ``seconds``."""
+def read_through(paths: Iterable[AnyPath]) -> None:
+    """Read files into the page cache."""
     buffer = bytearray(PIECE_BYTES)
-    deadline = time.perf_counter() + seconds
     for path in paths:
         with open(path, "rb", buffering=0) as file:
             while file.readinto(buffer):
-                if time.perf_counter() > deadline:
-                    return False
-    return True
+                pass
 
 
-def touch_memory(nbytes: int, seconds: float = math.inf) -> None:
+def touch_memory(nbytes: int) -> None:
     """Write to free memory and free it again, immediately before a measurement.
 
     Many virtual machines return idle memory to their host. The first use of such memory takes
@@ -102,75 +79,65 @@ def touch_memory(nbytes: int, seconds: float = math.inf) -> None:
 
     Args:
         nbytes: Bytes that the measurement will need, page cache included.
-        seconds: Time after which to stop.
     """
-    deadline = time.perf_counter() + seconds
     left = min(nbytes, free_host_bytes() // 2)
     # All pieces are kept until the end, because freed memory would be reused.
     pieces = []
-    while left > 0 and time.perf_counter() < deadline:
+    while left > 0:
         piece = huge(min(left, _TOUCHED_BYTES))
         piece[::PAGE] = 1
         pieces.append(piece)
         left -= piece.nbytes
 
 
-def memory_by_kind() -> dict[str, int]:
-    """Return the resident bytes of this process and its worker processes, by kind.
+def memory_by_kind(pid: int | None = None) -> dict[str, int]:
+    """Return the resident bytes of a process and its worker processes, by kind.
 
     The kinds are ``anonymous`` (memory of their own), ``file`` (mapped pages of files, which the
     kernel may drop) and ``shared`` (shared memory). Pages that several processes have mapped are
     divided among them, so that sums over processes count them once.
 
-    Returns:
-        Bytes of each kind; empty if the kernel does not report them.
+    Args:
+        pid: Number of the process; None for this one.
     """
-    found: dict[str, int] = {}
-    children = [child.pid for child in multiprocessing.active_children()]
-    for pid in (os.getpid(), *children):
-        # A worker may have ended, and other systems than Linux have no such file.
-        with contextlib.suppress(OSError):
-            text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-            for key, kilobytes in re.findall(r"^(Pss_\w+):\s+(\d+) kB", text, re.MULTILINE):
-                if key in _KINDS:
-                    found[_KINDS[key]] = found.get(_KINDS[key], 0) + int(kilobytes) * 1024
+    found = dict.fromkeys(_KINDS.values(), 0)
+    # A process may have ended.
+    with contextlib.suppress(OSError, psutil.Error):
+        process = psutil.Process(pid)
+        for one in (process, *process.children(recursive=True)):
+            with contextlib.suppress(OSError):
+                text = Path(f"/proc/{one.pid}/smaps_rollup").read_text()
+                for key, kilobytes in re.findall(r"^(Pss_\w+):\s+(\d+) kB", text, re.MULTILINE):
+                    if key in _KINDS:
+                        found[_KINDS[key]] += int(kilobytes) * 1024
     return found
 
 
 class ComputingStep:
     """Matrix products that do not use the data, so that the work is the same for every loader.
 
-    On the CPU, they run on as many threads as torch has.
+    They run on as many threads as torch has.
 
     Args:
         n_products: Number of products of a step.
-        device: Name of the torch device that computes them.
     """
 
-    def __init__(self, n_products: int, device: str = "cpu") -> None:
+    def __init__(self, n_products: int) -> None:
         self.n_products = n_products
-        self._left = torch.ones((_WIDTH, _WIDTH), device=device)
-        self._out = torch.empty((_WIDTH, _WIDTH), device=device)
-
-    @classmethod
-    def lasting(cls, seconds: float, device: str = "cpu") -> ComputingStep:
-        """Return a step that takes about this many seconds on an idle machine."""
-        n_products = round(seconds / cls(1, device).alone_s())
-        return cls(max(1, n_products), device)
+        self._left = torch.ones((_WIDTH, _WIDTH))
+        self._out = torch.empty((_WIDTH, _WIDTH))
 
     def __call__(self) -> None:
-        """Compute the products, and wait until they are complete."""
+        """Compute the products."""
         for _ in range(self.n_products):
             torch.mm(self._left, self._left, out=self._out)
-        if self._out.is_cuda:
-            torch.cuda.synchronize(self._out.device)
 
     def alone_s(self) -> float:
         """Return the seconds of a step without a loader, the median of several."""
         self()
-        return statistics.median(self._seconds() for _ in range(_N_TIMED))
-
-    def _seconds(self) -> float:
-        begin = time.perf_counter()
-        self()
-        return time.perf_counter() - begin
+        times = []
+        for _ in range(_N_TIMED):
+            begin = time.perf_counter()
+            self()
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times)

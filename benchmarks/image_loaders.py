@@ -54,6 +54,14 @@ class Task:
         """Return the batch that every contestant must yield for some indices."""
         return default_collate([self.dataset[index] for index in indices])
 
+    def items(self, whole: bool) -> list[Any]:
+        """Return the arguments of ``make``, in order."""
+        return self.index_batches if whole else self.indices
+
+    def make(self, whole: bool) -> Callable[[Any], Any]:
+        """Return the function that makes a sample, or a whole batch."""
+        return one_torch_thread(self.batch if whole else self.dataset.__getitem__)
+
 
 def one_torch_thread(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return a function that sets one torch thread in each thread that calls it.
@@ -100,40 +108,15 @@ def dataloader(task: Task, n_workers: int) -> Batches:
     yield from loader
 
 
-def spdl_samples(task: Task) -> Batches:
-    """Use SPDL with threads that make samples."""
+def spdl(task: Task, *, whole: bool) -> Batches:
+    """Use SPDL with threads that make samples, or whole batches."""
     from spdl.pipeline import PipelineBuilder
 
-    builder = (
-        PipelineBuilder()
-        .add_source(task.indices)
-        .pipe(
-            one_torch_thread(task.dataset.__getitem__),
-            concurrency=N_WORKERS,
-            output_order="input",
-        )
-        .aggregate(BATCH_SIZE)
-        .pipe(one_torch_thread(default_collate))
-        .add_sink(N_AHEAD)
-    )
-    yield from _run_spdl(builder)
-
-
-def spdl_batches(task: Task) -> Batches:
-    """Use SPDL with threads that make whole batches."""
-    from spdl.pipeline import PipelineBuilder
-
-    builder = (
-        PipelineBuilder()
-        .add_source(task.index_batches)
-        .pipe(one_torch_thread(task.batch), concurrency=N_WORKERS, output_order="input")
-        .add_sink(N_AHEAD)
-    )
-    yield from _run_spdl(builder)
-
-
-def _run_spdl(builder: Any) -> Batches:
-    pipeline = builder.build(num_threads=N_WORKERS)
+    builder = PipelineBuilder().add_source(task.items(whole))
+    builder = builder.pipe(task.make(whole), concurrency=N_WORKERS, output_order="input")
+    if not whole:
+        builder = builder.aggregate(BATCH_SIZE).pipe(one_torch_thread(default_collate))
+    pipeline = builder.add_sink(N_AHEAD).build(num_threads=N_WORKERS)
     with pipeline.auto_stop():
         yield from pipeline.get_iterator()
 
@@ -157,59 +140,33 @@ class Source:
         return self._function(self._items[position])
 
 
-def grain_samples(task: Task) -> Batches:
-    """Use Grain with threads that make samples."""
+def grain(task: Task, *, whole: bool) -> Batches:
+    """Use Grain with threads that make samples, or whole batches."""
     import grain
 
-    source = Source(task.indices, one_torch_thread(task.dataset.__getitem__))
-    options = grain.ReadOptions(N_WORKERS, N_AHEAD * BATCH_SIZE)
-    yield from (
-        grain.MapDataset.source(source)
-        .to_iter_dataset(options)
-        .batch(BATCH_SIZE, batch_fn=default_collate)
-    )
+    source = grain.MapDataset.source(Source(task.items(whole), task.make(whole)))
+    n_ahead = N_AHEAD if whole else N_AHEAD * BATCH_SIZE
+    loaded = source.to_iter_dataset(grain.ReadOptions(N_WORKERS, n_ahead))
+    yield from loaded if whole else loaded.batch(BATCH_SIZE, batch_fn=default_collate)
 
 
-def grain_batches(task: Task) -> Batches:
-    """Use Grain with threads that make whole batches."""
-    import grain
-
-    source = Source(task.index_batches, one_torch_thread(task.batch))
-    options = grain.ReadOptions(N_WORKERS, N_AHEAD)
-    yield from grain.MapDataset.source(source).to_iter_dataset(options)
-
-
-def nodes_samples(task: Task) -> Batches:
-    """Use torchdata's nodes with threads that make samples."""
+def nodes(task: Task, *, whole: bool) -> Batches:
+    """Use torchdata's nodes with threads that make samples, or whole batches."""
     from torchdata.nodes import Batcher, IterableWrapper, Loader, Mapper, ParallelMapper, Prefetcher
 
-    samples = ParallelMapper(
-        IterableWrapper(task.indices),
-        one_torch_thread(task.dataset.__getitem__),
+    batches = ParallelMapper(
+        IterableWrapper(task.items(whole)),
+        task.make(whole),
         num_workers=N_WORKERS,
         method="thread",
         in_order=True,
         snapshot_frequency=_NEVER,
     )
-    lists = Batcher(samples, BATCH_SIZE, drop_last=False)
-    batches = Mapper(lists, one_torch_thread(default_collate))
-    yield from Loader(Prefetcher(batches, N_AHEAD, snapshot_frequency=_NEVER))
-
-
-def nodes_batches(task: Task) -> Batches:
-    """Use torchdata's nodes with threads that make whole batches."""
-    from torchdata.nodes import IterableWrapper, Loader, ParallelMapper
-
-    yield from Loader(
-        ParallelMapper(
-            IterableWrapper(task.index_batches),
-            one_torch_thread(task.batch),
-            num_workers=N_WORKERS,
-            method="thread",
-            in_order=True,
-            snapshot_frequency=_NEVER,
-        )
-    )
+    if not whole:
+        lists = Batcher(batches, BATCH_SIZE, drop_last=False)
+        collated = Mapper(lists, one_torch_thread(default_collate))
+        batches = Prefetcher(collated, N_AHEAD, snapshot_frequency=_NEVER)
+    yield from Loader(batches)
 
 
 @dataclass(frozen=True)
@@ -236,10 +193,11 @@ CONTESTANTS = {
     "pinfeed, wrap_loader": Contestant(wrap_loader, "pinfeed"),
     "DataLoader": Contestant(lambda task: dataloader(task, 0)),
     "DataLoader, 2 workers": Contestant(lambda task: dataloader(task, N_WORKERS)),
-    "SPDL": Contestant(spdl_samples, "spdl.pipeline"),
-    f"SPDL{WHOLE}": Contestant(spdl_batches, "spdl.pipeline"),
-    "grain": Contestant(grain_samples, "grain"),
-    f"grain{WHOLE}": Contestant(grain_batches, "grain"),
-    "torchdata.nodes": Contestant(nodes_samples, "torchdata.nodes"),
-    f"torchdata.nodes{WHOLE}": Contestant(nodes_batches, "torchdata.nodes"),
 }
+for _name, _peer, _module in (
+    ("SPDL", spdl, "spdl.pipeline"),
+    ("grain", grain, "grain"),
+    ("torchdata.nodes", nodes, "torchdata.nodes"),
+):
+    CONTESTANTS[_name] = Contestant(functools.partial(_peer, whole=False), _module)
+    CONTESTANTS[_name + WHOLE] = Contestant(functools.partial(_peer, whole=True), _module)

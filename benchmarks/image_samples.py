@@ -1,21 +1,75 @@
-"""Samples that all contestants load: decoded and augmented images, and ready tensors.
+"""Images in JPEG files that compress like photographs, and augmented samples of them.
 
 An image is decoded, randomly cropped, resized, randomly flipped and normalized. The random numbers
-are a function of the seed and of the index, so that every contestant must yield equal samples.
+are a function of the seed and of the index, so that every loader must yield equal samples.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from benchmarks.image_files import files_of
+N_COPIES = 16
+"""Files that have the same content, because drawing a picture takes longer than copying it."""
+WIDTH = 800
+HEIGHT = 600
+QUALITY = 90
+_LEAST_BYTES = 100_000
+# Photographs have amplitudes of about 1 / frequency. A smaller exponent has more detail.
+_EXPONENT = 1.3
+_CONTRAST = 55.0
+
+
+def files_of(n_files: int) -> list[str]:
+    """Return the paths of JPEG files in a cache folder, which is made if it is not complete.
+
+    Args:
+        n_files: Number of files.
+    """
+    folder = Path(tempfile.gettempdir()) / f"pinfeed-images-{n_files}"
+    paths = [folder / f"{number:05d}.jpg" for number in range(n_files)]
+    if not all(path.is_file() and path.stat().st_size > _LEAST_BYTES for path in paths):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        _create(paths)
+    return [str(path) for path in paths]
+
+
+def _create(paths: list[Path]) -> None:
+    """Write distinct pictures, and copies of them far from each other."""
+    from PIL import Image
+
+    n_pictures = max(1, len(paths) // N_COPIES)
+    for number, path in enumerate(paths):
+        if number < n_pictures:
+            Image.fromarray(picture(number)).save(path, quality=QUALITY)
+        else:
+            shutil.copyfile(paths[number % n_pictures], path)
+
+
+def picture(seed: int) -> np.ndarray:
+    """Return random clouds with the spectrum of photographs, shape (HEIGHT, WIDTH, 3), uint8."""
+    rng = np.random.default_rng(seed)
+    frequency = np.hypot(
+        np.fft.fftfreq(HEIGHT)[:, None] * HEIGHT, np.fft.rfftfreq(WIDTH)[None] * WIDTH
+    )
+    frequency[0, 0] = 1.0
+    spectrum = np.fft.rfft2(rng.standard_normal((3, HEIGHT, WIDTH))) / frequency**_EXPONENT
+    spectrum[:, 0, 0] = 0.0
+    layers = np.fft.irfft2(spectrum, (HEIGHT, WIDTH))
+    layers /= layers.std(axis=(1, 2), keepdims=True)
+    # The colours of photographs differ less than their brightness.
+    colours = layers[0] + 0.3 * layers
+    pixels = 128 + _CONTRAST * colours / colours.std()
+    return np.clip(pixels, 0, 255).astype(np.uint8).transpose(1, 2, 0).copy()
+
 
 SIZE = 224
 """Height and width of a sample in pixels."""
@@ -99,17 +153,6 @@ def decode_simplejpeg(path: str, generator: torch.Generator) -> torch.Tensor:
     )[0]
 
 
-def decode_torchvision(path: str, generator: torch.Generator) -> torch.Tensor:
-    """Decode and crop with torchvision, at full size."""
-    from torchvision.io import decode_jpeg, read_file
-    from torchvision.transforms.v2.functional import resized_crop
-
-    image = decode_jpeg(read_file(path))
-    height, width = image.shape[-2:]
-    box = crop_of(width, height, generator)
-    return resized_crop(image, box.top, box.left, box.height, box.width, [SIZE, SIZE])
-
-
 def normalized(image: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Return a randomly flipped and normalized float32 copy of a uint8 image."""
     # Transposing bytes is faster than transposing floats.
@@ -120,11 +163,7 @@ def normalized(image: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 Decoder = Callable[[str, torch.Generator], torch.Tensor]
-DECODERS: dict[str, Decoder] = {
-    "simplejpeg": decode_simplejpeg,
-    "Pillow": decode_pillow,
-    "torchvision": decode_torchvision,
-}
+DECODERS: dict[str, Decoder] = {"simplejpeg": decode_simplejpeg, "Pillow": decode_pillow}
 
 
 class Images(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
@@ -164,21 +203,3 @@ class Ready(torch.utils.data.Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return self._rows[index % _N_READY]
-
-
-def can_decode(decoder: str) -> bool:
-    """Return whether the library of a decoder can be imported."""
-    module = {"Pillow": "PIL"}.get(decoder, decoder)
-    if importlib.util.find_spec(module) is None:
-        return False
-    try:
-        importlib.import_module(module)
-    except (ImportError, RuntimeError):
-        # The library was built for another torch.
-        return False
-    return True
-
-
-def first_values(batch: Any) -> torch.Tensor:
-    """Return a number of each sample of a batch, which shows the order of the samples."""
-    return batch[1] if isinstance(batch, (list, tuple)) else batch[:, 0]

@@ -5,12 +5,10 @@ So every run has its own peak of memory, allocator and threads.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import itertools
 import logging
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,19 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
-import pinfeed
-from benchmarks.conditions import (
-    ComputingStep,
-    cached_share,
-    memory_by_kind,
-    read_through,
-    touch_memory,
-)
-from benchmarks.peers import CONTESTANTS, Contestant, Epochs, Task, litdata_folder, order_of
-from benchmarks.rowfile import Kind, drop, expected
+from benchmarks.conditions import ComputingStep, drop, memory_by_kind, read_through, touch_memory
+from benchmarks.peers import CONTESTANTS, Contestant, Epochs, Task
+from benchmarks.rowfile import Kind, expected
 
 _CHECKED_BATCHES = 8
-_CHECKED_FEEDER_BATCHES = 300
 _WARM_EPOCHS = 3
 # Memory to touch before a run, as a multiple of the file's size. It is for batches and for a copy
 # of the file that a loader may make. If the file is cold, it is for the page cache as well. If the
@@ -51,46 +41,15 @@ def check(path: Path, kind: Kind, order: str, name: str) -> None:
     """
     contestant = CONTESTANTS[name]
     task = Task.make(path, kind, order, 2, cold=False)
-    own_order = contestant.own_order and order != "sequential"
     epochs = contestant.epochs(task)
     for wanted, epoch in zip(task.epochs, epochs, strict=True):
         given = list(itertools.islice(epoch, _CHECKED_BATCHES))
-        assert len(given) >= min(len(wanted), _CHECKED_BATCHES) or contestant.own_order, (
-            f"{name}: {len(given)} batches"
-        )
-        seen = np.concatenate(
-            [batch.reshape(len(batch), -1)[:, 0].numpy() for batch in given]
-        ).astype(np.int64)
-        numbers = np.concatenate([np.r_[rows] for rows in wanted[: len(given)]])
-        if own_order:
-            assert len(np.unique(seen)) == len(seen), f"{name}: a row occurs twice"
-            numbers = seen
-        for i, batch in enumerate(given):
-            rows = numbers[i * kind.batch_size :][: kind.batch_size]
-            assert (batch.dtype, batch.device.type, batch.is_contiguous()) == (
-                torch.float32,
-                "cpu",
-                True,
-            ), name
-            assert torch.equal(batch, expected(rows, kind.row_shape)), (
-                f"{name}: batch {i} of {kind.name} rows, {order}"
-            )
+        for rows, batch in zip(wanted[:_CHECKED_BATCHES], given, strict=True):
+            about = f"{name}: {kind.name} rows, {order}"
+            assert (batch.dtype, batch.device.type) == (torch.float32, "cpu"), about
+            assert batch.is_contiguous(), about
+            assert torch.equal(batch, expected(np.r_[rows], kind.row_shape)), about
     epochs.close()
-    if name == "pinfeed":
-        check_feeder(task)
-
-
-def check_feeder(task: Task) -> None:
-    """Compare the row indices and the rows of 300 batches."""
-    order = order_of(task.order, task.kind)
-    with pinfeed.Feeder(
-        task.path, batch_size=task.kind.batch_size, rows=order, drop_last=True, device="cpu"
-    ) as feeder:
-        for wanted, batch in itertools.islice(
-            zip(task.epochs[0], feeder.batches(), strict=False), _CHECKED_FEEDER_BATCHES
-        ):
-            assert np.array_equal(batch.rows, np.r_[wanted])
-            assert torch.equal(batch.data, expected(batch.rows, task.kind.row_shape))
 
 
 @dataclass(frozen=True)
@@ -162,30 +121,26 @@ def run(
         torch.set_num_threads(1)
         step = ComputingStep(kind.n_products)
     warm_up(contestant, tiny, cold=cold)
-    files = [path, *sorted(litdata_folder(path).glob("*.bin"))] if name == "litdata" else [path]
-    (drop if cold else read_through)(files)
+    if cold and (share := drop([path])):
+        raise RuntimeError(
+            f"{path}: {share:.1%} of the file stays in the page cache; pass a --dir on a disk"
+        )
+    if not cold:
+        read_through([path])
     meeting.wait("prepared")
     touch_memory(round(path.stat().st_size * (_TOUCHED_COLD if cold else _TOUCHED_WARM)))
-    reset_peak()
-    cached = _share(files[-1])
-    resident = memory()["VmRSS"]
+    gc.collect()
     before = memory_by_kind()
     samples: list[dict[str, int]] = []
     meeting.wait("touched")
     epochs = contestant.epochs(task)
     timings, complete = timed(epochs, step, cap_s, lambda: samples.append(memory_by_kind()))
-    peak = memory()["VmHWM"]
-    grown = (_share(files[-1]) - cached) * files[-1].stat().st_size
     epochs.close()
-    if not contestant.own_order:
-        compare_sums(task, timings, complete=complete)
+    compare_sums(task, timings, complete=complete)
     return {
         "epochs": [timing.values(kind.row_nbytes) for timing in timings],
         "complete": complete,
         "growth": {key: max(one[key] for one in samples) - before[key] for key in before},
-        "peak_growth": peak - resident,
-        "page_cache_growth": round(grown),
-        **task.notes,
     }
 
 
@@ -195,16 +150,6 @@ def warm_up(contestant: Contestant, tiny: Path, *, cold: bool) -> None:
     for epoch in contestant.epochs(task):
         for _ in epoch:
             pass
-
-
-def reset_peak() -> None:
-    """Free unused objects, and reset the peak of resident memory, see proc(5).
-
-    Without the permission for it, the peak is that since the process began.
-    """
-    gc.collect()
-    with contextlib.suppress(PermissionError):
-        Path("/proc/self/clear_refs").write_text("5")
 
 
 @dataclass(frozen=True)
@@ -232,10 +177,7 @@ class EpochTiming:
 
 
 def timed(
-    epochs: Epochs,
-    step: Callable[[], object] | None,
-    cap_s: float,
-    sample: Callable[[], object],
+    epochs: Epochs, step: Callable[[], object] | None, cap_s: float, sample: Callable[[], object]
 ) -> tuple[list[EpochTiming], bool]:
     """Return the timing of each epoch, and whether all epochs were complete.
 
@@ -280,20 +222,6 @@ def compare_sums(task: Task, timings: list[EpochTiming], *, complete: bool) -> N
         assert (timing.n_rows, timing.total) == (len(rows), float(rows.sum())), (
             f"epoch {number}: the rows are not those of the file"
         )
-
-
-def memory() -> dict[str, int]:
-    """Return the kernel's counters for this process, without its workers, in bytes."""
-    status = Path("/proc/self/status").read_text()
-    return {
-        key: int(value) * 1024
-        for key, value in re.findall(r"(Vm(?:HWM|RSS)|Rss\w+):\s+(\d+) kB", status)
-    }
-
-
-def _share(path: Path) -> float:
-    """Return the share of the file in the page cache, for a file of this user."""
-    return cached_share([path]) or 0.0
 
 
 def load(contestant: Contestant) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 import pinfeed
-from benchmarks.mapped_rows import Rows
 from benchmarks.rowfile import Kind
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Order
@@ -30,10 +29,6 @@ Epochs = Iterator[Iterable[torch.Tensor]]
 LIMITED = "pinfeed, half the memory"
 """Name of pinfeed with a memory limit of half the file's size."""
 
-# LitData's format is written row by row in Python. This size is enough to measure a rate.
-_LITDATA_BYTES = 128 << 20
-_LITDATA_ROWS = 1 << 15
-
 
 @dataclass(frozen=True)
 class Task:
@@ -41,7 +36,6 @@ class Task:
 
     Attributes:
         seed: Seed of the order; processes that read the same file have different ones.
-        notes: Values that a contestant adds to its result.
     """
 
     path: Path
@@ -51,7 +45,6 @@ class Task:
     cold: bool
     epochs: list[Batches]
     seed: int = 1
-    notes: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def make(
@@ -112,7 +105,6 @@ def feeder(task: Task, memory_share: float | None = None) -> Epochs:
         size = {"config": config}
     order = order_of(task.order, task.kind, task.seed)
     with pinfeed.Feeder(task.path, rows=order, drop_last=True, device="cpu", **size) as made:
-        task.notes["plan_bytes"] = made.plan.host_bytes
         for _ in range(task.n_epochs):
             yield made
 
@@ -127,19 +119,16 @@ def loop(task: Task) -> Epochs:
         )
 
 
-def dataloader(task: Task, n_workers: int) -> Epochs:
+def dataloader(task: Task, n_workers: int = 0) -> Epochs:
     """Use a DataLoader with whole batches as items, and row indices as the sampler."""
     given: Batches = []
+    workers = {"num_workers": n_workers, "persistent_workers": True, "prefetch_factor": 4}
     loader = torch.utils.data.DataLoader(
-        Reader(task.path), sampler=given, batch_size=None, **_workers(n_workers)
+        Reader(task.path), sampler=given, batch_size=None, **(workers if n_workers else {})
     )
     for batches in task.epochs:
         given[:] = batches
         yield loader
-
-
-def _workers(n: int) -> dict[str, Any]:
-    return {"num_workers": n, "persistent_workers": True, "prefetch_factor": 4} if n else {}
 
 
 def torchdata_nodes(task: Task) -> Epochs:
@@ -218,95 +207,43 @@ def grain(task: Task) -> Epochs:
         yield library.MapDataset.source(Source(batches)).to_iter_dataset(options)
 
 
-def litdata(task: Task) -> Epochs:
-    """Use LitData with its own format and, if shuffled, its own order.
-
-    Its order visits chunks in random order, and shuffles each chunk. Two workers were slower, and
-    so was decoding a whole shuffled batch.
-    """
-    from litdata import StreamingDataLoader, StreamingDataset
-
-    shuffle = task.order != "sequential"
-    dataset = StreamingDataset(
-        str(litdata_folder(task.path)), shuffle=shuffle, drop_last=True, batch_decode=False
-    )
-    loader = StreamingDataLoader(dataset, batch_size=task.kind.batch_size, drop_last=True)
-    for _ in range(task.n_epochs):
-        yield loader
-
-
-def litdata_folder(path: Path) -> Path:
-    return path.with_suffix(".litdata")
-
-
-def prepare_litdata(path: Path) -> None:
-    """Write the first rows of a .npy file in LitData's format."""
-    from litdata import optimize
-
-    rows = Rows([str(path)])
-    n_rows = min(len(rows), _LITDATA_ROWS, _LITDATA_BYTES // rows[0].nbytes)
-    folder = str(litdata_folder(path))
-    optimize(
-        rows.__getitem__,
-        list(range(n_rows)),
-        folder,
-        chunk_bytes="64MB",
-        num_workers=1,
-        keep_data_ordered=True,
-        verbose=False,
-    )
-
-
 @dataclass(frozen=True)
 class Contestant:
     """A function that yields epochs of a task, and when it takes part.
 
     Attributes:
         epochs: The function.
-        module: A module that it needs.
         traits: Traits of cells that it takes part in, besides plain ones: "cold", "step" and
             "processes".
-        every: Whether it takes part in every repeat. Others, which are known to be slower, are
-            measured once.
+        module: A module that it needs.
         quick: Whether it takes part in ``--quick``.
         kinds: Names of the kinds of rows that it reads; None for all.
-        orders: Orders that it can yield; None for all.
-        own_order: Whether it draws its own order when shuffled.
     """
 
     epochs: Callable[[Task], Epochs]
-    module: str = "torch"
     traits: frozenset[str] = frozenset()
-    every: bool = False
-    quick: bool = False
+    module: str = "torch"
+    quick: bool = True
     kinds: tuple[str, ...] | None = None
-    orders: tuple[str, ...] | None = None
-    own_order: bool = False
 
     @property
     def installed(self) -> bool:
         return importlib.util.find_spec(self.module.partition(".")[0]) is not None
 
 
-_COLD = frozenset({"cold"})
 _STEP = frozenset({"cold", "step"})
 _ALL = frozenset({"cold", "step", "processes"})
 CONTESTANTS = {
-    "pinfeed": Contestant(feeder, traits=_ALL, every=True, quick=True),
-    LIMITED: Contestant(lambda task: feeder(task, 0.5), traits=_COLD, every=True, kinds=("4 KiB",)),
+    "pinfeed": Contestant(feeder, _ALL),
+    LIMITED: Contestant(
+        lambda task: feeder(task, 0.5), frozenset({"cold"}), quick=False, kinds=("4 KiB",)
+    ),
     # In a loop that waits for a disk or computes a step, it is as fast as the DataLoader.
-    "loop": Contestant(loop, every=True, quick=True),
-    "DataLoader": Contestant(
-        lambda task: dataloader(task, 0), traits=_STEP, every=True, quick=True
-    ),
-    "torchdata.nodes": Contestant(
-        torchdata_nodes, "torchdata.nodes", traits=_ALL, every=True, quick=True
-    ),
-    "grain": Contestant(grain, "grain", traits=_ALL, every=True, quick=True),
+    "loop": Contestant(loop),
+    "DataLoader": Contestant(dataloader, _STEP),
+    "torchdata.nodes": Contestant(torchdata_nodes, _ALL, "torchdata.nodes"),
+    "grain": Contestant(grain, _ALL, "grain"),
     # The next ones read a warm file more slowly than others read a cold one.
-    "SPDL": Contestant(spdl, "spdl.pipeline"),
-    "DataLoader, 2 workers": Contestant(lambda task: dataloader(task, 2)),
-    "litdata": Contestant(
-        litdata, "litdata", orders=("sequential", "block-shuffled"), own_order=True
-    ),
+    "SPDL": Contestant(spdl, module="spdl.pipeline", quick=False),
+    "DataLoader, 2 workers": Contestant(lambda task: dataloader(task, 2), quick=False),
 }

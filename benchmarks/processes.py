@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+
+
+def new_process() -> ProcessPoolExecutor:
+    """Return an executor of one process, which shares no memory with this one."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
 def in_process(module: str, job: dict[str, Any], timeout_s: float = 90.0) -> Any:

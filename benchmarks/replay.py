@@ -9,8 +9,7 @@ Run it from the root, with stable-baselines3, gymnasium, torchrl and tensordict 
 Every way runs in a process of its own. It fills its buffer with transitions of Atari's shape: four
 stacked frames of 84 x 84 bytes, and episodes of 300 steps. Then it stores four transitions and
 draws a batch, as DQN does. The batches of ways that draw alike must be equal bit for bit. The
-figures are medians of the rounds, in which the ways take turns. Importance weights of prioritized
-draws are not compared, because CleanRL computes them in float32.
+figures are medians of the rounds, in which the ways take turns.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import statistics
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,9 +30,8 @@ import torch
 from tabulate import tabulate
 
 import pinfeed
-from benchmarks.earlier import Earlier
+from benchmarks.processes import new_process
 
-ROOT = Path(__file__).parents[1]
 SHAPE = (4, 84, 84)
 EPISODE = 300
 N_DISTINCT = 5000
@@ -64,15 +62,7 @@ class Steps:
 
 
 class StableBaselines:
-    """The buffer of Stable-Baselines3 and CleanRL.
-
-    Args:
-        capacity: Number of transitions.
-        size: Transitions of a batch.
-        saves_memory: Whether next observations are those of the next row.
-    """
-
-    draws = "uniform"
+    """The buffer of Stable-Baselines3 and CleanRL, which draws other rows if it saves memory."""
 
     def __init__(self, capacity: int, size: int, saves_memory: bool = False) -> None:
         from gymnasium import spaces
@@ -99,35 +89,16 @@ class StableBaselines:
         return found.observations, found.actions[:, 0], found.next_observations, *others
 
 
-class StableBaselinesSaving(StableBaselines):
-    """The same with ``optimize_memory_usage``, which draws other rows."""
-
-    draws = "uniform, not the newest"
-
-    def __init__(self, capacity: int, size: int) -> None:
-        super().__init__(capacity, size, saves_memory=True)
-
-
 class TorchRL:
-    """The buffer of torchrl, with its own random generator.
+    """The buffer of torchrl with its own random generator, and a thread if it prefetches."""
 
-    Args:
-        capacity: Number of transitions.
-        size: Transitions of a batch.
-    """
-
-    draws = "uniform, torch's"
-
-    def __init__(self, capacity: int, size: int) -> None:
+    def __init__(self, capacity: int, size: int, prefetch: int | None = None) -> None:
         from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
         torch.manual_seed(SEED)
         self._buffer = TensorDictReplayBuffer(
-            storage=LazyTensorStorage(capacity), batch_size=size, **self.options()
+            storage=LazyTensorStorage(capacity), batch_size=size, prefetch=prefetch
         )
-
-    def options(self) -> dict[str, Any]:
-        return {}
 
     def add(self, obs: Any, after: Any, action: int, reward: float, is_end: bool) -> None:
         from tensordict import TensorDict
@@ -146,26 +117,8 @@ class TorchRL:
         return tuple(found[name] for name in ("obs", "action", "next_obs", "done", "reward"))
 
 
-class TorchRLPrefetch(TorchRL):
-    """The same with a thread that samples two batches ahead."""
-
-    draws = "uniform, torch's, ahead"
-
-    def options(self) -> dict[str, Any]:
-        return {"prefetch": 2}
-
-
 class Pinfeed:
-    """``pinfeed.ReplayBuffer``.
-
-    Args:
-        capacity: Number of transitions.
-        size: Transitions of a batch.
-        depth: Number of batches to prefetch.
-        alpha: Exponent of the priorities; None for uniform draws.
-    """
-
-    draws = "uniform"
+    """``pinfeed.ReplayBuffer``, with batches ahead or with priorities that draws change."""
 
     def __init__(
         self, capacity: int, size: int, depth: int = 0, alpha: float | None = None
@@ -173,124 +126,42 @@ class Pinfeed:
         image = (SHAPE, "uint8")
         number = ((), "float32")
         parts = {"obs": image, "action": ((), "int64"), "next_obs": image}
-        self.buffer = pinfeed.ReplayBuffer(
+        self._has_priorities = alpha is not None
+        self._buffer = pinfeed.ReplayBuffer(
             capacity,
             parts | {"done": number, "reward": number},
             next_of={"next_obs": "obs"},
             stacked="obs",
             alpha=alpha,
-            epsilon=0.0,
             generator=np.random.RandomState(SEED),
         )
-        self._batches = iter(self.buffer.batches(size, depth=depth, device="cpu"))
+        self._batches = iter(self._buffer.batches(size, depth=depth, device="cpu"))
 
     def add(self, obs: Any, after: Any, action: int, reward: float, is_end: bool) -> None:
-        self.buffer.add(obs=obs, next_obs=after, action=action, reward=reward, done=float(is_end))
+        self._buffer.add(obs=obs, next_obs=after, action=action, reward=reward, done=float(is_end))
 
     def sample(self) -> Batch:
-        return tuple(next(self._batches).values())
-
-
-class PinfeedAhead(Pinfeed):
-    """The same, two batches ahead."""
-
-    draws = "uniform, 2 requests earlier"
-
-    def __init__(self, capacity: int, size: int) -> None:
-        super().__init__(capacity, size, depth=2)
-
-
-class CleanRLPrioritized:
-    """The prioritized buffer of CleanRL's Rainbow, for windows of one step.
-
-    Args:
-        capacity: Number of transitions.
-        size: Transitions of a batch.
-    """
-
-    draws = "prioritized"
-
-    def __init__(self, capacity: int, size: int) -> None:
-        self._random = np.random.RandomState(SEED)
-        self._capacity = capacity
-        self._size = size
-        self._obs = np.zeros((capacity, *SHAPE), np.uint8)
-        self._next_obs = np.zeros((capacity, *SHAPE), np.uint8)
-        self._actions = np.zeros(capacity, np.int64)
-        self._dones = np.zeros(capacity, np.float32)
-        self._rewards = np.zeros(capacity, np.float32)
-        self._sums = np.zeros(2 * capacity - 1, np.float32)
-        self._n_added = 0
-
-    def _set(self, row: int, priority: float) -> None:
-        sums = self._sums
-        node = row + self._capacity - 1
-        sums[node] = priority
-        while node:
-            node = (node - 1) // 2
-            sums[node] = sums[2 * node + 1] + sums[2 * node + 2]
-
-    def _row_at(self, value: float) -> int:
-        sums = self._sums
-        node = 0
-        while 2 * node + 1 < len(sums):
-            node = 2 * node + 1
-            if value > sums[node]:
-                value -= sums[node]
-                node += 1
-        return node - (self._capacity - 1)
-
-    def add(self, obs: Any, after: Any, action: int, reward: float, is_end: bool) -> None:
-        row = self._n_added % self._capacity
-        self._obs[row] = obs
-        self._next_obs[row] = after
-        self._actions[row] = action
-        self._dones[row] = is_end
-        self._rewards[row] = reward
-        self._set(row, 1.0)
-        self._n_added += 1
-
-    def sample(self) -> Batch:
-        total = self._sums[0]
-        segment = total / self._size
-        values = (self._random.uniform(segment * i, segment * (i + 1)) for i in range(self._size))
-        rows = [self._row_at(value) for value in values]
-        shares = np.array([self._sums[row + self._capacity - 1] for row in rows]) / total
-        weights = (min(self._n_added, self._capacity) * shares) ** -0.4
-        arrays = (self._obs, self._actions, self._next_obs, self._dones, self._rewards)
-        batch = tuple(torch.from_numpy(array[rows]) for array in arrays)
-        # Dyadic priorities, whose sums are exact in float32 as well.
-        for row in rows:
-            self._set(row, 0.5 + row % 8 / 16)
-        self.weights = torch.from_numpy((weights / weights.max()).astype(np.float32))
-        return batch
-
-
-class PinfeedPrioritized(Pinfeed):
-    """``pinfeed.ReplayBuffer`` with the same priorities."""
-
-    draws = "prioritized"
-
-    def __init__(self, capacity: int, size: int) -> None:
-        super().__init__(capacity, size, alpha=1.0)
-
-    def sample(self) -> Batch:
-        *batch, self.weights, numbers = super().sample()
-        rows = numbers.numpy() % self.buffer.capacity
-        self.buffer.update_priorities(numbers, 0.5 + rows % 8 / 16)
+        batch = tuple(next(self._batches).values())
+        if self._has_priorities:
+            *batch, _, numbers = batch
+            rows = numbers.numpy() % self._buffer.capacity
+            self._buffer.update_priorities(numbers, 0.5 + rows % 8 / 16)
         return tuple(batch)
 
 
-WAYS: dict[str, Callable[[int, int], Any]] = {
-    "Stable-Baselines3, CleanRL": StableBaselines,
-    "Stable-Baselines3, optimize_memory_usage": StableBaselinesSaving,
-    "torchrl": TorchRL,
-    "torchrl, prefetch=2": TorchRLPrefetch,
-    "pinfeed": Pinfeed,
-    "pinfeed, depth=2": PinfeedAhead,
-    "CleanRL's Rainbow, prioritized": CleanRLPrioritized,
-    "pinfeed, prioritized": PinfeedPrioritized,
+WAYS: dict[str, tuple[str, Callable[[int, int], Any]]] = {
+    "Stable-Baselines3, CleanRL": ("uniform", StableBaselines),
+    "Stable-Baselines3, optimize_memory_usage": (
+        "uniform, not the newest",
+        partial(StableBaselines, saves_memory=True),
+    ),
+    "torchrl": ("uniform, torch's", TorchRL),
+    "torchrl, prefetch=2": ("uniform, torch's, ahead", partial(TorchRL, prefetch=2)),
+    "pinfeed": ("uniform", Pinfeed),
+    "pinfeed, depth=2": ("uniform, 2 requests earlier", partial(Pinfeed, depth=2)),
+    "pinfeed, prioritized": ("prioritized", partial(Pinfeed, alpha=1.0)),
 }
+"""How each buffer draws, and the function that makes it for a capacity and a batch size."""
 _MODULES = {"Stable": "stable_baselines3", "torchrl": "torchrl"}
 _open: dict[str, tuple[Any, Steps]] = {}
 
@@ -300,7 +171,7 @@ def fill(way: str, capacity: int, size: int) -> dict[str, float]:
     torch.set_num_threads(1)
     steps = Steps()
     before = psutil.Process().memory_full_info().uss
-    buffer = WAYS[way](capacity, size)
+    buffer = WAYS[way][1](capacity, size)
     seconds = []
     for i in range(capacity + capacity // 10):
         step = steps.next()
@@ -369,27 +240,27 @@ def main() -> None:
     given = parser.parse_args()
     missing = [key for key, name in _MODULES.items() if importlib.util.find_spec(name) is None]
     ways = [way for way in WAYS if given.only in way and not way.startswith(tuple(missing))]
-    call = "benchmarks.replay:"
     requests: dict[str, list[float]] = {way: [] for way in ways}
     loops: dict[str, list[float]] = {way: [] for way in ways}
     with contextlib.ExitStack() as stack:
-        processes = {way: stack.enter_context(Earlier(ROOT)) for way in ways}
+        processes = {way: stack.enter_context(new_process()) for way in ways}
         sizes = (given.capacity, given.batch_size)
-        filled = {way: one.call(f"{call}fill", way, *sizes) for way, one in processes.items()}
+        filled = {way: one.submit(fill, way, *sizes).result() for way, one in processes.items()}
         sums: dict[str, list[int]] = {}
         for way, one in processes.items():
-            found = one.call(f"{call}check", way, 50)
-            assert sums.setdefault(WAYS[way].draws, found) == found, f"{way} has other batches"
+            found = one.submit(check, way, 50).result()
+            assert sums.setdefault(WAYS[way][0], found) == found, f"{way} has other batches"
         for i in range(given.rounds):
             for way in ways if i % 2 else reversed(ways):
                 one = processes[way]
-                requests[way].append(one.call(f"{call}times", way, given.batches))
+                requests[way].append(one.submit(times, way, given.batches).result())
                 step_s = given.step_ms / 1e3
-                loops[way].append(one.call(f"{call}loop_time", way, given.batches // 4, step_s))
+                n = given.batches // 4
+                loops[way].append(one.submit(loop_time, way, n, step_s).result())
     rows = [
         (
             way,
-            WAYS[way].draws,
+            WAYS[way][0],
             f"{filled[way]['add_us']:.0f}",
             f"{statistics.median(requests[way]):.0f}",
             f"{statistics.median(loops[way]):.0f}",

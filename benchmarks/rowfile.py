@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-
-from benchmarks import conditions
 
 _PIECE = 4 << 20
 
@@ -73,17 +70,3 @@ def expected(rows: np.ndarray, row_shape: tuple[int, ...]) -> torch.Tensor:
         .reshape(-1, *[1] * len(row_shape))
         .expand(-1, *row_shape)
     )
-
-
-def drop(paths: Iterable[Path]) -> None:
-    """Drop files from the page cache.
-
-    Raises:
-        RuntimeError: If pages stay in the page cache, because a memory map uses them.
-    """
-    for path in paths:
-        conditions.drop([path])
-        if share := conditions.cached_share([path]):
-            raise RuntimeError(
-                f"{path}: {share:.1%} of the file stays in the page cache; pass a --dir on a disk"
-            )

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-import itertools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +11,6 @@ from torch import nn
 from torch.nn import functional
 
 import pinfeed
-from benchmarks.memory import free
 from benchmarks.rowcells import LR, Body, RowCell, start, wait
 from benchmarks.rowcupy import speedtorch, uva_gathers
 from benchmarks.rowfbgemm import fbgemm, why_no_fbgemm
@@ -40,7 +35,6 @@ def prefetched(
         cache: Share of the rows that the cache on the device holds; None for no cache.
     """
     store = pinfeed.PinnedStore(start(cell), pin=pin(body))
-    # An earlier pinfeed has no caches.
     options: dict[str, Any] = {} if cache is None else {"device_cache": cache}
     table = pinfeed.HostEmbedding(cell.n_rows, cell.dim, store=store, name="table", **options)
     optimizer = pinfeed.RowOptimizer(cell.rule.dense, [table], state=touched, lr=LR)
@@ -73,11 +67,6 @@ def synchronous(
 ) -> Iterator[torch.Tensor]:
     """Train with pinfeed without prefetching: the device waits while rows are copied."""
     return prefetched(cell, body, ids, depth=0, loops=loops)
-
-
-def depth_chosen(cell: RowCell, body: Body, ids: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Train with pinfeed, which chooses between prefetching and the synchronous loop."""
-    return prefetched(cell, body, ids, depth=None)
 
 
 def gather_and_copy(cell: RowCell, body: Body, ids: list[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -144,20 +133,13 @@ def rows_there(cell: RowCell, body: Body, ids: list[torch.Tensor]) -> Iterator[t
 Run = Callable[[RowCell, Body, list[torch.Tensor]], Iterator[torch.Tensor]]
 
 STEP_ALONE = "step alone"
-CHOSEN = "prefetch, depth chosen"
 CACHED = "cache of "
 """Beginning of the name of a contestant with a cache."""
-_MAX_MEASURED = 150
-
-BEFORE = " (before)"
-"""End of the name of a contestant that runs with an earlier pinfeed."""
 
 
 def contestants(device: str, optimizer: str = "Adam") -> dict[str, Run]:
     """Return the contestants by name; the others are compared with the first."""
     found: dict[str, Run] = {"prefetch": prefetched, "synchronous": synchronous}
-    if inspect.signature(pinfeed.train_rows).parameters["depth"].default is None:
-        found[CHOSEN] = depth_chosen
     found |= {"gather+copy": gather_and_copy, "whole table": whole_table}
     if optimizer == "Adagrad" and not why_no_fbgemm(device):
         found["FBGEMM"] = fbgemm
@@ -190,13 +172,12 @@ def compare(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
     """Compare losses with those of prefetching.
 
     Raises:
-        AssertionError: If they differ. pinfeed's own must be equal bit for bit, those of an
-            earlier pinfeed included. The others may differ by another order of additions and by
-            SparseAdam's eps.
+        AssertionError: If they differ. pinfeed's own must be equal bit for bit. The others may
+            differ by another order of additions and by SparseAdam's eps.
     """
     same = (
         torch.equal(found, expected)
-        if name in ("synchronous", CHOSEN) or name.endswith(BEFORE) or name.startswith(CACHED)
+        if name == "synchronous" or name.startswith(CACHED)
         else torch.allclose(found, expected, rtol=1e-4)
     )
     assert same, f"{name}: losses {found.tolist()}, expected {expected.tolist()}"
@@ -205,96 +186,21 @@ def compare(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
 def step_s(
     run: Run, cell: RowCell, body: Body, ids: list[torch.Tensor], n_warm: int, cap_s: float
 ) -> float:
-    """Return the mean seconds of the steps after ``n_warm``, which run for up to ``cap_s``."""
+    """Return the mean seconds of the steps after ``n_warm``, which run for up to ``cap_s``.
+
+    The end of the steps is not timed, because it frees the tables.
+    """
     steps = run(cell, body, ids)
     for _ in range(n_warm):
         next(steps)
-    return _mean_s(steps, len(ids) - n_warm, body, cap_s)
-
-
-def _mean_s(steps: Iterator[torch.Tensor], n_steps: int, body: Body, cap_s: float) -> float:
-    """Return the mean seconds of ``n_steps`` steps, which run for up to ``cap_s``.
-
-    The end of ``steps`` is not timed, because it frees the tables.
-    """
     wait(body)
     begin = time.perf_counter()
     n = 0
-    for _ in itertools.islice(steps, n_steps):
+    for _ in steps:
         n += 1
-        if time.perf_counter() - begin > cap_s:
+        if n == len(ids) - n_warm or time.perf_counter() - begin > cap_s:
             break
     wait(body)
     seconds = (time.perf_counter() - begin) / n
     steps.close()  # type: ignore[attr-defined]  # a generator
     return seconds
-
-
-@dataclass(frozen=True)
-class Timing:
-    """The way in which the steps of a cell are timed.
-
-    Args:
-        device: Name of the device.
-        n_steps: Steps after those that warm up.
-        n_warm: Steps that warm up.
-        cap_s: Seconds after which the steps end.
-        n_products: Matrix products in a step.
-    """
-
-    device: str
-    n_steps: int
-    n_warm: int
-    cap_s: float
-    n_products: int = 0
-
-
-def timed_step_s(
-    name: str, given_cell: dict[str, Any], given_timing: dict[str, Any]
-) -> tuple[float, str]:
-    """Time the steps of a contestant, in the process that calls it.
-
-    Args:
-        name: Name of the contestant, or ``STEP_ALONE``.
-        given_cell: Fields of the cell.
-        given_timing: Fields of the ``Timing``.
-
-    Returns:
-        The seconds of a step, and the depth that the loop has chosen, with its reason.
-    """
-    cell = RowCell(**given_cell)
-    timing = Timing(**given_timing)
-    body = Body(cell, timing.device, timing.n_products)
-    free()
-    if name == CHOSEN:
-        return _chosen_step_s(cell, body, timing)
-    run = rows_there if name == STEP_ALONE else contestants(timing.device, cell.optimizer)[name]
-    ids = _ids(cell, timing.n_warm + timing.n_steps)
-    return step_s(run, cell, body, ids, timing.n_warm, timing.cap_s), ""
-
-
-def _chosen_step_s(cell: RowCell, body: Body, timing: Timing) -> tuple[float, str]:
-    """Time the steps after pinfeed's own measurement, of at most ``_MAX_MEASURED`` steps."""
-    loops: list[Any] = []
-    ids = _ids(cell, timing.n_warm + timing.n_steps)
-    steps = prefetched(cell, body, [*ids, *ids], None, loops)
-    next(steps)
-    at_first = loops[0].depth_reason
-    for _ in range(_MAX_MEASURED):
-        next(steps)
-        if loops[0].depth_reason != at_first:
-            break
-    for _ in range(timing.n_warm):
-        next(steps)
-    return _mean_s(steps, timing.n_steps, body, timing.cap_s), loops[0].depth_reason
-
-
-def first_losses(name: str, given_cell: dict[str, Any], device: str) -> list[float]:
-    """Return the losses of a contestant's first steps, in the process that calls it."""
-    cell = RowCell(**given_cell)
-    return losses(contestants(device, cell.optimizer)[name], cell, device).tolist()
-
-
-@functools.lru_cache(maxsize=2)
-def _ids(cell: RowCell, n: int) -> list[torch.Tensor]:
-    return cell.batches(n)

@@ -14,8 +14,6 @@ root of the repository:
     python -m benchmarks.streaming
     # 3 minutes
     python -m benchmarks.streaming --quick
-    # write the tables and the picture again, from the results
-    python -m benchmarks.streaming --report
 
 First and later epochs are reported apart, because loaders prepare themselves during the first one.
 A cold file has one epoch. The ceiling is the best rate without a loader. For a warm file, that is
@@ -27,23 +25,31 @@ faster than the step.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pinfeed
-from benchmarks import ceilings, onerun, peers, report
-from benchmarks.contest import Cell, Contest, Files, all_cells
-from benchmarks.environment import RESULTS, environment, machine, save
-from benchmarks.processes import ROOT
-from benchmarks.rowfile import KINDS
+import numpy as np
+from tabulate import tabulate
 
+import pinfeed
+from benchmarks import ceilings, onerun
+from benchmarks.environment import environment, save
+from benchmarks.peers import CONTESTANTS
+from benchmarks.processes import ROOT, in_process
+from benchmarks.rowfile import KINDS, Kind, create
+
+OURS = "pinfeed"
+ORDERS = ("sequential", "shuffled", "block-shuffled")
+# Seconds of a run.
+_CAP_S = 6.0
 QUICK = {
     "512 B, warm, shuffled",
     "4 KiB, warm, sequential",
@@ -54,176 +60,327 @@ QUICK = {
     "image, warm, shuffled",
 }
 
-
-def run_job(job: dict[str, Any]) -> Any:
-    """Run a job, in a process of its own."""
-    call = job.pop("call")
-    files = Files(Path(job.pop("folder")))
-    if "name" in job:
-        onerun.load(peers.CONTESTANTS[job["name"]])
-    if call == "prepare litdata":
-        return [peers.prepare_litdata(path) for path in files.folder.glob("*.npy")]
-    if call == "check":
-        for kind, order in job["settings"]:
-            onerun.check(files.of(KINDS[kind]), KINDS[kind], order, job["name"])
-        return None
-    kind = KINDS[job.pop("kind")]
-    if call == "ceilings":
-        return ceilings.measure(files.of(kind), kind, **job)
-    meeting = onerun.Meeting(Path(job.pop("meeting")), job.pop("rank"), job.pop("n_processes"))
-    return onerun.run(files.of(kind), files.tiny, kind, meeting=meeting, **job)
+Record = dict[str, Any]
+Cells = list[Record]
 
 
-def summary(contest: Contest) -> list[dict[str, Any]]:
-    """Return a record for each cell, with the medians of the runs of each contestant."""
-    return [
-        {
-            "cell": str(cell),
-            "kind": cell.kind.name,
-            "state": cell.state,
-            "order": cell.order,
-            "step": cell.computes,
-            "processes": cell.n_processes,
-            "ceiling": cell.ceiling(contest.ceilings[cell.kind.name]),
-            "contestants": {
-                name: medians(runs, cell) for name, runs in contest.runs[str(cell)].items()
-            },
-        }
-        for cell in contest.cells
+@dataclass(frozen=True)
+class Cell:
+    """A setting in which every contestant is timed.
+
+    Attributes:
+        kind: Kind of the rows.
+        order: Name of the order.
+        cold: Whether the file is not in the page cache.
+        computes: Whether the loop has a training step.
+        n_processes: Processes that read the whole file at the same time, each in its own order.
+    """
+
+    kind: Kind
+    order: str
+    cold: bool = False
+    computes: bool = False
+    n_processes: int = 1
+
+    def __str__(self) -> str:
+        processes = f", {self.n_processes} processes" if self.n_processes > 1 else ""
+        return f"{self.kind.name}, {self.state}, {self.order}{' + step' * self.computes}{processes}"
+
+    @property
+    def state(self) -> str:
+        return "cold" if self.cold else "warm"
+
+    def has(self, name: str) -> bool:
+        """Return whether a contestant is measured in the cell."""
+        traits = {"cold": self.cold, "step": self.computes, "processes": self.n_processes > 1}
+        contestant = CONTESTANTS[name]
+        return {trait for trait, is_so in traits.items() if is_so} <= contestant.traits and (
+            contestant.kinds is None or self.kind.name in contestant.kinds
+        )
+
+    def ceiling(self, rates: Record) -> float:
+        """Return the ceiling in GB/s of a repeat."""
+        reached = rates[f"gather, {self.order}"]
+        if self.cold:
+            reached = min(reached, rates["sequential, cold"])
+        if self.computes:
+            batch_nbytes = self.kind.batch_size * self.kind.row_nbytes
+            reached = min(reached, batch_nbytes / rates["step_s"] / 1e9)
+        return float(reached)
+
+
+def all_cells() -> list[Cell]:
+    """Return all cells.
+
+    Rows of 4 KiB are measured in every way. The others are measured if their size can matter.
+    """
+    small, middle, images = KINDS.values()
+    cells = [Cell(kind, order) for kind in (small, images) for order in ORDERS[:2]]
+    cells += [Cell(middle, order, cold) for cold in (False, True) for order in ORDERS]
+    cells += [Cell(kind, "shuffled", cold=True) for kind in (small, images)]
+    cells += [Cell(kind, "shuffled", computes=True) for kind in KINDS.values()]
+    cells += [
+        Cell(middle, "shuffled", cold=True, computes=True),
+        Cell(middle, "shuffled", n_processes=2),
     ]
+    return sorted(cells, key=lambda cell: (list(KINDS).index(cell.kind.name), cell.cold))
 
 
-def medians(runs: list[list[dict[str, Any]]], cell: Cell) -> dict[str, Any]:
+def run_job(call: str, folder: str, kind: str, **job: Any) -> Any:
+    """Run a job on the file of a kind of rows, in a process of its own."""
+    path = Path(folder) / f"{kind.replace(' ', '-')}.npy"
+    if "name" in job:
+        onerun.load(CONTESTANTS[job["name"]])
+    if call == "check":
+        for order in job["orders"]:
+            onerun.check(path, KINDS[kind], order, job["name"])
+        return None
+    if call == "ceilings":
+        return ceilings.measure(path, KINDS[kind], **job)
+    meeting = onerun.Meeting(Path(job.pop("meeting")), job.pop("rank"), job.pop("n_processes"))
+    return onerun.run(path, path.with_name("tiny.npy"), KINDS[kind], meeting=meeting, **job)
+
+
+class Contest:
+    """A measurement: its contestants, cells and results."""
+
+    def __init__(self, folder: Path, cells: list[Cell], names: list[str]) -> None:
+        self.folder = folder
+        self.cells = cells
+        self.names = names
+        self.kinds = list(dict.fromkeys(cell.kind.name for cell in cells))
+        self.runs: dict[str, dict[str, list[Cells]]] = {str(cell): {} for cell in cells}
+        self.ceilings: dict[str, Cells] = {kind: [] for kind in self.kinds}
+        self._begin = time.perf_counter()
+
+    def create(self, nbytes: int) -> None:
+        """Write the files."""
+        np.save(self.folder / "tiny.npy", np.arange(16, dtype=np.float32).reshape(16, 1))
+        for kind in self.kinds:
+            create(self.folder / f"{kind.replace(' ', '-')}.npy", KINDS[kind], nbytes)
+
+    def admit(self) -> None:
+        """Leave out contestants that are not installed or yield other data.
+
+        Raises:
+            RuntimeError: If pinfeed yields other data.
+        """
+        for name in self.names[:]:
+            try:
+                if not CONTESTANTS[name].installed:
+                    raise RuntimeError("it is not installed; make .venv/peers installs it")
+                for kind in self.kinds:
+                    cells = [cell for cell in self.cells if cell.kind.name == kind]
+                    orders = sorted({cell.order for cell in cells if cell.has(name)})
+                    self._call("check", kind, name=name, orders=orders)
+            except RuntimeError as error:
+                if name.startswith(OURS):
+                    raise
+                self._say(f"{name} is left out: {error}")
+                self.names.remove(name)
+        self._say(f"equal data: {', '.join(self.names)}")
+
+    def repeat(self, number: int) -> None:
+        """Measure every cell and every ceiling once."""
+        for kind in self.kinds:
+            cells = [cell for cell in self.cells if cell.kind.name == kind]
+            orders = sorted({cell.order for cell in cells})
+            self.ceilings[kind].append(self._call("ceilings", kind, orders=orders))
+            for cell in cells:
+                # Each repeat begins with another contestant.
+                for name in self.names[number:] + self.names[:number]:
+                    if cell.has(name):
+                        self._run(name, cell)
+
+    def _run(self, name: str, cell: Cell) -> None:
+        job = {
+            "name": name,
+            "order": cell.order,
+            "cold": cell.cold,
+            "computes": cell.computes,
+            "cap_s": _CAP_S,
+            "n_processes": cell.n_processes,
+        }
+        with tempfile.TemporaryDirectory() as meeting, ThreadPoolExecutor(cell.n_processes) as pool:
+            futures = [
+                pool.submit(self._call, "run", cell.kind.name, **job, meeting=meeting, rank=rank)
+                for rank in range(cell.n_processes)
+            ]
+        try:
+            run = [future.result() for future in futures]
+        except RuntimeError as error:
+            self._say(f"{cell}: {name} failed: {error}")
+            return
+        self.runs[str(cell)].setdefault(name, []).append(run)
+        epochs = [epoch for process in run for epoch in process["epochs"]]
+        shown = " ".join(f"{epoch['gb_per_s']:.2f} ({epoch['waited']:.0%})" for epoch in epochs)
+        self._say(f"{cell}: {name}: {shown}")
+
+    def _call(self, call: str, kind: str, **job: Any) -> Any:
+        job |= {"call": call, "folder": str(self.folder), "kind": kind}
+        return in_process("benchmarks.streaming", job)
+
+    def _say(self, text: str) -> None:
+        print(f"{time.perf_counter() - self._begin:5.0f} s  {text}", flush=True)
+
+    def results(self) -> Record:
+        """Return a record for each cell, with the medians of the repeats, and the ceilings."""
+        cells = [
+            {
+                "cell": str(cell),
+                "kind": cell.kind.name,
+                "state": cell.state,
+                "order": cell.order,
+                "step": cell.computes,
+                "processes": cell.n_processes,
+                "ceiling": statistics.median(map(cell.ceiling, self.ceilings[cell.kind.name])),
+                "contestants": {name: medians(runs) for name, runs in self.runs[str(cell)].items()},
+            }
+            for cell in self.cells
+        ]
+        return {"cells": cells, "ceilings": self.ceilings}
+
+
+def medians(runs: list[Cells]) -> Record:
     """Return the medians of runs: rates, shares of time waited, and growth of memory.
 
     The rates and the memory of processes that ran at the same time are added.
     """
-    found: dict[str, Any] = {"runs": len(runs)}
-    rates = [[_of_epochs(process, "gb_per_s") for process in run] for run in runs]
-    waited = [[_of_epochs(process, "waited") for process in run] for run in runs]
-    for key, which in (("first", 0), ("later", 1)):
-        found[key] = _median([_sum(pair[which] for pair in run) for run in rates])
-        total = _median([_sum(pair[which] for pair in run) for run in waited])
-        found[f"waited_{key}"] = None if total is None else total / cell.n_processes
-    kinds = runs[0][0]["growth"]
-    for kind in kinds:
+    found: Record = {}
+    for epoch, part in (("first", slice(0, 1)), ("later", slice(1, None))):
+        for key, name in (("gb_per_s", epoch), ("waited", f"waited_{epoch}")):
+            sums = []
+            for run in runs:
+                of_processes = [[one[key] for one in process["epochs"][part]] for process in run]
+                if all(of_processes):
+                    sums.append(sum(map(statistics.median, of_processes)))
+            value = statistics.median(sums) if sums else None
+            mean = len(runs[0]) if key == "waited" else 1
+            found[name] = value and value / mean
+    for kind in runs[0][0]["growth"]:
         nbytes = [sum(process["growth"][kind] for process in run) for run in runs]
         found[f"{kind}_mib"] = statistics.median(nbytes) / (1 << 20)
-    for key in ("peak_growth", "plan_bytes"):
-        if key in runs[0][0]:
-            nbytes = [sum(process[key] for process in run) for run in runs]
-            name = key.removesuffix("_growth").removesuffix("_bytes")
-            found[f"{name}_mib"] = statistics.median(nbytes) / (1 << 20)
-    grown = [max(process["page_cache_growth"] for process in run) for run in runs]
-    found["page_cache_mib"] = statistics.median(grown) / (1 << 20)
     return found
 
 
-def _of_epochs(process: dict[str, Any], key: str) -> tuple[float, float | None]:
-    """Return a value of the first epoch, and the median of later ones if there are any."""
-    values = [epoch[key] for epoch in process["epochs"]]
-    return values[0], statistics.median(values[1:]) if values[1:] else None
-
-
-def _sum(values: Iterable[float | None]) -> float | None:
-    given = list(values)
-    return None if None in given else sum(value for value in given if value is not None)
-
-
-def _median(values: list[float | None]) -> float | None:
-    given = [value for value in values if value is not None]
-    return statistics.median(given) if given else None
-
-
-@contextlib.contextmanager
-def folder_in(given: Path | None) -> Iterator[Path]:
-    """Create a temporary folder for the files.
-
-    /tmp may be in memory, so the default is a folder of the source tree.
-    """
-    parent = given or Path(os.environ.get("TMPDIR", ROOT / "demo"))
-    parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="streaming-", dir=parent) as name:
-        yield Path(name)
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Batches of a .npy file, by pinfeed and by others."
+def tables(results: Record) -> str:
+    """Return all tables in Markdown: rates, shares of time waited, memory, ceilings."""
+    plain = [cell for cell in results["cells"] if not cell["step"]]
+    stepping = [cell for cell in results["cells"] if cell["step"]]
+    names = [name for name in CONTESTANTS if any(name in cell["contestants"] for cell in plain)]
+    parts = {"Rates of whole epochs, in GB/s; those of two processes are added:": rates(plain)}
+    waits = [
+        [cell["cell"], _text(cell["ceiling"]), *(_waited(cell, name) for name in names)]
+        for cell in stepping
+    ]
+    title = "Share of the time that a loop with a training step waits, first epoch / later epochs:"
+    parts[title] = _table(["cell", "ceiling, GB/s", *names], waits)
+    memory = [[cell["cell"], *(_memory(cell, name) for name in names)] for cell in plain]
+    parts["Growth of memory in MiB, own / mapped pages of the file:"] = _table(
+        ["cell", *names], memory
     )
+    keys = [*(f"gather, {order}" for order in ORDERS), "sequential, cold"]
+    reached = []
+    for kind, repeats in results["ceilings"].items():
+        shown = [_text(_median_of(repeats, key)) for key in keys]
+        reached.append([kind, *shown, f"{(_median_of(repeats, 'step_s') or 0.0) * 1e3:.1f}"])
+    parts["Rates without a loader, in GB/s:"] = _table(["rows", *keys, "step, ms"], reached)
+    return "\n\n".join(f"{title}\n\n{part}" for title, part in parts.items())
+
+
+def rates(cells: Cells) -> str:
+    """Return the rates of pinfeed and of the fastest other in each cell."""
+    heads = ["cell", "ceiling"]
+    for epoch in ("first", "later"):
+        heads += [f"pinfeed, {epoch}", "fastest other", "ratio"]
+    lines = []
+    for cell in cells:
+        line = [cell["cell"], _text(cell["ceiling"])]
+        ours = cell["contestants"].get(OURS, {})
+        for epoch in ("first", "later"):
+            others = {
+                name: found[epoch]
+                for name, found in cell["contestants"].items()
+                if not name.startswith(OURS) and found[epoch] is not None
+            }
+            name = max(others, key=others.__getitem__, default="")
+            shown = f"{_text(others[name])} ({name})" if name else ""
+            line += [_text(ours.get(epoch)), shown, _ratio(ours.get(epoch), others.get(name))]
+        lines.append([*line, _ratio(ours.get("later") or ours.get("first"), cell["ceiling"])])
+    return _table([*heads, "pinfeed / ceiling"], lines)
+
+
+def _table(heads: list[str], lines: list[list[str]]) -> str:
+    return tabulate(lines, heads, tablefmt="github", disable_numparse=True)
+
+
+def _waited(cell: Record, name: str) -> str:
+    found = cell["contestants"].get(name, {})
+    shares = [found.get(key) for key in ("waited_first", "waited_later")]
+    return " / ".join(f"{share:.0%}" for share in shares if share is not None)
+
+
+def _memory(cell: Record, name: str) -> str:
+    found = cell["contestants"].get(name)
+    return f"{found['anonymous_mib']:.0f} / {found['file_mib']:.0f}" if found else ""
+
+
+def _median_of(repeats: Cells, key: str) -> float | None:
+    return statistics.median(rates[key] for rates in repeats) if key in repeats[0] else None
+
+
+def _ratio(a: float | None, b: float | None) -> str:
+    return _text(a / b if a is not None and b else None)
+
+
+def _text(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--quick",
         action="store_true",
         help="three minutes: fewer cells and contestants, smaller files; nothing is saved",
     )
     parser.add_argument(
-        "--only",
-        default="",
-        metavar="SUBSTRING",
-        help="only cells whose name contains this, such as '4 KiB, cold'; nothing is saved",
+        "--only", default="", metavar="TEXT", help="cells whose name contains this; saves nothing"
     )
-    parser.add_argument(
-        "--size", type=float, metavar="GIB", help="size of a file (default: 1, quick 0.5)"
-    )
-    parser.add_argument(
-        "--repeats", type=int, help="how often everything is measured (default: 3, quick 1)"
-    )
+    parser.add_argument("--size", type=float, metavar="GIB", help="size of a file")
+    parser.add_argument("--repeats", type=int, help="repeats of everything")
     parser.add_argument(
         "--dir", type=Path, help="folder of the files during the run (default: $TMPDIR, or demo/)"
     )
-    parser.add_argument(
-        "--report",
-        action="store_true",
-        help="measure nothing; write the tables and the picture again, from the saved results",
-    )
     # The benchmark starts its own processes with it.
     parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
-    return parser.parse_args()
-
-
-def main() -> None:
-    arguments = parse()
+    arguments = parser.parse_args()
     if arguments.one is not None:
-        print(json.dumps(run_job(arguments.one)), flush=True)
+        print(json.dumps(run_job(**arguments.one)), flush=True)
         # A peer may hang or abort when the interpreter ends after an early break.
         os._exit(0)
-    if arguments.report:
-        saved = json.loads((RESULTS / f"streaming-{machine()}.json").read_text())
-        write_report(saved["results"], saved["environment"])
-        return
     print(environment(), flush=True)
+    quick = arguments.quick
     cells = [cell for cell in all_cells() if arguments.only in str(cell)]
-    if arguments.quick:
-        cells = [cell for cell in cells if str(cell) in QUICK]
+    cells = [cell for cell in cells if not quick or str(cell) in QUICK]
     if not cells:
-        sys.exit(
-            f"--only {arguments.only!r}: no cell has this in its name; expected a part of one of\n"
-            + "\n".join(map(str, all_cells()))
-        )
-    with folder_in(arguments.dir) as folder:
-        files = Files(folder)
-        size = arguments.size or (0.5 if arguments.quick else 1)
-        files.create({cell.kind for cell in cells}, pinfeed.GiB(size))
-        contest = Contest(files, cells, quick=arguments.quick)
+        sys.exit(f"--only {arguments.only!r}: no cell has this in its name")
+    names = [name for name, one in CONTESTANTS.items() if one.quick or not quick]
+    # /tmp may be in memory.
+    parent = arguments.dir or Path(os.environ.get("TMPDIR", ROOT / "demo"))
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="streaming-", dir=parent) as folder:
+        contest = Contest(Path(folder), cells, names)
+        contest.create(pinfeed.GiB(arguments.size or (0.5 if quick else 1)))
         contest.admit()
-        for number in range(arguments.repeats or (1 if arguments.quick else 3)):
+        for number in range(arguments.repeats or (1 if quick else 3)):
             contest.repeat(number)
-    results = {
-        "cells": summary(contest),
-        "ceilings": contest.ceilings,
-        "runs": contest.runs,
-    }
-    print(report.tables(results))
-    if not (arguments.quick or arguments.only):
-        print(save("streaming", results))
-        write_report(results, environment())
-
-
-def write_report(results: dict[str, Any], environment: str) -> None:
-    """Write the tables and the picture next to the JSON file of the results."""
-    path = RESULTS / f"streaming-{machine()}"
-    path.with_suffix(".md").write_text(report.tables(results) + "\n")
-    report.save_picture(results, path.with_suffix(".png"), environment)
+    results = contest.results()
+    print(tables(results))
+    if not (quick or arguments.only):
+        path = save("streaming", results)
+        path.with_suffix(".md").write_text(tables(results) + "\n")
+        print(path)
 
 
 if __name__ == "__main__":

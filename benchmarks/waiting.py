@@ -16,10 +16,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -31,6 +28,7 @@ import pinfeed
 from benchmarks.conditions import ComputingStep, read_through, touch_memory
 from benchmarks.environment import environment, save
 from benchmarks.onerun import timed
+from benchmarks.processes import new_process
 from benchmarks.rowfile import KINDS, create
 
 N_EPOCHS = 3
@@ -72,12 +70,9 @@ def measure(path: Path) -> list[dict[str, Any]]:
     records = []
     for has_step, is_touched in itertools.product((True, False), (True, False)):
         case = {"has_step": has_step, "is_touched": is_touched}
-        command = [sys.executable, "-m", "benchmarks.waiting", "--one", json.dumps(case)]
-        done = subprocess.run(
-            [*command, "--dir", path.parent], check=True, stdout=subprocess.PIPE, text=True
-        )
-        for number, found in enumerate(json.loads(done.stdout.splitlines()[-1])):
-            records.append({**case, "epoch": number, **found})
+        with new_process() as process:
+            for number, found in enumerate(process.submit(run, path, **case).result()):
+                records.append({**case, "epoch": number, **found})
     return records
 
 
@@ -105,12 +100,7 @@ def main() -> None:
     )
     parser.add_argument("--size", type=float, default=1.0, metavar="GIB", help="size of the file")
     parser.add_argument("--dir", type=Path, help="folder of the file (default: temporary)")
-    # The benchmark starts its own processes with it.
-    parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.one is not None:
-        print(json.dumps(run(arguments.dir / "rows.npy", **arguments.one)))
-        return
     print(environment())
     with tempfile.TemporaryDirectory(prefix="waiting-", dir=arguments.dir) as folder:
         path = Path(folder) / "rows.npy"

@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+_SMALL_VOCABULARY = 2000
+
 
 @dataclass(frozen=True)
 class Case:
@@ -182,32 +184,148 @@ def embeddings() -> nn.Module:
     )
 
 
+class VAE(nn.Module):
+    def __init__(self, n: int = 32) -> None:
+        super().__init__()
+        widths = (3, n, 2 * n, 4 * n)
+        self.encoder = nn.Sequential(
+            *(
+                x
+                for a, b in itertools.pairwise(widths)
+                for x in (nn.Conv2d(a, b, 3, 2, 1), nn.ReLU())
+            ),
+            nn.Flatten(),
+        )
+        self.both = nn.Linear(4 * n * 64, 128)
+        self.widen = nn.Linear(64, 4 * n * 64)
+        self.decoder = nn.Sequential(
+            nn.Unflatten(1, (4 * n, 8, 8)),
+            nn.ConvTranspose2d(4 * n, 2 * n, 3, 2, 1, 1),
+            nn.ReLU(),
+            nn.ConvTranspose2d(2 * n, n, 3, 2, 1, 1),
+            nn.ReLU(),
+            nn.ConvTranspose2d(n, 3, 3, 2, 1, 1),
+        )
+
+    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        mean, log_variance = self.both(self.encoder(images)).chunk(2, 1)
+        drawn = mean + torch.randn_like(mean) * (0.5 * log_variance).exp()
+        return self.decoder(self.widen(drawn)), mean, log_variance
+
+
+class Bert(nn.Module):
+    """An encoder with a padding mask and the default dropout."""
+
+    def __init__(self, n: int = 192, length: int = 128) -> None:
+        super().__init__()
+        self.words = nn.Embedding(_SMALL_VOCABULARY, n)
+        self.places = nn.Parameter(torch.zeros(length, n))
+        layer = nn.TransformerEncoderLayer(n, 6, 4 * n, activation="gelu", batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.head = nn.Linear(n, _SMALL_VOCABULARY)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        seen = self.encoder(self.words(ids) + self.places, src_key_padding_mask=ids == 1)
+        return self.head(seen).transpose(1, 2)
+
+
+class Translator(nn.Module):
+    """An encoder and a decoder. Half of the words are the source, the others the target."""
+
+    def __init__(self, n: int = 192) -> None:
+        super().__init__()
+        self.words = nn.Embedding(_SMALL_VOCABULARY, n)
+        self.inner = nn.Transformer(n, 6, 2, 2, 4 * n, batch_first=True)
+        self.head = nn.Linear(n, _SMALL_VOCABULARY)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        source, target = self.words(ids).chunk(2, 1)
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], device=ids.device)
+        return self.head(self.inner(source, target, tgt_mask=mask, tgt_is_causal=True)).transpose(
+            1, 2
+        )
+
+
+class Recurrent(nn.Module):
+    """A language model of one or several recurrent layers."""
+
+    def __init__(
+        self, kind: type[nn.RNNBase], n: int, n_layers: int, *, both_ways: bool = False
+    ) -> None:
+        super().__init__()
+        self.words = nn.Embedding(_SMALL_VOCABULARY, n)
+        self.inner = kind(n, n, n_layers, batch_first=True, bidirectional=both_ways)
+        self.head = nn.Linear(n * (1 + both_ways), _SMALL_VOCABULARY)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(self.words(ids))[0]).transpose(1, 2)
+
+
+class Recommender(nn.Module):
+    """Bags of embeddings whose products are classified, as in DLRM."""
+
+    def __init__(self, n: int = 32) -> None:
+        super().__init__()
+        self.bags = nn.ModuleList(nn.EmbeddingBag(20_000, n, mode="sum") for _ in range(8))
+        self.top = nn.Sequential(nn.Linear(28, 256), nn.ReLU(), nn.Linear(256, 1))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        parts = [bag(one) for bag, one in zip(self.bags, ids.unbind(1), strict=True)]
+        vectors = torch.stack(parts, 1)
+        rows, columns = torch.triu_indices(8, 8, 1, device=ids.device)
+        return self.top((vectors @ vectors.transpose(1, 2))[:, rows, columns])
+
+
+class GraphConvolution(nn.Module):
+    """Message passing along the edges of a graph that all samples share."""
+
+    def __init__(self, n_nodes: int = 256, n_edges: int = 1024, n: int = 64) -> None:
+        super().__init__()
+        edges = torch.arange(2 * n_edges).reshape(2, -1) * 7 % n_nodes
+        self.register_buffer("edges", edges)
+        self.layers = nn.ModuleList(nn.Linear(n, n) for _ in range(3))
+        self.head = nn.Linear(n, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            messages = layer(x)[:, self.edges[0]]
+            x = functional.relu(x + torch.zeros_like(x).index_add(1, self.edges[1], messages))
+        return self.head(x.mean(1))
+
+
+def _vae_loss(outputs: tuple[torch.Tensor, ...], images: torch.Tensor) -> torch.Tensor:
+    made, mean, log_variance = outputs
+    divergence = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).sum()
+    return functional.binary_cross_entropy_with_logits(made, images, reduction="sum") + divergence
+
+
+_LOGITS = functional.binary_cross_entropy_with_logits
 _CLASS = ((), "int64", functional.cross_entropy)
 _WORDS = ((256,), "int64", (256,), "int64", functional.cross_entropy)
 ZOO: dict[str, Case] = {
     "MLP": Case(mlp, (1024,), "float32", *_CLASS, (64, 1024, 8192)),
     "CNN with BatchNorm": Case(cnn, (3, 64, 64), "float32", *_CLASS, (8, 64, 256)),
     "ResNet-18": Case(resnet, (3, 224, 224), "float32", *_CLASS, (2, 8, 16)),
-    "UNet": Case(
-        UNet,
-        (3, 128, 128),
-        "float32",
-        (1, 128, 128),
-        "float32",
-        functional.binary_cross_entropy_with_logits,
-        (1, 4, 16),
-    ),
+    "UNet": Case(UNet, (3, 128, 128), "float32", (1, 128, 128), "float32", _LOGITS, (1, 4, 16)),
     "LSTM": Case(Last, (64, 128), "float32", *_CLASS, (16, 64)),
     "GPT": Case(GPT, *_WORDS, (1, 4, 16)),
     "GPT with dropout": Case(lambda: GPT(dropout=0.1), *_WORDS, (4,)),
     "GPT, checkpointed": Case(lambda: GPT(checkpointed=True), *_WORDS, (4, 16)),
-    "embeddings": Case(
-        embeddings,
-        (8,),
-        "int64",
-        (1,),
-        "float32",
-        functional.binary_cross_entropy_with_logits,
-        (64, 4096),
-    ),
+    "embeddings": Case(embeddings, (8,), "int64", (1,), "float32", _LOGITS, (64, 4096)),
 }
+_SHORT_WORDS = ((128,), "int64", (128,), "int64", functional.cross_entropy)
+_IMAGE = (3, 64, 64)
+MORE: dict[str, Case] = {
+    "VAE": Case(VAE, _IMAGE, "float32", _IMAGE, "float32", _vae_loss, (8, 64)),
+    "BERT": Case(Bert, *_SHORT_WORDS, (2, 16)),
+    "encoder-decoder": Case(
+        Translator, (128,), "int64", (64,), "int64", functional.cross_entropy, (2, 16)
+    ),
+    "LSTM, language": Case(lambda: Recurrent(nn.LSTM, 256, 2), *_SHORT_WORDS, (4, 32)),
+    "GRU, both ways": Case(
+        lambda: Recurrent(nn.GRU, 192, 1, both_ways=True), *_SHORT_WORDS, (4, 32)
+    ),
+    "recommender": Case(Recommender, (8, 20), "int64", (1,), "float32", _LOGITS, (64, 4096)),
+    "graph": Case(GraphConvolution, (256, 64), "float32", *_CLASS, (8, 64)),
+}
+"""Architectures with other layers than those of ``ZOO``."""

@@ -1,13 +1,14 @@
 """The benchmark of images compares equal batches, and reports the better variant of a library."""
 
+import json
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 
-from benchmarks import image_files, image_report, image_run, images
+from benchmarks import image_samples, images
+from benchmarks.environment import RESULTS
 from benchmarks.image_loaders import BATCH_SIZE, CONTESTANTS, WHOLE, Task
 from benchmarks.image_samples import SIZE, Box, Images, crop_of
 
@@ -24,20 +25,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_contestants_yield_equal_batches(folder: Path, name: str) -> None:
     if not CONTESTANTS[name].is_installed:
         pytest.skip(f"{name} is not installed")
-    image_run.check(name, N_FILES, "Pillow")
+    images.check(name, N_FILES, "Pillow")
 
 
 def test_other_batches_are_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Task, "batch", lambda task, indices: torch.zeros(BATCH_SIZE))
     with pytest.raises((AssertionError, ValueError)):
-        image_run.check("DataLoader", N_FILES, "Pillow")
+        images.check("DataLoader", N_FILES, "Pillow")
 
 
 def test_an_incomplete_folder_is_made_again(folder: Path) -> None:
-    first = Path(image_files.files_of(N_FILES)[0])
+    first = Path(image_samples.files_of(N_FILES)[0])
     content = first.read_bytes()
     first.write_bytes(content[:1000])
-    assert Path(image_files.files_of(N_FILES)[0]).read_bytes() == content
+    assert Path(image_samples.files_of(N_FILES)[0]).read_bytes() == content
 
 
 def test_a_sample_is_a_function_of_its_index(folder: Path) -> None:
@@ -63,45 +64,24 @@ def test_a_crop_keeps_enough_pixels() -> None:
     assert Box(0, 0, 100, 600).least_size(800, 600) == (800, 600)
 
 
-def test_the_report_compares_with_the_best_peer() -> None:
+def test_the_report_has_the_better_variant_of_a_library() -> None:
     rate, memory = "images per s, Pillow, training step", "MiB, Pillow"
     ours = "pinfeed, wrap_dataset"
-    whole = f"SPDL{WHOLE}"
     runs = {
         rate: {
             ours: [{"per_s": 300.0, "waited": 0.1}] * 2,
             "SPDL": [{"per_s": 150.0, "waited": 0.5}],
-            whole: [{"per_s": 160.0, "waited": 0.4}, {"per_s": 240.0, "waited": 0.2}],
+            f"SPDL{WHOLE}": [{"per_s": 160.0, "waited": 0.4}, {"per_s": 240.0, "waited": 0.2}],
             "DataLoader": [{"per_s": 100.0, "waited": 0.9}] * 2,
         },
         memory: {ours: [{"nbytes": 3 << 20}], "SPDL": [{"nbytes": 2 << 20}]},
     }
-    results = image_report.summary(runs, [0.03, 0.05, 0.04])
-    figures = results["cells"][0]["contestants"]
-    assert figures["SPDL"] == pytest.approx(
-        {"value": 200, "least": 160, "most": 240, "waited": 0.3, "whole": True}
-    )
-    assert image_report.best_peer(results["cells"][0]) == ("SPDL", 200)
-    text = image_report.table(results)
-    assert "1.50 (SPDL)" in text
-    assert "200 \\*" in text
-    assert "takes 40 ms" in text
-    assert "| 10% " in text
-    image_report.draw(Figure(), results)
+    text = images.report({"runs": runs, "steps_s": [0.03, 0.05, 0.04]})
+    for part in ("1.50 (SPDL)", "200 \\*", "takes 40 ms", "| 10% "):
+        assert part in text
 
 
-def test_later_rounds_measure_the_better_variants() -> None:
-    cell = "µs per sample that exists"
-    contest = images.Contest([], {cell: {"call": "overhead"}})
-    contest.runs[cell] = {"grain": [{"us": 9.0}], f"grain{WHOLE}": [{"us": 2.0}, {"us": 99.0}]}
-    assert contest._takes_part("grain", cell, 0)
-    assert not contest._takes_part("grain", cell, 1)
-    assert contest._takes_part(f"grain{WHOLE}", cell, 1)
-
-
-def test_only_chooses_cells_or_contestants() -> None:
-    cells = images.all_cells(10, ["Pillow"], quick=True)
-    assert images.chosen("first batch", cells)[1].keys() == {"s to the first batch, Pillow"}
-    assert images.chosen("grain", cells) == (["grain", f"grain{WHOLE}"], cells)
-    with pytest.raises(SystemExit, match="no cell or contestant"):
-        images.chosen("nothing", cells)
+def test_the_table_of_the_page_is_made_of_the_results() -> None:
+    for path in RESULTS.glob("images-*.json"):
+        results = json.loads(path.read_text())["results"]
+        assert path.with_suffix(".md").read_text() == images.report(results) + "\n"

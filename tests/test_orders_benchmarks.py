@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import orders, packing, resume, resume_ways
+from benchmarks import orders, packing, resume
 from benchmarks.environment import RESULTS
 
 
@@ -26,18 +26,18 @@ def test_repeated_and_lost_rows_are_counted() -> None:
 def test_a_resumed_program_has_the_rest_of_the_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(resume_ways, "SIZES", {"web": 1400, "code": 550})
-    monkeypatch.setattr(resume_ways, "BATCH_SIZE", 40)
-    resume_ways.prepare_pinfeed(tmp_path)
+    monkeypatch.setattr(resume, "SIZES", {"web": 1400, "code": 550})
+    monkeypatch.setattr(resume, "BATCH_SIZE", 40)
+    resume.prepare_pinfeed(tmp_path)
 
     def run(n_ranks: int, rank: int) -> list[dict[str, Any]]:
-        resume_ways.main("pinfeed", tmp_path, n_ranks, rank)
+        resume.run_program("pinfeed", tmp_path, n_ranks, rank)
         return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
     whole = run(1, 0)
-    assert len(whole) % resume_ways.SAVE_EVERY
+    assert len(whole) % resume.SAVE_EVERY
     state = (tmp_path / "state.pt").read_bytes()
-    n_done = len(whole) // resume_ways.SAVE_EVERY * resume_ways.SAVE_EVERY
+    n_done = len(whole) // resume.SAVE_EVERY * resume.SAVE_EVERY
     of_ranks = []
     for rank in range(2):
         (tmp_path / "state.pt").write_bytes(state)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.environment import RESULTS
-from benchmarks.programs import compare, report, run
+from benchmarks.programs import compare, run
 from benchmarks.programs.program import NAMES, OURS, Program, Step, load
 
 
@@ -58,18 +58,14 @@ def program(**given: object) -> Program:
 def test_a_program_with_too_few_batches_is_found() -> None:
     short = program(ways={OURS: short_program})
     with pytest.raises(AssertionError, match="short: pinfeed has 1 batches, not 2"):
-        run.run(short, None, OURS, Path(), run.Clock(None), 2)
+        run.run(short, None, OURS, Path(), run.nothing, 2)
 
 
 def test_checksums_tell_values_dtypes_and_shapes() -> None:
-    step = run.Checksums()
     batch = torch.arange(4)
-    step(batch)
-    step((batch,))
-    for other in (batch + 1, batch.int(), batch.view(2, 2)):
-        step(other)
-    assert step.found[0] == step.found[1]
-    assert len(set(step.found)) == 4
+    others = (batch + 1, batch.int(), batch.view(2, 2))
+    assert run.checksum(batch) == run.checksum((batch,))
+    assert len({run.checksum(one) for one in (batch, *others)}) == 4
 
 
 class OldClass:
@@ -123,7 +119,7 @@ def test_the_table_has_a_line_for_each_way() -> None:
         {"theirs": [4.0, 4.0, 4.0], OURS: [5.0, 5.0, 5.0]},
         {"theirs": memory, OURS: memory},
     )
-    head, rule, theirs, ours = report.table([found]).splitlines()
+    head, rule, theirs, ours = compare.table([found]).splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (head, theirs, ours)]
     assert cells[1:] == [
         ["**short**: theirs", "", "", "8.00", "", "4.00", "", "2 + 4"],
@@ -137,5 +133,5 @@ def test_the_table_has_a_line_for_each_way() -> None:
 )
 def test_the_tables_of_the_pages_are_made_of_the_results(path: Path) -> None:
     results = json.loads(path.read_text())["results"]
-    assert path.with_suffix(".md").read_text() == report.table(results) + "\n"
+    assert path.with_suffix(".md").read_text() == compare.table(results) + "\n"
     assert [found["title"] for found in results] == [load(name).title for name in NAMES]

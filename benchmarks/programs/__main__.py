@@ -5,7 +5,6 @@ Run it from the root:
     python -m benchmarks.programs                  (all programs)
     python -m benchmarks.programs --quick          (small sizes, in a few minutes)
     python -m benchmarks.programs --only nanogpt   (programs whose name contains this)
-    python -m benchmarks.programs --report         (the table again, from the results)
 
 Every way of a program runs in a process of its own. First, the batches of a run and the losses of
 another run are compared. They must be equal bit for bit. Then the ways run in turn, without a
@@ -18,14 +17,12 @@ mapped pages of files, which the kernel may drop.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
-from benchmarks.environment import RESULTS, environment, machine, save
-from benchmarks.programs.compare import compare
+from benchmarks.environment import environment, save
+from benchmarks.programs.compare import compare, table
 from benchmarks.programs.program import NAMES
-from benchmarks.programs.report import table
 
 
 def main() -> None:
@@ -37,13 +34,7 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="TEXT")
     parser.add_argument("--rounds", type=int, help="rounds of each measurement of time")
     parser.add_argument("--dir", type=Path, help="folder for the files")
-    parser.add_argument("--report", action="store_true", help="write the table from the results")
     arguments = parser.parse_args()
-    path = RESULTS / f"programs-{machine()}.json"
-    if arguments.report:
-        results = json.loads(path.read_text())["results"]
-        path.with_suffix(".md").write_text(table(results) + "\n")
-        return
     names = [name for name in NAMES if arguments.only in name]
     if not names:
         sys.exit(

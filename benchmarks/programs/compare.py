@@ -3,96 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import re
+import os
 import statistics
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
+from tabulate import tabulate
 
-from benchmarks.earlier import Earlier
-from benchmarks.programs.program import Program, load
+from benchmarks.conditions import memory_by_kind
+from benchmarks.processes import new_process
+from benchmarks.programs import run
+from benchmarks.programs.program import OURS, Program, load
 
-ROOT = Path(__file__).parents[2]
-_RUN = "benchmarks.programs.run"
-_KINDS = {"Pss_Anon": "own", "Pss_Shmem": "own", "Pss_File": "mapped"}
 # Seconds between two readings of the memory of a process.
 _LOOK_S = 0.005
 
 Figures = dict[str, Any]
-
-
-class Comparison:
-    """A program of a size, with its files in a folder, and a process for each of its ways.
-
-    Args:
-        name: Module of the program.
-        size: Name of the size.
-        folder: Folder for the files.
-    """
-
-    def __init__(self, name: str, size: str, folder: Path) -> None:
-        self._name = name
-        self._size = size
-        self._folder = folder
-        self.program = load(name)
-        # A run on the tiny files loads the code before memory is measured.
-        for one in {size, "tiny"}:
-            (folder / one).mkdir()
-            self.program.prepare(folder / one, self.program.sizes[one])
-
-    @contextlib.contextmanager
-    def open_ways(self) -> Iterator[dict[str, Earlier]]:
-        with contextlib.ExitStack() as stack:
-            yield {way: stack.enter_context(Earlier(ROOT)) for way in self.program.ways}
-
-    def _call(self, process: Earlier, function: str, way: str, *arguments: Any) -> Any:
-        return self._call_size(process, function, way, self._size, *arguments)
-
-    def _call_size(
-        self, process: Earlier, function: str, way: str, size: str, *arguments: Any
-    ) -> Any:
-        given = (self._name, size, way, str(self._folder / size), *arguments)
-        return process.call(f"{_RUN}:{function}", *given)
-
-    def check(self, processes: dict[str, Earlier]) -> dict[str, int]:
-        """Compare the batches and the losses of all ways, and return how many were compared.
-
-        Raises:
-            AssertionError: If they are not equal.
-        """
-        found = {way: self._call(one, "results", way) for way, one in processes.items()}
-        expected, *others = found.items()
-        for way, results in others:
-            for key, values in results.items():
-                assert values == expected[1][key], (
-                    f"{self.program.title}: the {key} of {way} differ from those of {expected[0]}"
-                )
-        return {key: len(values) for key, values in expected[1].items()}
-
-    def times(self, processes: dict[str, Earlier], has_step: bool, n_rounds: int) -> Figures:
-        """Return the milliseconds of a batch of each way, in each round.
-
-        A way runs before the others in one round and after them in the next.
-        """
-        found: dict[str, list[float]] = {way: [] for way in processes}
-        for number in range(n_rounds):
-            ways = list(processes)
-            for way in reversed(ways) if number % 2 else ways:
-                found[way].append(self._call(processes[way], "batch_ms", way, has_step))
-        return found
-
-    def memory(self, way: str) -> dict[str, int]:
-        """Return the growth of the memory of a new process at its peak, in bytes by kind."""
-        with Earlier(ROOT) as process:
-            self._call_size(process, "once", way, "tiny")
-            before = memory_of(process.pid)
-            with Peak(process.pid) as peak:
-                self._call(process, "once", way)
-        return {kind: max(0, peak.found[kind] - before[kind]) for kind in before}
 
 
 class Peak:
@@ -128,26 +57,13 @@ class Peak:
 
 
 def memory_of(pid: int) -> dict[str, int]:
-    """Return the resident bytes of a process and its worker processes, by kind.
-
-    ``own`` is anonymous and shared memory, and ``mapped`` is pages of files, which the kernel may
-    drop. Pages that several processes have mapped are divided among them.
-    """
-    found = {"own": 0, "mapped": 0}
-    with contextlib.suppress(OSError, psutil.Error):
-        children = psutil.Process(pid).children(recursive=True)
-        for one in (pid, *(child.pid for child in children)):
-            # A worker process may have ended.
-            with contextlib.suppress(OSError):
-                text = Path(f"/proc/{one}/smaps_rollup").read_text()
-                for key, kilobytes in re.findall(r"^(Pss_\w+):\s+(\d+) kB", text, re.MULTILINE):
-                    if key in _KINDS:
-                        found[_KINDS[key]] += int(kilobytes) * 1024
-    return found
+    """Return the resident bytes of a process and its worker processes, own and mapped."""
+    found = memory_by_kind(pid)
+    return {"own": found["anonymous"] + found["shared"], "mapped": found["file"]}
 
 
 def compare(name: str, size: str, n_rounds: int, base: Path | None = None) -> Figures:
-    """Compare a program with its pinfeed version.
+    """Compare a program with its pinfeed version, each way in a process of its own.
 
     Args:
         name: Module of the program.
@@ -158,14 +74,47 @@ def compare(name: str, size: str, n_rounds: int, base: Path | None = None) -> Fi
     Raises:
         AssertionError: If the batches or the losses differ.
     """
-    with tempfile.TemporaryDirectory(dir=base) as folder:
-        comparison = Comparison(name, size, Path(folder))
-        with comparison.open_ways() as processes:
-            equal = comparison.check(processes)
-            plain = comparison.times(processes, False, n_rounds)
-            stepping = comparison.times(processes, True, n_rounds)
-        memory = {way: comparison.memory(way) for way in comparison.program.ways}
-    return record(comparison.program, equal, plain, stepping, memory)
+    program = load(name)
+    ways = list(program.ways)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=base)))
+        # A run on the tiny files loads the code before memory is measured.
+        for one in {size, "tiny"}:
+            (folder / one).mkdir()
+            program.prepare(folder / one, program.sizes[one])
+
+        def call(way: str, function: Callable[..., Any], *arguments: Any, size: str = size) -> Any:
+            given = (name, size, way, str(folder / size), *arguments)
+            return processes[way].submit(function, *given).result()
+
+        def times(has_step: bool) -> dict[str, list[float]]:
+            """Return the milliseconds of a batch of each way, in rounds of alternating order."""
+            found: dict[str, list[float]] = {way: [] for way in ways}
+            for number in range(n_rounds):
+                for way in reversed(ways) if number % 2 else ways:
+                    found[way].append(call(way, run.batch_ms, has_step))
+            return found
+
+        processes = {way: stack.enter_context(new_process()) for way in ways}
+        results = {way: call(way, run.results) for way in ways}
+        expected = results[ways[0]]
+        for way, found in results.items():
+            for key, values in found.items():
+                assert values == expected[key], f"{program.title}: the {key} of {way} differ"
+        plain, stepping = times(False), times(True)
+        memory = {}
+        for way in ways:
+            # A new process has the memory of no other run.
+            processes[way] = stack.enter_context(new_process())
+            call(way, run.once, size="tiny")
+            pid = processes[way].submit(os.getpid).result()
+            before = memory_of(pid)
+            with Peak(pid) as peak:
+                call(way, run.once)
+            memory[way] = {kind: max(0, peak.found[kind] - before[kind]) for kind in before}
+            processes[way].shutdown()
+    equal = {key: len(values) for key, values in expected.items()}
+    return record(program, equal, plain, stepping, memory)
 
 
 def record(
@@ -204,3 +153,39 @@ def times_as_fast(rounds: dict[str, list[float]], way: str) -> float:
     original = next(iter(rounds.values()))
     pairs = zip(original, rounds[way], strict=True)
     return statistics.median(theirs / ours for theirs, ours in pairs)
+
+
+HEADERS = (
+    "program",
+    "lines removed, added",
+    "equal batches, losses",
+    "ms per batch",
+    "times as fast",
+    "ms with a step",
+    "times as fast",
+    "memory in MiB, own + mapped",
+)
+
+
+def table(programs: list[dict[str, Any]]) -> str:
+    """Return the table: a line for each way of each program, and the original first."""
+    lines = []
+    for found in programs:
+        changed = f"-{found['lines']['removed']} +{found['lines']['added']}"
+        equal = f"{found['equal']['batches']:,}, {found['equal']['losses']}"
+        for way, figures in found["ways"].items():
+            is_original = way == next(iter(found["ways"]))
+            lines.append(
+                [
+                    f"**{found['title']}**: {way}" if is_original else way,
+                    changed if way == OURS else "",
+                    equal if way == OURS else "",
+                    f"{figures['ms']:.2f}",
+                    "" if is_original else f"{figures['times_as_fast']:.2f}",
+                    f"{figures['step_ms']:.2f}",
+                    "" if is_original else f"{figures['step_times_as_fast']:.2f}",
+                    " + ".join(f"{n / 2**20:.0f}" for n in figures["memory"].values()),
+                ]
+            )
+    align = ("left", *["right"] * (len(HEADERS) - 1))
+    return tabulate(lines, HEADERS, tablefmt="github", disable_numparse=True, colalign=align)

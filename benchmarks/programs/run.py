@@ -1,6 +1,6 @@
 """Runs of a way of a program: its batches and losses, its time, and its memory.
 
-The functions are called in a process of its own for each way, by ``benchmarks/earlier.py``.
+``compare.py`` calls the functions in a process of its own for each way.
 """
 
 from __future__ import annotations
@@ -28,60 +28,17 @@ class EnoughError(Exception):
     """The step was called for the last batch that is needed."""
 
 
-class Checksums:
-    """Step that keeps a checksum of all tensors of each batch, and trains nothing.
-
-    Attributes:
-        found: Checksum of each batch.
-    """
-
-    def __init__(self) -> None:
-        self.found: list[int] = []
-
-    def __call__(self, *batch: Any, **_: Any) -> None:
-        value = 0
-        for tensor in _tensors(batch):
-            value = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), value)
-            value = zlib.crc32(tensor.contiguous().numpy(), value)
-        self.found.append(value)
+def checksum(*batch: Any, **_: Any) -> int:
+    """Return a checksum of all tensors of a batch: a step that trains nothing."""
+    value = 0
+    for tensor in _tensors(batch):
+        value = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), value)
+        value = zlib.crc32(tensor.contiguous().numpy(), value)
+    return value
 
 
-class Losses:
-    """Step that trains, and keeps the loss of each batch.
-
-    Args:
-        step: The training step.
-
-    Attributes:
-        found: Loss of each batch.
-    """
-
-    def __init__(self, step: Step) -> None:
-        self._step = step
-        self.found: list[float] = []
-
-    def __call__(self, *batch: Any, **trained: Any) -> None:
-        self.found.append(float(self._step(*batch, **trained)))
-
-
-class Clock:
-    """Step that records when the loop receives each batch.
-
-    Args:
-        step: The training step; None for a loop that does nothing.
-
-    Attributes:
-        seconds: Time of each call.
-    """
-
-    def __init__(self, step: Step | None) -> None:
-        self._step = step
-        self.seconds: list[float] = []
-
-    def __call__(self, *batch: Any, **trained: Any) -> None:
-        self.seconds.append(time.perf_counter())
-        if self._step is not None:
-            self._step(*batch, **trained)
+def nothing(*batch: Any, **_: Any) -> None:
+    """Do nothing: the step of a loop that is timed without a step."""
 
 
 def _tensors(batch: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -89,25 +46,32 @@ def _tensors(batch: Iterable[Any]) -> Iterator[torch.Tensor]:
         yield from (part,) if isinstance(part, torch.Tensor) else _tensors(part)
 
 
-def run(program: Program, size: Any, way: str, folder: Path, step: Step, n_batches: int) -> None:
+def run(
+    program: Program, size: Any, way: str, folder: Path, step: Step, n_batches: int
+) -> tuple[list[Any], list[float]]:
     """Run a way until its step was called for a number of batches.
+
+    Returns:
+        What the step returned for each batch, and the times at which the loop received them.
 
     Raises:
         AssertionError: If the program has fewer batches.
     """
-    n_calls = 0
+    found: list[Any] = []
+    seconds: list[float] = []
 
     def counted(*batch: Any, **trained: Any) -> Any:
-        nonlocal n_calls
-        n_calls += 1
-        loss = step(*batch, **trained)
-        if n_calls == n_batches:
+        seconds.append(time.perf_counter())
+        found.append(step(*batch, **trained))
+        if len(found) == n_batches:
             raise EnoughError
-        return loss
+        return found[-1]
 
     with contextlib.suppress(EnoughError):
         program.ways[way](folder, size, counted)
-    assert n_calls == n_batches, f"{program.title}: {way} has {n_calls} batches, not {n_batches}"
+    n = len(found)
+    assert n == n_batches, f"{program.title}: {way} has {n} batches, not {n_batches}"
+    return found, seconds
 
 
 @functools.cache
@@ -123,11 +87,14 @@ def results(name: str, size_name: str, way: str, folder: str) -> dict[str, list[
     """Return the checksums of batches, and the losses of training on batches from the first on."""
     program = _prepared(name)
     size = program.sizes[size_name]
-    checksums = Checksums()
-    run(program, size, way, Path(folder), checksums, size.n_batches)
-    losses = Losses(program.make_step(size))
-    run(program, size, way, Path(folder), losses, size.n_steps)
-    return {"batches": checksums.found, "losses": losses.found}
+    batches, _ = run(program, size, way, Path(folder), checksum, size.n_batches)
+    step = program.make_step(size)
+
+    def loss_of(*batch: Any, **trained: Any) -> float:
+        return float(step(*batch, **trained))
+
+    losses, _ = run(program, size, way, Path(folder), loss_of, size.n_steps)
+    return {"batches": batches, "losses": losses}
 
 
 def batch_ms(name: str, size_name: str, way: str, folder: str, has_step: bool) -> float:
@@ -137,14 +104,15 @@ def batch_ms(name: str, size_name: str, way: str, folder: str, has_step: bool) -
     """
     program = _prepared(name)
     size = program.sizes[size_name]
-    clock = Clock(program.make_step(size) if has_step else None)
+    step = program.make_step(size) if has_step else nothing
     touch_memory(_TOUCHED)
-    run(program, size, way, Path(folder), clock, size.n_steps if has_step else size.n_batches)
-    return (clock.seconds[-1] - clock.seconds[0]) / (len(clock.seconds) - 1) * 1e3
+    n = size.n_steps if has_step else size.n_batches
+    _, seconds = run(program, size, way, Path(folder), step, n)
+    return (seconds[-1] - seconds[0]) / (len(seconds) - 1) * 1e3
 
 
 def once(name: str, size_name: str, way: str, folder: str) -> None:
     """Run a way without a training step, while another process observes its memory."""
     program = _prepared(name)
     size = program.sizes[size_name]
-    run(program, size, way, Path(folder), Clock(None), size.n_batches)
+    run(program, size, way, Path(folder), nothing, size.n_batches)

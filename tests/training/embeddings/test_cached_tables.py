@@ -73,8 +73,6 @@ def test_random_runs(seed: int) -> None:
     rng = random.Random(seed)
     options = some_run(rng)
     depth = rng.randint(0, 5)
-    if depth and rng.random() < 0.3:
-        options["ways"] = [rng.random() < 0.5 for _ in range(6)]
     check(
         "cpu",
         depth,
