@@ -53,6 +53,9 @@ from pinfeed.stores import (
     ZarrStore,
 )
 from pinfeed.stores.concat import concat, source_ids
+from pinfeed.validation import log_output
+
+log_output.install()
 
 if TYPE_CHECKING:
     from pinfeed import checkpoint as checkpoint

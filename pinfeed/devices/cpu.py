@@ -6,6 +6,7 @@ Work is done when it is queued, and rows are gathered straight into the batch.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -28,6 +29,8 @@ from pinfeed.threads.pool import ThreadPool
 
 # torch uses several threads for copies of more bytes.
 _SMALL_NBYTES = 64 << 10
+
+logger = logging.getLogger("pinfeed")
 
 
 class HostEvent:
@@ -145,7 +148,9 @@ class HostDevice:
         # Only one route is possible: rows are gathered straight into the batch.
         if wanted is None:
             return ""
-        return f"route={wanted!r} has no effect, because batches are on the CPU"
+        note = f"route={wanted!r} has no effect, because batches are on the CPU"
+        logger.warning("%s", note)
+        return note
 
     def reaches(self, source: UnreadPart | Store) -> bool:
         return True

@@ -24,7 +24,7 @@ from pinfeed.pipeline.sources.sample_source import (
     Samples,
     SampleSource,
     SampleThreads,
-    with_sample_readers,
+    batch_reader,
 )
 from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
 from pinfeed.rows.batches import OrderBatches
@@ -90,6 +90,11 @@ def wrap_dataset(
     The dataset and the functions must be thread-safe. A file position and an open HDF5 file are
     not; open one for each thread, in a ``threading.local``.
 
+    If the dataset has ``__getitems__``, as those of Hugging Face, one thread makes each batch in
+    one call, as in a ``DataLoader``. Functions of torch in that call draw from a generator of the
+    batch. Set ``depth`` to the number of threads to keep all of them busy. To make samples one by
+    one, wrap ``range(len(dataset))`` with ``transform=dataset.__getitem__``.
+
     Samples that torch's ``default_collate`` would stack are written straight into their place in a
     batch, which is page-locked (pinned) for a GPU.
 
@@ -127,7 +132,8 @@ def wrap_dataset(
             sample that failed. With ``"next"``, ``next()`` of the loop's iterator raises it, and
             another ``next()`` returns the next batch. With ``"skip"``, bad samples are left out,
             logged, and listed in ``skipped``. Their batch is shorter, and the loop has no batch
-            without samples, so that the order, ``len`` and states do not depend on errors.
+            without samples, so that the order, ``len`` and states do not depend on errors. Items
+            are then read one by one, even if the dataset has ``__getitems__``.
         max_skipped: Number of samples in a loop that may be skipped; another one raises ReadError.
         reproducible: Whether random numbers depend on the sample alone. False also permits global
             generators.
@@ -177,7 +183,14 @@ def wrap_dataset(
     )
     options.require_continuous(depth)
     samples = Samples(
-        SampleMaker(dataset.__getitem__, transform, seed, reproducible),
+        SampleMaker(
+            dataset.__getitem__,
+            transform,
+            seed,
+            reproducible,
+            # The error of a whole batch would not say which samples to leave out.
+            None if on_error == "skip" else batch_reader(dataset),
+        ),
         len(dataset),
         n_threads if depth else 0,
         collate_fn,
@@ -221,7 +234,7 @@ class DatasetFeeder(ResumableFeeder[T_co]):
         batches = selection.batches(samples.n, self._plan)
         assert isinstance(batches, (OrderBatches, RankBatches))
         source = SampleSource(samples, batches, SampleThreads(on.worker, samples.n_threads))
-        schedule = with_sample_readers(self._schedule, samples.n_threads, batches.batch_size)
+        schedule = samples.schedule(self._schedule, batches.batch_size)
         self._loop = options.runner(source, on, schedule, self._transforms)
 
     @property

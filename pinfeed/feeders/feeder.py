@@ -302,8 +302,12 @@ class Feeder(ResumableFeeder[T_co]):
     def batches(self) -> Iterator[Batch[T_co]]:
         """Begin the next epoch, with ``Batch`` objects that have row indices and ``write_back``.
 
+        If a source is writable, the loop also holds values that are written back, and prefetches
+        fewer batches if the limits of ``config`` require it.
+
         Raises:
             ClosedError: If the feeder is closed, or an older loop over it runs and cannot be ended.
+            BudgetError: If the limits of ``config`` cannot hold these values.
         """
         if not self._copies:
             raise ArgumentError(
@@ -319,7 +323,7 @@ class Feeder(ResumableFeeder[T_co]):
             return Batch(lent, take(lent), stores, device, is_source=is_source)
 
         writes = is_source and any(store.writable for store in stores.stores)
-        return self._loop.run(lend, self._schedule_with_writes() if writes else None, self._begin)
+        return self._loop.run(lend, self._plan_writes() if writes else None, self._begin)
 
     @property
     def batch_size(self) -> int | None:
@@ -330,7 +334,8 @@ class Feeder(ResumableFeeder[T_co]):
     def plan(self) -> Plan:
         """Batch size and memory of every buffer; ``print(feeder.plan)`` explains them in words.
 
-        The memory of transform results is the measured one so far, or with ``config`` the predicted
+        From the first loop over ``batches()`` on, it includes values that are written back. The
+        memory of transform results is the measured one so far, or with ``config`` the predicted
         one.
         """
         if self._is_limited:
@@ -378,7 +383,7 @@ class Feeder(ResumableFeeder[T_co]):
         if transforms and config is not None:
             transform_nbytes = measure_transforms(tree, on, transforms)
         rows, batch_size = selection.order, selection.batch_size
-        planner = Planner(
+        self._planner = planner = Planner(
             tree, rows, batch_size, config, schedule, on, transforms, transform_nbytes
         )
         plan, self._reads = planner.plan(route)
@@ -456,17 +461,19 @@ class Feeder(ResumableFeeder[T_co]):
             return crew_schedule((selection.batch_size or 0) * tree.row_nbytes)
         return schedule
 
-    def _schedule_with_writes(self) -> PrefetchSchedule:
-        """Return the schedule of a loop that writes back.
+    def _plan_writes(self) -> PrefetchSchedule:
+        """Plan a loop that writes back, and return its schedule.
 
         Every write is looked up in all batches that were gathered before it. With many prefetched
         batches, this costs more than prefetching saves, so such a loop prefetches fewer.
         """
-        return dataclasses.replace(
+        schedule = dataclasses.replace(
             _schedule_of_single_batches(self._schedule_without_crew),
             writes=True,
             repeats=not self._source.batches.is_distinct,
         )
+        self._plan = plan = self._planner.with_writes(self._plan, schedule, self._reads)
+        return dataclasses.replace(schedule, depth=plan.depth, measures_depth=plan.measures_depth)
 
     def _close_sources(self, stack: contextlib.ExitStack) -> None:
         if self._transforms.gather is not None:

@@ -128,10 +128,12 @@ class RowSelection:
         if self.rank_batches is not None:
             notes.insert(0, _rank_note(self.rank_batches, plan, n_rows))
         if unified and (setting := self._gpu_setting()):
-            notes.append(
+            note = (
                 f"{setting} of config has no effect on the feeder, because its batches are on the "
                 "CPU; for batches on a GPU, give device='cuda' to the feeder"
             )
+            logger.warning("%s", note)
+            notes.append(note)
         return dataclasses.replace(plan, notes=tuple(notes))
 
     def _gpu_setting(self) -> str:

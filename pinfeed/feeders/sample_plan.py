@@ -52,8 +52,13 @@ class SamplePlanner:
             BudgetError: If the limits cannot hold batches of one sample.
             Exception: If ``collate_fn`` or a transform fails; its error.
         """
+        from pinfeed.tensors.sample_layout import SampleLayout
+        from pinfeed.tensors.transform_calls import nbytes_of
+
         one, many = self._run(sample, 1), self._run(sample, _TRIAL_SAMPLES)
         per_sample = max(1, many[0] // _TRIAL_SAMPLES)
+        nbytes_alive = max(per_sample, nbytes_of(sample, ())[0])
+        stacks = self.samples.collate is None and SampleLayout(sample).stacks
         transform_nbytes = linear_nbytes(one, many)
         assert isinstance(selection.order, Order)
         most = max(1, selection.order.length(self.samples.n))
@@ -64,7 +69,9 @@ class SamplePlanner:
         kept = order_allocations(selection.order)
 
         def plan_of(n: int, depth: int) -> Plan:
+            n_alive = self.samples.n_alive(self._at(depth), n, stacks=stacks)
             items = self._allocations(n, depth, per_sample, transform_nbytes) + kept
+            items.append(Allocation("samples that are being made", "host", n_alive, nbytes_alive))
             return Plan(n, depth, route, tuple(items), *limits)
 
         if config is None:
@@ -86,12 +93,13 @@ class SamplePlanner:
         """List all buffers of batches of ``n`` samples."""
         unified = self.device.unified
         part = PartSize(n * per_sample, 0, is_staged=not unified)
-        schedule = dataclasses.replace(self.schedule, depth=depth)
-        items = loop_allocations([part], n, schedule, unified=unified)
+        items = loop_allocations([part], n, self._at(depth), unified=unified)
         if self.transforms:
             items += transform_nbytes(n * per_sample).allocations(depth, unified=unified)
-        n_made = max(1, self.samples.n_threads)
-        return [*items, Allocation("samples that are being made", "host", n_made, per_sample)]
+        return items
+
+    def _at(self, depth: int) -> PrefetchSchedule:
+        return dataclasses.replace(self.schedule, depth=depth)
 
     def _limits(self, config: MemoryLimits) -> tuple[int, int | None]:
         """Return the limits of host memory and of GPU memory, in bytes."""
@@ -102,7 +110,9 @@ class SamplePlanner:
 
     def _run(self, sample: Any, n: int) -> tuple[int, TransformNbytes]:
         """Return the bytes of a batch of ``n`` samples, and those that the transforms took."""
-        maker = dataclasses.replace(self.samples.maker, read=lambda index: sample, transform=None)
+        maker = dataclasses.replace(
+            self.samples.maker, read=lambda index: sample, transform=None, read_batch=None
+        )
         same = dataclasses.replace(self.samples, maker=maker, n_threads=0, skipped=None)
         threads = SampleThreads(self.device.worker, 0)
         source = SampleSource(same, OrderBatches(sequential(), n, n), threads)

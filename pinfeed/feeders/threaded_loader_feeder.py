@@ -8,6 +8,7 @@ from typing import Any
 from pinfeed.feeders.base_feeder import T_co
 from pinfeed.feeders.loader_feeder import LoaderFeeder
 from pinfeed.pipeline.lent_batch import LentBatch
+from pinfeed.pipeline.sources.sample_source import SampleThreads
 from pinfeed.pipeline.sources.threaded_loader_source import ThreadedLoaderSource
 
 
@@ -24,7 +25,7 @@ class ThreadedLoaderFeeder(LoaderFeeder[T_co]):
 
     def __init__(self, source: ThreadedLoaderSource, **options: Any) -> None:
         super().__init__(source, **options)
-        source.worker = self._device.worker
+        source.threads = SampleThreads(self._device.worker, source.n_threads)
 
     def __iter__(self) -> Iterator[T_co]:
         """Begin the loader's next epoch, with its batches on the device.

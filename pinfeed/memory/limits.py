@@ -145,6 +145,17 @@ def _exceeded(plan: Plan) -> dict[str, tuple[int, int]]:
     }
 
 
+def deepest_plan(plan_of: Callable[[int], Plan], depth: int) -> Plan | None:
+    """Return the plan with the most prefetched batches that fits its limits; None if none fits.
+
+    Args:
+        plan_of: Returns a plan, given the depth.
+        depth: Most batches to prefetch.
+    """
+    plans = map(plan_of, range(depth, -1, -1))
+    return next((plan for plan in plans if not _exceeded(plan)), None)
+
+
 def usual_batch_size(nbytes_of: Callable[[int], int]) -> int:
     """Return the rows of a batch without a preferred size, if memory does not limit them.
 

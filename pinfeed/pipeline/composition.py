@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -138,7 +139,11 @@ def _fill_parts(
         writer = mover if isinstance(mover, Transfer) else HostWrites(mover)
     # The writer of a device that uses host memory wraps methods of its mover.
     moves: Any = mover if writer is None else writer
+    # A source may end its threads only after the readers have completed the last batches.
+    opened = contextlib.ExitStack()
+    thunks = _in_context(opened, source, thunks)
     draws = _draws(mover, thunks, first, schedule, transforms, writer)
+    opened.callback(draws.close)
     filler: Filler
     if transforms:
         filler = TransformingFiller(mover, draws, moves.fill, first, schedule, transforms)
@@ -147,7 +152,7 @@ def _fill_parts(
     parts = FillParts(
         mover=mover,
         draws=draws,
-        close=draws.close,
+        close=opened.close,
         first=first,
         schedule=schedule,
         fill=filler.fill,
@@ -330,6 +335,12 @@ def _draws(
     if writer is not None and schedule.writes and schedule.repeats:
         return ComparedDraws(draws, writer, first, schedule)
     return draws
+
+
+def _in_context(opened: contextlib.ExitStack, source: Source, thunks: Thunks) -> Thunks:
+    """Yield the batches of a source, in its context, which ``opened`` ends."""
+    opened.enter_context(source.loop_context())
+    yield from thunks
 
 
 def _stop(source: Source, stop_fills: Callable[[], object]) -> None:

@@ -97,6 +97,7 @@ class SharedDraws(Draws):
     def make(self, slot: Slot, turn: int) -> HostBatch | None:
         self._turns.wait_for(turn)
         start = self._now()
+        host_s = 0.0
         try:
             try:
                 self._mover.check_stop()
@@ -107,13 +108,14 @@ class SharedDraws(Draws):
             batch = None if thunk is None else thunk()
         finally:
             if self._host is not None:
-                slot.host_transform_s = count_calls(
-                    self._mover.counters, "host_transform", self._host.take_calls()
-                )
+                calls = self._host.take_calls()
+                host_s = count_calls(self._mover.counters, "host_transform", calls)
         if batch is None:
             return None
         slot.source_done_s = self._now()
-        slot.source_s = slot.source_done_s - start - slot.host_transform_s
+        # The slot may still have the times of its last batch.
+        slot.host_transform_s = host_s
+        slot.source_s = slot.source_done_s - start - host_s
         return batch
 
 

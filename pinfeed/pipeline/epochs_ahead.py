@@ -53,12 +53,11 @@ class EpochsAhead:
 
     def thunks(self) -> Thunks:
         """Yield the batches of all epochs, which readers take in the order of their turns."""
-        with self._source.several_epochs():
-            yield from self._source.epoch(*self._first, self._batches_per_slot)
-            while self._to_open:
-                epoch = self._to_open.popleft()
-                self._versions[epoch] = self._rows_version()
-                yield from self._source.epoch(epoch, 0, 0, self._batches_per_slot)
+        yield from self._source.epoch(*self._first, self._batches_per_slot)
+        while self._to_open:
+            epoch = self._to_open.popleft()
+            self._versions[epoch] = self._rows_version()
+            yield from self._source.epoch(epoch, 0, 0, self._batches_per_slot)
 
     def turns(self) -> Iterator[int]:
         """Yield the number of each call that fills a slot, and begin epochs (consumer)."""

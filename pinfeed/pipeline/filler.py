@@ -11,7 +11,7 @@ from pinfeed.pipeline.draws import BatchDraws, Mover
 from pinfeed.pipeline.loop_transforms import LoopTransforms, count_calls
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Slot
-from pinfeed.pipeline.sources.source import Cancelled, HostBatch, failed_batch
+from pinfeed.pipeline.sources.source import Cancelled, HostBatch, OtherBatch, failed_batch
 from pinfeed.profiling.spans import Lane
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Filler:
             return None
         number = self._first + turn * self._batches_per_slot
         try:
-            return self._gather(slot, batch, number)
+            return self._gather_one(slot, batch, number)
         except Cancelled:
             raise
         except Exception as error:
@@ -83,6 +83,16 @@ class Filler:
                 raise
             slot.error = error
         return self._gather(slot, batch.cut(0, n_good), number)
+
+    def _gather_one(self, slot: Slot, batch: HostBatch, number: int) -> Slot:
+        """Gather a batch, or the one that takes its place."""
+        try:
+            return self._gather(slot, batch, number)
+        except OtherBatch as other:
+            made = other.batch
+        made.state = batch.state
+        made.keeps_errors = batch.keeps_errors
+        return self._gather(slot, made, number)
 
     def _fail(self, slot: Slot, batch: HostBatch, error: Exception, number: int) -> Slot:
         """Fill a slot with the error of its batch, in place of the batch."""

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from pinfeed.devices.device import OVERLAP_CHUNK_BYTES, aligned
-from pinfeed.memory.depth import DEFAULT_DEPTH, n_batches, n_held
+from pinfeed.memory.depth import n_batches, n_held
 from pinfeed.memory.pages import block_nbytes
 from pinfeed.memory.plan import Allocation, Place
 from pinfeed.memory.proc_maps import mapping_at
@@ -59,9 +59,7 @@ def loop_allocations(
     """
     depth = schedule.depth
     written = [part for part in parts if part.is_written]
-    # If small batches are gathered together, a loop that writes prefetches fewer batches.
-    n_ahead = min(depth, DEFAULT_DEPTH) if schedule.batches_per_slot > 1 else depth
-    n_writes = n_held(n_ahead) if written else 0
+    n_writes = n_held(depth) if written else 0
     found = _part_allocations(
         parts,
         schedule,
@@ -71,9 +69,9 @@ def loop_allocations(
     )
     by_device = not unified and not all(part.is_staged for part in parts)
     found += index_allocations(n_rows, depth, n_writes, by_device=by_device)
-    if written and n_ahead and schedule.repeats:
+    if written and depth and schedule.repeats:
         largest = max(part.nbytes for part in written)
-        found += shared_row_allocations(n_rows, n_ahead, largest, unified=unified)
+        found += shared_row_allocations(n_rows, depth, largest, unified=unified)
     found.append(Allocation("the order of the rows", "host", 1, ORDER_BYTES))
     return [item for item in found if item.total]
 

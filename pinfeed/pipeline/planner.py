@@ -14,7 +14,7 @@ from pinfeed.devices.device import Device
 from pinfeed.errors import BudgetError, DeviceError, NotEnoughCPUMemory
 from pinfeed.memory.depth import n_batches
 from pinfeed.memory.host import free_host_memory
-from pinfeed.memory.limits import MemoryLimits, usual_batch_size
+from pinfeed.memory.limits import MemoryLimits, deepest_plan, usual_batch_size
 from pinfeed.memory.plan import Allocation, Plan, Route
 from pinfeed.memory.units import human
 from pinfeed.native.library import is_turned_off, why_not
@@ -95,6 +95,37 @@ class Planner:
         )
         return plan, choice
 
+    def with_writes(self, plan: Plan, schedule: PrefetchSchedule, reads: ReadPlan) -> Plan:
+        """Return the plan of a loop that writes back the batches of another plan.
+
+        It prefetches fewer batches if the limits cannot hold the values, too.
+
+        Args:
+            plan: The other plan.
+            schedule: Schedule of the loop that writes.
+            reads: The read strategies of all stores.
+
+        Raises:
+            BudgetError: If the limits cannot hold the values without prefetching either.
+        """
+        planner = dataclasses.replace(self, schedule=schedule)
+
+        def plan_of(depth: int) -> Plan:
+            items = planner.allocations(plan.batch_size, depth) if plan.batch_size else []
+            measures_depth = schedule.measures_depth and depth > 0
+            return dataclasses.replace(
+                plan, items=(*items, *reads.items), depth=depth, measures_depth=measures_depth
+            )
+
+        found = deepest_plan(plan_of, schedule.depth)
+        if found is None:
+            raise BudgetError(
+                f"batches() was called with batches of {plan.batch_size} rows, and the limits of "
+                f"config cannot hold the values that are written back, too: {plan_of(0)}\ngive a "
+                "smaller preferred_batch_size, or raise the limits"
+            )
+        return found
+
     def capacity(self, batch_size: int) -> list[int]:
         """Return the bytes to reserve for each part of a batch; empty if they are unknown.
 
@@ -136,8 +167,7 @@ class Planner:
                 n_rows * row_nbytes(store),
                 n_reserved * row_nbytes(store),
                 is_staged=not self.device.reaches(store),
-                # The results of transforms are not written back.
-                is_written=store.writable and not self.transforms,
+                is_written=store.writable and self.schedule.writes,
             )
             for store in self.tree.stores
         ]

@@ -130,8 +130,11 @@ class Totals:
 
     @property
     def readers_busy(self) -> float:
-        """Share of the time in which reader threads read, from 0 to 1."""
-        return self.read_s / self.seconds / self.n_readers if self.seconds else 0.0
+        """Share of the time in which reader threads read, from 0 to 1.
+
+        Readers also work between loops, and a batch counts when a loop receives it.
+        """
+        return min(1.0, self.read_s / self.seconds / self.n_readers) if self.seconds else 0.0
 
     @property
     def rows_per_s(self) -> float:

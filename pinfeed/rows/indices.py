@@ -10,6 +10,7 @@ import numpy.typing as npt
 from pinfeed.errors import RowIndexError, described
 from pinfeed.native.library import library, packing
 from pinfeed.rows.orders import Rows
+from pinfeed.validation.suggestions import of_ids
 
 _UINT64 = np.dtype(np.uint64)
 _pack = packing(4)
@@ -50,7 +51,8 @@ def check_rows(rows: Any, n_rows: int, name: str = "rows", *, copy: bool = False
         return np.empty(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         wanted = "integer row indices" if array.ndim == 1 else "a 1-d array of integer row indices"
-        hint = "; for a mask, give np.flatnonzero(mask)" if array.dtype.kind == "b" else ""
+        is_mask = array.dtype.kind == "b"
+        hint = "; for a mask, give np.flatnonzero(mask)" if is_mask else of_ids(array.dtype)
         raise RowIndexError(
             f"{name}: got shape {array.shape} of {array.dtype}; expected {wanted}{hint}"
         )

@@ -61,7 +61,7 @@ class SampleLayout:
     """
 
     def __init__(self, sample: Any) -> None:
-        leaves, rebuild = flatten(sample)
+        leaves, self._rebuild_sample = flatten(sample)
         self._names = [name for name, _ in leaves]
         self._types = [type(leaf) for _, leaf in leaves]
         self._type = type(sample)
@@ -74,7 +74,7 @@ class SampleLayout:
             for column, kind in zip(self.columns, self._types, strict=True)
         )
         # The structure of a batch may differ from that of a sample: tuples become lists.
-        marked = rebuild(iter([_Marker(i) for i in range(len(leaves))]))
+        marked = self._rebuild_sample(iter([_Marker(i) for i in range(len(leaves))]))
         markers, self._rebuild = flatten(collate([marked], collate_fn_map={_Marker: _only}))
         self._order = [marker.i for _, marker in markers]
         # The strings of a batch are a list, or a tuple if they are in a tuple or list.
@@ -122,6 +122,41 @@ class SampleLayout:
                 raise _unlike_column(leaf, column)
             else:
                 place[position] = leaf
+
+    def sample(self, position: int, places: Sequence[Any]) -> Any:
+        """Return the sample at a position of a batch, as it was written.
+
+        Args:
+            position: The position.
+            places: For each leaf, the array or the list of the batch.
+        """
+        leaves = []
+        for place, column, kind in zip(places, self.columns, self._types, strict=True):
+            if column is None:
+                leaves.append(place[position])
+            elif issubclass(kind, torch.Tensor):
+                leaves.append(to_torch(place[position : position + 1])[0])
+            elif issubclass(kind, np.ndarray):
+                leaves.append(np.asarray(place[position]))
+            else:
+                # The type of a number decides the dtype of a batch.
+                leaves.append(kind(place[position]))
+        return self._rebuild_sample(iter(leaves))
+
+    def converts(self, sample: Any) -> bool:
+        """Return whether ``default_collate`` takes a sample that differs from those of the layout.
+
+        It converts numbers and dtypes, and leaves out other keys than those of the first sample.
+        """
+        places = [
+            [kind()] if column is None else np.zeros((1, *column.shape), column.dtype)
+            for column, kind in zip(self.columns, self._types, strict=True)
+        ]
+        try:
+            default_collate([self.sample(0, places), sample])
+        except Exception:
+            return False
+        return True
 
     def rebuild(self, columns: Sequence[Any]) -> Any:
         """Return a batch in the structure that ``default_collate`` gives it.

@@ -199,8 +199,8 @@ def explain_arguments(
             for the function's first keyword argument.
 
     Raises:
-        UnknownArgument: If the function has no argument of a given name, or gets too many
-            positional arguments.
+        UnknownArgument: If the function has no argument of a given name, gets too many positional
+            arguments, or lacks one that it needs.
         ArgumentError: If ``seed`` is given without ``shuffle``.
     """
 
@@ -211,6 +211,11 @@ def explain_arguments(
         names = frozenset(known)
         n_positional = sum(one.kind is one.POSITIONAL_OR_KEYWORD for one in parameters)
         n_bound = len(parameters) - len(known)
+        required = [
+            one.name
+            for one in parameters
+            if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD
+        ]
         takes_any_name = any(one.kind is one.VAR_KEYWORD for one in parameters)
 
         @functools.wraps(function)
@@ -222,6 +227,11 @@ def explain_arguments(
                 positional = known[: n_positional - n_bound]
                 _require_few_positional(title, positional, known, len(args) - n_bound, example)
                 _require_shuffle_with_seed(known, kwargs)
+            if missing := [name for name in required[len(args) :] if name not in kwargs]:
+                raise UnknownArgument(
+                    f"{title} got no {' and no '.join(missing)}; expected "
+                    f"{title}({', '.join(required[n_bound:])}, ...)"
+                )
             return function(*args, **kwargs)
 
         return checked

@@ -99,6 +99,23 @@ _SUFFIXES = {
 """Kinds of files by suffix, if the suffix says more than the first bytes."""
 
 
+_OF_STORE = (
+    *("n_rows", "row_shape", "dtype", "writable", "resident_bytes"),
+    *("gather", "scatter", "flush", "close"),
+)
+"""Attributes of a ``pinfeed.Store``."""
+
+
+def of_ids(dtype: Any) -> str:
+    """Return the end of an error about row indices or ids of a dtype that has no integers."""
+    kind = str(dtype).removeprefix("torch.")
+    if kind == "bool":
+        return "; for a mask, give ids[mask]"
+    if "float" in kind:
+        return "; convert them where they are made, with ids.long() or ids.astype('int64')"
+    return ""
+
+
 def is_array_like(value: Any) -> bool:
     """Return whether a value has rows by index, like arrays of unknown libraries."""
     return all(hasattr(value, name) for name in ("shape", "dtype", "__getitem__"))
@@ -111,6 +128,9 @@ def of_object(value: Any) -> str:
         return f"{value.__name__} is a class; give an instance"
     if found := next((hint for key, hint in _BY_TYPE.items() if key in kinds), None):
         return found
+    missing = [name for name in _OF_STORE if not hasattr(value, name)]
+    if len(missing) < len(_OF_STORE) // 2:
+        return f"a Store also needs {', '.join(missing)}, as pinfeed.Store describes"
     if any(package == "scipy" for package, _ in kinds):
         return (
             "a sparse matrix has no dense rows; give pinfeed.SparseStore(matrix.tocsr()), or "

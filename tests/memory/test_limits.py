@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pinfeed import Config, GiB, MiB
+from pinfeed import Config, Feeder, GiB, MiB
 from pinfeed.errors import ArgumentError, BudgetError
 from pinfeed.memory.depth import check_depth
 from pinfeed.memory.host import FreeHostMemory
@@ -92,7 +93,7 @@ class Load:
         device.free = free
         order = drawn(self.n_rows, 1) if self.repeats else sequential()
         tree = StoreTree(self.stores)
-        schedule = PrefetchSchedule(depth)
+        schedule = PrefetchSchedule(depth, writes=True)
         return Planner(tree, order, None, config, schedule, device, NO_TRANSFORMS, None)
 
     def allocations(self, batch_size: int, depth: int) -> tuple[Allocation, ...]:
@@ -511,3 +512,54 @@ def test_a_plan_without_limits_in_words() -> None:
     assert first == "batches of up to 10 rows, depth=0, rows are copied straight into each batch"
     assert host == "host memory: 3.0 MiB"
     assert [item.split(" x ")[0] for item in items] == ["  host: 2", "  host: 3", "  host: 1"]
+
+
+def test_only_loops_that_write_reserve_memory_for_it() -> None:
+    array = np.random.default_rng(0).random((4000, 64), np.float32)
+    expected = array + 1
+    config = Config(cpu_memory_limit="4MiB")
+    read_only = array.copy()
+    read_only.flags.writeable = False
+    with Feeder(read_only, config=config, device="cpu") as feeder:
+        size = feeder.batch_size
+    with Feeder(array, config=config, device="cpu", shuffle=True) as feeder:
+        assert feeder.batch_size == size < 4000
+        assert not any("written back" in item.what for item in feeder.plan.items)
+        for batch in feeder.batches():
+            batch.write_back(batch.data + 1)
+        assert feeder.batch_size == size
+        assert any("written back" in item.what for item in feeder.plan.items)
+        assert feeder.plan.host_bytes <= MiB(4)
+        # There is no memory for more.
+        assert feeder.plan.depth == feeder.stats.depth == 0
+    np.testing.assert_array_equal(array, expected)
+    config = Config(cpu_memory_limit="4MiB", preferred_batch_size=100)
+    with Feeder(array, config=config, device="cpu") as feeder:
+        assert all(feeder.batches())
+        assert feeder.plan.depth == 2
+
+
+def test_write_backs_that_a_limit_cannot_hold_are_refused() -> None:
+    config = Config(cpu_memory_limit="4MiB", depth=0)
+    with Feeder(np.zeros((4000, 64)), config=config, device="cpu") as feeder:
+        n_batches = len(list(feeder))
+        with pytest.raises(BudgetError, match="give a smaller preferred_batch_size"):
+            feeder.batches()
+        assert len(list(feeder)) == n_batches
+
+
+def test_a_model_and_its_feeder_have_the_same_batch_size() -> None:
+    model = torch.nn.Linear(64, 2)
+    config = Config(
+        cpu_memory_limit="4MiB",
+        device="cpu",
+        model=model,
+        input_shape=(64,),
+        output_shape=(),
+        output_dtype="int64",
+        loss=torch.nn.functional.cross_entropy,
+        optimizer=torch.optim.AdamW,
+    )
+    source = torch.zeros(4000, 64), torch.zeros(4000, dtype=torch.int64)
+    with Feeder(source, config=config, device="cpu", shuffle=True) as feeder:
+        assert feeder.batch_size == config.batch_size < 4000

@@ -212,9 +212,24 @@ def test_a_batch_size_without_its_name() -> None:
         Config(1 << 20)  # type: ignore[misc]
 
 
-def test_a_source_that_is_missing_is_pythons_own_error() -> None:
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'source'"):
-        Feeder(batch_size=2)  # type: ignore[call-arg]
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Feeder(batch_size=2), "Feeder got no source; expected Feeder(source, ...)"),
+        (lambda: wrap_loader(depth=1), "wrap_loader got no loader; expected wrap_loader(loader"),
+        (lambda: train_rows([]), "train_rows got no tables; expected train_rows(loader, tables"),
+        (
+            lambda: HostEmbedding(name="users"),
+            "HostEmbedding got no num_embeddings and no embedding_dim; expected HostEmbedding(num",
+        ),
+        (lambda: rows.drawn(), "drawn got no n; expected drawn(n, ...)"),
+    ],
+    ids=["source", "loader", "tables", "sizes", "n"],
+)
+def test_arguments_that_are_missing_are_named(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(errors.UnknownArgument, match=re.escape(message)) as caught:
+        make()
+    assert isinstance(caught.value, TypeError), "as it is without pinfeed"
 
 
 def test_a_config_is_a_dataclass_like_any_other() -> None:

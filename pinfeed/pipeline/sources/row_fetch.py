@@ -23,6 +23,7 @@ from pinfeed.rows.orders import Rows
 from pinfeed.stores.host_rows import CheckStop, never
 from pinfeed.stores.store import Array, Store, row_nbytes
 from pinfeed.tensors.pytree import Rebuild
+from pinfeed.validation.suggestions import of_ids
 
 # Rows are copied to their positions in pieces of this size, which stay in the processor's cache.
 _PIECE_BYTES = 256 << 10
@@ -262,8 +263,8 @@ def ids_array(ids: Any, name: str) -> Array:
     except (StoreError, ValueError, TypeError) as error:
         raise RowIndexError(f"{name}: ids of the batch: {described(error)}") from None
     if array.size and array.dtype.kind not in "iu":
-        hint = "; for a mask, give ids[mask]" if array.dtype == bool else ""
         raise RowIndexError(
-            f"{name}: the ids of the batch are {array.dtype}; expected integers{hint}"
+            f"{name}: the ids of the batch are {array.dtype}; expected integers"
+            f"{of_ids(array.dtype)}"
         )
     return array

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from pinfeed.errors import add_note
 from pinfeed.pipeline.sources.guarded import drop_frames, guarded
 from pinfeed.pipeline.sources.host_leaves import host_batch_of
-from pinfeed.pipeline.sources.source import Cancelled, HostBatch
+from pinfeed.pipeline.sources.source import Cancelled, HostBatch, OtherBatch
 from pinfeed.stores.host_rows import CheckStop, never
 from pinfeed.threads.call import Pending, Workers
 
@@ -33,8 +33,10 @@ class SampleBatch:
     """A batch of samples, which several threads make in order.
 
     Samples that ``default_collate`` would stack are written straight into the memory of the batch.
-    The first sample that does not fail gives its layout. It is one class, because one lock guards
-    what the threads and the reader of the batch share.
+    The first sample that does not fail gives its layout. Until the memory is known, each thread
+    keeps at most one sample. If ``default_collate`` would convert later samples, as it converts
+    integers and floats, it makes the batch. It is one class, because one lock guards what the
+    threads and the reader of the batch share.
 
     Args:
         make_samples: Begins to make samples in a thread.
@@ -42,6 +44,7 @@ class SampleBatch:
         collate: Makes a batch from a list of samples; None is ``default_collate``.
         skipped: Receives the samples that failed and were left out, when the loop receives the
             batch; None to raise the error of the first sample that fails.
+        in_one_call: Whether one thread makes all samples, because the dataset reads them together.
     """
 
     def __init__(
@@ -50,6 +53,8 @@ class SampleBatch:
         n: int,
         collate: Callable[[list[Any]], Any] | None,
         skipped: Callable[[Failures], object] | None,
+        *,
+        in_one_call: bool = False,
     ) -> None:
         self._make_samples = make_samples
         self._n = n
@@ -58,9 +63,12 @@ class SampleBatch:
         self._positions = deque(range(n))
         self._is_stopped = False
         self._check_stop: CheckStop = never
-        # Empty if the thread of the loop makes the samples.
+        self._in_one_call = in_one_call
+        # None if the thread of the loop makes the samples.
+        self._workers: Workers | None = None
+        self._n_threads = 1
         self._calls: list[Pending[None]] = []
-        # Guards the next five attributes. Without it, a sample that is made while the memory of the
+        # Guards the next six attributes. Without it, a sample that is made while the memory of the
         # batch becomes known could be kept, but never written. ``_places`` is set once, so a thread
         # may use it without the lock.
         self._lock = threading.Lock()
@@ -71,6 +79,8 @@ class SampleBatch:
         self._places: list[Any] | None = None
         # Samples by position, while their places are not known.
         self._samples: dict[int, Any] = {}
+        # Samples by position that have no place, because ``default_collate`` would convert them.
+        self._converted: dict[int, Any] = {}
         self._errors: dict[int, BaseException] = {}
         # Memory of the columns so far, and the number of samples, which the HostBatch has.
         self._arrays: list[Array] = []
@@ -78,10 +88,9 @@ class SampleBatch:
 
     def begin(self, workers: Workers, n_threads: int) -> None:
         """Make threads begin with the samples; otherwise, ``host_batch`` makes them."""
-        if self._collate is None:
-            # This call ends as soon as the layout is known.
-            self._calls.append(workers.submit(self._work, True))
-        self._calls += [workers.submit(self._work) for _ in range(min(n_threads, self._n))]
+        self._workers = workers
+        self._n_threads = 1 if self._in_one_call else min(n_threads, self._n)
+        self._continue()
 
     def stop(self) -> None:
         """Make no more samples, because the loop has ended. Any thread may call this."""
@@ -94,8 +103,8 @@ class SampleBatch:
             Exception: If a sample failed, and is not left out; the error of the first one.
         """
         if self._collate is None:
-            if not self._calls:
-                self._work(only_first=True)
+            if self._workers is None:
+                self._continue()
             for call in self._calls:
                 if self._layout is not None:
                     break
@@ -126,17 +135,27 @@ class SampleBatch:
             ]
         while self._samples:
             self._write(*self._samples.popitem())
-        if not self._calls:
-            self._work()
+        self._continue()
         self._wait()
         check_stop()
+        if self._converted:
+            raise OtherBatch(self.reporting(host_batch_of(self._collate_written())))
         if self._errors:
             self._close_gaps()
 
-    def _work(self, only_first: bool = False) -> None:
-        """Make samples until none is left, or only until one has given the layout."""
+    def _continue(self) -> None:
+        """Make the samples that are left, in threads, if there are some."""
+        if self._workers is None:
+            self._work()
+        else:
+            submit = self._workers.submit
+            self._calls += [submit(self._work) for _ in range(self._n_threads)]
+
+    def _work(self) -> None:
+        """Make samples until none is left, or until one has to wait for the memory of the batch."""
         with self._make_samples() as make:
-            while not self._is_stopped and not (only_first and self._layout is not None):
+            is_kept = False
+            while not self._is_stopped and not is_kept:
                 try:
                     self._check_stop()
                     position = self._positions.popleft()
@@ -144,25 +163,35 @@ class SampleBatch:
                     # Either no position is left, or the loop has ended.
                     break
                 try:
-                    self._put(position, guarded(make, position))
+                    is_kept = self._put(position, guarded(make, position))
                 except BaseException as error:
                     self._fail(position, error)
 
-    def _put(self, position: int, sample: Any) -> None:
-        """Write a sample to its place, or keep it until its place is known."""
+    def _put(self, position: int, sample: Any) -> bool:
+        """Write a sample to its place, or keep it until its place is known.
+
+        Returns:
+            Whether the thread makes no other sample until then.
+        """
         if self._places is None:
             with self._lock:
                 if self._places is None:
                     self._samples[position] = sample
                     self._find_layout()
-                    return
+                    is_whole = self._in_one_call or self._collate is not None
+                    return position in self._samples and not is_whole
         self._write(position, sample)
+        return False
 
     def _write(self, position: int, sample: Any) -> None:
         try:
             self._layout.write(self._layout.leaves(sample), position, self._places)
         except Exception as error:
-            self._fail(position, error)
+            if self._layout.converts(sample):
+                with self._lock:
+                    self._converted[position] = sample
+            else:
+                self._fail(position, error)
 
     def _fail(self, position: int, error: BaseException) -> None:
         with self._lock:
@@ -234,8 +263,8 @@ class SampleBatch:
             Exception: If a sample failed, and is not left out; the error of the first one.
         """
         assert self._collate is not None
-        if not self._calls:
-            self._work()
+        if self._workers is None or self._layout is not None:
+            self._continue()
         self._wait()
         samples = [self._samples.pop(position) for position in sorted(self._samples)]
         if not samples and self._errors:
@@ -245,6 +274,18 @@ class SampleBatch:
         except Exception as error:
             add_note(error, f"in collate_fn of {len(samples)} samples")
             raise
+
+    def _collate_written(self) -> Any:
+        """Return what ``default_collate`` makes, if some samples are already in their places."""
+        from pinfeed.tensors.sample_layout import collated
+
+        samples = []
+        for position in range(self._n):
+            if position in self._converted:
+                samples.append(self._converted[position])
+            elif position not in self._errors:
+                samples.append(self._layout.sample(position, self._places))
+        return guarded(collated, samples)
 
     def reporting(self, batch: HostBatch) -> HostBatch:
         """Return a HostBatch that reports the samples left out when the loop receives it."""

@@ -12,8 +12,9 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pinfeed.errors import add_note
+from pinfeed.errors import ArgumentError, add_note
 from pinfeed.pipeline.schedule import PrefetchSchedule
+from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.pipeline.sources.sample_batch import SampleBatch
 from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
 from pinfeed.pipeline.sources.source import BatchThunk, Source, made_or_failed
@@ -26,6 +27,8 @@ _OF_SAMPLES = 2
 """Number in the seeds of samples; 0 and 1 are in those of batch transforms."""
 _OF_COLLATE = 3
 """Number in the seeds of ``collate_fn``."""
+_OF_READ = 4
+"""Number in the seeds of batches that a dataset reads in one call."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +40,15 @@ class SampleMaker:
         transform: Function of an item; None for the items themselves.
         seed: Seed of the random numbers.
         reproducible: Whether torch's functions draw from the generator of the sample.
+        read_batch: Returns the items of several indices, with random numbers of the batch; None to
+            read one item at a time.
     """
 
     read: Callable[[Any], Any]
     transform: Callable[..., Any] | None
     seed: int
     reproducible: bool
+    read_batch: Callable[[list[Any]], Sequence[Any]] | None = None
 
     @contextlib.contextmanager
     def in_thread(
@@ -62,17 +68,37 @@ class SampleMaker:
         from pinfeed.tensors.transform_calls import modes_of_a_new_thread
 
         random = SampleRandom()
-        read = self.read
+        # Items that were read in one call, without those that are samples already.
+        taken: list[Any] = []
         seed = self.seed % 2**64
         transform = self.transform
         takes_generator = transform is not None and takes_parameter(transform, "generator")
         takes_rng = transform is not None and takes_parameter(transform, "rng")
 
+        def read_all(read_batch: Callable[[list[Any]], Sequence[Any]]) -> None:
+            random.begin((seed, epoch, keys[0], _OF_READ))
+            with random if self.reproducible else contextlib.nullcontext():
+                try:
+                    taken.extend(guarded(read_batch, list(items)))
+                except Exception as error:
+                    add_note(error, f"in dataset.__getitems__({list(items)}), epoch {epoch}")
+                    raise
+            if len(taken) != len(items):
+                raise ArgumentError(
+                    f"dataset.__getitems__ returned {len(taken)} items for {len(items)} indices; "
+                    "expected one item for each index"
+                )
+
         def make(position: int) -> Any:
+            if self.read_batch is not None and not taken:
+                read_all(self.read_batch)
             random.begin((seed, epoch, keys[position], _OF_SAMPLES))
             with random if self.reproducible else contextlib.nullcontext():
                 try:
-                    sample = read(items[position])
+                    if taken:
+                        sample, taken[position] = taken[position], None
+                    else:
+                        sample = self.read(items[position])
                     if transform is None:
                         return sample
                     given: dict[str, Any] = {}
@@ -113,6 +139,17 @@ class SampleMaker:
         random.begin(entropy)
         with modes_of_a_new_thread(), random:
             return collate(samples)
+
+
+def batch_reader(dataset: Any) -> Callable[[list[Any]], Sequence[Any]] | None:
+    """Return the ``__getitems__`` of a dataset; None if it reads one item at a time."""
+    from torch.utils.data import Subset
+
+    # A Subset passes the indices on, and otherwise reads one item after the other.
+    inner = dataset
+    while type(inner) is Subset:
+        inner = inner.dataset
+    return dataset.__getitems__ if getattr(inner, "__getitems__", None) else None
 
 
 class BegunBatches:
@@ -170,6 +207,28 @@ class Samples:
         """Whether the loop continues after the error of a sample."""
         return self.keeps_errors or self.skipped is not None
 
+    def schedule(self, schedule: PrefetchSchedule, batch_size: int) -> PrefetchSchedule:
+        """Return a schedule with enough reader threads to keep the threads busy."""
+        n_per_batch = batch_size if self.maker.read_batch is None else 1
+        return with_sample_readers(schedule, self.n_threads, n_per_batch)
+
+    def n_alive(self, schedule: PrefetchSchedule, batch_size: int, *, stacks: bool) -> int:
+        """Return how many samples are in memory at a time, outside of batches.
+
+        Each thread makes one. Until a reader thread provides the memory of a batch, each keeps
+        another one. A batch that is made of a list keeps all its samples.
+
+        Args:
+            schedule: Schedule of the loop, without reader threads for the samples.
+            batch_size: Samples of a batch.
+            stacks: Whether ``default_collate`` would stack the samples.
+        """
+        is_whole = self.collate is not None or not stacks or self.maker.read_batch is not None
+        if not self.n_threads:
+            return batch_size if is_whole else 1
+        n_kept = batch_size if is_whole else min(batch_size, self.n_threads)
+        return self.schedule(schedule, batch_size).n_readers * n_kept + self.n_threads
+
 
 @dataclass(frozen=True)
 class SampleSource(Source):
@@ -205,7 +264,7 @@ class SampleSource(Source):
     def n_batches(self, epoch: int) -> int:
         return self.batches.n_batches(epoch)
 
-    def several_epochs(self) -> contextlib.AbstractContextManager[object]:
+    def loop_context(self) -> contextlib.AbstractContextManager[object]:
         return self.threads.running()
 
     def epoch(
@@ -230,6 +289,7 @@ class SampleSource(Source):
                     len(indices),
                     None if collate is None else maker.collating(collate, epoch, indices),
                     None if skipped is None else skipped.of(epoch, indices),
+                    in_one_call=maker.read_batch is not None,
                 )
                 self._begun.begin(batch, workers, samples.n_threads)
                 yield made_or_failed(batch.host_batch) if samples.keeps_errors else batch.host_batch
@@ -238,11 +298,18 @@ class SampleSource(Source):
         self._begun.stop()
 
     def hint(self, source_share: float) -> str:
-        return sample_hint(self.samples.n_threads)
+        is_one_call = self.samples.maker.read_batch is not None
+        return sample_hint(self.samples.n_threads, in_one_call=is_one_call)
 
 
-def sample_hint(n_threads: int) -> str:
+def sample_hint(n_threads: int, *, in_one_call: bool) -> str:
     """Return what to change if a loop stalls on samples that threads make."""
+    if in_one_call:
+        return (
+            "The loop waits for the samples. The dataset has __getitems__, so one thread makes "
+            f"each batch. Set depth={n_threads} to make as many batches at the same time, or make "
+            "the samples cheaper."
+        )
     n_cores = len(os.sched_getaffinity(0))
     if n_threads < n_cores:
         change = (
@@ -275,7 +342,7 @@ def with_sample_readers(
 
 
 class SampleThreads:
-    """Threads that make samples, while epochs of their source are open.
+    """Threads that make samples, while a loop over their source runs.
 
     Args:
         worker: Makes a pool of threads, given their name and number.

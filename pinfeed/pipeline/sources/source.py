@@ -28,6 +28,18 @@ class Cancelled(Exception):
     """Raised in a reader thread, because the loop has ended."""
 
 
+class OtherBatch(Exception):
+    """Raised while the parts of a batch are read, because another batch takes its place.
+
+    Args:
+        batch: The other batch.
+    """
+
+    def __init__(self, batch: HostBatch) -> None:
+        super().__init__()
+        self.batch = batch
+
+
 class RowGroup(NamedTuple):
     """The same rows of one or several stores, which are written back together."""
 
@@ -235,8 +247,8 @@ class Source(ABC):
         """Whether a loop may open the next epoch before it is certain that it reads it."""
         return True
 
-    def several_epochs(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context in which a loop opens several epochs, one after another."""
+    def loop_context(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which a loop opens its epochs, and completes their batches."""
         return contextlib.nullcontext()
 
     @abstractmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from pinfeed.pipeline.sources.sample_source import (
     BegunBatches,
     SampleMaker,
     SampleThreads,
+    batch_reader,
     sample_hint,
     with_sample_readers,
 )
@@ -36,23 +38,28 @@ class ThreadedLoaderSource(LoaderSource):
         skipped: Notes the samples that are left out; None if none is left out.
 
     Attributes:
-        worker: Makes a pool of threads, given their name and number. It is set before the first
-            epoch.
+        n_threads: Number of threads that make samples.
+        threads: Threads that make the samples. They are set before the first epoch.
 
     Raises:
         ArgumentError: If ``loader`` is no DataLoader of a dataset with items by index, or has a
             state of its own.
     """
 
-    worker: Callable[[str, int], Workers]
+    threads: SampleThreads
 
     def __init__(self, loader: Any, n_threads: int, skipped: SkippedSamples | None) -> None:
         super().__init__(loader)
         _check_loader(loader)
-        self._n_threads = n_threads
+        self.n_threads = n_threads
         self.skipped = skipped
-        # Some datasets make a whole batch in one call.
-        self._is_batch_one_call = loader.batch_sampler is None or _makes_batches(loader.dataset)
+        # Without a sampler of batches, the items of the dataset are batches.
+        self._are_items_batches = loader.batch_sampler is None
+        # The error of a whole batch would not say which samples to leave out.
+        read_batch = None
+        if not self._are_items_batches and skipped is None:
+            read_batch = batch_reader(loader.dataset)
+        self._read_batch = read_batch
         self._seed = 0
         # Number of samples of the epoch so far.
         self._n_drawn = 0
@@ -64,8 +71,10 @@ class ThreadedLoaderSource(LoaderSource):
 
     def schedule(self, schedule: PrefetchSchedule) -> PrefetchSchedule:
         """Return a schedule with enough reader threads to keep all threads busy."""
-        size = 1 if self._is_batch_one_call else (self.loader.batch_size or 1)
-        return with_sample_readers(schedule, self._n_threads, size)
+        size = 1
+        if not self._are_items_batches and self._read_batch is None:
+            size = self.loader.batch_size or 1
+        return with_sample_readers(schedule, self.n_threads, size)
 
     def begin(self) -> None:
         import torch
@@ -85,7 +94,7 @@ class ThreadedLoaderSource(LoaderSource):
 
     def hint(self, source_share: float) -> str:
         # Samples are also made while the parts of a batch are read.
-        return sample_hint(self._n_threads)
+        return sample_hint(self.n_threads, in_one_call=self._read_batch is not None)
 
     def next_batch(self, batches: Iterator[Any]) -> Any:
         """Return the indices of the next batch; ``END`` after the last batch."""
@@ -101,23 +110,19 @@ class ThreadedLoaderSource(LoaderSource):
         """Let threads begin to make the samples of a batch, given their indices."""
         from torch.utils.data import default_collate
 
-        dataset = self.loader.dataset
         collate = self.loader.collate_fn
-        if self._is_batch_one_call:
+        if self._are_items_batches:
             indices = [batch]
             collate = functools.partial(_collate_only, collate)
-            read = dataset.__getitem__
-            if self.loader.batch_sampler is not None:
-                read = dataset.__getitems__
         else:
             indices = list(batch)
-            read = dataset.__getitem__
             in_place = self.host_transform is None and self.fetch is None and indices
             if in_place and collate is default_collate:
                 collate = None
         keys = range(self._n_drawn, self._n_drawn + len(indices))
         self._n_drawn += len(indices)
-        maker = SampleMaker(read, None, self._seed, reproducible=True)
+        read = self.loader.dataset.__getitem__
+        maker = SampleMaker(read, None, self._seed, True, self._read_batch)
         if collate is not None:
             collate = maker.collating(collate, self._epoch, keys)
         samples = SampleBatch(
@@ -125,8 +130,9 @@ class ThreadedLoaderSource(LoaderSource):
             len(indices),
             collate,
             None if self.skipped is None else self.skipped.of(self._epoch, indices),
+            in_one_call=self._read_batch is not None,
         )
-        self._batches.begin(samples, self._workers, self._n_threads)
+        self._batches.begin(samples, self._workers, self.n_threads)
         if self.host_transform is None and self.fetch is None:
             return samples.host_batch
         turn = self._n_changed
@@ -153,19 +159,12 @@ class ThreadedLoaderSource(LoaderSource):
             return samples.reporting(host_batch_of(batch))
         return samples.reporting(fetch.add(batch, ids))
 
+    def loop_context(self) -> contextlib.AbstractContextManager[object]:
+        return self.threads.running()
+
     def _draws(self, batches: Iterator[Any]) -> Generator[BatchThunk, None, None]:
-        with SampleThreads(self.worker, self._n_threads).running() as self._workers:
+        with self.threads.running() as self._workers:
             yield from super()._draws(batches)
-
-
-def _makes_batches(dataset: Any) -> bool:
-    """Return whether a dataset makes the samples of a batch in one call."""
-    from torch.utils.data import Subset
-
-    # A Subset passes the indices on, and otherwise reads one sample after the other.
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    return bool(getattr(dataset, "__getitems__", None))
 
 
 def _collate_only(collate: Callable[[Any], Any], samples: list[Any]) -> Any:

@@ -12,6 +12,7 @@ from torch import nn
 from pinfeed.errors import RowIndexError
 from pinfeed.rows.orders import Rows
 from pinfeed.tensors.numpy_torch import version_of
+from pinfeed.validation.suggestions import of_ids
 
 
 class BatchRows:
@@ -124,7 +125,7 @@ class BatchRows:
             RowIndexError: If the ids are not integers.
         """
         if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype is torch.bool:
-            raise RowIndexError(f"{name}: ids of {ids.dtype}; expected integers (mask: ids[mask])")
+            raise RowIndexError(f"{name}: ids of {ids.dtype}; expected integers{of_ids(ids.dtype)}")
         for known, version, found in self._prepared:
             # The version shows whether the ids were changed after the positions were computed.
             if ids is known and version_of(ids) == version:

@@ -23,6 +23,7 @@ from pinfeed.stores.store import shape_to_make
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.tensors.numpy_torch import TORCH, to_torch
 from pinfeed.validation.arguments import whole_number
+from pinfeed.validation.suggestions import of_ids
 
 HINTS = {
     "sparse": (
@@ -66,8 +67,8 @@ def integer_tensor(values: Any, name: str) -> torch.Tensor:
     # numpy makes an array of floats from an empty list.
     if array.size and array.dtype.kind not in "iu":
         raise RowIndexError(
-            f"{name}: a {type(values).__name__} of {array.dtype}; "
-            "expected integers in a tensor, an array or a list"
+            f"{name}: a {type(values).__name__} of {array.dtype}; expected integers in a tensor, "
+            f"an array or a list{of_ids(array.dtype)}"
         )
     return torch.from_numpy(array.astype(np.int64))
 

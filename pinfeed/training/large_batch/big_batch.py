@@ -47,6 +47,7 @@ from pinfeed.training.large_batch.strategy_selector import (
 from pinfeed.training.memory_model.tensor_specs import to_device
 from pinfeed.training.memory_model.training_step import autocast_context, check_autocast
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
+from pinfeed.validation.safe_repr import safe_repr
 
 _HINTS = {
     "batch_size": "backward() takes a batch of any size; chunk_size= is the number of samples that "
@@ -206,6 +207,15 @@ class BigBatch:
         self._selector = StrategySelector(self._spec, self._device, options)
         self._runner = StrategyRunner(self._spec, self._device, options, self._selector)
         self._is_closed = False
+
+    @safe_repr
+    def __repr__(self) -> str:
+        options = self._options
+        return (
+            f"<BigBatch: {type(self._spec.model).__name__} on {self._device}, "
+            f"strategy={options.strategy!r}, chunk_size={options.chunk_size}"
+            f"{', closed' if self._is_closed else ''}>"
+        )
 
     def __enter__(self) -> BigBatch:
         return self

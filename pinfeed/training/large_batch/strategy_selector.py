@@ -57,8 +57,8 @@ class StrategyChoice:
         strategy: Name of the strategy.
         chunk_size: Samples that are computed at a time.
         why: Reason for the choice, as a sentence.
-        device_bytes: Predicted device memory of each strategy that was considered, in bytes; None
-            if the prediction failed.
+        device_bytes: Predicted memory of each strategy that was considered, on the device of the
+            model, in bytes; None if the prediction failed.
     """
 
     strategy: Strategy
@@ -78,7 +78,7 @@ class StrategyChoice:
             (name, "?" if nbytes is None else human(nbytes))
             for name, nbytes in self.device_bytes.items()
         ]
-        return f"{sentence}\n{tabulate(rows, headers=('strategy', 'device memory'))}"
+        return f"{sentence}\n{tabulate(rows, headers=('strategy', 'memory'))}"
 
 
 class StrategySelector:
@@ -233,9 +233,9 @@ class StrategySelector:
             size = chunk_size if n is None else min(n, chunk_size)
         if (n is None or size < n) and (norms := batch_norms(self._spec.model)):
             warnings.warn(
-                f"{norms[0]} normalizes over chunks of {size} samples, not over the whole batch, "
-                "so gradients and running statistics differ from the plain step; to normalize over "
-                "the whole batch, give strategy='offload' or 'checkpoint'",
+                f"pinfeed: {norms[0]} normalizes over chunks of {size} samples, not over the whole "
+                "batch, so gradients and running statistics differ from the plain step; to "
+                "normalize over the whole batch, give strategy='offload' or 'checkpoint'",
                 stacklevel=4,
             )
         if strategy == "accumulate" and self._spec.reduction is None:
@@ -281,8 +281,8 @@ class StrategySelector:
         # If the plain step fails, the step is about to raise the error itself.
         if problem and not problem.startswith(PLAIN_FAILS):
             warnings.warn(
-                f"{sentence}; give strategy='auto', or verify=False if the difference does not "
-                "matter",
+                f"pinfeed: {sentence}; give strategy='auto', or verify=False if the difference "
+                "does not matter",
                 stacklevel=4,
             )
 
