@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.bandwidth import gather_rate, random_rate, sequential_rates
+from benchmarks.conditions import ComputingStep, read_through, touch_memory
 from benchmarks.peers import Task
 from benchmarks.rowfile import Kind, drop
-from pinfeed.cli.bandwidth import gather_rate, random_rate, sequential_rates
-from pinfeed.cli.conditions import ComputingStep, read_through, touch_memory
 
 # Seconds of a measurement with random reads.
 _RANDOM_S = 0.5

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.conditions import memory_by_kind, read_through, touch_memory
 from benchmarks.image_loaders import BATCH_SIZE, CONTESTANTS, Task
 from benchmarks.image_samples import Images, Ready, first_values
-from pinfeed.cli.conditions import memory_by_kind, read_through, touch_memory
 
 # The batches that are compared, and those after which the memory is measured.
 _N_CHECKED = 3

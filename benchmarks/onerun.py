@@ -21,15 +21,15 @@ import numpy as np
 import torch
 
 import pinfeed
-from benchmarks.peers import CONTESTANTS, Contestant, Epochs, Task, litdata_folder, order_of
-from benchmarks.rowfile import Kind, drop, expected
-from pinfeed.cli.conditions import (
+from benchmarks.conditions import (
     ComputingStep,
     cached_share,
     memory_by_kind,
     read_through,
     touch_memory,
 )
+from benchmarks.peers import CONTESTANTS, Contestant, Epochs, Task, litdata_folder, order_of
+from benchmarks.rowfile import Kind, drop, expected
 
 _CHECKED_BATCHES = 8
 _CHECKED_FEEDER_BATCHES = 300

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 import pinfeed
+from benchmarks.mapped_rows import Rows
 from benchmarks.rowfile import Kind
-from pinfeed.cli.dataloader import Rows
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Order
 

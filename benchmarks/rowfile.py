@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pinfeed.cli import conditions
+from benchmarks import conditions
 
 _PIECE = 4 << 20
 

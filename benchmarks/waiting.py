@@ -28,10 +28,10 @@ import torch
 from tabulate import tabulate
 
 import pinfeed
+from benchmarks.conditions import ComputingStep, read_through, touch_memory
 from benchmarks.environment import environment, save
 from benchmarks.onerun import timed
 from benchmarks.rowfile import KINDS, create
-from pinfeed.cli.conditions import ComputingStep, read_through, touch_memory
 
 N_EPOCHS = 3
 GOAL = 2.0

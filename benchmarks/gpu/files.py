@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.conditions import read_through
 from benchmarks.gpu.bench import Bench, rate, wait
 from benchmarks.gpu.ceilings import Ceilings
 from benchmarks.gpu.recorder import Cell, Fields, Run
 from benchmarks.rowfile import KINDS, create
 from pinfeed import Feeder, rows
-from pinfeed.cli.conditions import read_through
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Order
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.conditions import touch_memory
 from benchmarks.programs.program import Program, Step, load
 from pinfeed import MiB
-from pinfeed.cli.conditions import touch_memory
 
 # A run needs less than this, not counting the files in the page cache.
 _TOUCHED = MiB(256)

@@ -1,1 +1,1 @@
-"""The ``pinfeed`` command: ``doctor``, ``plan``, ``bench`` and ``inspect``."""
+"""The ``pinfeed`` command: ``doctor``, ``inspect`` and ``plan``."""

@@ -2,151 +2,98 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from pinfeed.cli.orders import OrderOptions
-from pinfeed.cli.planned_rows import planned_rows
-from pinfeed.cli.report import Report, facts, sections, table
-from pinfeed.cli.sources import usual_batch
-from pinfeed.errors import BudgetError
+from pinfeed.cli.parts import Part, source_of
+from pinfeed.cli.report import Report
+from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.feeders.feeder import Feeder
 from pinfeed.memory.limits import MemoryLimits
-from pinfeed.memory.plan import Plan, joined
+from pinfeed.memory.plan import Plan
 from pinfeed.memory.units import human
-from pinfeed.readahead.select import BLOCKS_ALLOW
-from pinfeed.readahead.strategy import usual_block_rows
+from pinfeed.rows.orders import block_shuffled
+from pinfeed.stores.chunked_array import ChunkedArray
+from pinfeed.stores.npy_store import NpyStore
 from pinfeed.validation.wrapping import wrapped
 
-_PLACES = {
-    "host": "host",
-    "pinned": "host, page-locked",
-    "page cache": "page cache",
-    "device": "device",
-}
+_BATCH_BYTES = 16 << 20
+_BATCH_ROWS = 1024
+
+Numbers = int | tuple[int, ...]
+"""One number, or one for each of several axes."""
 
 
 def plan(
     files: Sequence[str],
     *,
-    others: Sequence[str],
-    batch_size: int | None,
-    options: OrderOptions,
-    gpu_limit: int | None,
-    cpu_limit: int | None,
-    depth: int | None,
-    device: str,
+    batch_size: int | None = None,
+    shuffle: bool = False,
+    block_rows: int | None = None,
+    cpu_limit: int | None = None,
+    gpu_limit: int | None = None,
+    axis: Numbers | None = None,
+    length: Numbers | None = None,
 ) -> Report:
     """Report the plan that a feeder over files would have.
 
-    The arguments are the options of the command; ``options`` are those for rows and their order.
+    The arguments are the options of the command.
 
-    Returns: The plan; with a finding if it, or the requested batch size, does not fit.
+    Raises:
+        PinfeedError: If a file cannot be read, or the plan does not fit the limits.
     """
-    target, remarks = _device(device)
-    with planned_rows(files, others, batch_size, options) as found:
-        values = {**found.values, "order": found.name, "device": None, "plan": None}
-        values["remarks"] = remarks
-        is_limited = cpu_limit is not None or (gpu_limit is not None and not _is_cpu(target))
-        size = found.batch_size
-        if not found.makes_batches and (options.world_size is not None or not is_limited):
-            # All ranks need a size before the limits of one rank are known.
-            size = size or usual_batch(found.row_nbytes)
-        arguments: dict[str, Any] = {"batch_size": size}
-        if is_limited:
+    part = source_of(files)
+    remarks = []
+    with contextlib.ExitStack() as stack:
+        source = stack.enter_context(contextlib.closing(part.open()))
+        if length is not None:
+            source = stack.enter_context(contextlib.closing(_windows(source, axis or 0, length)))
+        elif axis is not None:
+            raise ArgumentError("--axis needs --length, the number of indices of a window")
+        device, remark = _device(gpu_limit)
+        remarks += remark
+        options: dict[str, Any] = {"batch_size": batch_size or usual_batch(source)}
+        if cpu_limit is not None or gpu_limit is not None:
             limits = MemoryLimits(
                 cpu_memory_limit=cpu_limit,
                 gpu_memory_limit=gpu_limit,
-                preferred_batch_size=size,
+                preferred_batch_size=batch_size,
             )
-            arguments = {"config": limits}
-        try:
-            with Feeder(
-                found.source,
-                rows=found.rows,
-                ranks=options.ranks,
-                depth=depth,
-                device=target,
-                **arguments,
-            ) as feeder:
-                made = feeder.plan
-                name = feeder.device
-        except BudgetError as error:
-            return Report(values, found.head, (f"the plan does not fit: {error}",))
-    if batch_size is None and size is not None:
-        remarks.append(
-            f"Without --batch-size{'' if is_limited else ' or a limit'}, the plan uses batches of "
-            f"{made.batch_size:,} rows."
-        )
-    # Blocks help only rows that the order reads as they are in the files.
-    block_nbytes = None if options.weights or options.by_length else found.longest_nbytes
-    remarks += _remarks(made, name, block_nbytes, gpu_limit=gpu_limit)
-    values |= {"device": name, "plan": plan_values(made)}
-    parts = {
-        found.head: _text(made, found.name, found.shares, name),
-        "Remarks": "\n".join(wrapped(f"- {remark}", rest="  ") for remark in remarks),
-    }
-    findings: tuple[str, ...] = ()
-    if size is not None and made.batch_size < min(size, found.n_rows // (options.world_size or 1)):
-        fit = f"{made.batch_size:,} rows fit"
-        findings = (f"batches of {size:,} rows do not fit the limits; {fit}",)
-    return Report(values, sections(parts), findings)
+            options = {"config": limits}
+        rows = None if block_rows is None else block_shuffled(block_rows=block_rows)
+        feeder = Feeder(source, rows=rows, shuffle=shuffle, device=device, **options)
+        made = stack.enter_context(feeder).plan
+        name = feeder.device
+        n_rows = source.n_rows
+    if batch_size is not None and made.batch_size < min(batch_size, n_rows):
+        remarks.append(f"Batches of {batch_size:,} rows do not fit the limits.")
+    values = {"source": part.values, "rows": n_rows, "device": name, "plan": plan_values(made)}
+    head = described(part)
+    if length is not None:
+        head += f"; {n_rows:,} windows of length {length} along axis {axis or 0}"
+    lines = [wrapped(head, rest="  "), f"device: {name}", str(made), *map(wrapped, remarks)]
+    return Report(values | {"remarks": remarks}, "\n".join(lines))
 
 
-def _remarks(
-    made: Plan, device: str, row_nbytes: float | None, *, gpu_limit: int | None
-) -> list[str]:
-    """Say whether the order is slow, or a limit has no effect.
-
-    Args:
-        made: The plan.
-        device: Name of the device.
-        row_nbytes: Bytes of a row that decide the size of blocks; None if blocks do not help.
-        gpu_limit: The user's limit of GPU memory.
-    """
-    remarks = []
-    if row_nbytes is not None and any(note.endswith(BLOCKS_ALLOW) for note in made.notes):
-        block_rows = usual_block_rows(row_nbytes)
-        remarks.append(
-            "Random rows of a file that is not in memory are read slowly. With --block-rows "
-            f"{block_rows}, the order visits contiguous blocks, which are read in long runs."
-        )
-    if gpu_limit is not None and not made.device_bytes:
-        remarks.append(
-            f"Batches stay in host memory ({device}), so --gpu-limit has no effect. Use --device "
-            "cuda to plan for a GPU."
-        )
-    return remarks
+def usual_batch(store: Any) -> int:
+    """Return the rows of a batch if the user gives none: up to 1,024 rows and 16 MiB."""
+    row_nbytes = store.mean_row_nbytes if hasattr(store, "mean_row_nbytes") else store.row_nbytes
+    return max(1, min(_BATCH_ROWS, int(_BATCH_BYTES / max(1, row_nbytes))))
 
 
-def _device(name: str) -> tuple[Any, list[str]]:
-    """Return the device to plan for, with remarks; without a GPU, return a stand-in for one."""
-    import torch
-
-    if name != "cuda" or torch.cuda.is_available():
-        return name, []
-    from pinfeed.devices.cpu import PlannedGpu
-
-    remark = (
-        "This machine has no GPU. The plan is for a machine with a GPU and the same memory and "
-        "cores."
-    )
-    return PlannedGpu(), [remark]
-
-
-def _is_cpu(device: Any) -> bool:
-    """Return whether batches are in host memory, so a GPU limit must not choose their size."""
-    import torch
-
-    if device == "auto":
-        return not torch.cuda.is_available()
-    return isinstance(device, str) and device.startswith("cpu")
+def described(part: Part) -> str:
+    """Describe a source in words."""
+    stored = part.stored or part.kind
+    if part.kind not in stored:
+        stored = f"{part.kind}, {stored}"
+    return f"{part}: shape {part.shape}, {part.dtype}, {human(part.nbytes)}, {stored}"
 
 
 def plan_values(made: Plan) -> dict[str, Any]:
     """Describe a plan for scripts."""
-    sums = ("n_slots", "host_bytes", "pinned_bytes", "page_cache_bytes", "device_bytes")
+    sums = ("host_bytes", "pinned_bytes", "page_cache_bytes", "device_bytes")
     return {
         **asdict(made),
         "items": [{**asdict(item), "total": item.total} for item in made.items],
@@ -154,26 +101,27 @@ def plan_values(made: Plan) -> dict[str, Any]:
     }
 
 
-def _text(made: Plan, order_name: str, shares: Sequence[tuple[str, str]], device: str) -> str:
-    items = [
-        (_PLACES[item.place], item.what, f"{item.count:,}", human(item.nbytes), human(item.total))
-        for item in sorted(joined(made.items), key=lambda item: list(_PLACES).index(item.place))
-    ]
-    host = human(made.host_bytes) + _limit(made.cpu_memory_limit)
-    if made.pinned_bytes:
-        host += f", {human(made.pinned_bytes)} of it page-locked (pinned)"
-    gpu = human(made.device_bytes) + _limit(made.gpu_memory_limit)
-    pairs = [
-        ("batches", f"up to {made.batch_size:,} rows, {order_name}, {made.depth_in_words}"),
-        *shares,
-        ("device", f"{device}, {made.route_in_words}"),
-        ("host", host),
-        ("GPU", gpu if made.device_bytes else ""),
-        *(("rows" if i == 0 else "", note) for i, note in enumerate(made.notes)),
-    ]
-    shown = table(items, ("where", "what", "count", "each", "total"), "llrrr")
-    return f"{facts(pairs)}\n\n{shown}"
+def _windows(store: Any, axis: Numbers, length: Numbers) -> Any:
+    """Return windows along axes of a source, which must stay open."""
+    if isinstance(store, ChunkedArray):
+        return store.windows(axis, length)
+    if isinstance(store, NpyStore):
+        return NpyStore.windows(store.paths, axis=axis, length=length)
+    raise StoreError(
+        f"{store.label} has no windows along axes; expected an HDF5, Zarr or local .npy file; "
+        "leave out --length"
+    )
 
 
-def _limit(limit: int | None) -> str:
-    return "" if limit is None else f" (limit {human(limit)})"
+def _device(gpu_limit: int | None) -> tuple[Any, list[str]]:
+    """Return the device to plan for, with remarks; with a limit, a GPU or a stand-in for one."""
+    import torch
+
+    if gpu_limit is None:
+        return "auto", []
+    if torch.cuda.is_available():
+        return "cuda", []
+    from pinfeed.devices.cpu import PlannedGpu
+
+    remark = "This machine has no GPU. The plan is for one with a GPU, and the same host memory."
+    return PlannedGpu(), [remark]

@@ -106,7 +106,7 @@ def more_threads_in_words(n_threads: int, lock_share: float | None) -> str:
     if lock_share is None:
         return (
             f"transform_threads={n_cores} calls it for several batches at a time ({cores}), which "
-            "helps if it releases the interpreter's lock. `pinfeed doctor` measures the lock."
+            "helps if it releases the interpreter's lock."
         )
     held = f"Threads hold the interpreter's lock for {lock_share:.0%} of the time"
     most = most_threads(n_threads, lock_share, n_cores)

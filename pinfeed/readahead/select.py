@@ -66,9 +66,6 @@ from pinfeed.stores.remote import RemoteStore
 from pinfeed.stores.sharded_file import ShardedStore
 from pinfeed.stores.store import Store
 
-BLOCKS_ALLOW = "a block_shuffled order allows long contiguous reads"
-"""End of the reason for a strategy that another row order would make faster."""
-
 # Chunks per block in the recommended block-shuffled order. A block may begin within a chunk, so it
 # decodes up to one more chunk. A window of 16 blocks should not be too large.
 _BLOCK_CHUNKS = 4
@@ -397,4 +394,4 @@ def _read_in_any_order(store: ShardedStore, share: float, why: str) -> Choice:
         how = "read row by row, with many reads at a time"
         hint = f"Rows of {store.label} are read one by one. {advice} {whole_file_hint(store)}"
         strategy = DirectReads(store, hint)
-    return strategy, f"{how}{why}; {BLOCKS_ALLOW}"
+    return strategy, f"{how}{why}; a block_shuffled order allows long contiguous reads"

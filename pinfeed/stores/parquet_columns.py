@@ -184,21 +184,6 @@ def _kind_of(shard: ParquetShard, column: str) -> Any:
     return shard.schema.field(column).type
 
 
-def is_flat(shards: Sequence[ParquetShard], column: str) -> bool:
-    """Return whether a column has one value in each row that may be a number."""
-    from pyarrow.types import is_null, is_primitive
-
-    kind = _kind_of(shards[0], column)
-    return bool(is_primitive(kind) or is_null(kind))
-
-
-def compression(shard: ParquetShard, column: str) -> str:
-    """Return the names of the compressions of a column, by its first row group."""
-    group = shard.metadata.row_group(next(iter(shard.groups)))
-    found = {group.column(leaf).compression.lower() for leaf in shard.leaves[column]}
-    return ", ".join(sorted(found - {"uncompressed"}))
-
-
 def _check_kinds(shards: Sequence[ParquetShard], column: str, label: str) -> None:
     """Check that every file has one column of this name, always of the same type."""
     kinds = [_kind_of(shard, column) for shard in shards]

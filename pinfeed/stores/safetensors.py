@@ -76,8 +76,10 @@ def tensor_layout(path: str, name: str) -> RowLayout:
     return layout.check(os.path.getsize(path))
 
 
-def list_tensors(path: str) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return the shape of each tensor, and its dtype in the spelling of the format.
+def list_tensors(path: str) -> dict[str, tuple[tuple[int, ...], str, np.dtype[Any] | None]]:
+    """Return the shape of each tensor, its dtype in the spelling of the format, and its dtype.
+
+    The dtype is None if numpy and torch do not both have it.
 
     Raises:
         MissingDependency: If the library is not installed.
@@ -86,7 +88,10 @@ def list_tensors(path: str) -> dict[str, tuple[tuple[int, ...], str]]:
     """
     with _opened(path) as file:
         parts = {name: file.get_slice(name) for name in sorted(file.keys())}
-        return {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
+        return {
+            name: (tuple(part.get_shape()), part.get_dtype(), _DTYPES.get(part.get_dtype()))
+            for name, part in parts.items()
+        }
 
 
 @contextlib.contextmanager

@@ -80,7 +80,7 @@ def test_the_lock_and_the_cores_limit_the_threads(
     [
         (1, 0.1, "for 10% of the time, so transform_threads=4 can help"),
         (1, 0.97, "for 97% of the time, so more transform_threads would help little"),
-        (1, None, "`pinfeed doctor` measures the lock"),
+        (1, None, "helps if it releases the interpreter's lock"),
         (4, 0.1, "would not help, because this process may use 4 cores"),
     ],
 )

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.unwrapped import unwrapped
 
+from benchmarks.conditions import drop
 from pinfeed import Config, Feeder, KiB, MiB, NpyStore, errors, rows
-from pinfeed.cli.conditions import drop
 from pinfeed.memory.host import resident_bytes
 from pinfeed.readahead import resident_file
 from pinfeed.readahead.resident_file import InMemoryCopy, MappedFile

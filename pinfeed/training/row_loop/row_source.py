@@ -97,7 +97,7 @@ class TableRowSource(LoaderSource):
         return (
             f"Gathering rows of {names} takes most of the time. A table in memory (store=None) is "
             "faster than a table in a file. A smaller dtype or fewer distinct ids per batch reduce "
-            "the bytes to gather. `pinfeed doctor --ids` reports whether a device cache would help."
+            "the bytes to gather. On a GPU, a device cache (device_cache=0.1) may help."
         )
 
     def begin(self) -> None:

@@ -1,4 +1,4 @@
-"""The best rates of a machine without a loader: copies, gathers, file reads, copies to a GPU.
+"""The best rates of a machine without a loader: gathers from memory and reads of files.
 
 All rates are in GB/s, 1e9 bytes per second.
 """
@@ -17,13 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-import torch
 
-from pinfeed.cli.conditions import PIECE_BYTES, AnyPath, drop, touch_memory
+from benchmarks.conditions import PIECE_BYTES, AnyPath, drop, touch_memory
 from pinfeed.memory.pages import POPULATE_READ, advise_huge_pages
 from pinfeed.stores.store import run_of
 
-_MEMORY_BYTES = 512 << 20
 _REPEATS = 3
 # Bytes of a memory map that are read at a time: several huge pages.
 _POPULATE_BYTES = 8 << 20
@@ -32,24 +30,6 @@ _MOST_THREADS = 4
 _N_BUFFERS = 2
 # Longest time of touching memory before a read.
 _TOUCH_S = 5.0
-
-
-def memory_rate() -> float:
-    """Return the rate of copies between buffers that together exceed every cache."""
-    ring = [torch.ones(8 << 20, dtype=torch.float32) for _ in range(4)]
-    n_copies = max(8, _MEMORY_BYTES // ring[0].nbytes)
-    pairs = list(itertools.islice(itertools.pairwise(itertools.cycle(ring)), n_copies))
-
-    def copy_by_torch() -> None:
-        for source, target in pairs:
-            target.copy_(source)
-
-    def copy_by_numpy() -> None:
-        for source, target in pairs:
-            np.copyto(target.numpy(), source.numpy())
-
-    best_s = min(map(seconds_of, (copy_by_torch, copy_by_numpy)))
-    return n_copies * ring[0].nbytes / best_s / 1e9
 
 
 def gather_rate(path: AnyPath, batches: Iterable[Any], seconds: float = math.inf) -> float:
@@ -214,36 +194,3 @@ def random_rate(
             if time.perf_counter() > deadline:
                 break
         return n_rows * row_nbytes / (time.perf_counter() - begin) / 1e9
-
-
-def link_rates(device: Any, nbytes: int) -> dict[str, float]:
-    """Return the rates of copies to a GPU and back, by direction and kind of host memory.
-
-    The driver copies ordinary (pageable) memory to page-locked (pinned) memory first.
-
-    Args:
-        device: The GPU.
-        nbytes: Bytes of a copy.
-    """
-    on_gpu = torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-    def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize(device)
-
-    rates = {}
-    for kind in ("pinned", "pageable"):
-        host = torch.ones(nbytes, dtype=torch.uint8, pin_memory=kind == "pinned")
-        for way, pair in {"to_device": (on_gpu, host), "to_host": (host, on_gpu)}.items():
-            # The first copy includes setup time, which is not measured.
-            copy(*pair)
-            best_s = min(seconds_of(functools.partial(copy, *pair)) for _ in range(_REPEATS))
-            rates[f"{way}_{kind}"] = nbytes / best_s / 1e9
-    return rates
-
-
-def seconds_of(work: Callable[[], object]) -> float:
-    """Return how long a function takes, in seconds."""
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
