@@ -33,8 +33,8 @@ from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.pipeline.sources.source import Source
 from pinfeed.pipeline.transfer import Transfer
-from pinfeed.profiling.bottleneck import StarvationMonitor
 from pinfeed.profiling.counters import Counters
+from pinfeed.profiling.stall_monitor import StallMonitor
 from pinfeed.profiling.stats import FeederStats
 from pinfeed.profiling.timeline import Timeline
 from pinfeed.validation.arguments import whole_number
@@ -99,8 +99,8 @@ class EpochRunner:
         self._progress = progress
         self._position = EpochPosition(source, transforms.fingerprint)
         self._counters = Counters(timeline=Timeline() if timeline else None)
-        self._counters.depth = schedule.depth
-        self._starvation = StarvationMonitor(self._counters, source.hint, source.depth_caution)
+        self._counters.counts.depth = schedule.depth
+        self._stalls = StallMonitor(self._counters)
         self._transforms = transforms
         self._transfer = _mover(device, schedule.n_slots, capacity, self._counters, transforms)
         self._active = ActiveRun()
@@ -305,7 +305,7 @@ class EpochRunner:
         self._require_open()
         position = self._position
         counters = self._counters
-        starvation = self._starvation
+        stalls = self._stalls
         if choice.schedule.measures_depth and self._has_crew(choice.schedule):
             choice.settle_on_prefetching()
         counters.enter(
@@ -313,7 +313,6 @@ class EpochRunner:
             choice.schedule.n_readers if choice.depth else 1,
             n_transform_threads=choice.schedule.n_transform_threads if choice.depth else 1,
             asynchronous=not self._transfer.device.unified,
-            measured_depth=choice.measured_depth if choice.schedule.measures_depth else None,
         )
         entered_s = counters.requested_s
         kept: list[T] = []
@@ -321,13 +320,12 @@ class EpochRunner:
         try:
             start = position.begin_run()
             bar = self._bar() if self._progress else None
-            starvation.begin()
             # No variable holds the inner generator, so it has ended when an except clause runs.
             for lent_batch in self._lend(choice):
                 position.batch = lent_batch.number + 1
                 position.checksum = lent_batch.checksum
-                if counters.batches >= starvation.next_check and not choice.is_wait_expected:
-                    starvation.check()
+                if counters.counts.batches >= stalls.next_check and not choice.is_wait_expected:
+                    stalls.check()
                 if bar is not None:
                     bar.update()
                 kept.append(lend(lent_batch))
@@ -342,7 +340,6 @@ class EpochRunner:
         finally:
             # An error's traceback keeps this frame.
             kept.clear()
-            starvation.end(is_excused=choice.is_wait_expected)
             if bar is not None:
                 bar.close()
             counters.leave()
@@ -422,7 +419,7 @@ class EpochRunner:
             initial=self._position.batch,
             unit="batch",
             desc=f"epoch {self._position.epoch}",
-            totals=self._counters.totals,
+            stats=self._counters.stats,
         )
 
     def _require_open(self) -> None:

@@ -183,7 +183,7 @@ class MeasuredLoop(PrefetchLoop):
         self.keeps_last = self._parts.mover.device.unified and not is_synchronous
         depth = 0 if is_synchronous else self._parts.schedule.depth
         self._parts.draws.compare(depth)
-        if depth != self._counters.depth:
+        if depth != self._counters.counts.depth:
             self._counters.change_depth(depth)
 
 

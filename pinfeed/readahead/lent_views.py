@@ -28,8 +28,6 @@ class LentViews(ReadStrategy):
         views: Views of the rows of a store.
     """
 
-    hint = "The loop receives views of the rows, so there is nothing to read faster."
-
     def __init__(self, views: RowViews) -> None:
         self._views = views
 

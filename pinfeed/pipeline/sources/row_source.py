@@ -16,10 +16,9 @@ from pinfeed.pipeline.sources.source import (
     HostBatch,
     RowGroup,
     Source,
-    drawn_early,
 )
 from pinfeed.readahead.read_plan import RaggedReads
-from pinfeed.readahead.strategy import AnyBatch, ReadStrategy, UnreadRows, main_hint
+from pinfeed.readahead.strategy import AnyBatch, ReadStrategy, UnreadRows
 from pinfeed.rows.batches import EpochHooks, RowBatches, RowIndices
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.packing import Places
@@ -28,7 +27,7 @@ from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.host_rows import UnreadPart
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.ragged import RaggedParts
-from pinfeed.stores.store import Store, row_nbytes
+from pinfeed.stores.store import Store
 from pinfeed.tensors.pytree import Rebuild
 
 if TYPE_CHECKING:
@@ -138,16 +137,6 @@ class RowSource(Source):
         found = [strategy.views() for strategy in self.strategies]
         views = [one for one in found if one is not None]
         return views if len(views) == len(found) else None
-
-    def hint(self, source_share: float) -> str:
-        pairs = zip(self.stores, self.strategies, strict=True)
-        found = [(float(row_nbytes(store)), strategy.hint) for store, strategy in pairs]
-        found += [(reads.store.mean_row_nbytes, reads.hint) for reads in self.ragged]
-        return main_hint(found)
-
-    def depth_caution(self) -> str:
-        """Return a caution if the user's own iterable gives the row indices."""
-        return drawn_early("rows=") if self.batches.are_from_user else ""
 
     def _files(self) -> list[FileStore]:
         found = (*self.stores, *(part for reads in self.ragged for part in reads.store.parts))
