@@ -53,12 +53,6 @@ class CachedSource:
     def __len__(self) -> int:
         return len(self._batches)
 
-    def hint(self, source_share: float) -> str:
-        return ""
-
-    def depth_caution(self) -> str:
-        return ""
-
     def epoch(self, number: int, start: int, *args: int) -> Generator[Any, None, None]:
         self.cache.begin()
         known = list(map(np.array, self._batches[start:]))
