@@ -143,6 +143,20 @@ class FeederStats:
         return self.cache_hits / self.cache_lookups if self.cache_lookups else 0.0
 
     @property
+    def cache_in_words(self) -> str:
+        """Hit rate of the caches, and average traffic per batch; empty without a cache."""
+        if not self.cache_lookups:
+            return ""
+        n = max(1, self.batches)
+        read = self.cache_lookups - self.cache_hits
+        return (
+            f"{self.cache_hit_rate:.0%} of the rows of batches were in the cache; on average, a "
+            f"batch read {read / n:,.0f} rows ({human(self.cache_bytes_read / n)}), wrote "
+            f"{self.cache_rows_written / n:,.0f} ({human(self.cache_bytes_written / n)}) and "
+            f"evicted {self.cache_evictions / n:,.0f}"
+        )
+
+    @property
     def bottleneck(self) -> Bottleneck:
         """The part of the pipeline that the others wait for."""
         if self.starved < NOTABLE:
@@ -213,41 +227,20 @@ class FeederStats:
         return str(self)
 
     def __str__(self) -> str:
+        n = max(1, self.batches)
         seconds = f"{self.seconds:.2f} s" if self.seconds >= 0.1 else f"{1e3 * self.seconds:.1f} ms"
         moved = f", {human_rate(1e9 * self.gb_per_s)}" if self.bytes else ""
         rates = f"{self.rows_per_s:,.0f} rows/s{moved}"
-        parts = [
-            f"{self.batches} batches, {self.rows} rows in {seconds}: {rates}",
-            *self._transforms_in_words(),
-            *self._cache_in_words(),
-            f"memory: {self.memory}",
-            self.verdict,
-        ]
-        return wrapped("; ".join(parts), rest="  ")
-
-    def _transforms_in_words(self) -> list[str]:
-        """Return the time per batch of the transforms, in words; empty without a transform."""
-        n = max(1, self.batches)
-        times = {
+        text = f"{self.batches} batches, {self.rows} rows in {seconds}: {rates}"
+        transforms = {
             "host_transform": self.host_transform_s,
             "device_transform": self.device_transform_s,
         }
-        found = ", ".join(f"{name} {duration(s / n)}" for name, s in times.items() if s)
-        return [f"transforms, per batch: {found}"] if found else []
-
-    def _cache_in_words(self) -> list[str]:
-        """Return hit rate and traffic of the caches, in words; empty without a cache."""
-        if not self.cache_lookups:
-            return []
-        n = max(1, self.batches)
-        read = self.cache_lookups - self.cache_hits
-        text = (
-            f"cache: {self.cache_hit_rate:.0%} of the rows of batches were in the cache; on "
-            f"average, a batch read {read / n:,.0f} rows ({human(self.cache_bytes_read / n)}), "
-            f"wrote {self.cache_rows_written / n:,.0f} ({human(self.cache_bytes_written / n)}) and "
-            f"evicted {self.cache_evictions / n:,.0f}"
-        )
-        return [text]
+        if found := ", ".join(f"{name} {duration(s / n)}" for name, s in transforms.items() if s):
+            text += f"; transforms, per batch: {found}"
+        if self.cache_lookups:
+            text += f"; cache: {self.cache_in_words}"
+        return wrapped(f"{text}; memory: {self.memory}; {self.verdict}", rest="  ")
 
 
 _UNCOUNTED = ("depth", "n_readers", "n_transform_threads", "asynchronous", "memory")

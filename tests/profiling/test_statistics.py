@@ -207,9 +207,7 @@ CAUSES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("cause", "counted"), CAUSES)
-def test_the_verdict_names_the_slow_stage_with_one_piece_of_advice(
-    cause: str, counted: dict[str, Any]
-) -> None:
+def test_the_verdict_names_the_slow_stage(cause: str, counted: dict[str, Any]) -> None:
     waits = ("wait_s", "overhead_s", "write_wait_s")
     starved_s = sum(counted.get(name, 0.0) for name in waits)
     found = FeederStats(**{**BASE, "starved_s": starved_s, **counted})
