@@ -25,8 +25,6 @@ STAGES: dict[Stage, str] = {
 
 NOTABLE = 0.05
 """Share of the time; a loop that waits for less computes as fast as it can."""
-BUSY = 0.6
-"""Share of the time; stages that take less together are fast enough on average."""
 
 CAUSES: dict[Bottleneck, str] = {
     "computing": "computing is the bottleneck",

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pinfeed.memory.units import duration, human, human_rate
 from pinfeed.profiling.bottleneck import (
     ADVICE,
-    BUSY,
     CAUSES,
     NOTABLE,
     STAGES,
@@ -173,7 +172,7 @@ class FeederStats:
             stage: getattr(self, name) / threads.get(stage, self.n_readers)
             for stage, name in STAGES.items()
         }
-        if self.depth and sum(taken.values()) < BUSY * self.seconds:
+        if self.depth and sum(taken.values()) < self.seconds - self.starved_s:
             return "unevenness"
         return max(taken, key=lambda stage: taken[stage])
 
