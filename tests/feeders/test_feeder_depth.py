@@ -175,23 +175,9 @@ def test_epochs_of_few_batches_are_measured_together() -> None:
     depths = []
     for _ in range(7):
         run(feeder, clock, 2e-4, 1e-4)
-        stats = feeder.stats
-        depths.append(stats.depth)
-        assert stats.measures_depth
-        assert stats.is_measured == (len(depths) > 4)
+        depths.append(feeder.stats.depth)
     assert depths == [31, 31, 0, 31, 0, 0, 0]
     assert feeder.depth_reason == SYNCHRONOUS
-    feeder.close()
-
-
-def test_a_depth_that_was_not_chosen_is_not_said_to_be_measured() -> None:
-    """After the epoch that decides, the depth is still the one that it was timed with."""
-    feeder, clock = measured_feeder(rows=range(40))
-    found = []
-    for _ in range(6):
-        run(feeder, clock, 1e-4, 2e-4)
-        found.append((feeder.stats.depth, feeder.stats.is_measured))
-    assert found == [*[(depth, False) for depth in (31, 31, 0, 31, 0)], (31, True)]
     feeder.close()
 
 
@@ -200,7 +186,6 @@ def test_long_batches_are_always_prefetched() -> None:
     feeder, clock = measured_feeder()
     assert not any(run(feeder, clock, 0.004, 0.001))
     assert feeder.depth_reason == "depth=31: 4 ms per batch; depth=0 is timed only below 2 ms"
-    assert not feeder.stats.is_measured
     feeder.close()
 
 
@@ -213,8 +198,6 @@ def test_a_given_depth_and_a_verified_loop_are_not_measured(options: Any) -> Non
     with Feeder(rows_of(), device="cpu", **options) as feeder:
         assert not feeder.depth_reason
         assert "measured" not in str(feeder.plan)
-        next(iter(feeder))
-        assert not feeder.stats.is_measured
 
 
 def test_a_loop_over_batches_of_a_gpu_is_not_measured() -> None:

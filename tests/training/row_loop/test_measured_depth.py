@@ -356,31 +356,3 @@ def test_a_forked_process_does_not_continue_a_loop(way: str) -> None:
     for batch in batches:
         training.step(batch)
     np.testing.assert_array_equal(training.array, synchronous(12))
-
-
-def test_a_synchronous_loop_by_choice_names_its_slow_stage(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The warning names the stage that takes the time; with a given depth of 0, it is the depth."""
-    for depth in (0, None):
-        caplog.clear()
-        training = Training(200, depth)
-        loop = training.loop
-        counters_of(loop).now = clock = Clock()
-        store = training.table.store
-        gather = store.gather
-
-        def slow(rows: Any, out: Any, gather: Any = gather, clock: Clock = clock) -> None:
-            if threading.current_thread() is threading.main_thread():
-                clock.pass_s(0.5)
-            gather(rows, out)
-
-        store.gather = slow
-        choice = choice_of(loop)
-        for batch in loop:
-            clock.pass_s(0.5 if choice.is_synchronous else 2.0)
-            training.step(batch)
-        assert loop.stats.starved > 0.2
-        (warning,) = [one.getMessage() for one in caplog.records if "waited" in one.getMessage()]
-        assert ("nothing is prefetched" in warning) == (depth == 0), warning
-        assert ("Gathering rows of" in warning) == (depth is None), warning
