@@ -32,9 +32,9 @@ class StallMonitor:
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
-        # Counts at the beginning of the stretch to evaluate, which may span several loops.
+        # Statistics at the beginning of the stretch to evaluate, which may span several loops.
         self._earlier: FeederStats | None = None
-        # Reading the counts takes some microseconds, so they are not read before this time.
+        # Reading statistics takes some microseconds, so they are not read before this time.
         self._due_s = -math.inf
         self.next_check: float = WARM_UP_BATCHES
 
@@ -48,11 +48,15 @@ class StallMonitor:
         if now < self._due_s:
             return
         stats = self._counters.stats()
-        recent = stats - (self._earlier or stats)
-        is_short = recent.seconds < STRETCH_S or recent.batches < STRETCH_BATCHES
-        if self._earlier is None or not is_short:
+        if self._earlier is None:
             self._earlier = stats
-            self._due_s = now + STRETCH_S
-        if not is_short and recent.starved_s - recent.first_batch_s > STARVED * recent.seconds:
+        recent = stats - self._earlier
+        # Time between loops does not count.
+        self._due_s = now + STRETCH_S - recent.seconds
+        if recent.seconds < STRETCH_S or recent.batches < STRETCH_BATCHES:
+            return
+        self._earlier = stats
+        self._due_s = now + STRETCH_S
+        if recent.starved_s - recent.first_batch_s > STARVED * recent.seconds:
             logger.warning("in the last %.1f s, %s", recent.seconds, recent.verdict)
             self.next_check = math.inf

@@ -81,6 +81,21 @@ def test_short_loops_are_judged_together(caplog: pytest.LogCaptureFixture) -> No
     assert len(caplog.records) == 1
 
 
+def test_statistics_are_read_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    counters = Counters(now=clock)
+    monitor = StallMonitor(counters)
+    stats = counters.stats
+    read: list[float] = []
+    monkeypatch.setattr(counters, "stats", lambda: read.append(clock.s) or stats())
+    for _ in range(20):
+        run(monitor, counters, clock, [0.0] * 500, 0.001)
+        # An evaluation between two loops.
+        clock.pass_s(60.0)
+    # Ten seconds within loops.
+    assert len(read) <= 25
+
+
 def test_a_feeder_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     feeder, clock, _ = simulated(favour("read", "compute"), gather_s=0.3, n=60)
     for _ in range(2):
