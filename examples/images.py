@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import nn
 
 import pinfeed
@@ -65,11 +65,13 @@ def random_box(
 def load(sample: Labelled, generator: torch.Generator) -> tuple[torch.Tensor, int]:
     """Return a random part of an image, half of the time flipped, and its label."""
     path, label = sample
-    with Image.open(path) as image:
+    with Image.open(path) as file:
         # This decodes at a lower resolution, if the image is much larger than SIZE.
-        image.draft("RGB", (2 * SIZE, 2 * SIZE))
-        box = random_box(*image.size, generator)
-        part = image.convert("RGB").resize((SIZE, SIZE), Image.Resampling.BILINEAR, box=box)
+        file.draft("RGB", (2 * SIZE, 2 * SIZE))
+        # Photos are often stored sideways, and their EXIF data say so.
+        image = ImageOps.exif_transpose(file).convert("RGB")
+    box = random_box(*image.size, generator)
+    part = image.resize((SIZE, SIZE), Image.Resampling.BILINEAR, box=box)
     x = torch.from_numpy(np.array(part)).permute(2, 0, 1).float() / 255
     if torch.rand((), generator=generator) < 0.5:
         x = x.flip(-1)

@@ -61,11 +61,13 @@ class Regression(lightning.LightningModule):
         super().__init__()
         self.model = nn.Linear(8, 1)
         self.seen: list[list[int]] = []
+        self.numbers: list[int] = []
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], number: int) -> torch.Tensor:
         x, y = batch
         assert x.device == y.device == self.device
         self.seen.append(y.tolist())
+        self.numbers.append(number)
         return nn.functional.mse_loss(self.model(x)[:, 0], y.float())
 
     def validation_step(self, batch: tuple[torch.Tensor, torch.Tensor], number: int) -> None:
@@ -133,6 +135,7 @@ def main() -> None:
             fit(folder, callback=callback, max_epochs=2)
             resumed = fit(folder, resume=folder / f"{n_done}" / "run.ckpt", max_epochs=3)
             assert resumed.seen == want[n_done:]
+            assert resumed.numbers == [i % n for i in range(n_done, 3 * n)]
             assert torch.equal(resumed.model.weight, whole.model.weight)
         print(
             f"{len(want)} batches over three epochs, "

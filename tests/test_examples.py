@@ -4,8 +4,11 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
+import torch
 import torch._inductor.config
+from PIL import ExifTags, Image
 from support.loaders import queues_closed
 
 __all__ = ["queues_closed"]
@@ -36,6 +39,17 @@ def test_accelerate() -> None:
 def test_datasets(capsys: pytest.CaptureFixture[str]) -> None:
     example("huggingface_datasets").main()
     assert "source['name']: a column of string" in capsys.readouterr().out
+
+
+def test_photos_are_turned_upright(tmp_path: Path) -> None:
+    # The upper half of the photo is white. It is stored as the left half.
+    stored = np.zeros((64, 64, 3), np.uint8)
+    stored[:, :32] = 255
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    Image.fromarray(stored).save(tmp_path / "x.jpg", exif=exif, quality=95)
+    x, _ = example("images").load((tmp_path / "x.jpg", 0), torch.Generator().manual_seed(0))
+    assert x.std(1).mean() > 10 * x.std(2).mean()
 
 
 def test_graphsage() -> None:

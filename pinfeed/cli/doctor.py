@@ -47,9 +47,9 @@ def _file(file: str) -> tuple[dict[str, Any], str]:
     if isinstance(part.path, str) and not has_protocol(part.path):
         rates = ReadRates.measured(next(iter(sorted(glob.glob(part.path))), part.path))
     pairs = [("source", described(part).removeprefix(f"{part}: "))]
-    if reads["in order"] == reads["shuffled"]:
-        reads = {"read": reads["in order"]}
-    for name, notes in reads.items():
+    is_same = reads["in order"] == reads["shuffled"]
+    shown = {"read": reads["in order"]} if is_same else reads
+    for name, notes in shown.items():
         pairs += [("" if i else name, note) for i, note in enumerate(notes)]
     if rates is not None:
         cold = "not measured, because the file stays in memory"

@@ -93,8 +93,7 @@ def _text(parts: Sequence[Part]) -> str:
                 "dtype": [part.dtype for part in shown],
                 "size": [human(part.nbytes) for part in shown],
                 "stored": [part.stored for part in shown],
-            },
-            right="size",
+            }
         )
         + _more(len(sources), _SHOWN)
     ]

@@ -104,7 +104,7 @@ def plan_values(made: Plan) -> dict[str, Any]:
 def _windows(store: Any, axis: Numbers, length: Numbers) -> Any:
     """Return windows along axes of a source, which must stay open."""
     if isinstance(store, ChunkedArray):
-        return store.windows(axis, length)
+        return store.windows(axis, length=length)
     if isinstance(store, NpyStore):
         return NpyStore.windows(store.paths, axis=axis, length=length)
     raise StoreError(

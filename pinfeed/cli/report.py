@@ -34,15 +34,10 @@ def in_words(error: Exception) -> str:
     return str(error)
 
 
-def table(columns: Mapping[str, Sequence[str]], right: str = "") -> str:
-    """Format columns as a table, without the empty ones.
-
-    Args:
-        columns: The cells of each column, by its title.
-        right: Title of the column that is aligned to the right.
-    """
+def table(columns: Mapping[str, Sequence[str]]) -> str:
+    """Format columns as a table, without the empty ones; sizes are aligned to the right."""
     used = {title: cells for title, cells in columns.items() if any(cells)}
-    sides = ["right" if title == right else "left" for title in used]
+    sides = ["right" if title == "size" else "left" for title in used]
     # Cells are text, which tabulate would otherwise parse as numbers.
     return tabulate(used, headers="keys", colalign=sides, disable_numparse=True) if used else ""
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from pinfeed.devices.cpu import HostDevice
     from pinfeed.devices.cuda import CudaDevice
 
-__all__ = ["CudaDevice", "Device", "Event", "HostDevice", "Stream", "resolve", "torch_device"]
+__all__ = ["CudaDevice", "Device", "Event", "HostDevice", "Stream", "is_cpu", "resolve"]
+__all__ += ["torch_device"]
 
 
 def __getattr__(name: str) -> Any:
@@ -63,6 +64,21 @@ def resolve(device: Any, *, n_spare: int) -> Device:
     if wanted.type == "cpu":
         return HostDevice(n_spare=n_spare)
     return CudaDevice(wanted.index, n_spare=n_spare)
+
+
+def is_cpu(device: Any) -> bool:
+    """Return whether ``resolve`` delivers batches of a device in host memory.
+
+    Raises:
+        DeviceError: If ``device`` is no device.
+    """
+    if hasattr(device, "current_stream"):
+        return bool(device.unified)
+    if device == "auto":
+        import torch
+
+        return not torch.cuda.is_available()
+    return torch_device(device).type == "cpu"
 
 
 def torch_device(device: Any) -> torch.device:

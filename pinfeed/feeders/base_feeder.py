@@ -77,6 +77,21 @@ class BaseFeeder(Generic[T_co]):
     _owned_device: Device | None
     _loop: EpochRunner
 
+    if not TYPE_CHECKING:
+        # Type checkers know the attributes of each feeder.
+
+        def __getattr__(self, name: str) -> Any:
+            kind = type(self).__name__
+            text = f"{kind!r} object has no attribute {name!r}"
+            if name == "dataset":
+                text = (
+                    f"a {kind} has no dataset to make a DataLoader of, as skip_first_batches and "
+                    "prepare_data_loader of Accelerate do; loop over it as it is; to resume an "
+                    "epoch, use its load_state_dict() (a Trainer of transformers then needs "
+                    "ignore_data_skip=True); to share its rows among processes, give ranks="
+                )
+            raise AttributeError(text, name=name, obj=self)
+
     __reduce__ = no_copy
     __getitems__ = no_items
 
@@ -97,17 +112,6 @@ class BaseFeeder(Generic[T_co]):
     def stats(self) -> FeederStats:
         """Statistics of all loops so far; ``print(feeder.stats)`` explains them in words."""
         return self._loop.stats
-
-    @property
-    def depth_reason(self) -> str:
-        """Depth of the loop and the times that decided it; empty if the depth is not measured.
-
-        Without a ``depth``, ``Feeder`` and ``wrap_loader`` measure on the CPU whether short batches
-        are faster in the synchronous loop. They keep the faster depth while batches stay short. A
-        ``Feeder`` whose rows native threads copy always prefetches. ``train_rows`` without a
-        ``depth`` measures on every device, once.
-        """
-        return self._loop.depth_reason
 
     @property
     def timeline(self) -> Timeline:

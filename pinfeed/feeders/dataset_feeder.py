@@ -24,9 +24,9 @@ from pinfeed.pipeline.sources.sample_source import (
     Samples,
     SampleSource,
     SampleThreads,
-    batch_reader,
 )
 from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
+from pinfeed.pipeline.sources.threaded_loader_source import batch_reader
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Order
 from pinfeed.rows.rank_batches import RankBatches, note_workers
@@ -156,16 +156,11 @@ def wrap_dataset(
         DeviceError: If the device does not exist.
         Exception: If the first sample fails; its error.
     """
-    _check_dataset(dataset)
+    _check_dataset(dataset, rows)
     for name, function in (("transform", transform), ("collate_fn", collate_fn)):
         check_function(function, name)
     check_choice(on_error, "on_error", ("raise", "next", "skip"))
     check_flag(reproducible, "reproducible")
-    if rows is not None and not isinstance(rows, Order):
-        raise ArgumentError(
-            f"rows is a {type(rows).__name__}; expected an order of pinfeed.rows; for a sampler, "
-            "use pinfeed.wrap_loader(DataLoader(dataset, sampler=...), threads=...)"
-        )
     if batch_size is not None:
         batch_size = whole_number(batch_size, "batch_size")
     max_skipped = whole_number(max_skipped, "max_skipped", least=0)
@@ -182,15 +177,10 @@ def wrap_dataset(
         again, progress, timeline, None, device_transform, seed, continuous=continuous
     )
     options.require_continuous(depth)
+    # The error of a whole batch would not say which samples to leave out.
+    read_batch = None if on_error == "skip" else batch_reader(dataset)
     samples = Samples(
-        SampleMaker(
-            dataset.__getitem__,
-            transform,
-            seed,
-            reproducible,
-            # The error of a whole batch would not say which samples to leave out.
-            None if on_error == "skip" else batch_reader(dataset),
-        ),
+        SampleMaker(dataset.__getitem__, transform, seed, reproducible, read_batch),
         len(dataset),
         n_threads if depth else 0,
         collate_fn,
@@ -308,8 +298,13 @@ def check_threads(threads: int | None) -> int:
     return whole_number(threads, "threads", most=MAX_THREADS, note=note)
 
 
-def _check_dataset(dataset: Any) -> None:
-    """Raise ArgumentError unless a dataset has a length, and items by index."""
+def _check_dataset(dataset: Any, rows: Any) -> None:
+    """Raise ArgumentError unless a dataset has a length, and items by index, in a known order."""
+    if rows is not None and not isinstance(rows, Order):
+        raise ArgumentError(
+            f"rows is a {type(rows).__name__}; expected an order of pinfeed.rows; for a sampler, "
+            "use pinfeed.wrap_loader(DataLoader(dataset, sampler=...), threads=...)"
+        )
     kind = type(dataset).__name__
     if isinstance(dataset, (str, bytes, os.PathLike)):
         raise ArgumentError(
@@ -327,9 +322,11 @@ def _check_dataset(dataset: Any) -> None:
             "its values"
         )
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        advice = "for an iterable of batches, use pinfeed.wrap_loader"
+        if hasattr(dataset, "n_rows"):
+            advice = "for the rows of a store, give pinfeed.RowDataset(store)"
         raise ArgumentError(
-            f"dataset is a {kind}; expected an object with __getitem__ and __len__; for an "
-            "iterable of batches, use pinfeed.wrap_loader"
+            f"dataset is a {kind}; expected an object with __getitem__ and __len__; {advice}"
         )
 
 

@@ -24,9 +24,8 @@ from pinfeed.pipeline.planner import Planner
 from pinfeed.pipeline.schedule import PrefetchSchedule, choose_schedule, crew_schedule
 from pinfeed.pipeline.sources.row_source import RowSource
 from pinfeed.pipeline.store_tree import StoreTree
-from pinfeed.readahead.lent_views import lend_views
 from pinfeed.rows.length_batches import LengthBatches
-from pinfeed.rows.orders import Order, Sequential, is_repeatable
+from pinfeed.rows.orders import Order, is_repeatable
 from pinfeed.rows.packed import Packed
 from pinfeed.rows.rank_batches import note_workers
 from pinfeed.rows.ranks import Ranks
@@ -104,10 +103,8 @@ class Feeder(ResumableFeeder[T_co]):
             ``Ranks`` for more options. With ``"all"`` or None, every process iterates over all
             rows.
         depth: Number of batches to prefetch, at most 1,024, because each takes memory; 0 is the
-            synchronous loop. It replaces ``config.depth``. With None, pinfeed chooses 2, or more
-            for small batches. On the CPU, a loop whose rows no native threads copy then measures
-            whether 0 is faster for short batches, unless ``verify`` is set. It keeps the faster
-            depth, which ``depth_reason`` names.
+            synchronous loop. It replaces ``config.depth``. None is 2, or more for small batches,
+            and 0 for loops over ``batches()`` of writable sources on the CPU.
         device: ``"auto"`` (CUDA if available), ``"cpu"``, ``"cuda"``, ``"cuda:1"``, a
             ``torch.device`` or a Device.
         route: Route of rows from page-locked (pinned) stores to a GPU. On the ``"direct"`` route,
@@ -144,11 +141,6 @@ class Feeder(ResumableFeeder[T_co]):
             changed between two epochs is read again. True promises that rows, transforms and orders
             do not change between epochs. Loops with writes are never continuous. Between epochs,
             threads and up to ``depth`` batches stay until ``close``.
-        copy: Whether the caller owns each batch. With False, the batches are views of the rows of
-            arrays and memory-mapped files, without a copy, as in a loop over ``array[i : i + n]``.
-            The caller must not change them, and a batch that is kept shows later changes of its
-            array. A file must not shrink while a batch exists, or the process ends. Views need the
-            sequential order and batches on the CPU. Nothing is prefetched, whatever the ``depth``.
 
     Raises:
         ArgumentError: If an argument is invalid, two arguments conflict, or ``seed`` is given
@@ -242,7 +234,6 @@ class Feeder(ResumableFeeder[T_co]):
         transform_threads: int | None = None,
         verify: bool = False,
         continuous: bool | None = None,
-        copy: bool = True,
     ) -> None:
         batch_size = None if batch_size is None else whole_number(batch_size, "batch_size")
         depth = check_optional_depth(depth)
@@ -259,8 +250,6 @@ class Feeder(ResumableFeeder[T_co]):
         )
         _check_transforms(options, verify, route)
         _check_continuous(options, selection, depth, verify)
-        self._copies = _check_copy(copy, selection, options, verify)
-        depth = depth if self._copies else 0
         self._verify = verify
         self._begin = functools.partial(note_workers, ranks, selection.all_rows)
         self._stores = StoreTree(source)
@@ -309,11 +298,6 @@ class Feeder(ResumableFeeder[T_co]):
             ClosedError: If the feeder is closed, or an older loop over it runs and cannot be ended.
             BudgetError: If the limits of ``config`` cannot hold these values.
         """
-        if not self._copies:
-            raise ArgumentError(
-                "batches() of a feeder with copy=False, whose batches are the rows themselves; "
-                "expected a loop over the feeder; leave out copy=False to write rows back"
-            )
         take = self._take
         stores = self._stores
         device = self._device
@@ -387,8 +371,6 @@ class Feeder(ResumableFeeder[T_co]):
             tree, rows, batch_size, config, schedule, on, transforms, transform_nbytes
         )
         plan, self._reads = planner.plan(route)
-        if not self._copies:
-            plan = self._lend_views(plan)
         batches = selection.batches(tree.n_rows, plan)
         self._plan = selection.with_notes(plan, tree.n_rows, unified=on.unified)
         capacity = planner.capacity(plan.batch_size)
@@ -413,29 +395,14 @@ class Feeder(ResumableFeeder[T_co]):
             options = dataclasses.replace(options, continuous=continuous)
         self._loop = options.runner(self._source, on, schedule, transforms, capacity)
 
-    def _lend_views(self, plan: Plan) -> Plan:
-        """Read the rows as views, and return the plan, which then has no buffers."""
-        if not self._device.unified:
-            raise ArgumentError(
-                f"copy=False was given with batches on {self.device}, which has no memory of the "
-                "rows; expected device='cpu'; leave out copy=False"
-            )
-        if self._stores.ragged:
-            raise ArgumentError(
-                "copy=False was given with ragged rows, whose batches have offsets; expected rows "
-                "of equal shape; leave out copy=False"
-            )
-        for close in self._reads.closes:
-            close()
-        self._reads = lend_views(self._stores.stores)
-        return dataclasses.replace(plan, items=(), notes=self._reads.notes)
-
     def _schedule_on(
         self, device: Any, selection: RowSelection, options: LoopOptions, depth: int | None
     ) -> PrefetchSchedule:
         """Open the device, and choose the number of batches that are prefetched to it."""
         tree = self._stores
         config = selection.config
+        if depth is None and config is not None:
+            depth = config.depth
         is_ragged = bool(tree.ragged)
         schedule = choose_schedule(
             tree.row_nbytes, selection.batch_size, config, depth, is_ragged=is_ragged
@@ -448,13 +415,15 @@ class Feeder(ResumableFeeder[T_co]):
         n_batches = schedule.n_slots + 1 + n_held(write_depth)
         n_parts = len(tree.stores) + len(tree.ragged) + len(tree.parts_of_ragged)
         self._open_device(device, n_parts * n_batches)
-        # Whether verify finds changed rows must not depend on measured times.
-        schedule = schedule.on(self._device, may_measure=not self._verify)
-        self._schedule_without_crew = schedule
+        self._schedule_with_writes = dataclasses.replace(
+            _schedule_of_single_batches(schedule), writes=True
+        )
+        if depth is not None or not self._device.unified:
+            return schedule
+        # No copy to a device would hide the work that write-backs cost.
+        self._schedule_with_writes = dataclasses.replace(self._schedule_with_writes, depth=0)
         if (
-            schedule.measures_depth
-            and self._device.unified
-            and isinstance(selection.order, Order)
+            isinstance(selection.order, Order)
             and not options.has_transforms
             and tree.may_have_crew(is_limited=config is not None and bool(config.cpu_memory_limit))
         ):
@@ -468,12 +437,10 @@ class Feeder(ResumableFeeder[T_co]):
         batches, this costs more than prefetching saves, so such a loop prefetches fewer.
         """
         schedule = dataclasses.replace(
-            _schedule_of_single_batches(self._schedule_without_crew),
-            writes=True,
-            repeats=not self._source.batches.is_distinct,
+            self._schedule_with_writes, repeats=not self._source.batches.is_distinct
         )
         self._plan = plan = self._planner.with_writes(self._plan, schedule, self._reads)
-        return dataclasses.replace(schedule, depth=plan.depth, measures_depth=plan.measures_depth)
+        return dataclasses.replace(schedule, depth=plan.depth)
 
     def _close_sources(self, stack: contextlib.ExitStack) -> None:
         if self._transforms.gather is not None:
@@ -550,30 +517,6 @@ def _check_continuous(
     if depth is None and selection.config is not None:
         depth = selection.config.depth
     options.require_continuous(depth, reason)
-
-
-def _check_copy(copy: bool, selection: RowSelection, options: LoopOptions, verify: bool) -> bool:
-    """Return ``copy``.
-
-    Raises:
-        ArgumentError: If it is False and conflicts with another argument.
-    """
-    check_flag(copy, "copy")
-    if copy:
-        return True
-    reason = ""
-    if not isinstance(selection.order, Sequential):
-        reason = (
-            "another order than the sequential one, but a view has consecutive rows; leave out the "
-            "order"
-        )
-    elif options.has_transforms:
-        reason = "a transform, which might change the rows themselves; transform in the loop"
-    elif verify:
-        reason = "verify=True, which compares the rows with their copies; leave out verify"
-    if reason:
-        raise ArgumentError(f"copy=False was given with {reason}, or leave out copy=False")
-    return False
 
 
 def _schedule_of_single_batches(schedule: PrefetchSchedule) -> PrefetchSchedule:

@@ -25,6 +25,9 @@ from pinfeed.validation.safe_repr import safe_repr
 STATE_METHODS = ("state_dict", "load_state_dict")
 """Methods of a loader whose epochs can be resumed."""
 
+# Attribute that only code needs which makes another DataLoader of the parts of one.
+_REBUILT_WITH = "multiprocessing_context"
+
 
 class LoaderFeeder(BaseFeeder[T_co]):
     """Loader whose batches are prefetched to the device; ``wrap_loader`` returns it.
@@ -43,7 +46,7 @@ class LoaderFeeder(BaseFeeder[T_co]):
     Args:
         source: Source that iterates the loader.
         device: Target device, as the user named it.
-        schedule: Number of batches to prefetch; it is measured only if the device permits it.
+        schedule: Number of batches to prefetch.
         options: Options of the loop.
         n_spare: Number of device buffers that may be kept for reuse. None is one per store, or one
             without ``fetch``, for each batch that is on the device at the same time.
@@ -63,7 +66,7 @@ class LoaderFeeder(BaseFeeder[T_co]):
         self._source = source
         self._loader = source.loader
         self._fetch = fetch
-        self._planned = schedule
+        self._schedule = schedule
         if n_spare is None:
             n_spare = (schedule.depth + 2) * (1 if fetch is None else len(fetch.stores))
         self._open_device(device, n_spare)
@@ -73,7 +76,7 @@ class LoaderFeeder(BaseFeeder[T_co]):
         self._transforms = options.transforms(self.device, is_limited=is_limited)
         source.host_transform = self._transforms.host
         source.transforms_in_thunks = schedule.n_transform_threads > 1
-        schedule = schedule.on(self._device)
+        source.n_ahead += schedule.depth
         self._loop = options.runner(source, self._device, schedule, self._transforms)
 
     @safe_repr
@@ -89,11 +92,11 @@ class LoaderFeeder(BaseFeeder[T_co]):
 
         The memory of transform results is the measured one so far.
         """
-        depth = self._planned.depth
+        depth = self._schedule.depth
         plan = Plan(0, depth, "staged", ())
         if self._fetch is not None:
             plan = self._fetch.plan(depth, self._device)
-        n_threads = self._planned.n_transform_threads
+        n_threads = self._schedule.n_transform_threads
         plan = dataclasses.replace(plan, n_transform_threads=n_threads)
         return self._transforms.with_measured(plan, unified=self._device.unified)
 
@@ -126,6 +129,15 @@ class LoaderFeeder(BaseFeeder[T_co]):
                 f"{type(self._loader).__name__} has no {name}, so the loop cannot be resumed; give "
                 "a loader that has it (torchdata's StatefulDataLoader), or use a Feeder"
             )
+        if name == _REBUILT_WITH:
+            # Not an AttributeError, after which the new loader would take a default.
+            raise ArgumentError(
+                f"{name} of a {type(self).__name__} was read, as by functions "
+                "that make a DataLoader of the parts of another one (skip_first_batches and "
+                "prepare_data_loader of Accelerate), without transforms, rows and threads of the "
+                "wrapper; give them the loader itself, and wrap the result, as in "
+                "wrap_loader(skip_first_batches(loader, n), ...)"
+            )
         if name.startswith("_"):
             # Either the constructor has not set the attribute yet, or it belongs to a protocol that
             # the loader must not answer for the feeder.
@@ -147,7 +159,7 @@ class LoaderFeeder(BaseFeeder[T_co]):
     def __dir__(self) -> list[str]:
         """Return the names of the feeder's own attributes and of the loader's public ones."""
         of_loader = {name for name in dir(self._loader) if not name.startswith("_")}
-        return sorted({*super().__dir__(), *of_loader.difference(STATE_METHODS)})
+        return sorted({*super().__dir__(), *of_loader.difference(STATE_METHODS, (_REBUILT_WITH,))})
 
     def set_epoch(self, number: int) -> None:
         """Call ``set_epoch`` of the loader, its samplers and its dataset, if they have it.

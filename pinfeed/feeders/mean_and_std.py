@@ -28,7 +28,8 @@ def mean_and_std(source: Any, *, channel_axis: int | None = None) -> Any:
     """Return mean and standard deviation of all rows of a source.
 
     The rows are read once, in order, in batches of a few MiB, and added up in float64. The standard
-    deviation is that of the whole population, as ``numpy.std``.
+    deviation is that of the whole population, as ``numpy.std``. It is infinite if the squares of
+    differences from the mean are.
 
     Give the arrays themselves, not overlapping windows of them, which would count rows repeatedly.
 
@@ -95,9 +96,13 @@ class _Sums:
         squares = (channels - mean[:, None]).square().sum(1)
         n = channels.shape[1]
         total = self._n + n
-        change = mean - self._mean
-        self._mean = self._mean + change * (n / total)
-        self._squares = self._squares + squares + change.square() * (self._n * n / total)
+        # The square of a first mean, as the distance from 0, may be infinite.
+        if self._n:
+            change = mean - self._mean
+            squares = self._squares + squares + change.square() * (self._n * n / total)
+            mean = self._mean + change * (n / total)
+        self._mean = mean
+        self._squares = squares
         self._n = total
 
     def result(self) -> MeanAndStd:

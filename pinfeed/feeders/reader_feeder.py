@@ -212,7 +212,7 @@ def _check_identities(inputs: Any, outputs: Any) -> None:
         kind = type(values).__name__
         # An index into a pandas object is a label, not a position.
         if hasattr(values, "iloc"):
-            raise ArgumentError(f"{name}: got {kind}; expected a list; give .tolist()")
+            raise ArgumentError(f"{name}: got {kind}; expected a list; give column.tolist()")
         is_sequence = hasattr(values, "__len__") and hasattr(values, "__getitem__")
         if isinstance(values, (str, bytes, Mapping)) or not is_sequence:
             raise ArgumentError(f"{name}: got {kind}; expected a list, or another sequence")

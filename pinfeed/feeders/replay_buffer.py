@@ -83,8 +83,8 @@ class ReplayBuffer:
         beta: Exponent of the importance weights of prioritized draws. The attribute ``beta`` may
             change during the training. Give it only with ``alpha``.
         epsilon: Added to the absolute value of each priority. Give it only with ``alpha``.
-        path: New or empty folder for memory-mapped files of the transitions. None keeps them in
-            memory.
+        path: New or empty folder for memory-mapped files of the transitions, whose disk space is
+            reserved at once. None keeps them in memory.
         seed: Seed of the draws.
         generator: Random generator of numpy, in place of a seed. The draws of a
             ``np.random.RandomState`` are those of Stable-Baselines3 after ``np.random.seed``.
@@ -92,7 +92,7 @@ class ReplayBuffer:
     Raises:
         ArgumentError: If an argument is invalid, or arguments conflict.
         UnknownArgument: If an argument does not exist. The message names the one to use.
-        StoreError: If a dtype does not exist, or ``path`` has files already.
+        StoreError: If a dtype does not exist, or ``path`` has files already or too little space.
     """
 
     @explain_arguments(REPLAY_HINTS)
@@ -191,11 +191,13 @@ class ReplayBuffer:
                 environment, the shape may also be that of the part.
 
         Raises:
-            ArgumentError: If a part is missing or unknown, or has another shape or dtype. Nothing
-                has been added then.
+            ArgumentError: If a part is missing or unknown, has another shape or dtype, or a number
+                that its dtype does not have. Nothing has been added then.
+            StoreError: If files need more space for frames than the disk has. Nothing has been
+                added then.
         """
         checked = self._ring.layout.checked(values)
-        with self._ring.changed:
+        with self._ring.lock:
             self._draws.add(self._ring.add(checked))
 
     def batches(

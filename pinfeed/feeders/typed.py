@@ -58,7 +58,6 @@ class FeederArguments(LoopArguments, total=False):
     route: str | None
     verify: bool
     continuous: bool | None
-    copy: bool
 
 
 class LoaderArguments(LoopArguments, total=False):

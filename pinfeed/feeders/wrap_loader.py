@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from pinfeed.devices import is_cpu
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base_feeder import LoopOptions
 from pinfeed.feeders.dataset_feeder import check_threads
@@ -19,7 +20,7 @@ from pinfeed.feeders.loader_feeder import (
 from pinfeed.feeders.threaded_loader_feeder import ThreadedLoaderFeeder
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth
 from pinfeed.memory.limits import MemoryLimits
-from pinfeed.pipeline.schedule import PrefetchSchedule, measured_schedule, n_id_readers
+from pinfeed.pipeline.schedule import PrefetchSchedule, n_id_readers
 from pinfeed.pipeline.sources.loader_source import LoaderSource, StatefulSource
 from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
 from pinfeed.pipeline.sources.threaded_loader_source import ThreadedLoaderSource
@@ -112,10 +113,9 @@ def wrap_loader(
     """Wrap a loader, and prefetch its batches to the device.
 
     A loop calls ``iter(loader)`` in the thread of the training loop. A reader thread then requests
-    the batches. On the CPU, a loop without a ``depth`` measures whether short batches are faster
-    without the reader thread. The training loop itself requests batches during the measurement, and
-    also afterwards if this is faster. Give a ``depth`` if one thread must request all batches of an
-    epoch, for example because of sqlite connections or thread-local values.
+    the batches. If the loader makes its own batches and they stay on the CPU, nothing is prefetched
+    unless you give a ``depth``: the training loop itself requests them. If samples take long,
+    ``threads`` or ``depth=2`` make them during the training step.
 
     The tensors of a batch are copied through page-locked (pinned) memory on a side stream, whether
     or not the loader pins them. Other objects with a ``to(device)`` method are moved by that
@@ -123,12 +123,13 @@ def wrap_loader(
     any structure of tuples, lists, mappings, named tuples and dataclasses.
 
     With the same ``torch.manual_seed``, shuffling and the seeds of worker processes equal those of
-    the loader alone, whatever the training step draws. This does not hold for random numbers that a
-    dataset, sampler or ``collate_fn`` draws from a global generator in this process
-    (``num_workers=0``). Unless ``depth`` is 0, these numbers are drawn ahead of the training step
-    and mix with its own; with ``depth=None`` on the CPU, this may hold for some batches only. Give
-    such objects a generator of their own. In the reader thread, they also run without the caller's
-    ``torch.no_grad()`` and similar modes, as they do in worker processes.
+    the loader alone, whatever the training step draws. If a loop is left early, the generators of
+    the loader are put back to where the loader alone would leave them. This does not hold for
+    random numbers that a dataset, sampler or ``collate_fn`` draws from a global generator in this
+    process (``num_workers=0``). Unless ``depth`` is 0, these numbers are drawn ahead of the
+    training step and mix with its own. Give such objects a generator of their own. In the reader
+    thread, they also run without the caller's ``torch.no_grad()`` and similar modes, as they do in
+    worker processes.
 
     With ``threads``, threads of this process make the samples of a DataLoader, in place of its
     worker processes: its own dataset, sampler and ``collate_fn``, without a copy of the dataset in
@@ -167,15 +168,14 @@ def wrap_loader(
 
     Args:
         loader: A ``torch.utils.data.DataLoader``, or any iterable of batches that can be iterated
-            again for the next epoch. Each batch must have memory of its own, because a batch that
-            the loader fills again would change while it waits. A dataset, an array, a tensor
-            or a dict of them is refused, because iterating over it yields single samples or names.
+            again for the next epoch. Each batch must have memory of its own; a loop in which
+            the loader fills the memory of a prefetched batch again ends with an error. A dataset,
+            an array, a tensor or a dict of them is refused, because iterating over it yields single
+            samples or names.
         device: Target device, as for ``Feeder``.
         depth: Number of batches to prefetch, at most 1,024. With 0, the training loop requests
-            each batch from the loader and copies it to the device. With None, pinfeed chooses 2. On
-            the CPU, the loop then measures whether 0 is faster for short batches. It keeps the
-            faster depth, which ``depth_reason`` names. The batches are
-            the same.
+            each batch from the loader and copies it to the device. None is ``config.depth``, or 2,
+            or 0 on the CPU without ``threads``, ``fetch`` and transforms. The batches are the same.
         fetch: For each key, a pair (source, ids). The source is one that ``Feeder`` takes: a path,
             array, tensor or store, of any dtype and row shape, or a structure of several with
             equally many rows. The ids are a function of the batch on the host, or a key of the
@@ -241,9 +241,11 @@ def wrap_loader(
     try:
         if depth is None and config is not None:
             depth = config.depth
-        if depth is None and n_threads is not None:
-            depth = DEFAULT_DEPTH
-        schedule = measured_schedule() if depth is None else PrefetchSchedule(depth)
+        if depth is None:
+            # A loader that makes its own batches for the CPU leaves nothing to hide.
+            has_work = n_threads is not None or stores is not None or options.has_transforms
+            depth = DEFAULT_DEPTH if has_work or not is_cpu(device) else 0
+        schedule = PrefetchSchedule(depth)
         if stores is not None:
             schedule = dataclasses.replace(schedule, n_readers=n_id_readers(schedule.depth))
         batches = _source_of(loader, n_threads, schedule, on_error == "skip", max_skipped)

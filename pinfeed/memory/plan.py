@@ -92,8 +92,6 @@ class Plan:
             the CPU.
         notes: Sentences that say how the rows of each file are read, and why; and settings that
             have no effect. More than four files that are read alike share a sentence.
-        measures_depth: Whether a loop measures if the synchronous loop is faster. If it is, the
-            loop prefetches nothing; ``depth`` stays the planned one.
         n_transform_threads: Number of threads that call ``host_transform``, each for another batch.
             ``depth`` includes the batches in these threads, except for one.
     """
@@ -105,16 +103,12 @@ class Plan:
     cpu_memory_limit: int | None = None
     gpu_memory_limit: int | None = None
     notes: tuple[str, ...] = ()
-    measures_depth: bool = False
     n_transform_threads: int = 1
 
     @property
     def depth_in_words(self) -> str:
-        """The depth, such as ``depth=2``, and whether a loop may choose the synchronous loop.
-
-        Several threads that call ``host_transform`` are named, too.
-        """
-        text = f"depth={self.depth}" + " (0 if measured to be faster)" * self.measures_depth
+        """The depth, such as ``depth=2``, and the threads that call ``host_transform``."""
+        text = f"depth={self.depth}"
         if self.n_transform_threads > 1:
             text += f", host_transform in {self.n_transform_threads} threads"
         return text

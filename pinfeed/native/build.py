@@ -16,7 +16,7 @@ LIBRARY = Path(__file__).with_name("libpinfeed.so.1")
 
 
 def compile_library(library: Path = LIBRARY, compiler: str | None = None) -> None:
-    """Compile the C files beside this file into a library.
+    """Compile the C files of this folder into a library.
 
     Args:
         library: The library, which is replaced as a whole.

@@ -2,7 +2,6 @@
 
 | a loop that ... | has |
 |---|---|
-| lends views of rows | a loop that cuts them |
 | reads rows in memory, on the CPU | a crew of native threads, and a mover that allocates |
 | reads otherwise | draws, a filler and a mover |
 | has several readers, or a source that calls ``host_transform`` | draws in turns |
@@ -10,7 +9,6 @@
 | writes rows that may recur | also draws that compare rows |
 | calls transforms | a filler that does so, in one thread or in several |
 | records a timeline | also a wrapper that records reads, and names calls for a GPU's profiler |
-| measures its depth | a loop that changes between prefetching and the synchronous loop |
 | continues with the next epoch | draws of many epochs, and a filler for each |
 """
 
@@ -26,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 from pinfeed.devices.device import Device, Tensor
 from pinfeed.pipeline.crew_loop import CrewLoop
-from pinfeed.pipeline.depth_choice import DepthChoice
 from pinfeed.pipeline.draws import (
     BatchDraws,
     ComparedDraws,
@@ -44,13 +41,12 @@ from pinfeed.pipeline.loop import FillParts, Loop, LoopParts, SynchronousLoop
 from pinfeed.pipeline.loop_threads import call_named
 from pinfeed.pipeline.loop_transforms import LoopTransforms
 from pinfeed.pipeline.position import EpochPosition
-from pinfeed.pipeline.prefetch_loop import MeasuredLoop, PrefetchLoop
+from pinfeed.pipeline.prefetch_loop import PrefetchLoop
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Slot
 from pinfeed.pipeline.sources.row_source import RowSource
 from pinfeed.pipeline.sources.source import Source
 from pinfeed.pipeline.transfer import Transfer
-from pinfeed.pipeline.view_loop import ViewLoop
 from pinfeed.pipeline.writer import Writer
 from pinfeed.profiling.counters import Counters
 from pinfeed.profiling.timeline import Timeline
@@ -59,7 +55,6 @@ from pinfeed.rows.orders import Sequential
 
 if TYPE_CHECKING:
     from pinfeed.native.memory_rows import MemoryRows
-    from pinfeed.tensors.row_views import RowViews
 
 Fill = Callable[[Slot, int], Slot | None]
 Lend = Callable[[Slot], deque[list[Tensor]]]
@@ -69,7 +64,7 @@ def make_loop(
     mover: Mover,
     source: Source,
     position: EpochPosition,
-    choice: DepthChoice,
+    schedule: PrefetchSchedule,
     transforms: LoopTransforms,
     *,
     continuous: bool = False,
@@ -80,66 +75,46 @@ def make_loop(
         mover: Mover of the batches. No other loop may use it at the same time.
         source: Source of the batches.
         position: Epoch, and first batch.
-        choice: Number of batches to prefetch, and of reader threads.
+        schedule: Number of batches to prefetch, and of reader threads.
         transforms: The transforms.
         continuous: Whether the loop may read the next epoch before it ends this one.
     """
-    schedule = choice.schedule
     if isinstance(mover, HostTransfer) and isinstance(source, RowSource) and not transforms:
-        if (views := source.views()) and isinstance(source.batches, OrderBatches):
-            return _view_loop(mover, source, position, schedule, views)
-        # A loop that measures its depth has found no such rows.
-        is_settled = not schedule.measures_depth
-        memory_rows = crew_rows(mover, source, schedule, transforms) if is_settled else None
+        memory_rows = None
+        if not schedule.has_writer and isinstance(source.batches, OrderBatches):
+            memory_rows = source.memory_rows()
         if memory_rows is not None:
             return _crew_loop(mover, source, position, schedule, memory_rows)
         # Until the rows are in memory, each epoch may be the last one that needs reader threads.
         continuous = continuous and not _may_have_crew(source, schedule)
-    parts = _fill_parts(mover, source, position, choice, transforms, continuous=continuous)
-    if schedule.measures_depth:
-        return MeasuredLoop(parts, choice)
+    parts = _fill_parts(mover, source, position, schedule, transforms, continuous=continuous)
     return PrefetchLoop(parts) if schedule.depth else SynchronousLoop(parts)
-
-
-def crew_rows(
-    mover: Mover, source: Source, schedule: PrefetchSchedule, transforms: LoopTransforms
-) -> Sequence[MemoryRows] | None:
-    """Return where the rows are, if all are in memory now and a crew can copy them."""
-    if not (isinstance(mover, HostTransfer) and isinstance(source, RowSource)):
-        return None
-    if transforms or schedule.has_writer or not isinstance(source.batches, OrderBatches):
-        return None
-    return source.memory_rows()
 
 
 def _fill_parts(
     mover: Mover,
     source: Source,
     position: EpochPosition,
-    choice: DepthChoice,
+    schedule: PrefetchSchedule,
     transforms: LoopTransforms,
     *,
     continuous: bool,
 ) -> FillParts:
     """Return the parts of a loop whose slots are filled by calls in Python."""
-    schedule = choice.schedule
     first = position.batch
+    begin = (position.epoch, position.batch, position.checksum)
     epochs = None
     # Reader threads iterate over the batches, one at a time.
     if continuous and schedule.depth and not schedule.has_writer:
-        begin = (position.epoch, position.batch, position.checksum)
-        epochs = EpochsAhead(source, begin, schedule, choice.may_continue)
+        epochs = EpochsAhead(source, begin, schedule)
         thunks = epochs.thunks()
     else:
-        thunks = source.epoch(
-            position.epoch, position.batch, position.checksum, schedule.batches_per_slot
-        )
+        thunks = source.epoch(*begin, schedule.batches_per_slot)
     writer: Transfer | HostWrites | None = None
     if schedule.has_writer:
         writer = mover if isinstance(mover, Transfer) else HostWrites(mover)
     # The writer of a device that uses host memory wraps methods of its mover.
     moves: Any = mover if writer is None else writer
-    # A source may end its threads only after the readers have completed the last batches.
     opened = contextlib.ExitStack()
     thunks = _in_context(opened, source, thunks)
     draws = _draws(mover, thunks, first, schedule, transforms, writer)
@@ -152,7 +127,7 @@ def _fill_parts(
     parts = FillParts(
         mover=mover,
         draws=draws,
-        close=opened.close,
+        close=functools.partial(_close, source, opened),
         first=first,
         schedule=schedule,
         fill=filler.fill,
@@ -246,7 +221,6 @@ def _may_have_crew(source: RowSource, schedule: PrefetchSchedule) -> bool:
     """Return whether a crew may copy the rows of a later loop."""
     return (
         not schedule.has_writer
-        and not schedule.measures_depth
         and isinstance(source.batches, OrderBatches)
         and source.may_be_in_memory
     )
@@ -286,35 +260,12 @@ def _crew_loop(
         schedule=dataclasses.replace(schedule, n_readers=1),
         lend=mover.lend,
         stop=mover.stop,
-        close=functools.partial(close_unless_running, spans),
+        close=lambda n_requested: close_unless_running(spans),
         quiesce=mover.quiesce,
     )
     # To draw consecutive rows takes less time than to take them from another thread.
     draws_ahead = type(batches.order) is not Sequential
     return CrewLoop(parts, source, batches.batch_size, memory_rows, spans, draws_ahead=draws_ahead)
-
-
-def _view_loop(
-    mover: HostTransfer,
-    source: RowSource,
-    position: EpochPosition,
-    schedule: PrefetchSchedule,
-    views: list[RowViews],
-) -> ViewLoop:
-    """Return a loop whose batches are views of the rows, which an order draws in sequence."""
-    batches = source.batches
-    assert isinstance(batches, OrderBatches)
-    parts = LoopParts(
-        mover=mover,
-        first=position.batch,
-        schedule=schedule,
-        lend=mover.lend,
-        stop=mover.stop,
-        close=lambda: None,
-        quiesce=mover.quiesce,
-    )
-    _, begin, stop = batches.windows(position.epoch, position.batch)
-    return ViewLoop(parts, source, views, batches.batch_size, (begin, stop))
 
 
 def _draws(
@@ -338,7 +289,10 @@ def _draws(
 
 
 def _in_context(opened: contextlib.ExitStack, source: Source, thunks: Thunks) -> Thunks:
-    """Yield the batches of a source, in its context, which ``opened`` ends."""
+    """Yield the batches of a source, in its context, which ``opened`` ends.
+
+    The readers may complete the last batches only after they have drawn the end.
+    """
     opened.enter_context(source.loop_context())
     yield from thunks
 
@@ -346,6 +300,11 @@ def _in_context(opened: contextlib.ExitStack, source: Source, thunks: Thunks) ->
 def _stop(source: Source, stop_fills: Callable[[], object]) -> None:
     source.stop()
     stop_fills()
+
+
+def _close(source: Source, opened: contextlib.ExitStack, n_requested: int) -> None:
+    opened.close()
+    source.rewind(n_requested)
 
 
 def _reserve_and_fill(

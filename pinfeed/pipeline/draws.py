@@ -60,9 +60,6 @@ class Draws:
         slot.source_s = done_s - start
         return batch
 
-    def compare(self, n_ahead: int) -> None:
-        """Do nothing, because the loop writes no rows that recur."""
-
     def close(self) -> None:
         """Close the source now, not when an error's traceback is freed."""
         close_unless_running(self._thunks)
@@ -158,17 +155,6 @@ class ComparedDraws:
             slot.source_s += now - slot.source_done_s
             slot.source_done_s = now
         return batch
-
-    def compare(self, n_ahead: int) -> None:
-        """Compare the rows of later batches only with each other.
-
-        The consumer thread calls this when no slot is being filled and all write-backs are
-        completed.
-
-        Args:
-            n_ahead: Number of batches that are prefetched from now on.
-        """
-        self._recent = RecentRows(n_ahead)
 
     def close(self) -> None:
         self._recent = None

@@ -22,8 +22,7 @@ from pinfeed.pipeline.active_run import (
     KeptError,
     is_suspended,
 )
-from pinfeed.pipeline.composition import crew_rows, make_loop
-from pinfeed.pipeline.depth_choice import DepthChoice
+from pinfeed.pipeline.composition import make_loop
 from pinfeed.pipeline.host_transfer import HostTransfer
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.loop import EPOCH_END, Loop
@@ -93,9 +92,8 @@ class EpochRunner:
         self._continuous = continuous
         self._again = again
         self._schedule = schedule
-        # Choice of the running or the last loop.
-        self._choice = DepthChoice(schedule)
-        self._choices = {schedule: self._choice}
+        # Number of batches that the running or the last loop prefetches.
+        self._depth = schedule.depth
         self._progress = progress
         self._position = EpochPosition(source, transforms.fingerprint)
         self._counters = Counters(timeline=Timeline() if timeline else None)
@@ -103,6 +101,8 @@ class EpochRunner:
         self._stalls = StallMonitor(self._counters)
         self._transforms = transforms
         self._transfer = _mover(device, schedule.n_slots, capacity, self._counters, transforms)
+        self.finish_step: Callable[[], object] | None = None
+        """Function that the next run calls before it ends, to write the rows of its last batch."""
         self._active = ActiveRun()
         # If two threads request a run at the same time, only one of the threads begins it.
         self._beginning = threading.Lock()
@@ -136,12 +136,7 @@ class EpochRunner:
 
     def __str__(self) -> str:
         """Describe the depth and whether the runner is closed, for the ``repr`` of a feeder."""
-        return f"{self._choice}{', closed' if self._closed else ''}"
-
-    @property
-    def depth_reason(self) -> str:
-        """The depth and the times that decided it; empty if the choice is not measured."""
-        return self._choice.reason
+        return f"depth={self._depth}{', closed' if self._closed else ''}"
 
     @property
     def stats(self) -> FeederStats:
@@ -195,9 +190,8 @@ class EpochRunner:
             self._raise_failure()
             begin()
             schedule = schedule or self._schedule
-            choice = self._choices.setdefault(schedule, DepthChoice(schedule))
-            self._choice = choice
-            batches = through(self._run(lend, choice, begin))
+            self._depth = schedule.depth
+            batches = through(self._run(lend, schedule, begin))
             self._active, generator = ActiveRun.begin(batches)
             return ContinuingIterator(generator) if keeps_errors else generator
 
@@ -299,32 +293,29 @@ class EpochRunner:
     def _run(
         self,
         lend: Callable[[LentBatch], T],
-        choice: DepthChoice,
+        schedule: PrefetchSchedule,
         begin: Callable[[], object],
     ) -> Iterator[T]:
         self._require_open()
         position = self._position
         counters = self._counters
         stalls = self._stalls
-        if choice.schedule.measures_depth and self._has_crew(choice.schedule):
-            choice.settle_on_prefetching()
         counters.enter(
-            choice.depth,
-            choice.schedule.n_readers if choice.depth else 1,
-            n_transform_threads=choice.schedule.n_transform_threads if choice.depth else 1,
+            schedule.depth,
+            schedule.n_readers if schedule.depth else 1,
+            n_transform_threads=schedule.n_transform_threads if schedule.depth else 1,
             asynchronous=not self._transfer.device.unified,
         )
-        entered_s = counters.requested_s
         kept: list[T] = []
         bar: Any = None
         try:
             start = position.begin_run()
             bar = self._bar() if self._progress else None
             # No variable holds the inner generator, so it has ended when an except clause runs.
-            for lent_batch in self._lend(choice):
+            for lent_batch in self._lend(schedule):
                 position.batch = lent_batch.number + 1
                 position.checksum = lent_batch.checksum
-                if counters.counts.batches >= stalls.next_check and not choice.is_wait_expected:
+                if counters.counts.batches >= stalls.next_check:
                     stalls.check()
                 if bar is not None:
                     bar.update()
@@ -345,24 +336,19 @@ class EpochRunner:
             counters.leave()
             position.end_run()
         n_batches = position.batch - start
-        choice.end(n_batches, counters.now() - entered_s)
         position.complete_epoch()
         if start and not n_batches and position.goes_on_at_end:
             # The epoch was complete when the state was saved, which only its end shows.
             begin()
-            yield from self._run(lend, choice, begin)
+            yield from self._run(lend, schedule, begin)
 
-    def _has_crew(self, schedule: PrefetchSchedule) -> bool:
-        """Return whether a crew can copy the rows, for example because a file was loaded."""
-        return crew_rows(self._transfer, self.source, schedule, self._transforms) is not None
-
-    def _lend(self, choice: DepthChoice) -> Iterator[LentBatch]:
+    def _lend(self, schedule: PrefetchSchedule) -> Iterator[LentBatch]:
         """Start the threads of a run, or continue a paused loop; return its batches."""
         position = self._position
         batches = self._paused
         self._paused = None
         if batches is not None and self._last_loop is not None:
-            if self._last_loop.resume(choice.schedule, position.epoch, position.batch):
+            if self._last_loop.resume(schedule, position.epoch, position.batch):
                 return self._until_epoch_ends(batches)
             batches.close()
         transforms = dataclasses.replace(self._transforms, epoch=position.epoch)
@@ -370,10 +356,11 @@ class EpochRunner:
             self._transfer,
             self.source,
             position,
-            choice,
+            schedule,
             transforms,
             continuous=self._continuous,
         )
+        self._last_loop.finish_step = self.finish_step
         if self._last_loop.is_continuous:
             return self._until_epoch_ends(self._last_loop.batches())
         return self._last_loop.batches()

@@ -24,19 +24,13 @@ class EpochsAhead:
         source: Source of the batches.
         first: Epoch, first batch, and checksum of the batches before it.
         schedule: Schedule of the loop.
-        may_continue: Returns whether the next epoch may be read now (consumer).
     """
 
     def __init__(
-        self,
-        source: Source,
-        first: tuple[int, int, int],
-        schedule: PrefetchSchedule,
-        may_continue: Callable[[], bool],
+        self, source: Source, first: tuple[int, int, int], schedule: PrefetchSchedule
     ) -> None:
         self._source = source
         self._batches_per_slot = schedule.batches_per_slot
-        self._may_continue = may_continue
         self.fill_epoch: Callable[[int, int, int], None] = lambda epoch, turn, n_ahead: None
         """Makes later calls fill slots with another epoch, given its number, the number of its
         first call, and the number of epochs until then (consumer)."""
@@ -56,7 +50,7 @@ class EpochsAhead:
         yield from self._source.epoch(*self._first, self._batches_per_slot)
         while self._to_open:
             epoch = self._to_open.popleft()
-            self._versions[epoch] = self._rows_version()
+            self._versions[epoch] = self._source.rows_version()
             yield from self._source.epoch(epoch, 0, 0, self._batches_per_slot)
 
     def turns(self) -> Iterator[int]:
@@ -111,17 +105,13 @@ class EpochsAhead:
             0 if the loop must not continue.
         """
         n_slots = self._n_slots(self._filled + 1, 0)
-        if not (n_slots and self._may_continue() and self._source.may_open_ahead):
+        if not (n_slots and self._source.may_open_ahead):
             return 0
         self._filled += 1
         self._n_left.append(n_slots)
         self._to_open.append(self._filled)
         self.fill_epoch(self._filled, turn, self._filled - self._received)
         return n_slots
-
-    def _rows_version(self) -> object:
-        # No other version equals a new object.
-        return object() if self._source.is_mapped_for_writing() else self._source.rows_version()
 
     def _n_slots(self, epoch: int, batch: int) -> int:
         return -(-(self._source.n_batches(epoch) - batch) // self._batches_per_slot)

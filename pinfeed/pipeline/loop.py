@@ -57,8 +57,11 @@ class LoopParts:
     """Returns the tensors of each batch in a full slot."""
     stop: Callable[[], object]
     """Ends every fill at its next step."""
-    close: Callable[[], object]
-    """Closes the source now, not when an error's traceback is freed."""
+    close: Callable[[int], object]
+    """Closes the source now, not when an error's traceback is freed.
+
+    It takes the number of batches of the epoch that were requested. The end counts as one.
+    """
     quiesce: Callable[[], object]
     """Waits for queued copies, and releases the memory of the loop."""
     writer: Writer | None = None
@@ -124,6 +127,12 @@ class Loop:
         # The loop, close() and the garbage collector may end it at the same time.
         self._ending = threading.RLock()
         self.threads = LoopThreads(parts.mover.device, parts.schedule, is_named=parts.is_named)
+        self.finish_step: Callable[[], object] | None = None
+        """Writes the rows of the batch that is lent, unless that was done; None without tables.
+
+        The garbage collector may free this loop before the generators around it, which then could
+        not write rows any more.
+        """
         self.is_between_epochs = False
         """Whether the loop has ended an epoch, and keeps the first batches of the next one."""
         self.write_queue: WriteQueue | None = None
@@ -132,6 +141,8 @@ class Loop:
             self.write_queue = WriteQueue(parts.writer, self.threads, limit)
         # Slots that are not being filled; the last one was lent last.
         self._free: deque[Slot] = deque(parts.mover.begin(parts.schedule))
+        # Number of batches of the epoch that were requested.
+        self._n_requested = parts.first + 1
         # Number of batches in the slot that was lent last.
         self._n_lent = 0
 
@@ -183,12 +194,11 @@ class Loop:
                 tensors = self._parts.lend(slot)
                 slot.batch = None
                 slot.tensors = []
-                number = slot.number
                 self._n_lent = n_batches = len(tensors)
                 nbytes = slot.nbytes // n_batches
                 counters.counts.read_s += slot.read_s
                 counters.counts.source_s += slot.source_s
-                for i in range(n_batches):
+                for i, number in enumerate(range(slot.number, slot.number + n_batches)):
                     if i and not is_unified:
                         mover.lend_next(slot, tensors[0])
                     lent_batch = make(batch, tensors.popleft(), i, number)
@@ -197,6 +207,7 @@ class Loop:
                         del batch
                     counters.receive(number, lent_batch.n_rows, nbytes, slot.ready_s, idle=idle)
                     yield lent_batch
+                    self._n_requested += 1
                     if page_locked.freed:
                         # This thread captures no CUDA graph while it requests a batch.
                         page_locked.unlock_freed()
@@ -204,7 +215,6 @@ class Loop:
                         threads.require_running()
                     # The device is not checked again for the other batches of the slot.
                     idle = is_unified
-                    number += 1
                 if slot.error is not None:
                     _raise_error(slot)
                 self._free.append(slot)
@@ -259,7 +269,7 @@ class Loop:
                     # the rows.
                     stack.callback(self.flush_caches, is_last=True)
                     stack.callback(self.flush_caches, is_last=True)
-                stack.callback(self._parts.close)
+                stack.callback(self._parts.close, self._n_requested)
                 # Fills that have not begun are not cancelled, because each submitted fill must take
                 # its turn. Later fills would wait for it otherwise.
                 stack.callback(self.threads.join_readers)
@@ -311,6 +321,13 @@ class Loop:
 
     def _leave(self) -> None:
         """End the loop, for whatever reason its generator has ended."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._end_in_any_thread)
+            if self.finish_step is not None:
+                self.finish_step()
+
+    def _end_in_any_thread(self) -> None:
+        self.finish_step = None
         self._forget_slots()
         if not self.is_between_epochs:
             # A loop that was left has not requested another batch.

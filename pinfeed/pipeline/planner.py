@@ -90,7 +90,6 @@ class Planner:
             plan,
             items=plan.items + choice.items,
             notes=(*[why] * bool(why), *choice.notes, *plan.notes, *_without_native()),
-            measures_depth=self.schedule.measures_depth,
             n_transform_threads=self.schedule.n_transform_threads,
         )
         return plan, choice
@@ -112,10 +111,7 @@ class Planner:
 
         def plan_of(depth: int) -> Plan:
             items = planner.allocations(plan.batch_size, depth) if plan.batch_size else []
-            measures_depth = schedule.measures_depth and depth > 0
-            return dataclasses.replace(
-                plan, items=(*items, *reads.items), depth=depth, measures_depth=measures_depth
-            )
+            return dataclasses.replace(plan, items=(*items, *reads.items), depth=depth)
 
         found = deepest_plan(plan_of, schedule.depth)
         if found is None:

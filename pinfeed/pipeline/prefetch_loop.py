@@ -1,4 +1,4 @@
-"""PrefetchLoop: a loop whose next batches reader threads fill; MeasuredLoop: maybe they do.
+"""PrefetchLoop: a loop whose next batches reader threads fill.
 
 A loop is a deque of calls that reader threads make. The results of these calls carry the order,
 back-pressure, the end of the data, and errors with their tracebacks.
@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pinfeed.pipeline.depth_choice import DepthChoice
 from pinfeed.pipeline.loop import FillParts, Loop
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Slot
@@ -128,63 +127,6 @@ class PrefetchLoop(Loop):
                     filled = threads.device_transformer.submit(apply, transform, filled)
             self._filling.append(filled)
         return self._result(self._filling.popleft())
-
-
-class MeasuredLoop(PrefetchLoop):
-    """A loop that changes between prefetching and the synchronous loop, as measured times say.
-
-    To become synchronous, it lends the prefetched batches, and waits for all write-backs. From then
-    on, the thread of the loop fills one slot at a time, and completes each write-back at once. A
-    later change to prefetching therefore has nothing to wait for. The reader threads start when the
-    loop first prefetches.
-
-    Args:
-        parts: Mover, draws and functions of the loop.
-        choice: Choice between the two ways.
-    """
-
-    def __init__(self, parts: FillParts, choice: DepthChoice) -> None:
-        self._choice = choice
-        super().__init__(parts)
-        self._has_readers = False
-
-    def _slots(self) -> Callable[[], Slot | None]:
-        self._choice.begin()
-        self._change(is_synchronous=self._choice.is_synchronous)
-        return self._in_epochs(self._next_of_choice)
-
-    def resume(self, schedule: PrefetchSchedule, epoch: int, batch: int) -> bool:
-        is_next = super().resume(schedule, epoch, batch)
-        if is_next:
-            self._choice.begin()
-        return is_next
-
-    def _next_of_choice(self) -> Slot | None:
-        """Return the next full slot, in the way that the choice prefers now."""
-        if self._n_lent:
-            self._choice.count(self._n_lent, self._counters.requested_s)
-        is_synchronous = self._choice.is_synchronous
-        if is_synchronous and self._filling:
-            return self._result(self._filling.popleft())
-        if self.threads.is_inline != is_synchronous:
-            self._change(is_synchronous=is_synchronous)
-        if is_synchronous:
-            return self._parts.fill_now(self._free.popleft(), next(self._turns))
-        return self._next_prefetched()
-
-    def _change(self, *, is_synchronous: bool) -> None:
-        """Begin, or change to the synchronous loop or back, when no slot is being filled."""
-        if self.write_queue is not None:
-            self.write_queue.drain()
-        if not is_synchronous and not self._has_readers:
-            self._start_readers()
-            self._has_readers = True
-        self.threads.is_inline = is_synchronous
-        self.keeps_last = self._parts.mover.device.unified and not is_synchronous
-        depth = 0 if is_synchronous else self._parts.schedule.depth
-        self._parts.draws.compare(depth)
-        if depth != self._counters.counts.depth:
-            self._counters.change_depth(depth)
 
 
 def apply(function: Callable[[Slot], object], pending: Pending[Slot | None]) -> Slot | None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from dataclasses import dataclass
 
-from pinfeed.devices.device import Device
 from pinfeed.memory.depth import DEFAULT_DEPTH
 from pinfeed.memory.limits import MemoryLimits
 
@@ -23,12 +21,6 @@ _CREW_SLOT_BYTES = 2 << 20
 _MAX_BATCHES_PER_CREW_SLOT = 16
 _CREW_SLOTS = 3
 _MAX_ID_READERS = 4
-
-SHORT_BATCH_S = 2e-3
-"""Seconds of a batch, including its training step, above which threads are worth their cost.
-
-Threads cost a loop at most about 100 µs per batch, which is 5% of this.
-"""
 
 
 @dataclass(frozen=True)
@@ -47,13 +39,6 @@ class PrefetchSchedule:
     """
     n_transform_threads: int = 1
     """Maximum number of batches for which ``host_transform`` is called at the same time."""
-    measures_depth: bool = False
-    """Whether the loop is timed with prefetching and without, to keep the faster way."""
-    measured_below_s: float = math.inf
-    """Maximum time of a batch, in seconds, at which the synchronous loop is timed, too.
-
-    Longer batches are prefetched.
-    """
     writes: bool = False
     """Whether the loop may write rows back."""
     has_caches: bool = False
@@ -65,11 +50,6 @@ class PrefetchSchedule:
     def has_writer(self) -> bool:
         """Whether rows may be written back, either by the loop or because they leave a cache."""
         return self.writes or self.has_caches
-
-    @property
-    def measures_short_only(self) -> bool:
-        """Whether the synchronous loop is timed with short batches only."""
-        return not math.isinf(self.measured_below_s)
 
     @property
     def max_pending_writes(self) -> int:
@@ -111,37 +91,9 @@ class PrefetchSchedule:
             n_transform_threads=n_threads,
         )
 
-    def on(self, device: Device, *, may_measure: bool = True) -> PrefetchSchedule:
-        """Return the schedule for a device.
-
-        The host does not see how long a GPU computes. A loop with a limit ``measured_below_s`` is
-        therefore measured on the CPU only.
-
-        Args:
-            device: Device of the batches.
-            may_measure: Whether the loop may be measured.
-        """
-        if may_measure and (device.unified or not self.measures_short_only):
-            return self
-        return dataclasses.replace(self, measures_depth=False)
-
-
-def measured_schedule(depth: int = DEFAULT_DEPTH, batches_per_slot: int = 1) -> PrefetchSchedule:
-    """Return the schedule of a loop without a depth from the user.
-
-    Args:
-        depth: Number of batches to prefetch, unless the synchronous loop is measured to be faster.
-        batches_per_slot: Number of batches in a slot.
-    """
-    return PrefetchSchedule(
-        depth, batches_per_slot, measures_depth=True, measured_below_s=SHORT_BATCH_S
-    )
-
 
 def crew_schedule(nbytes: int) -> PrefetchSchedule:
-    """Return the schedule of a loop without a depth from the user, whose rows a crew copies.
-
-    The crew runs no Python, and the loop helps it, so prefetching costs too little to be measured.
+    """Return the schedule for a crew if the user gave no depth.
 
     Args:
         nbytes: Bytes of a batch; 0 if unknown.
@@ -182,7 +134,7 @@ def choose_schedule(
         batch_size: Rows per batch, if ``config`` is None.
         config: Memory limits; they may contain the depth and the batch size.
         depth: The user's choice. With None, the loop prefetches 2 batches, or four slots of small
-            batches, unless it measures that it is faster without prefetching.
+            batches.
         is_ragged: Whether some rows differ in length.
     """
     if config is not None:
@@ -198,9 +150,9 @@ def choose_schedule(
     if depth is not None:
         schedule = PrefetchSchedule(depth)
     elif batches_per_slot > 1:
-        schedule = measured_schedule(4 * batches_per_slot - 1, batches_per_slot)
+        schedule = PrefetchSchedule(4 * batches_per_slot - 1, batches_per_slot)
     else:
-        schedule = measured_schedule()
+        schedule = PrefetchSchedule(DEFAULT_DEPTH)
     return _with_readers(schedule, nbytes)
 
 

@@ -35,7 +35,8 @@ class ItemWindows(WrappedWindows):
         n_rows = self.windows.window_rows
         for window in itertools.islice(self.windows.needed(0, 1), 1):
             # Short runs of a selection may be so close together that their windows overlap. The
-            # first window stands for all, and others may have half as many overlaps.
+            # first window stands for all, and others may have half as many overlaps. The items that
+            # memory cannot hold are read with their batches.
             n_items = _n_rows(self._item_runs(window.runs))
             most = min(most, 2 * n_items * n_rows // _n_rows(window.runs))
         return min(first.items.n_rows, most)
@@ -45,12 +46,8 @@ class ItemWindows(WrappedWindows):
         return usual_run(self)
 
     def needed(self, start: int, stop: int) -> Iterator[Window]:
-        most = self.window_rows
         for window in self.windows.needed(start, stop):
-            # A window of selected rows may have more gaps than the first one. The items that
-            # memory cannot hold are read with their batches.
-            runs = _first_rows(self._item_runs(window.runs), most)
-            yield window._replace(runs=runs)
+            yield window._replace(runs=self._item_runs(window.runs))
 
     def _item_runs(self, runs: Sequence[Interval]) -> list[Interval]:
         """Return the items of rows as runs [start, stop), in ascending order."""
@@ -88,14 +85,3 @@ class ItemWindows(WrappedWindows):
 
 def _n_rows(runs: Sequence[Interval]) -> int:
     return sum(stop - start for start, stop in runs)
-
-
-def _first_rows(runs: Sequence[Interval], most: int) -> list[Interval]:
-    """Return runs [start, stop) without the rows after the first ``most`` ones."""
-    found = []
-    for start, stop in runs:
-        if most <= 0:
-            break
-        found.append((start, min(stop, start + most)))
-        most -= stop - start
-    return found

@@ -26,7 +26,7 @@ from pinfeed.rows.runs import Runs
 from pinfeed.rows.windows import Windows
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.chunked import ChunkedStore, even_bounds
-from pinfeed.stores.file_store import FileStore
+from pinfeed.stores.file_store import FileStore, rows_version
 from pinfeed.stores.host_rows import RunGather, StoreRows, memory_rows_of, run_gather
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.mapped_store import MappedStore
@@ -259,7 +259,8 @@ class ResidentFile(ReadStrategy):
 class InMemoryCopy(ResidentFile):
     """Strategy that keeps a copy of all rows of a read-only store in memory.
 
-    A file that was written after the load is loaded again before the next epoch.
+    A file that was written after the load is loaded again before the next epoch. So is a file that
+    the program has mapped for writing.
 
     Args:
         store: The rows.
@@ -286,8 +287,8 @@ class InMemoryCopy(ResidentFile):
         del self._rows
 
     def _find_loaded(self) -> None:
-        """Forget the loaded rows if the file has changed."""
-        version = self._store.version
+        """Forget the loaded rows if the file has changed, or if that cannot be known."""
+        version = rows_version([self._store])
         if version != self._version:
             self._version = version
             self._is_loaded[:] = False

@@ -226,6 +226,7 @@ def _choose_for_chunks(store: ChunkedStore, reads: Reads) -> Choice:
     n_rows = reads.views[0].n_rows if reads.views else store.n_rows
     block_rows = max(1, _BLOCK_CHUNKS * store.chunk_rows * n_rows // store.n_rows)
     problem = ""
+    piece_nbytes = store.piece_rows * store.row_nbytes
     advice = f"a block_shuffled order with block_rows={block_rows} decodes fewer"
     if reads.windows is not None:
         problem = _memory_problem(reads)
@@ -235,7 +236,7 @@ def _choose_for_chunks(store: ChunkedStore, reads: Reads) -> Choice:
         problem = f" ({problem})"
         advice = "a larger limit or a smaller window_blocks allows windows"
     reason = (
-        f"each batch decodes the whole chunks of its rows, up to {human(store.chunk_nbytes)} "
+        f"each batch decodes the whole chunks of its rows, up to {human(piece_nbytes)} "
         f"each{problem}; {advice}"
     )
     return ChunkReads(store), reason

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from pinfeed.memory.plan import Allocation
 from pinfeed.native.memory_rows import MemoryRows
@@ -19,9 +19,6 @@ from pinfeed.stores.host_rows import (
     memory_rows_of,
     unchecked_gather,
 )
-
-if TYPE_CHECKING:
-    from pinfeed.tensors.row_views import RowViews
 
 
 class UnreadRows(UnreadPart, Protocol):
@@ -95,10 +92,6 @@ class ReadStrategy:
 
     def memory_rows(self) -> MemoryRows | None:
         """Return where the rows are, if all are in memory and can be copied natively."""
-        return None
-
-    def views(self) -> RowViews | None:
-        """Return views of the rows if batches are views; otherwise None."""
         return None
 
     def for_others(self) -> ReadStrategy | None:

@@ -104,7 +104,7 @@ class WindowReadahead(ReadStrategy):
     def __init__(self, store: FileStore, windows: Windows, n_batch_rows: int) -> None:
         self._store = store
         self._usual = windows
-        self._window_nbytes = windows.window_rows * store.row_nbytes
+        self._window_rows = windows.window_rows
         self.items = (window_allocation(windows, store.row_nbytes, n_batch_rows),)
         self._pool = BufferPool(self.items[0].count)
         self.open_batch: OpenBatch | None = None
@@ -141,8 +141,10 @@ class WindowReadahead(ReadStrategy):
         return SharedReadahead(self)
 
     def _begin(self, threads: ThreadPool, runs: RowRuns) -> _Window:
-        memory = self._pool.take(self._window_nbytes)
-        window = _Window(self._store, runs, memory, threads)
+        # Windows of items are larger than usual if their rows have more gaps than usual.
+        kept = _first_rows(runs, self._window_rows)
+        memory = self._pool.take(self._window_rows * self._store.row_nbytes)
+        window = _Window(self._store, kept, memory, threads)
         self._live.add(window)
         return window
 
@@ -226,6 +228,17 @@ class _Window:
         for read in self._reads:
             read.result()
         return self._rows
+
+
+def _first_rows(runs: RowRuns, most: int) -> list[tuple[int, int]]:
+    """Return runs [start, stop) without the rows after the first ``most`` ones."""
+    found = []
+    for start, stop in runs:
+        if most <= 0:
+            break
+        found.append((start, min(stop, start + most)))
+        most -= stop - start
+    return found
 
 
 def _joined(store: FileStore, runs: Runs) -> Iterator[Runs]:

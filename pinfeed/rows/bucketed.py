@@ -50,8 +50,8 @@ def bucketed(
     """Return an order whose batches have rows of similar lengths, so that they need less padding.
 
     Each window has the next ``batch_size * window_batches`` rows of ``order``. Its rows are sorted
-    by length and cut into batches, and the batches are shuffled. The rows of a batch are in
-    descending length. The last batch of an epoch has the last rows of ``order`` if it is not full.
+    by length and cut into batches, and the batches are shuffled. The rows of a full batch are in
+    descending length. A last batch that is not full has the last rows of ``order``, unsorted.
 
     Args:
         lengths: Number of elements of each row, shape (n_rows,), integers of 0 or more.

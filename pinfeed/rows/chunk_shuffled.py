@@ -154,6 +154,10 @@ class _Epoch:
     def n_windows(self) -> int:
         return -(-len(self._ends) // self.n_in_window)
 
+    def sorted_sizes(self) -> Rows:
+        """Return the numbers of rows of all chunks, in ascending order."""
+        return np.sort(np.diff(self._ends, prepend=0))
+
     @property
     def mean_rows(self) -> int:
         """Mean number of rows of a chunk."""
@@ -201,7 +205,8 @@ class ChunkWindows:
 
     @functools.cached_property
     def window_rows(self) -> int:
-        return int(np.diff(self.epoch.window_ends, prepend=0).max())
+        # Any chunks may be in one window of some epoch.
+        return int(self.epoch.sorted_sizes()[-self.epoch.n_in_window :].sum())
 
     @property
     def block_rows(self) -> int:
@@ -209,8 +214,18 @@ class ChunkWindows:
         return rows
 
     def most(self, n: int) -> int:
-        shortest = int(np.diff(self.epoch.window_ends, prepend=0)[:-1].min(initial=n))
-        return -(-n // max(1, shortest)) + 1
+        return int(self._least_rows.searchsorted(n - 2, side="right")) + 2
+
+    @functools.cached_property
+    def _least_rows(self) -> Rows:
+        """Fewest rows of 1, 2, ... whole windows that follow each other, in any epochs.
+
+        Positions that need them also need a row of the window before them, and one after them.
+        """
+        size = self.epoch.n_in_window
+        # Rows of the smallest chunks of an epoch. The windows may be in two epochs.
+        ends = np.append(0, self.epoch.sorted_sizes().cumsum()[size - 1 :: size])
+        return np.sort(np.concatenate([ends[:-1] + ends[1:], 2 * ends[1:]]))
 
     def needed(self, start: int, stop: int) -> Iterator[Window]:
         if start >= stop:

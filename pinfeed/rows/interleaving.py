@@ -299,7 +299,8 @@ class ShuffledTurns:
             first = dict[int, int]()
             for source, where, n in self.interleaving.groups(np.arange(begin, stop)):
                 turns[where] = source
-                first[source] = n.item(0)
+                # A window in which the weights change has several groups of a source, ascending.
+                first.setdefault(source, n.item(0))
             shuffle = permutation(len(turns), f"{self.salt}/{number}")
             turns = turns[shuffle(np.arange(len(turns)))]
             for source, count in first.items():

@@ -42,8 +42,12 @@ class SourceWindows:
         """Return the most windows that ``n`` consecutive draws need."""
         if self.is_whole:
             return 1
-        # The last window of a pass may be short.
-        return self.usual.most(n) + (n // self.n_draws + 1 if self.is_repeated else 0)
+        if not self.is_repeated:
+            return self.usual.most(n)
+        # As many draws as a pass has are in two passes, and the last window of the first one may be
+        # short.
+        n_spans = n // self.n_draws + 1
+        return n_spans * (self.usual.most(min(n, self.n_draws)) + 1)
 
     def needed(self, start: int, stop: int) -> Iterator[Window]:
         """Yield the windows of the draws [start, stop); their positions are draws of all passes."""

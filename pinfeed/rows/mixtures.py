@@ -75,10 +75,10 @@ def mixed(
             ``[(0, weights), (100_000, other), ...]`` changes them at these positions of an epoch
             or, if ``until`` is a number, of the run: of all epochs one after the other. None makes
             shares proportional to the numbers of rows.
-        until: End of an epoch. ``"first"`` ends it when a source has no unseen row for the next
-            position. ``"all"`` ends it when all rows were seen; smaller sources begin new passes. A
-            number is the number of rows of an epoch; the sources continue where the last epoch
-            ended, so that short epochs use all rows of large sources.
+        until: End of an epoch. ``"first"`` ends it before the first position for which its source
+            has no unseen row. ``"all"`` ends it when all rows were seen; smaller sources begin new
+            passes. A number is the number of rows of an epoch; the sources continue where the last
+            epoch ended, so that short epochs use all rows of large sources.
         order: Order of the rows within each source, one for all or one for each name. None shuffles
             each with a seed of its own, ``seed + number``.
         batch_size: Number of consecutive rows from the same source. Give the batch size of the

@@ -32,7 +32,7 @@ class UniformDraws:
         self._integers: Any = generator.integers if is_new else generator.randint  # type: ignore[union-attr]
         self._n_envs = n_envs
 
-    def add(self, rows: Rows) -> None:
+    def add(self, first: int) -> None:
         """Do nothing, because all rows are equally likely."""
 
     def draw(self, n_steps: int, n: int) -> tuple[Rows, npt.NDArray[np.float32] | None]:
@@ -75,12 +75,13 @@ class PrioritizedDraws:
         self._epsilon = epsilon
         self._max_priority = 1.0
         self.tree = SumTree(n_rows)
-        # Rows that were added since the last draw, with their priorities. They are set together.
-        self._new: list[tuple[Rows, float]] = []
+        # First rows of the steps that were added since the last draw, with their priorities. They
+        # are set together.
+        self._new: list[tuple[int, float]] = []
 
-    def add(self, rows: Rows) -> None:
-        """Give new rows the largest priority so far."""
-        self._new.append((rows, self._max_priority**self.alpha))
+    def add(self, first: int) -> None:
+        """Give the rows of a step, from a first one on, the largest priority so far."""
+        self._new.append((first, self._max_priority**self.alpha))
         # A program may add many steps before its first draw.
         if len(self._new) == _MOST_NEW:
             self._set_new()
@@ -132,9 +133,9 @@ class PrioritizedDraws:
 
     def _set_new(self) -> None:
         if self._new:
-            rows = np.concatenate([rows for rows, _ in self._new])
-            priorities = np.repeat([priority for _, priority in self._new], self._n_envs)
-            self.tree.set(rows, priorities)
+            firsts, priorities = zip(*self._new, strict=True)
+            rows = np.array(firsts)[:, None] + np.arange(self._n_envs)
+            self.tree.set(rows.reshape(-1), np.repeat(priorities, self._n_envs))
             self._new.clear()
 
 

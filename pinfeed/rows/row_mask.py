@@ -18,6 +18,8 @@ _CHUNK = 16
 _PACKED_ROWS = 1 << 24
 # Positions that are found at a time; they need this number of bytes for each byte of a chunk.
 _STEP = 1 << 12
+# Bits that can be scanned in the time in which the chunk of one row is found.
+_SCANNED_BITS = 128
 
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _N_BITS = _BITS.sum(axis=1, dtype=np.uint8)
@@ -75,15 +77,25 @@ class RowMask:
 
     def at(self, numbers: Rows) -> Rows:
         """Return the row indices of rows of the part."""
-        # Memory is read in ascending order, which takes half the time of random order.
-        ascending, order = sort_rows(numbers)
+        order = None
+        if (numbers[1:] < numbers[:-1]).any():
+            # Memory is read in ascending order, which takes half the time of random order.
+            numbers, order = sort_rows(numbers)
         rows = np.empty(len(numbers), np.int64)
         for begin in range(0, len(numbers), _STEP):
             here = slice(begin, begin + _STEP)
-            rows[order[here]] = self._find(ascending[here])
+            rows[here if order is None else order[here]] = self._find(numbers[here])
         return rows
 
     def _find(self, numbers: Rows) -> Rows:
+        """Return the row indices of ascending rows of the part."""
+        first, last = (self.before.searchsorted(numbers[[0, -1]], side="right") - 1).tolist()
+        if 8 * _CHUNK * (last + 1 - first) <= _SCANNED_BITS * len(numbers):
+            # The rows of a sequential order, or of blocks, are close together.
+            bits = np.unpackbits(self.chunks[first : last + 1], bitorder="little").view(np.bool_)
+            close: Rows = bits.nonzero()[0][numbers - self.before[first]]
+            close += first * 8 * _CHUNK
+            return close
         chunk = self.before.searchsorted(numbers, side="right") - 1
         left = numbers - self.before[chunk]
         found = self.chunks[chunk]

@@ -29,7 +29,7 @@ class Windows(Protocol):
 
     @property
     def window_rows(self) -> int:
-        """Most rows of a window."""
+        """Most rows of a window of any epoch."""
 
     @property
     def block_rows(self) -> int:
@@ -48,7 +48,7 @@ class Windows(Protocol):
         """Number of windows to read ahead."""
 
     def most(self, n: int) -> int:
-        """Return the most windows that ``n`` consecutive positions need."""
+        """Return the most windows that ``n`` consecutive positions of any epoch need."""
 
     def needed(self, start: int, stop: int) -> Iterator[Window]:
         """Yield the windows that the positions [start, stop) need, by ascending ``begin``."""

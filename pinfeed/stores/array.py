@@ -14,6 +14,7 @@ from pinfeed.rows.runs import Runs
 from pinfeed.stores.store import (
     SMALL_GATHER_BYTES,
     Array,
+    ClosedOnExit,
     checked_gather,
     checked_scatter,
     in_words,
@@ -44,7 +45,7 @@ _LARGE_SCATTER_BYTES = 2 << 20
 _UNCACHED_BYTES = 64 << 20
 
 
-class ArrayStore:
+class ArrayStore(ClosedOnExit):
     """Rows of a numpy array or of a CPU tensor, on the memory of the array.
 
     Rows that are written back change the array. An array in which several elements share the same

@@ -12,10 +12,10 @@ from pinfeed.errors import StoreError, WriteBackError
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs, cut_run
-from pinfeed.stores.array import COPIED_BYTES, copy_runs
+from pinfeed.stores.array import copy_runs
 from pinfeed.stores.host_rows import gather_rows
 from pinfeed.stores.libraries import imported
-from pinfeed.stores.store import Array, checked_gather, in_words, run_of
+from pinfeed.stores.store import Array, ClosedOnExit, checked_gather, in_words, run_of
 from pinfeed.validation.safe_repr import safe_repr
 
 # Lengths of lists that are compared at a time.
@@ -41,11 +41,14 @@ _LEAVE_OUT = (
     "or leave the column out (dataset.select_columns, table.select, or {name: "
     "pinfeed.ParquetStore(path, name), ...} of a Parquet file)"
 )
+# Rows of several chunks are gathered in pieces of this size, with the indices of each row.
+_COLLECTED_BYTES = 1 << 20
+_INDEX_NBYTES = 24
 # Most gathers that run at the same time.
 _MAX_GATHERS = 8
 
 
-class ArrowStore:
+class ArrowStore(ClosedOnExit):
     """Read-only rows of an Arrow column, on Arrow's memory.
 
     If the column is in a memory-mapped file, a gather reads only the rows that it needs.
@@ -104,6 +107,8 @@ class ArrowStore:
             None if indices is None else ArrowStore(indices, name=f"{name}: its indices")
         )
         self._n_stored = int(self._ends[-1])
+        self._step_row_nbytes = self.dtype.itemsize * math.prod(self.row_shape) + _INDEX_NBYTES
+        self._step_rows = max(1, min(_COLLECTED_BYTES // self._step_row_nbytes, self._n_stored))
         self.n_rows: int = self._n_stored if self._indices is None else self._indices.n_rows
 
     @safe_repr
@@ -118,9 +123,12 @@ class ArrowStore:
 
     @property
     def resident_bytes(self) -> int:
-        if len(self.arrays) == len(self._chunks) == 1:
-            return 0
-        return _MAX_GATHERS * (COPIED_BYTES + BYTES_PER_BIT * N_BITS)
+        if len(self.arrays) < len(self._chunks):
+            n_bits = self._n_stored * math.prod(self.row_shape)
+            return _MAX_GATHERS * BYTES_PER_BIT * min(N_BITS, n_bits)
+        # Rows of several chunks are gathered by chunk, and then copied to their places.
+        is_collected = len(self._chunks) > 1
+        return _MAX_GATHERS * self._step_rows * self._step_row_nbytes if is_collected else 0
 
     def gather(self, rows: Rows, out: Array) -> None:
         """Copy rows into ``out``, like ``Store.gather``."""
@@ -139,7 +147,7 @@ class ArrowStore:
             # first.
             self.arrays[0].take(rows, 0, out, "clip")
         else:
-            step = max(1, COPIED_BYTES * len(out) // max(1, out.nbytes))
+            step = self._step_rows
             for i in range(0, len(rows), step):
                 self._collect(rows[i : i + step], out[i : i + step])
 
@@ -370,6 +378,8 @@ def _numbers(array: Any, shape: tuple[int, ...], name: str) -> Array | PackedBoo
         (advice for test, advice in _REFUSED.items() if getattr(pyarrow.types, test)(kind)),
         "convert it to numbers",
     )
+    if pyarrow.types.is_struct(kind) and {field.name for field in kind} == {"bytes", "path"}:
+        advice = "for images or sounds, give pinfeed.wrap_dataset(dataset, transform)"
     raise StoreError(
         f"{name}: a column of {kind}; expected numbers or booleans, or lists of them; {advice}, "
         f"{_LEAVE_OUT}"

@@ -141,6 +141,11 @@ class ChunkedStore(FileStore):
         return int(np.diff(self.bounds).max())
 
     @property
+    def piece_rows(self) -> int:
+        """Rows of the parts of a chunk that can be decoded alone; by default, of a whole chunk."""
+        return self.chunk_rows
+
+    @property
     def chunk_nbytes(self) -> int:
         """Bytes of the largest chunk, decoded."""
         return self.chunk_rows * self.row_nbytes
@@ -199,8 +204,7 @@ class ChunkedStore(FileStore):
             if not part.starts.item(0):
                 part = part.merged()
             if len(part.lengths) > 1 or part.lengths.item(0) < stop - start:
-                with self._kept.use(number) as chunk:
-                    copy_runs(chunk, part, out)
+                self._gather_part(start, stop, part, out)
                 continue
             place = part.places.item(0)
             if whole:
@@ -213,10 +217,30 @@ class ChunkedStore(FileStore):
         for start, stop, place in whole:
             self.read_chunks(start, stop, out[place : place + stop - start])
 
+    def _gather_part(self, start: int, stop: int, part: Runs, out: Array) -> None:
+        """Copy some rows of the chunk [start, stop); decode only their pieces if these are few."""
+        size = self.piece_rows
+        if (
+            2 * size >= stop - start
+            or (start, stop) in self._kept
+            or 2 * size * (-(-part.lengths // size)).sum() >= stop - start
+        ):
+            with self._kept.use(start, stop) as chunk:
+                copy_runs(chunk, part, out)
+            return
+        bounds = np.append(np.arange(start, stop, size), stop)
+        if len(part.lengths) == 1:
+            # Pieces that follow each other are decoded in one call.
+            first = part.starts.item(0)
+            bounds = bounds[[0, first // size, -(-(first + part.lengths.item(0)) // size)]]
+        for number, wanted in part.by_part(bounds[1:] - start):
+            with self._kept.use(bounds.item(number), bounds.item(number + 1)) as piece:
+                copy_runs(piece, wanted, out)
+
     def decode_ahead(self, number: int) -> None:
         """Decode and keep a chunk whose rows will be gathered soon."""
         if self.native is None and not self._closed:
-            with self._kept.use(number):
+            with self._kept.use(self.bounds.item(number), self.bounds.item(number + 1)):
                 pass
 
     def close(self) -> None:
@@ -275,10 +299,9 @@ class ChunkedStore(FileStore):
                 f"{place} with the library that wrote it"
             ) from error
 
-    def _decode(self, number: int, spare: Array | None) -> Array:
+    def _decode(self, rows: tuple[int, int], spare: Array | None) -> Array:
         """Return an array that begins with the rows of a chunk, and has room for any chunk."""
-        start = int(self.bounds[number])
-        stop = int(self.bounds[number + 1])
+        start, stop = rows
         chunk = spare
         if chunk is None:
             chunk = np.empty((self.chunk_rows, *self.row_shape), self.dtype)
@@ -287,39 +310,42 @@ class ChunkedStore(FileStore):
 
 
 class KeptChunks:
-    """The most recently used chunks, decoded once even if several threads need them.
+    """The most recently used chunks, or pieces, decoded once even if several threads need them.
 
     Args:
         capacity: Most chunks in memory, including those that are being decoded.
-        decode: Returns the rows of a chunk. Its arguments are the number of the chunk, and an array
-            to reuse that it returned for a chunk that is no longer kept, or None.
+        decode: Returns the rows of a chunk. Its arguments are these rows [start, stop), and an
+            array to reuse that it returned for a chunk that is no longer kept, or None.
     """
 
-    def __init__(self, capacity: int, decode: Callable[[int, Array | None], Array]) -> None:
+    def __init__(
+        self, capacity: int, decode: Callable[[tuple[int, int], Array | None], Array]
+    ) -> None:
         self._capacity = capacity
         self._decode = decode
         # Notified when a chunk is no longer in use.
         self._unused = threading.Condition()
-        self._chunks: OrderedDict[int, _Chunk] = OrderedDict()
+        self._chunks: OrderedDict[tuple[int, int], _Chunk] = OrderedDict()
         # Without these, the heap would keep some of the freed memory.
         self._spare: list[Array] = []
         self._is_closed = False
 
     @contextlib.contextmanager
-    def use(self, number: int) -> Iterator[Array]:
-        """Lend a chunk, which is decoded if it is not kept; it is kept until the context ends.
+    def use(self, start: int, stop: int) -> Iterator[Array]:
+        """Lend the rows of a chunk, which is decoded if it is not kept, until the context ends.
 
         A thread uses one chunk at a time, because it may wait until other threads release one.
         """
+        rows = start, stop
         with self._unused:
-            if number not in self._chunks:
-                self._unused.wait_for(lambda: number in self._chunks or self._make_room())
-            is_new = number not in self._chunks
+            if rows not in self._chunks:
+                self._unused.wait_for(lambda: rows in self._chunks or self._make_room())
+            is_new = rows not in self._chunks
             if is_new:
                 spare = self._spare.pop() if self._spare else None
-                self._chunks[number] = _Chunk(Call(self._decode, number, spare))
-            chunk = self._chunks[number]
-            self._chunks.move_to_end(number)
+                self._chunks[rows] = _Chunk(Call(self._decode, rows, spare))
+            chunk = self._chunks[rows]
+            self._chunks.move_to_end(rows)
             chunk.n_users += 1
         try:
             if is_new:
@@ -332,10 +358,14 @@ class KeptChunks:
             with self._unused:
                 chunk.n_users -= 1
                 is_dropped = self._is_closed or chunk.decoding.exception() is not None
-                if is_dropped and self._chunks.get(number) is chunk:
+                if is_dropped and self._chunks.get(rows) is chunk:
                     # If the decoding failed, the next gather of this chunk tries again.
-                    del self._chunks[number]
+                    del self._chunks[rows]
                 self._unused.notify_all()
+
+    def __contains__(self, rows: tuple[int, int]) -> bool:
+        """Return whether the chunk of some rows is kept, or is being decoded."""
+        return rows in self._chunks
 
     def close(self) -> None:
         """Free all chunks, and keep none that a running gather still decodes."""

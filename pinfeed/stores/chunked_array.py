@@ -48,9 +48,9 @@ class ChunkedArray(ChunkedStore):
     @explain_arguments(_HINTS)
     def windows(
         self,
-        axis: int | Sequence[int],
-        length: int | Sequence[int],
+        axis: int | Sequence[int] = 0,
         *,
+        length: int | Sequence[int],
         step: int | Sequence[int] = 1,
         stride: int | Sequence[int] = 1,
         start: int | Sequence[int] = 0,
@@ -67,7 +67,7 @@ class ChunkedArray(ChunkedStore):
         must stay open.
 
         Args:
-            axis: Axis, or several, counted from 0.
+            axis: Axis, or several, counted from 0; by default the rows.
             length: Indices of a window; for several axes, of all of them or of each.
             step: Indices from the beginning of one window to the beginning of the next.
             stride: Indices from one index of a window to the next.
@@ -147,6 +147,7 @@ class FlatArray(ChunkedStore):
         self._n_axes = n_axes
         self._decoding_chunks = array._decoding_chunks
         self._max_decodes = array._max_decodes
+        self._run_bytes = min(self._run_bytes, array._run_bytes)
         layout = ChunkLayout(
             array.label, array.dtype, shape[n_axes:], bounds, paths=tuple(array.paths)
         )

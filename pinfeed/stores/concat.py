@@ -24,7 +24,15 @@ from pinfeed.stores.leaves import leaves_of
 from pinfeed.stores.npy_store import NpyStore
 from pinfeed.stores.opened import open_store
 from pinfeed.stores.ragged import RaggedStore
-from pinfeed.stores.store import Array, Store, checked_gather, in_words, is_store, run_of
+from pinfeed.stores.store import (
+    Array,
+    ClosedOnExit,
+    Store,
+    checked_gather,
+    in_words,
+    is_store,
+    run_of,
+)
 from pinfeed.validation.safe_repr import safe_repr
 
 
@@ -107,7 +115,7 @@ def source_ids(sources: Mapping[str, Any] | Sequence[Any]) -> Store:
     return ConcatStore([ArrayStore(part) for part in parts])
 
 
-class ConcatStore:
+class ConcatStore(ClosedOnExit):
     """Rows of several stores, one after the other; read-only.
 
     Args:

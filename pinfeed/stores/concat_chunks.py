@@ -28,6 +28,7 @@ class ConcatChunks(ChunkedStore):
         bounds = [part.bounds[:-1] + begin for part, begin in zip(parts, begins, strict=True)]
         self._decoding_chunks = max(part._decoding_chunks for part in parts)
         self._max_decodes = min(part._max_decodes for part in parts)
+        self._run_bytes = min(self._run_bytes, *(part._run_bytes for part in parts))
         more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
         layout = ChunkLayout(
             f"{parts[0].label}{more}",
@@ -46,6 +47,11 @@ class ConcatChunks(ChunkedStore):
     @property
     def version(self) -> object:
         return [part.version for part in self.parts]
+
+    @property
+    def piece_rows(self) -> int:
+        found = {part.piece_rows for part in self.parts}
+        return found.pop() if len(found) == 1 else self.chunk_rows
 
     def close(self) -> None:
         """Free the chunks, and close the stores that were opened from paths."""

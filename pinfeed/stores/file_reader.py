@@ -155,6 +155,8 @@ class FileReader:
     def write_rows(self, rows: Rows, values: Bytes) -> None:
         """Write distinct rows; ``values`` is C-contiguous, shape (n, row_nbytes).
 
+        Consecutive rows are one request.
+
         Raises:
             ReadError: If the file has shrunk.
             OSError: If the file system refuses; the error names the file.
@@ -164,10 +166,15 @@ class FileReader:
         nbytes = self._layout.row_nbytes
         if not nbytes:
             return
-        addresses = values.ctypes.data + np.arange(len(rows)) * nbytes
-        sizes = np.full(len(rows), nbytes)
-        for i in self._request_each(Kind.WRITE, addresses, self._offsets(rows), sizes).tolist():
-            self._write(self._layout.begin(int(rows[i])), values[i].data)
+        runs = Runs.of_rows(rows)
+        runs = runs if self._layout.gap else runs.merged()
+        addresses = values.ctypes.data + runs.places * nbytes
+        offsets = self._offsets(runs.starts)
+        sizes = runs.lengths * nbytes
+        for i in self._request_each(Kind.WRITE, addresses, offsets, sizes).tolist():
+            place = runs.places.item(i)
+            run = values[place : place + runs.lengths.item(i)]
+            self._write(offsets.item(i), run.reshape(-1).data)
 
     def map(self) -> FileMap:
         """Map the file, for gathers from the page cache."""

@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
 from pinfeed.errors import ClosedError, WriteBackError
+from pinfeed.memory.proc_maps import file_key, written_maps
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
-from pinfeed.stores.store import Array, checked_gather, run_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from pinfeed.stores.store import Array, ClosedOnExit, checked_gather, run_of
 
 
 def only_reads_files(store: object) -> bool:
@@ -25,7 +23,26 @@ def only_reads_files(store: object) -> bool:
     return is_own and isinstance(store, FileStore) and not store.writable
 
 
-class FileStore:
+def rows_version(stores: Iterable[FileStore]) -> object:
+    """Return a value that changes when files of the stores are written or replaced.
+
+    If changes cannot be known, the value equals no other one: a write to a map of a file may leave
+    the times of the file as they are.
+    """
+    files = list(stores)
+    try:
+        versions = [file.version for file in files]
+    except OSError:
+        return object()
+    # Otherwise, the rows of no store may change.
+    if any(versions):
+        written = written_maps()
+        if written and any(file_key(path) in written for file in files for path in file.paths):
+            return object()
+    return versions
+
+
+class FileStore(ClosedOnExit):
     """Rows of files, which any thread may gather; read-only, unless a subclass writes them.
 
     A store that has opened its files itself can be pickled, and opens them again after unpickling.
@@ -73,12 +90,6 @@ class FileStore:
         vars(self).update(state)
         self._init_process_state()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
     @property
     def resident_bytes(self) -> int:
         """Bytes of host memory that ``gather`` and ``scatter`` may need besides the rows."""
@@ -86,7 +97,7 @@ class FileStore:
 
     @property
     def version(self) -> object:
-        """A value that changes when the rows change, if this is known without reading."""
+        """A value that changes with the rows, if that is known without reading."""
         return 0
 
     def rows_in(self, nbytes: int) -> int:

@@ -72,8 +72,19 @@ class FrameRing:
         """Bytes of the frames, and of their numbers."""
         return self._frames.array.nbytes + self.numbers.nbytes
 
-    def add(self, slot: int, before: int | None, now: Array, after: Array) -> None:
+    def reserve(self, n_frames: int) -> None:
+        """Take memory for a number of frames and those of another step.
+
+        Raises:
+            StoreError: If a file cannot be made. Nothing has changed then.
+        """
+        if n_frames + self._n_added > self._n_frames:
+            self._grow(int(_GROWTH * n_frames) + self._n_added)
+
+    def add(self, slot: int, before: int | None, now: Any, after: Any) -> None:
         """Store the observations of a step, in place of those of the oldest one.
+
+        The caller has reserved memory for them.
 
         Args:
             slot: Slot of the step.
@@ -81,13 +92,17 @@ class FrameRing:
             now: Observations, shape (n_envs, n_stacked, *frame_shape).
             after: Next observations, of the same shape.
         """
-        if self.stop + self._n_added - self.first > self._n_frames:
-            self._grow()
-        for env in range(len(now)):
+        n_envs = self.numbers.shape[2]
+        now, after = (
+            np.ascontiguousarray(one, self._dtype).reshape(n_envs, self.n_stacked, -1)
+            for one in (now, after)
+        )
+        words = zip(now.view(self._word), after.view(self._word), strict=True)
+        for env, (one, other) in enumerate(words):
             expected = [] if before is None else self.numbers[1, before, env].tolist()
-            found = self._store(now[env], expected)
+            found = self._store(one, expected)
             self.numbers[0, slot, env] = found
-            self.numbers[1, slot, env] = self._store(after[env], found[1:], found[-1])
+            self.numbers[1, slot, env] = self._store(other, found[1:], found[-1])
 
     def drop_before(self, slot: int, which: int = 0) -> None:
         """Forget the frames that only steps before the one in a slot need.
@@ -111,28 +126,26 @@ class FrameRing:
 
     def load(self, numbers: npt.NDArray[np.int64], frames: Array, first: int) -> None:
         """Replace all frames, as ``numbers`` and ``frames`` of another ring have them."""
+        self.reserve(len(frames))
         self.numbers[...] = numbers
         self.first = first
         self.stop = first + len(frames)
-        if len(frames) + self._n_added > self._n_frames:
-            self._allocate(int(_GROWTH * len(frames)) + self._n_added)
         for i in range(0, len(frames), self._n_copied):
             part = frames[i : i + self._n_copied]
             self._frames.array[np.arange(first + i, first + i + len(part)) % self._n_frames] = part
         self._publish()
 
-    def _store(self, observation: Array, expected: list[int], last: int | None = None) -> list[int]:
+    def _store(self, words: Array, expected: list[int], last: int | None = None) -> list[int]:
         """Return the numbers of the frames of an observation, and store those that are new.
 
         Args:
-            observation: Shape (n_stacked, *frame_shape).
+            words: Bytes of the frames as numbers, shape (n_stacked, m).
             expected: Numbers of frames that may equal the first ones.
             last: Number of a frame that may equal the first one in any case; None for none.
         """
-        words = _words(observation, self._word)
         n = len(expected)
         # To compare frames one by one takes several times as long.
-        found = expected.copy() if self._is_run(words[:n], expected) else []
+        found = expected.copy() if n > 1 and self._is_run(words[:n], expected) else []
         for i in range(len(found), self.n_stacked):
             frame = words[i]
             # The first observation of an episode often repeats one frame.
@@ -150,21 +163,23 @@ class FrameRing:
     def _is_run(self, frames: Array, numbers: list[int]) -> bool:
         """Return whether frames have the bytes of those with consecutive numbers."""
         n = len(numbers)
-        if n == 0 or numbers != list(range(numbers[0], numbers[0] + n)):
+        if numbers != list(range(numbers[0], numbers[0] + n)):
             return False
         begin = numbers[0] % self._n_frames
         # The ring may begin again between these frames.
-        return begin + n <= self._n_frames and bool(
-            (frames == self._words[begin : begin + n]).all()
-        )
+        if begin + n > self._n_frames:
+            return False
+        found: bytes = self._words[begin : begin + n].tobytes()
+        return found == frames.tobytes()
 
     def _is(self, frame: Array, number: int) -> bool:
         """Return whether a frame has the bytes of the one with a number."""
-        return bool((frame == self._words[number % self._n_frames]).all())
+        found: bytes = self._words[number % self._n_frames].tobytes()
+        return found == frame.tobytes()
 
-    def _grow(self) -> None:
+    def _grow(self, n_frames: int) -> None:
         old, n_old = self._state
-        self._allocate(int(_GROWTH * n_old) + self._n_added)
+        self._allocate(n_frames)
         for begin in range(self.first, self.stop, self._n_copied):
             numbers = np.arange(begin, min(begin + self._n_copied, self.stop))
             self._words[numbers % self._n_frames] = _words(old.array, self._word)[numbers % n_old]

@@ -10,11 +10,11 @@ import numpy as np
 from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.stores.leaves import leaves_of
 from pinfeed.stores.opened import open_store
-from pinfeed.stores.store import Store, is_store
+from pinfeed.stores.store import ClosedOnExit, Store, is_store
 from pinfeed.tensors.pytree import flatten
 
 
-class ItemParts:
+class ItemParts(ClosedOnExit):
     """Stores of the items of ragged rows, with equally many items.
 
     Args:
@@ -65,12 +65,6 @@ class ItemParts:
         """Store of each part."""
         self.paths = [path for path, _ in leaves]
         """Path of each part in the structure; empty for a single part."""
-
-    def __enter__(self) -> ItemParts:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def __getstate__(self) -> dict[str, Any]:
         # A function that builds a structure cannot be pickled, but the structure can.

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from pinfeed.stores.opened import is_zarr_group, stores_of_columns
+from pinfeed.errors import StoreError
+from pinfeed.stores.opened import is_dataset_dict, is_zarr_group, stores_of_columns
 from pinfeed.stores.store import Store, is_store
 from pinfeed.tensors.pytree import Rebuild, flatten
 from pinfeed.validation.suggestions import is_array_like
@@ -38,7 +39,15 @@ def leaves_of(source: Any, name: str) -> tuple[list[tuple[str, Any]], Rebuild, l
     Returns:
         The leaves, each with its path in the source; a function that builds the structure from new
         leaves; and the stores of columns that were made.
+
+    Raises:
+        StoreError: If the source is a dict of Hugging Face datasets, or a column cannot be read.
     """
+    if is_dataset_dict(source):
+        raise StoreError(
+            f"{name} is a DatasetDict of {', '.join(map(repr, source))}; expected one data set, "
+            "because its splits have other rows; give one of them, such as dataset['train']"
+        )
     leaves, rebuild = flatten(source, is_leaf=_is_store_or_array)
     found = [stores_of_columns(leaf, f"{name}{path}") for path, leaf in leaves]
     made = [store for columns in found if columns is not None for store in columns.values()]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -31,6 +34,8 @@ _MAX_OPEN = 64
 _CHUNK_BYTES = 4 << 20
 # Gathers that run at the same time: windows are read ahead by this many threads.
 _N_GATHERS = 4
+# Longest tick of the clock for the times of files.
+_TICK_NS = 10_000_000
 
 
 class LocalFileStore(ShardedStore):
@@ -72,7 +77,8 @@ class LocalFileStore(ShardedStore):
         self.writable = mode == "r+"
         self._keep_cache = keep_cache
         self._memory_map = memory_map
-        super().__init__(layouts)
+        # Files are opened later, when the process may be in another folder.
+        super().__init__([replace(one, path=os.path.abspath(one.path)) for one in layouts])
         if mode == "r+" and len(set(map(file_key, self.paths))) < len(self.paths):
             raise ArgumentError(
                 f"a file occurs twice in the shards {self.paths}; with mode='r+', give each file "
@@ -148,10 +154,15 @@ class LocalFileStore(ShardedStore):
     def version(self) -> object:
         """A value that changes when a file is written or replaced."""
         try:
-            return [file_version(path) for path in self.paths]
+            # Programs can set the time of the last write, but not the time of the last change.
+            changed_ns = [os.stat(path).st_ctime_ns for path in self.paths]
+            version = list(map(file_version, self.paths)), changed_ns
         except FileNotFoundError:
             # A file that is open can still be read.
             return None
+        # Another write in the same tick of the clock would not change the time.
+        is_settled = not 0 <= time.time_ns() - max(changed_ns) < _TICK_NS
+        return version if is_settled else object()
 
     def map_rows(self) -> MappedStore:
         """Return a store that gathers the rows from memory maps of the files.

@@ -22,7 +22,7 @@ from pinfeed.errors import FileMissing, StoreError, described
 from pinfeed.stores.paths import pattern_hint, require_regular
 from pinfeed.stores.row_layout import RowLayout
 from pinfeed.tensors.dtypes import check_dtype
-from pinfeed.validation.suggestions import of_file
+from pinfeed.validation.suggestions import of_file, of_folder
 
 MAGIC = b"\x93NUMPY"
 """First bytes of every .npy file."""
@@ -32,6 +32,12 @@ MAGIC = b"\x93NUMPY"
 # parse at the same time, as when shards are opened, one of them may fail with a SystemError.
 _MAX_TRIES = 10
 _MAX_AXES = 64
+# Advice for items of which the header knows only the number of bytes.
+_ADVICE_BY_SIZE = {
+    1: 'if they are a float8, give NpyStore(path, dtype="uint8"), and device_transform=lambda x: '
+    "x.view(torch.float8_e4m3fn), with its dtype",
+    2: 'if they are bfloat16, give NpyStore(path, dtype="bfloat16")',
+}
 # Longest header of version 1. A longer one lists the fields of a structured dtype, or is damaged.
 _MAX_HEADER = 1 << 16
 
@@ -67,7 +73,7 @@ def read_header(path: str, dtype: np.dtype[Any] | None = None) -> RowLayout:
     except FileNotFoundError:
         raise FileMissing(_missing(path)) from None
     except IsADirectoryError:
-        found = of_file(os.path.normpath(path))
+        found = of_folder(path)
         if _has_parquet(path):
             found = f"Parquet files: give pinfeed.ParquetStore({path!r}, columns=[...])"
         kind = f" (it looks like {found})" if found else ""
@@ -279,8 +285,8 @@ def _item_dtype(path: str, saved: np.dtype[Any], wanted: np.dtype[Any] | None) -
     if wanted is None:
         if saved.kind == "V" and saved.names is None and saved.subdtype is None:
             raise StoreError(
-                f"{path}: dtype {saved} does not say what the items are; if they are bfloat16, "
-                'give NpyStore(path, dtype="bfloat16")'
+                f"{path}: dtype {saved} does not say what the items are; "
+                + _ADVICE_BY_SIZE.get(saved.itemsize, "save the array with another dtype")
             )
         check_dtype(saved, path)
         return saved

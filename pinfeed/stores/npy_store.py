@@ -12,7 +12,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -339,18 +339,36 @@ class NpyStore(LocalFileStore):
         paths = self.paths[0] if len(self.paths) == 1 else self.paths
         return f"NpyStore({paths!r}, mode={self._mode!r})"
 
+    @property
+    def can_be_one_array(self) -> bool:
+        """Whether all rows can be mapped for writing as one array."""
+        return len(self._layouts) == 1 and self.writable and not self._swapped
+
     @contextlib.contextmanager
     def mapped(self) -> Iterator[Array]:
         """Map all rows of the one file as an array, to fill it as a whole.
 
-        The rows are on the disk when the context ends. The disk space is reserved first, because
-        the kernel would end the process if the disk were full during a write to the map.
+        The rows are on the disk when the context ends.
 
         Raises:
             StoreError: If the store has several files, or is not open for writing.
-            OSError: If the disk is full.
+            OSError: If the disk is full; the error names the file.
         """
-        if len(self._layouts) > 1 or not self.writable or self._swapped:
+        array = self.map_to_write()
+        yield np.asarray(array)
+        array.flush()
+
+    def map_to_write(self) -> np.memmap[Any, Any]:
+        """Return a memory map of all rows of the one file, which outlives the store.
+
+        The disk space is reserved first, because the kernel would end the process if the disk were
+        full during a write to the map.
+
+        Raises:
+            StoreError: If the store has several files, or is not open for writing.
+            OSError: If the disk is full; the error names the file.
+        """
+        if not self.can_be_one_array:
             raise StoreError(
                 f"{self!r} cannot be filled as a whole; expected one file, open for writing, in "
                 "this machine's byte order"
@@ -358,10 +376,11 @@ class NpyStore(LocalFileStore):
         layout = self._layouts[0]
         shape = (layout.n_rows, *layout.row_shape)
         with open(layout.path, "r+b") as file:
-            os.posix_fallocate(file.fileno(), 0, layout.end)
-            array = np.memmap(file, self.dtype, "r+", layout.offset, shape)
-            yield np.asarray(array)
-            array.flush()
+            try:
+                os.posix_fallocate(file.fileno(), 0, layout.end)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, layout.path) from error
+            return np.memmap(file, self.dtype, "r+", layout.offset, shape)
 
 
 def _flat(array: RowLayout, n_axes: int) -> RowLayout:

@@ -157,8 +157,16 @@ def arrow_table(source: Any, name: str) -> tuple[dict[str, Any], Any] | None:
 
 def _is_dataset(source: Any) -> bool:
     """Return whether an object is a Hugging Face dataset, without importing the library."""
-    dataset = ("datasets.arrow_dataset", "Dataset")
-    return any((base.__module__, base.__name__) == dataset for base in type(source).__mro__)
+    return _has_base(source, "datasets.arrow_dataset", "Dataset")
+
+
+def is_dataset_dict(source: Any) -> bool:
+    """Return whether an object is a dict of Hugging Face datasets."""
+    return _has_base(source, "datasets.dataset_dict", "DatasetDict")
+
+
+def _has_base(source: Any, module: str, name: str) -> bool:
+    return any((one.__module__, one.__name__) == (module, name) for one in type(source).__mro__)
 
 
 def _check_format(

@@ -20,6 +20,8 @@ from pinfeed.validation.requirements import install_line
 
 # Name of the folder of rows without a value, as Hive writes it.
 _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
+# A number as Hive writes it. Python also takes others, such as "1_0" and "nan".
+_NUMBER = re.compile(r"[+-]?(?=\.?\d)\d*(\.\d*)?(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 # Bytes of each column that are read at a time.
 _BUFFER_BYTES = 64 << 10
 # Largest page, by default.
@@ -68,7 +70,11 @@ class ParquetShard:
 
         self.require_unchanged()
         # By default, pyarrow reads the columns of the row group whole before it decodes them.
-        options = {"buffer_size": _BUFFER_BYTES, "pre_buffer": False}
+        options = {
+            "buffer_size": _BUFFER_BYTES,
+            "pre_buffer": False,
+            "page_checksum_verification": True,
+        }
         with ParquetFile(self.path, metadata=self.metadata, **options) as file:
             yield from file.iter_batches(
                 n_rows, row_groups=[group], columns=list(names), use_threads=use_threads
@@ -225,10 +231,11 @@ def _partition_value(shard: ParquetShard, name: str, label: str) -> int | float 
     text = shard.partition[name]
     if text is None:
         return None
-    try:
-        return int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
-    except ValueError:
-        raise StoreError(
-            f"{label}: the folders of {shard.path} have {name}={text}; expected a number; leave "
-            f"{name!r} out, or write it as a numbered column of the files"
-        ) from None
+    if found := _NUMBER.fullmatch(text):
+        value = float(text) if found[1] or found[2] else int(text)
+        if abs(value) < 1 << 63:
+            return value
+    raise StoreError(
+        f"{label}: the folders of {shard.path} have {name}={text}; expected a number; leave "
+        f"{name!r} out, or write it as a numbered column of the files"
+    )

@@ -76,15 +76,23 @@ def pattern_hint(path: str) -> str:
     return ""
 
 
-def require_regular(path: str) -> None:
+def require_regular(path: str, file: int | None = None) -> os.stat_result:
     """Check that a path is not a pipe, socket or device, because reading one may wait forever.
+
+    Args:
+        path: The path.
+        file: Descriptor of the file, if it is open.
+
+    Returns:
+        The status of the file.
 
     Raises:
         StoreError: If it is one of these.
     """
-    mode = os.stat(path).st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+    status = os.stat(path if file is None else file)
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
         raise StoreError(f"{path} is a pipe, a socket or a device; expected a file")
+    return status
 
 
 def file_size(path: str, pattern: str = "*") -> int:
@@ -111,6 +119,13 @@ def file_size(path: str, pattern: str = "*") -> int:
 
 
 def file_version(path: str) -> tuple[int, ...]:
-    """Return the device, inode, size and time of change of a file."""
-    status = os.stat(path)
+    """Return the device, inode, size and time of change of a file that was opened before.
+
+    Raises:
+        FileMissing: If it was removed since.
+    """
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        raise FileMissing(f"{path} no longer exists; it was removed since it was opened") from None
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)

@@ -19,7 +19,7 @@ from pinfeed.stores.arrow import ArrowStore, items_and_offsets
 from pinfeed.stores.host_rows import RunGather, RunRows, UnreadPart, run_gather
 from pinfeed.stores.item_parts import ItemParts
 from pinfeed.stores.ragged_offsets import check_offsets, read_offsets
-from pinfeed.stores.store import Array, Store, row_nbytes
+from pinfeed.stores.store import Array, ClosedOnExit, Store, row_nbytes
 from pinfeed.validation.arguments import explain_arguments
 from pinfeed.validation.safe_repr import safe_repr
 
@@ -65,15 +65,15 @@ class PackedBatch(NamedTuple):
     document_ids: Any
     """Number of the row of each item in the batch, shape (n_sequences, length); -1 for padding."""
     position_ids: Any
-    """Position of each item in its row, shape (n_sequences, length), and in padding in the padding.
+    """Position of each item in its row, shape (n_sequences, length).
 
-    A part of a row that was cut begins at 0.
+    The positions of a part of a row that was cut, and those of padding, count from 0.
     """
     cu_seqlens: Any
     """Bounds of all rows and paddings in the flattened batch, from 0 to its number of items."""
 
 
-class RaggedStore:
+class RaggedStore(ClosedOnExit):
     """Read-only rows of unequal length: row i is ``values[offsets[i]:offsets[i + 1]]``.
 
     A ``Feeder`` or a ``RowDataset`` accepts it as a source, alone or with other stores of as many
@@ -197,12 +197,6 @@ class RaggedStore:
     @safe_repr
     def __repr__(self) -> str:
         return f"<RaggedStore: {self.n_rows:,} rows of {self.items!r}, {self.layout}>"
-
-    def __enter__(self) -> RaggedStore:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     @property
     def lengths(self) -> Rows:
@@ -381,6 +375,7 @@ def _arrow_parts(column: Any) -> tuple[Any, Rows]:
         column = {name: column.column(name) for name in column.column_names}
     if not isinstance(column, Mapping):
         items, offsets = items_and_offsets(column)
+        _require_items(items, "the column")
         return ArrowStore(items, name="from_arrow"), offsets
     if not column:
         raise StoreError("from_arrow: got no columns; expected at least one column of lists")
@@ -389,8 +384,18 @@ def _arrow_parts(column: Any) -> tuple[Any, Rows]:
     expected = found[first][1]
     for name in others:
         _require_same_lengths(str(first), expected, str(name), found[name][1])
+    _require_items(found[first][0], str(first))
     stores = {name: ArrowStore(items, name=str(name)) for name, (items, _) in found.items()}
     return stores, expected
+
+
+def _require_items(items: Any, name: str) -> None:
+    """Raise StoreError if all lists of an Arrow column are empty."""
+    if not len(items):
+        raise StoreError(
+            f"from_arrow: all lists of {name} are empty; expected at least one item; leave the "
+            "column out"
+        )
 
 
 def _require_same_lengths(first: str, expected: Rows, name: str, offsets: Rows) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from pinfeed.errors import ArgumentError
@@ -69,57 +71,104 @@ class RingLayout:
         """Return whether a part of a window is that of its last step, not of its first one."""
         return name in ("done", "truncated") or name.startswith("next_") or name in self.next_of
 
-    def checked(self, values: Mapping[str, Any]) -> dict[str, Array]:
-        """Return the parts of a step as arrays of shape (n_envs, *shape).
+    @functools.cached_property
+    def _checks(self) -> dict[str, tuple[Any, ...]]:
+        """Shapes, dtype, type and limits of each part, so that a check takes little time."""
+        checks = {}
+        for name, (shape, dtype) in self.parts.items():
+            kept = self.kept_shape(shape)
+            checks[name] = (kept, dtype, *((None, {}) if kept else (dtype.type, _limits(dtype))))
+        return checks
+
+    def kept_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of a part of a step, without an axis for a single environment."""
+        return shape if self.n_envs == 1 else (self.n_envs, *shape)
+
+    def checked(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the parts of a step: numbers, or arrays in the dtype and kept shape of the part.
+
+        Args:
+            values: The parts by name. The dict may change.
 
         Raises:
             ArgumentError: If a part is missing or unknown, or has another shape or dtype.
         """
-        parts = self.parts
-        if values.keys() != parts.keys():
+        checks = self._checks
+        if values.keys() != checks.keys():
             raise ArgumentError(
-                f"add() got {', '.join(values) or 'nothing'}; expected {', '.join(parts)}, one "
+                f"add() got {', '.join(values) or 'nothing'}; expected {', '.join(checks)}, one "
                 "value for each part of the buffer"
             )
-        return {
-            name: self._checked(name, values[name], shape, dtype)
-            for name, (shape, dtype) in parts.items()
-        }
+        for name, (kept, dtype, scalar, limits) in checks.items():
+            value = values[name]
+            kind = type(value)
+            if kind is np.ndarray:
+                if value.dtype is dtype and value.shape == kept:
+                    continue
+            elif kind is scalar or (kind in limits and limits[kind][0] <= value <= limits[kind][1]):
+                continue
+            values[name] = self._checked(name, value).reshape(kept)
+        return values
 
-    def _checked(self, name: str, value: Any, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
-        """Return a part of a step as an array of shape (n_envs, *shape)."""
-        n_envs = self.n_envs
-        expected = (n_envs, *shape)
-        if type(value) is np.ndarray and value.shape == expected and value.dtype == dtype:
-            return np.ascontiguousarray(value)
-        try:
-            array = np.asarray(value)
-        except (TypeError, ValueError, RuntimeError) as error:
+    def _checked(self, name: str, value: Any) -> Array:
+        """Return a part of a step as an array of its dtype."""
+        shape, dtype = self.parts[name]
+        expected, kept = (self.n_envs, *shape), self.kept_shape(shape)
+        array = _as_array(name, value)
+        if array.shape not in (expected, kept):
+            other = "" if kept == expected else f" or {kept}"
             raise ArgumentError(
-                f"add({name}=...): numpy cannot read a {type(value).__name__} ({error}); expected "
-                "an array; give tensor.detach().cpu().numpy() for a tensor on a GPU"
-            ) from None
-        if array.shape != expected and not (n_envs == 1 and array.shape == tuple(shape)):
-            alone = f" or {tuple(shape)}" if n_envs == 1 else ""
-            raise ArgumentError(
-                f"add({name}=...): got shape {array.shape}; expected {expected}{alone}, one value "
+                f"add({name}=...): got shape {array.shape}; expected {expected}{other}, one value "
                 "for each environment"
             )
-        array = array.reshape(expected)
-        if array.dtype == dtype:
-            return np.ascontiguousarray(array)
-        if not np.can_cast(array.dtype, dtype, "same_kind"):
+        are_integers = array.dtype.kind in "iu" and dtype.kind in "iu"
+        if not are_integers and not np.can_cast(array.dtype, dtype, "same_kind"):
             raise ArgumentError(
                 f"add({name}=...): got {array.dtype}; expected {dtype}, the dtype of this part; "
                 f"convert it with .astype({dtype.name!r})"
             )
-        made = np.ascontiguousarray(array, dtype)
-        if dtype.kind in "iu" and (made != array).any():
+        with np.errstate(over="ignore"):
+            made = array.astype(dtype, copy=False)
+        changed = made != array if are_integers else np.isinf(made) & ~np.isinf(array)
+        if changed.any():
             raise ArgumentError(
-                f"add({name}=...): got {array[made != array][0]}; expected the numbers of "
+                f"add({name}=...): got {array[changed][0]}; expected the numbers of "
                 f"{dtype}, the dtype of this part; give a wider one in parts"
             )
         return made
+
+
+def _limits(dtype: np.dtype[Any]) -> dict[type, tuple[float, float]]:
+    """Return the kinds of numbers that become a dtype by assignment, and the range of each."""
+    if dtype.kind == "b":
+        return {bool: (False, True)}
+    if dtype.kind in "iu":
+        whole = np.iinfo(dtype)
+        return dict.fromkeys((int, np.int64), (int(whole.min), int(whole.max)))
+    if dtype.kind == "c":
+        return {}
+    most = float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
+    return dict.fromkeys((int, float, np.int64, np.float64), (-most, most))
+
+
+def _as_array(name: str, value: Any) -> Array:
+    """Return a value as an array; a tensor may have a dtype that numpy lacks.
+
+    Raises:
+        ArgumentError: If it cannot be read.
+    """
+    try:
+        if hasattr(value, "detach"):
+            from pinfeed.tensors.numpy_torch import memory_of
+
+            return memory_of(value.detach())
+        return np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentError(
+            f"add({name}=...): numpy cannot read a {type(value).__name__} ({error}); expected "
+            "an array or a dense CPU tensor; give tensor.cpu() for a tensor on a GPU, or "
+            "tensor.to_dense() for a sparse one"
+        ) from None
 
 
 def checked_parts(parts: Any) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:

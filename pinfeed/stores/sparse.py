@@ -84,7 +84,10 @@ class SparseStore(RaggedStore):
         with contextlib.ExitStack() as stack:
             for store in matrix.owned:
                 stack.callback(store.close)
-            self._fill(matrix.parts, matrix.offsets, matrix.n_columns, layout)
+            try:
+                self._fill(matrix.place, matrix.parts, matrix.offsets, matrix.n_columns, layout)
+            except StoreError as error:
+                raise StoreError(f"{matrix.place}: {error}") from error
             stack.pop_all()
         self.own(matrix.owned)
 
@@ -94,8 +97,11 @@ class SparseStore(RaggedStore):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _memory=BufferPool(_N_SPARE, huge))
 
-    def _fill(self, parts: Sequence[Any], offsets: Any, n_columns: int, layout: str) -> None:
+    def _fill(
+        self, place: str, parts: Sequence[Any], offsets: Any, n_columns: int, layout: str
+    ) -> None:
         """Make the ragged rows of the values and the columns."""
+        self._place = place
         # Memory of dense batches on the host, for reuse: new memory costs more than to fill it.
         self._memory = BufferPool(_N_SPARE, huge)
         super().__init__(dict(zip(("values", "columns"), parts, strict=True)), offsets)
@@ -135,7 +141,7 @@ class SparseStore(RaggedStore):
 
     def joined(self, parts: Sequence[Store], offsets: Rows) -> SparseStore:
         store = SparseStore.__new__(SparseStore)
-        store._fill(parts, offsets, self.n_columns, self.layout)
+        store._fill(self._place, parts, offsets, self.n_columns, self.layout)
         store.own(parts)
         return store
 
@@ -150,8 +156,8 @@ class SparseStore(RaggedStore):
         (values, columns), bounds = super().batch_parts(gathers, rows, places, "offsets")
         if bounds[-1] > np.iinfo(self._index).max:
             raise StoreError(
-                f"{self!r}: a batch of {len(rows):,} rows has {bounds[-1]:,} elements; expected at "
-                f"most {np.iinfo(self._index).max:,}; give smaller batches"
+                f"{self._place}: {len(rows):,} rows of a batch have {bounds[-1]:,} elements; "
+                f"expected at most {np.iinfo(self._index).max:,}; give smaller batches"
             )
         # torch requires one dtype for the columns and the bounds.
         return RaggedParts([values, _Columns(columns, self)], bounds.astype(self._index))
@@ -206,6 +212,6 @@ class _Columns:
         if len(out) and (out.min() < 0 or out.max() >= self._store.n_columns):
             wrong = out[(out < 0) | (out >= self._store.n_columns)][0]
             raise StoreError(
-                f"{self._store!r}: an element of the batch has column {wrong}; expected at least 0 "
-                f"and less than {self._store.n_columns}; check the file that the matrix is from"
+                f"{self._store._place}: an element of the batch has column {wrong}; expected at "
+                f"least 0 and less than {self._store.n_columns}; check where the matrix is from"
             )

@@ -22,6 +22,8 @@ _FORMATS = (("encoding-type", "shape"), ("h5sparse_format", "h5sparse_shape"))
 class Matrix(NamedTuple):
     """The arrays of a sparse matrix in CSR format."""
 
+    place: str
+    """The file and the group of the matrix, or its type, for errors."""
     parts: Sequence[Any]
     """Values and columns of its elements, row by row."""
     offsets: Any
@@ -53,11 +55,13 @@ def open_matrix(source: Any, key: str | None) -> Matrix:
     if package == "torch":
         return _from_torch(source)
     if all(hasattr(source, name) for name in (*_PARTS, "shape", "format")):
-        _require_csr(source.format, type(source).__name__, "matrix.tocsr()")
-        n = int(source.indptr[-1])
-        _require_elements(n, f"the {type(source).__name__}")
+        kind = type(source).__name__
+        _require_csr(source.format, kind, "matrix.tocsr()")
         # scipy permits arrays that are longer than the matrix.
-        return Matrix((source.data[:n], source.indices[:n]), source.indptr, source.shape[1])
+        n = int(source.indptr[-1])
+        parts = (source.data[:n], source.indices[:n])
+        _require_parts(f"the {kind}", source.shape, (*parts, source.indptr))
+        return Matrix(f"the {kind}", parts, source.indptr, source.shape[1])
     advice = "give matrix.tocsr()" if hasattr(source, "tocsr") else "give a dense array as it is"
     if hasattr(source, "X") and hasattr(source, "obs"):
         advice = "give adata.X, or the path of its file"
@@ -77,11 +81,11 @@ def _from_torch(tensor: Any) -> Matrix:
             f"source has shape {tuple(tensor.shape)}; expected a matrix; give its slices to "
             "pinfeed.concat"
         )
-    _require_elements(len(tensor.values()), "the tensor")
     if tensor.requires_grad:
         tensor = tensor.detach()
     parts = (tensor.values(), tensor.col_indices())
-    return Matrix(parts, tensor.crow_indices(), tensor.shape[1])
+    _require_parts("the tensor", tensor.shape, (*parts, tensor.crow_indices()))
+    return Matrix("the tensor", parts, tensor.crow_indices(), tensor.shape[1])
 
 
 def _from_group(source: Any, key: str | None, kind: type[HDF5Store] | type[ZarrStore]) -> Matrix:
@@ -94,9 +98,10 @@ def _from_group(source: Any, key: str | None, kind: type[HDF5Store] | type[ZarrS
     """
     with hdf5_group(source, key) if kind is HDF5Store else zarr_group(source) as (parent, path):
         group = _group_of(parent, key, path, kind.__name__)
-        place = f"{os.path.basename(path)}:{group.name}"
+        is_path = isinstance(source, (str, os.PathLike))
+        place = f"{os.fspath(source) if is_path else path}:{group.name}"
         attributes = dict(group.attrs)
-        n_columns = _n_columns(attributes, place, sorted(group.keys()), kind.__name__)
+        shape = _shape(attributes, place, sorted(group.keys()), kind.__name__)
         missing = [name for name in _PARTS if name not in group]
         if missing:
             raise StoreError(
@@ -105,8 +110,7 @@ def _from_group(source: Any, key: str | None, kind: type[HDF5Store] | type[ZarrS
             )
         offsets = group["indptr"][()]
         arrays = {name: group[name] for name in _PARTS[:2]}
-        _require_elements(arrays["data"].shape[0], place)
-        is_path = isinstance(source, (str, os.PathLike))
+        _require_parts(place, shape, (*arrays.values(), offsets))
         with contextlib.ExitStack() as stack:
             stores: list[Store] = []
             for name, array in arrays.items():
@@ -114,7 +118,7 @@ def _from_group(source: Any, key: str | None, kind: type[HDF5Store] | type[ZarrS
                 stack.callback(store.close)
                 stores.append(store)
             stack.pop_all()
-    return Matrix(stores, offsets, n_columns, stores)
+    return Matrix(place, stores, offsets, shape[1], stores)
 
 
 def _group_of(parent: Any, key: str | None, path: str, store: str) -> Any:
@@ -138,14 +142,16 @@ def _group_of(parent: Any, key: str | None, path: str, store: str) -> Any:
     return found
 
 
-def _n_columns(attributes: Mapping[str, Any], place: str, names: Sequence[str], store: str) -> int:
-    """Return the number of columns of the matrix of a group, given its attributes.
+def _shape(
+    attributes: Mapping[str, Any], place: str, names: Sequence[str], store: str
+) -> tuple[int, ...]:
+    """Return the shape of the matrix of a group, given its attributes.
 
     Raises:
         StoreError: If the group is not a sparse matrix in CSR format.
     """
     if is_matrix(attributes):
-        return matrix_shape(attributes, place)[1]
+        return matrix_shape(attributes, place)
     raise StoreError(
         f"{place} is not a sparse matrix; expected a group with the attributes encoding-type and "
         f"shape, as AnnData writes it; the group has {', '.join(names) or 'nothing'}; for an "
@@ -170,7 +176,28 @@ def matrix_shape(attributes: Mapping[str, Any], place: str) -> tuple[int, ...]:
     return whole_numbers(tuple(attributes[shape]), place)
 
 
-def _require_elements(n: int, place: str) -> None:
+def _require_parts(place: str, shape: Sequence[int], parts: Sequence[Any]) -> None:
+    """Check that the parts of a matrix have the sizes that its shape and its offsets need.
+
+    Args:
+        place: Name of the matrix in errors.
+        shape: Shape of the matrix.
+        parts: Its data, indices and indptr.
+
+    Raises:
+        StoreError: If they do not, or if the matrix has no elements.
+    """
+    indptr = parts[-1]
+    n = int(indptr[-1]) if indptr.ndim == 1 and len(indptr) else 0
+    expected = ((n,), (n,), (shape[0] + 1,)) if len(shape) == 2 else ()
+    sizes = tuple(tuple(part.shape) for part in parts)
+    if sizes != expected or indptr[0] != 0:
+        found = ", ".join(f"{name} {size}" for name, size in zip(_PARTS, sizes, strict=True))
+        raise StoreError(
+            f"{place}: shape {tuple(shape)} does not match {found}, whose offsets end at {n}; "
+            "expected indptr of one more than the rows, from 0 to the length of data and indices; "
+            "write the matrix again"
+        )
     if not n:
         raise StoreError(
             f"{place} has no elements other than zero; expected at least one; leave the matrix out"

@@ -6,7 +6,7 @@ import math
 import mmap
 import operator
 import sys
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,9 @@ import numpy.typing as npt
 from pinfeed.errors import ArgumentError, StoreError, WriteBackError
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Array = npt.NDArray[Any]
 
@@ -164,6 +167,20 @@ def row_nbytes(store: Store) -> int:
 def in_words(store: Store) -> str:
     """Describe the number, the shape and the dtype of the rows."""
     return f"{store.n_rows:,} rows of shape {store.row_shape}, {store.dtype}"
+
+
+class ClosedOnExit:
+    """A context manager that closes itself at the end of a ``with`` block."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close what the object has opened. Further calls do nothing."""
+        raise NotImplementedError
 
 
 def checked_gather(store: Store, rows: Any, out: Any) -> Rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from pinfeed.errors import StoreError
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.frame_ring import FrameRing
+from pinfeed.stores.npy_store import NpyStore
 from pinfeed.stores.ring_layout import RingLayout
 from pinfeed.stores.store import Array
 
@@ -56,8 +58,10 @@ class TransitionRing:
         self.layout = layout
         self.n_added = 0
         """Number of steps that have been added."""
-        self.changed = threading.Condition()
-        """Guards the ring. It is notified when protected transitions have been gathered."""
+        self.lock = threading.RLock()
+        """Guards the ring. It takes a third of the time of ``changed``."""
+        self.changed = threading.Condition(self.lock)
+        """Has the same lock, and is notified when protected transitions have been gathered."""
         self._protected: list[Draw] = []
         self._folder = folder
         self._frames: dict[str, FrameRing] = {}
@@ -75,6 +79,10 @@ class TransitionRing:
             if name not in self._which:
                 array = self._make_array(name, (n_rows, *shape), dtype)
                 self._stores[name] = ArrayStore(array)
+        self._steps = [
+            (name, store.array.reshape(layout.n_steps, *layout.kept_shape(store.row_shape)))
+            for name, store in self._stores.items()
+        ]
         if layout.window > 1:
             self._powers = layout.gamma ** np.arange(layout.window + 1, dtype=np.float32)
 
@@ -89,32 +97,40 @@ class TransitionRing:
         arrays = sum(store.array.nbytes for store in self._stores.values())
         return arrays + sum(ring.nbytes for ring in self._frames.values())
 
-    def add(self, values: Mapping[str, Array]) -> Rows:
-        """Add a step, and return its rows. The caller has checked the values and holds the lock.
+    def add(self, values: Mapping[str, Any]) -> int:
+        """Add a step, and return its first row. The caller has checked the values.
 
-        The call waits while the oldest step is protected.
+        The caller holds the lock. The call waits while the oldest step is protected.
+
+        Raises:
+            StoreError: If the files need more space for frames than the disk has. Nothing has been
+                added then.
         """
         layout = self.layout
-        while True:
-            slot = self.n_added % layout.n_steps
-            rows = np.arange(slot * layout.n_envs, (slot + 1) * layout.n_envs)
-            if self.n_added < layout.n_steps or not self._is_protected(rows):
-                break
+        slot = self.n_added % layout.n_steps
+        while self._protected and self.n_added >= layout.n_steps and self._is_protected(slot):
             self.changed.wait()
-        before = (self.n_added - 1) % layout.n_steps if self.n_added else None
-        for after, now in layout.next_of.items():
-            ring = self._frames[now]
-            if self.n_added >= layout.n_steps:
-                is_only = layout.n_steps == 1
-                ring.drop_before(slot if is_only else (slot + 1) % layout.n_steps, int(is_only))
-            pair = (
-                values[name].reshape(layout.n_envs, ring.n_stacked, -1) for name in (now, after)
-            )
-            ring.add(slot, before, *pair)
-        for name, store in self._stores.items():
-            store.array[rows[0] : rows[-1] + 1] = values[name]
+            slot = self.n_added % layout.n_steps
+        if self._frames:
+            self._add_frames(slot, values)
+        for name, array in self._steps:
+            array[slot] = values[name]
         self.n_added += 1
-        return rows
+        return slot * layout.n_envs
+
+    def _add_frames(self, slot: int, values: Mapping[str, Any]) -> None:
+        """Add the observations of a step to the rings of frames."""
+        n_steps = self.layout.n_steps
+        # If this fails, the oldest step keeps its frames.
+        for ring in self._frames.values():
+            ring.reserve(ring.stop - ring.first)
+        before = (self.n_added - 1) % n_steps if self.n_added else None
+        for after, now in self.layout.next_of.items():
+            ring = self._frames[now]
+            if self.n_added >= n_steps:
+                is_only = n_steps == 1
+                ring.drop_before(slot if is_only else (slot + 1) % n_steps, int(is_only))
+            ring.add(slot, before, values[now], values[after])
 
     def numbers_of(self, rows: Rows) -> Rows:
         """Return the numbers of the transitions in rows, since the first one that was added."""
@@ -185,17 +201,18 @@ class TransitionRing:
         """Replace all transitions by those of a state. The caller holds the lock."""
         while self._protected:
             self.changed.wait()
+        for name, (_, frames, _) in rings.items():
+            self._frames[name].reserve(len(frames))
         self.n_added = n_added
         for name, array in arrays.items():
             self._stores[name].array[: len(array)] = array
         for name, (numbers, frames, first) in rings.items():
             self._frames[name].load(numbers, frames, first)
 
-    def _is_protected(self, rows: Rows) -> bool:
-        """Return whether a draw that is not gathered has one of consecutive rows."""
-        return any(
-            ((draw.rows >= rows[0]) & (draw.rows <= rows[-1])).any() for draw in self._protected
-        )
+    def _is_protected(self, slot: int) -> bool:
+        """Return whether a draw that is not gathered has a row of a step."""
+        n_envs = self.layout.n_envs
+        return any((draw.rows // n_envs == slot).any() for draw in self._protected)
 
     def _window(self, draw: Draw) -> tuple[Rows, Rows]:
         """Return the number of steps of each window of a draw, and its last row, shape (n,).
@@ -244,9 +261,15 @@ class TransitionRing:
         # Threads may still read an older file, so it keeps its memory map.
         unfinished = f"{path}.unfinished"
         try:
-            array = np.lib.format.open_memmap(unfinished, "w+", dtype, shape)
+            with NpyStore.create(unfinished, shape, dtype, overwrite=True) as store:
+                array = store.map_to_write()
             os.replace(unfinished, path)
-        except OSError as error:
+        except (OSError, StoreError) as error:
+            # Before the first step, the other files are empty as well.
+            others = [] if self.n_added else [f"{part}.npy" for part in self.layout.parts]
+            for made in (f"{name}.npy.unfinished", *others):
+                with contextlib.suppress(FileNotFoundError):
+                    os.remove(os.path.join(self._folder, made))
             raise StoreError(
                 f"path={self._folder!r}: a file for {name!r} cannot be made ({error}); expected a "
                 "writable folder with free space; give another path"

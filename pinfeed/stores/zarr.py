@@ -17,10 +17,12 @@ from pinfeed.stores.chunk_grid import Box
 from pinfeed.stores.chunked import ChunkLayout
 from pinfeed.stores.chunked_array import ChunkedArray
 from pinfeed.stores.libraries import imported, library_errors
-from pinfeed.stores.paths import has_protocol
+from pinfeed.stores.paths import file_version, has_protocol
 from pinfeed.stores.store import Array
+from pinfeed.stores.value_conventions import nullable_values, require_plain_numbers
 from pinfeed.stores.zarr_chunks import ZarrChunks
 from pinfeed.tensors.dtypes import check_dtype
+from pinfeed.validation.arguments import check_flag
 from pinfeed.validation.requirements import install_line
 
 _N_SHOWN = 8
@@ -35,7 +37,8 @@ class ZarrStore(ChunkedArray):
     """Read-only rows of a Zarr array of format 2 or 3, read with zarr.
 
     The first axis of the array is the rows; ``windows`` returns windows along any axis. If the
-    array has shards, a chunk of the store is a shard, or several chunks of one that exceeds 1 MiB.
+    array has shards, a chunk of the store is a shard, or several chunks of one that exceeds 1 MiB;
+    a batch with few rows of it decodes only the chunks of these rows.
     Chunks that were never written contain the fill value. The array must not change while the store
     is open.
 
@@ -43,13 +46,15 @@ class ZarrStore(ChunkedArray):
         source: Path or URL of an array or group, which the store opens and closes, or an open
             ``zarr.Array``, which the caller closes.
         name: Name of the array in a group, such as ``"train/images"``. By default, ``source`` is
-            the array itself.
+            the array itself. A nullable column of AnnData is also a name.
+        as_stored: As for ``HDF5Store``; also whether to read chunks that were never written of an
+            array without a fill value.
 
     Raises:
         MissingDependency: If zarr is not installed.
         FileMissing: If the directory does not exist.
-        StoreError: If the array does not exist, has no rows, or has a type other than numbers and
-            booleans.
+        StoreError: If the array does not exist, has no rows, has a type other than numbers and
+            booleans, or numbers that need ``as_stored=True``.
         ArgumentError: If ``source`` is neither a path nor an array, or if an array is given
             together with a name.
 
@@ -65,7 +70,8 @@ class ZarrStore(ChunkedArray):
 
     _PROCESS_STATE: ClassVar[tuple[str, ...]] = (*ChunkedArray._PROCESS_STATE, "_opening")
 
-    def __init__(self, source: Any, name: str | None = None) -> None:
+    def __init__(self, source: Any, name: str | None = None, *, as_stored: bool = False) -> None:
+        check_flag(as_stored, "as_stored")
         problem = f"ZarrStore: zarr 3.1 or later is needed; {install_line('zarr')}"
         zarr = imported("zarr", problem)
         imported("zarr.buffer", problem)
@@ -86,14 +92,22 @@ class ZarrStore(ChunkedArray):
         with _zarr_errors(self._path or "ZarrStore"):
             self._chunks = ZarrChunks.of(array)
             layout = _layout(array, self._path, self._chunks)
+            if not as_stored:
+                _require_plain_numbers(array, layout.label)
         if self._chunks is None:
             self._run_bytes = _CALL_BYTES
             # All calls of zarr share one event loop.
             self._max_decodes = 2
+        self._metadata_path = _metadata_path(array)
         self.array_shape = array.shape
         self.array_chunks = array.chunks
         super().__init__(layout, array if self._path is None else None)
         self._opened = array
+
+    @property
+    def piece_rows(self) -> int:
+        # The chunks of a shard.
+        return min(self.chunk_rows, (self.array_chunks or (1,))[0])
 
     @property
     def _step_nbytes(self) -> int:
@@ -122,12 +136,15 @@ class ZarrStore(ChunkedArray):
             # If the array was replaced, it may have other codecs when it is opened again.
             chunks = self._chunks
         if chunks is not None and chunks.read(box, out):
-            return
-        if array.dtype == self.dtype:
+            pass
+        elif array.dtype == self.dtype:
             array.get_basic_selection(box, out=NDBuffer.from_numpy_array(out))
         else:
             # The array has the other byte order.
             out[...] = array[box]
+        # Without its files, an array has the fill value everywhere.
+        if self._metadata_path is not None:
+            file_version(self._metadata_path)
 
     def _open_path(self) -> tuple[Any, ChunkLayout]:
         assert self._path is not None
@@ -149,6 +166,8 @@ def _open(path: str, name: str | None) -> Any:
     with _zarr_errors(place):
         found = zarr.open(path, mode="r", path=name)
         names = sorted(found.array_keys()) if isinstance(found, zarr.Group) else []
+        if names and (values := nullable_values(found)) is not None:
+            return values
     if isinstance(found, zarr.Group):
         shown = ", ".join(map(repr, names[:_N_SHOWN])) or "none"
         raise StoreError(
@@ -195,6 +214,53 @@ def _zarr_errors(place: str) -> AbstractContextManager[None]:
     """Raise errors of zarr and its storages, which are of many kinds, as ``StoreError``."""
     expected = "a Zarr array, or a group and the name of an array in it: ZarrStore(path, name)"
     return library_errors(place, "zarr", expected)
+
+
+def _metadata_path(array: Any) -> str | None:
+    """Return the path of the metadata of an array in a local folder; None elsewhere."""
+    from zarr.storage import LocalStore
+
+    if not isinstance(array.store, LocalStore):
+        return None
+    name = ".zarray" if array.metadata.zarr_format == 2 else "zarr.json"
+    return os.path.join(os.path.abspath(array.store.root), array.path, name)
+
+
+def _require_plain_numbers(array: Any, label: str) -> None:
+    """Check that the numbers of an array mean what they say, and that all of them exist.
+
+    Raises:
+        StoreError: If an attribute or a mask changes what they mean, or chunks are missing.
+    """
+    attributes = dict(array.attrs)
+    fill_value = array.metadata.fill_value
+    is_format_2 = array.metadata.zarr_format == 2
+    # In format 2, xarray writes the attribute _FillValue as the fill value.
+    if is_format_2 and fill_value is not None and "_ARRAY_DIMENSIONS" in attributes:
+        attributes["_FillValue"] = fill_value
+    n_missing = 0 if fill_value is not None else array.nchunks - array.nchunks_initialized
+    require_plain_numbers(
+        attributes,
+        np.dtype(array.dtype),
+        label,
+        column=_group_of_column(array),
+        missing=f"{n_missing:,} chunks that were never written" if n_missing else "",
+    )
+
+
+def _group_of_column(array: Any) -> Any:
+    """Return the group of an array with the name of the numbers of a nullable column; else None."""
+    import zarr
+
+    path = _metadata_path(array)
+    folder, name = os.path.split(array.path if path is None else os.path.dirname(path))
+    if name != "values":
+        return None
+    with contextlib.suppress(FileNotFoundError):
+        if path is None:
+            return zarr.open_group(array.store, mode="r", path=folder)
+        return zarr.open_group(folder, mode="r")
+    return None
 
 
 def _layout(array: Any, path: str | None, chunks: ZarrChunks | None) -> ChunkLayout:

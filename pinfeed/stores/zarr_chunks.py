@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pinfeed.errors import PinfeedError
 from pinfeed.stores.chunk_grid import Box, ChunkGrid
+from pinfeed.stores.paths import require_regular
 from pinfeed.stores.store import Array
 
 # Memory for the bytes of a chunk grows in steps, because chunks have slightly different sizes.
@@ -76,6 +78,9 @@ class ZarrChunks:
 
         Returns:
             True, or False if a chunk is damaged, which zarr can explain.
+
+        Raises:
+            StoreError: If a chunk is a pipe, a socket or a device.
         """
         try:
             scratch = self._spare.pop()
@@ -84,6 +89,8 @@ class ZarrChunks:
         try:
             for origin in self.grid.origins(box):
                 self._read_chunk(origin, self.grid.place(origin, box, out), scratch)
+        except PinfeedError:
+            raise
         except Exception:
             # Each compressor has errors of its own.
             return False
@@ -238,13 +245,15 @@ class _Scratch:
 
         Raises:
             ValueError: If the file is too short.
+            StoreError: If it is a pipe, a socket or a device.
         """
         try:
-            file = os.open(path, os.O_RDONLY)
+            # Without the flag, the call would wait for the writer of a pipe.
+            file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         except FileNotFoundError:
             return None
         try:
-            size = os.fstat(file).st_size
+            size = require_regular(path, file).st_size
             begin = offset + size * (offset < 0)
             if nbytes is None:
                 nbytes = size - begin

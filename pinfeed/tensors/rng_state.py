@@ -1,10 +1,13 @@
-"""State of the random generators of a training run, as plain values and tensors."""
+"""State of the random generators of a training run or a loader, as plain values and tensors."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
-from collections.abc import Iterator
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -48,14 +51,108 @@ def replayed(state: dict[str, Any]) -> Iterator[None]:
         restore(now)
 
 
-def generators(loader: Any) -> list[torch.Generator]:
-    """Return the generators that a DataLoader and its samplers were given, each once."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    owners = [
-        loader,
-        getattr(loader, "sampler", None),
-        batch_sampler,
-        getattr(batch_sampler, "sampler", None),
-    ]
-    found = [getattr(owner, "generator", None) for owner in owners]
-    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
+def own_generators(loader: Any) -> list[Any]:
+    """Return the generators of torch, numpy and Python that a loader has for itself, each once.
+
+    They are in attributes, short lists and closures of the loader, its samplers, its dataset and
+    other objects that it holds. Global generators also serve the training step, so they are left
+    out.
+    """
+    found = []
+    known = {id(loader)}
+    todo = deque([loader])
+    while todo and len(known) < _MAX_OBJECTS:
+        one = todo.popleft()
+        if isinstance(one, _KINDS):
+            if all(one is not shared for shared in _GLOBAL):
+                found.append(one)
+            continue
+        for part in _parts(one):
+            if id(part) not in known:
+                known.add(id(part))
+                todo.append(part)
+    return found
+
+
+def state_of(generator: Any) -> Any:
+    """Return the state of a generator, as plain values and tensors."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return _plain(generator.get_state(legacy=False))
+    return _plain(generator.bit_generator.state)
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Set the state of a generator to a return value of ``state_of``."""
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
+class GeneratorStates:
+    """States of a generator of a loader after each of the last batches.
+
+    Args:
+        generator: The generator.
+        n_kept: Number of batches whose states are kept.
+        first: Number of batches of the epoch that were requested before.
+    """
+
+    def __init__(self, generator: Any, n_kept: int, first: int) -> None:
+        self._generator = generator
+        self._states: deque[Any] = deque(maxlen=n_kept)
+        self._n_requested = first
+
+    def begin_batch(self) -> None:
+        """Forget all states if other code has used the generator since the last batch."""
+        if self._states and not self._is_at_last():
+            self._states.clear()
+
+    def end_batch(self) -> None:
+        """Keep the state after a batch."""
+        self._n_requested += 1
+        self._states.append(state_of(self._generator))
+
+    def rewind(self, n_requested: int) -> None:
+        """Put the generator back to where it was after ``n_requested`` batches.
+
+        It is left unchanged if other code has used it since then.
+        """
+        n_back = self._n_requested - n_requested
+        if 0 < n_back < len(self._states) and self._is_at_last():
+            set_state(self._generator, self._states[-1 - n_back])
+
+    def _is_at_last(self) -> bool:
+        now = state_of(self._generator)
+        last = self._states[-1]
+        return torch.equal(now, last) if isinstance(now, torch.Tensor) else bool(now == last)
+
+
+_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+# Those behind the functions of the modules.
+_GLOBAL = (torch.default_generator, np.random.mtrand._rand, random._inst)
+# Bounds of the search in a loader, which may hold large datasets.
+_MAX_OBJECTS = 1_000
+_MAX_ITEMS = 100
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """Return the objects that a value holds, if they may be generators or hold some."""
+    if isinstance(value, types.FunctionType):
+        return value.__closure__ or ()
+    is_long = isinstance(value, (list, tuple, dict, set)) and len(value) > _MAX_ITEMS
+    if is_long or isinstance(value, (type, types.ModuleType)):
+        return ()
+    return gc.get_referents(value)
+
+
+def _plain(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    return state.tolist() if isinstance(state, np.ndarray) else state

@@ -84,9 +84,15 @@ class ThreadPool:
         Raises:
             ClosedError: If the pool is shut down, by its owner or because the program is ending.
         """
+        call = Call(fn, *args)
+        if self._reference() is None:
+            # The garbage collector has dropped the pool, which ends the threads, and now calls code
+            # of objects that it frees together with the pool.
+            self._join()
+            call.run()
+            return call
         if self._is_over:
             raise ClosedError(ENDING)
-        call = Call(fn, *args)
         self._calls.put(call)
         return call
 
@@ -115,10 +121,13 @@ class ThreadPool:
         self._is_over = True
         self._calls.put(None)
         if wait:
-            for loop, thread in zip(self._loops, self._threads, strict=True):
-                loop.exception()
-                thread.join()
+            self._join()
         exit_hook.pools.discard(self._reference)
+
+    def _join(self) -> None:
+        for loop, thread in zip(self._loops, self._threads, strict=True):
+            loop.exception()
+            thread.join()
 
 
 def _make_calls(calls: _Calls, prepare: Callable[[], object]) -> None:

@@ -82,6 +82,7 @@ def restore_rows(path: str, store: Store) -> None:
                     f"{path} is shorter than its header says; use another checkpoint"
                 )
             store.scatter(indices, buffer)
+        _forget(file)
     store.flush()
 
 
@@ -98,16 +99,26 @@ def open_plain(path: str | os.PathLike[str]) -> BufferedReader:
     return os.fdopen(descriptor, "rb")
 
 
-def checksums(path: str) -> list[int]:
-    """Return the CRC-32 of every 16 MiB of a file; a link is not followed."""
+def checksums(path: str, *, is_read_next: bool = False) -> list[int]:
+    """Return the CRC-32 of every 16 MiB of a file; a link is not followed.
+
+    Args:
+        path: The file.
+        is_read_next: Whether the file is read again soon, so that it stays in the page cache.
+    """
     found = []
     buffer = bytearray(CHUNK_BYTES)
     with open_plain(path) as file:
         while n := file.readinto(buffer):
             found.append(zlib.crc32(memoryview(buffer)[:n]))
-        # The file is not read again soon, and training needs the memory of the page cache.
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if not is_read_next:
+            _forget(file)
     return found
+
+
+def _forget(file: BufferedReader) -> None:
+    """Drop a file from the page cache, whose memory training needs."""
+    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _header(path: str, store: Store) -> RowLayout:

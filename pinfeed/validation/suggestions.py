@@ -66,6 +66,8 @@ _KINDS = {
     b"\x80": "a pickle: if you trust it, load it, and save plain arrays with np.save",
     b"\x89HDF": _HDF5,
     b"PAR1": "a Parquet file: give pinfeed.ParquetStore.columns(path)",
+    b"\xff\xff\xff\xff": "a stream of Arrow tables: give datasets.Dataset.from_file(path), or "
+    "pyarrow.ipc.open_stream(pyarrow.memory_map(path)).read_all(), which stay on the disk",
     b"ARROW1": "an Arrow file: give pyarrow.ipc.open_file(pyarrow.memory_map(path)).read_all(), "
     "which stays on the disk",
     b"\x1f\x8b": "a gzip-compressed file: decompress it",
@@ -79,24 +81,44 @@ _TORCH = (
     "or save np.save(name, tensor.numpy())"
 )
 _TEXT = (
-    "a table as text: give pyarrow.csv.read_csv(path), or save np.save(name, np.loadtxt(path, "
-    "delimiter=','))"
+    "a table as text: give pyarrow.csv.read_csv(path{}) if its first line names the columns; if it "
+    "has only numbers, save np.save(name, np.loadtxt(path, delimiter={}))"
 )
+_RECORDS = (
+    "{}: give pinfeed.wrap_loader(DataLoader(dataset, batch_size=...)), with a dataset of {} that "
+    "reads it"
+)
+_LMDB = _RECORDS.format("an LMDB database", "your own")
+_MDS = _RECORDS.format("an MDS or LitData data set", "streaming or litdata")
+_ZARR = "a Zarr array: give pinfeed.ZarrStore(path), or ZarrStore(path, name) of a group"
 _SUFFIXES = {
     ".npz": "a .npz archive: save each array alone, np.save(name, np.load(path)[name])",
     ".pt": _TORCH,
     ".pth": _TORCH,
     ".safetensors": "a safetensors file: give pinfeed.NpyStore.safetensors(path, name), with the "
     "name of a tensor",
-    ".csv": _TEXT,
-    ".tsv": _TEXT,
+    ".csv": _TEXT.format("", "','"),
+    ".tsv": _TEXT.format(", parse_options=pyarrow.csv.ParseOptions(delimiter='\\t')", "'\\t'"),
     ".json": "JSON: save its numbers as an array, np.save(name, np.array(json.load(file)))",
     ".jsonl": "JSON by lines: give pyarrow.json.read_json(path), a table in memory",
     ".h5": _HDF5,
     ".hdf5": _HDF5,
-    ".zarr": "a Zarr array: give pinfeed.ZarrStore(path), or ZarrStore(path, name) of a group",
+    ".zarr": _ZARR,
+    ".tar": _RECORDS.format("a tar archive", "webdataset"),
+    ".tfrecord": _RECORDS.format("a TFRecord file", "the tfrecord package"),
+    ".lmdb": _LMDB,
+    ".mdb": _LMDB,
+    ".mds": _MDS,
 }
 """Kinds of files by suffix, if the suffix says more than the first bytes."""
+_CONTENTS = {
+    "dataset_info.json": "a Hugging Face dataset: give datasets.load_from_disk(path)",
+    "dataset_dict.json": "a DatasetDict: give datasets.load_from_disk(path)[split]",
+    **dict.fromkeys(("zarr.json", ".zarray", ".zgroup"), _ZARR),
+    "data.mdb": _LMDB,
+    "index.json": _MDS,
+}
+"""Kinds of folders by a file in them."""
 
 
 _OF_STORE = (
@@ -156,3 +178,9 @@ def of_file(path: str, start: bytes = b"") -> str:
     by_start = next((found for magic, found in _KINDS.items() if start.startswith(magic)), "")
     by_name = _SUFFIXES.get(os.path.splitext(path)[1].lower(), "")
     return by_name if by_name and by_start in ("", _ZIP) else by_start
+
+
+def of_folder(path: str) -> str:
+    """Return the kind of a folder, with advice; empty if it is unknown."""
+    found = (hint for name, hint in _CONTENTS.items() if os.path.exists(os.path.join(path, name)))
+    return next(found, "") or of_file(os.path.normpath(path))

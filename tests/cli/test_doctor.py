@@ -98,7 +98,8 @@ def test_doctor_of_a_file() -> None:
     assert (found["source"], found["kind"], found["shape"]) == ("large.npy", "npy", [12, 1 << 20])
     assert found["rates"]["nbytes"] == os.path.getsize("large.npy")
     assert found["rates"]["warm"] > 0
-    assert found["reads"].popitem()[1][0].startswith("large.npy, 12.0 MiB: read through")
+    assert found["reads"]["in order"] == found["reads"]["shuffled"]
+    assert found["reads"]["in order"][0].startswith("large.npy, 12.0 MiB: read through")
     shown = run("doctor", "large.npy").stdout
     for said in ("\nlarge.npy\n", "uint8, 12.0 MiB", "page cache", " disk "):
         assert said in shown

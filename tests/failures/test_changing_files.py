@@ -244,6 +244,31 @@ def punch_hole(path: Path, begin: int, end: int) -> None:
     assert not done.returncode, done.stderr
 
 
+@pytest.mark.parametrize("how", ["map", "write", "restored time"])
+@pytest.mark.parametrize("depth", [0, 2, None])
+def test_a_copy_in_memory_has_each_change_between_epochs(
+    path: Path, x: np.ndarray, depth: int | None, how: str
+) -> None:
+    writer = np.load(path, mmap_mode="r+")
+    # A page that is dirty already changes without a new time of the file.
+    writer[:] = x
+    if how != "map":
+        writer.flush()
+        del writer
+    with NpyStore(path, memory_map=False) as store, feeder_of(store, depth=depth) as feeder:
+        assert "loaded into RAM" in feeder.plan.notes[0]
+        for added in range(3):
+            assert sum(batch.sum().item() for batch in feeder) == x.sum() + added * x.size
+            status = os.stat(path)
+            if how == "map":
+                writer += 1
+                continue
+            with open(path, "r+b") as file:
+                np.save(file, x + added + 1)
+            if how == "restored time":
+                os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
 @pytest.mark.parametrize("depth", [0, 2, None])
 def test_a_file_that_a_shorter_one_replaces_is_read_to_its_end(
     path: Path, x: np.ndarray, depth: int | None

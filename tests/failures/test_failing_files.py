@@ -6,7 +6,6 @@ import os
 import pickle
 import resource
 import shutil
-import subprocess
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.small_disk import file_limit, fill
 
 from pinfeed import Feeder, HostEmbedding, NpyStore, PinnedStore, checkpoint, errors, rows
 from pinfeed.devices.cpu import HostDevice
@@ -121,42 +121,6 @@ def test_reads_that_are_cut_short_or_interrupted(
     ):
         for batch in feeder.batches():
             np.testing.assert_array_equal(batch.data.numpy(force=True), x[batch.rows])
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a file system of 1 MiB."""
-    where = tmp_path / "disk"
-    where.mkdir()
-    if (
-        shutil.which("mount") is None
-        or subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=1m", "none", where], capture_output=True
-        ).returncode
-    ):
-        pytest.skip(
-            "no file system can be mounted here; test_no_room_for_a_file does the same with a limit"
-        )
-    try:
-        yield where
-    finally:
-        subprocess.run(["umount", "-l", where], check=True)
-
-
-@contextlib.contextmanager
-def file_limit(nbytes: int) -> Iterator[None]:
-    """Limit the size of files, to imitate a full disk without a mount."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-def fill(directory: Path, left: int) -> None:
-    """Fill the file system until ``left`` bytes are free."""
-    (directory / "ballast").write_bytes(bytes(max(0, shutil.disk_usage(directory).free - left)))
 
 
 def refused_save(

@@ -30,7 +30,9 @@ def failing(bad: dict[int, Any]) -> Any:
     return sample
 
 
-UNLIKE: list[Any] = [torch.zeros(3, dtype=torch.int64), torch.zeros(2), (1,), "x", object()]
+# default_collate converts the others of the batch to its dtype.
+CONVERTING = torch.zeros(2)
+UNLIKE: list[Any] = [torch.zeros(3, dtype=torch.int64), CONVERTING, (1,), "x", object()]
 
 
 def events(feeder: Any) -> list[Any]:
@@ -79,7 +81,7 @@ def test_errors_do_not_depend_on_threads(case: int, caplog: Any) -> None:
         found.append((happened, skipped))
         feeder.close()
     assert found[0] == found[1] == found[2]
-    if on_error == "raise" and bad:
+    if on_error == "raise" and any(kind is not CONVERTING for kind in bad.values()):
         assert any(isinstance(event, type) for event in found[0][0])
 
 

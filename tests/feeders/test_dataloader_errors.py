@@ -2,6 +2,7 @@
 
 import gc
 import multiprocessing
+import os
 import re
 import sys
 import traceback
@@ -35,6 +36,10 @@ def stopping(x: float) -> torch.Tensor:
 
 def exiting(x: float) -> torch.Tensor:
     return torch.tensor(x) if x != 9 else sys.exit(3)
+
+
+def dying(x: float) -> torch.Tensor:
+    os._exit(3)
 
 
 def interrupted(x: float) -> torch.Tensor:
@@ -290,3 +295,18 @@ def test_nothing_holds_the_loaders_iterator_after_an_error(depth: int) -> None:
         assert bare.last() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_worker_that_dies_ends_the_loop_at_once(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.utils.data import dataloader
+
+    # Torch's iterator looks for dead workers after 5 s, here after an hour.
+    get = dataloader._MultiProcessingDataLoaderIter._try_get_data
+    monkeypatch.setattr(get, "__defaults__", (3600,))
+    loader = wrap_loader(DataLoader(Numbers(dying), num_workers=1), device="cpu", depth=depth)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="exited unexpectedly"):
+            list(loader)

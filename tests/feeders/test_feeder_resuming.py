@@ -59,6 +59,27 @@ def test_resume_anywhere(x: np.ndarray, kind: str) -> None:
                     assert numbers(feeder) == all_rows[epoch + 1]
 
 
+@pytest.mark.parametrize("n_seen", [0, 2, 9, 10])
+def test_the_state_has_the_number_of_the_next_batch(n_seen: int) -> None:
+    def feeder() -> Feeder:
+        return Feeder(np.arange(100), batch_size=10, shuffle=True, device="cpu")
+
+    with feeder() as plain:
+        expected = [(i, batch.tolist()) for _ in range(2) for i, batch in enumerate(plain)]
+    with feeder() as left:
+        state = left.state_dict()
+        for _, _ in zip(range(n_seen), left, strict=False):
+            state = left.state_dict()
+    with feeder() as resumed:
+        resumed.load_state_dict(state)
+        found = [
+            (i, batch.tolist())
+            for _ in range(resumed.epoch, 2)
+            for i, batch in enumerate(resumed, start=resumed.state_dict()["batch"])
+        ]
+    assert found == expected[n_seen:]
+
+
 def test_a_whole_epoch_without_a_length_is_not_begun_again(x: np.ndarray) -> None:
     """The end of the sampler shows it, and the loop then continues with the next epoch."""
 

@@ -31,6 +31,13 @@ def test_they_are_those_of_numpy(
     np.testing.assert_allclose(found.std.numpy(), whole.std(others), rtol=1e-10)
 
 
+def test_large_numbers_have_the_statistics_of_equal_ones() -> None:
+    found = mean_and_std(np.full(8, 1e300))
+    assert (found.mean.item(), found.std.item()) == (1e300, 0)
+    with np.errstate(over="ignore"):
+        assert mean_and_std(np.array([1e300, -1e300])).std.item() == np.std([1e300, -1e300])
+
+
 def test_structures_of_any_numbers(tmp_path: Path) -> None:
     labels = RNG.integers(0, 9, 53)
     with h5py.File(tmp_path / "x.h5", "w") as file:

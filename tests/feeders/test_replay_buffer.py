@@ -105,6 +105,28 @@ def test_observations_have_any_dtype(dtype: str) -> None:
     assert torch.equal(batch["next_obs"], values.expand(4, 5))
 
 
+def test_steps_are_numbers_and_tensors_of_any_dtype() -> None:
+    numbers: dict[str, list[Any]] = {
+        "bool": [True, np.bool_(False)],
+        "uint8": [200, np.int64(7), True, torch.tensor(9)],
+        "int64": [-(2**63), 2**63 - 1, np.int16(8), np.int8(-3)],
+        "float32": [0.1, 3, np.float64(0.3), -np.inf, 3.4e38, torch.tensor(0.5).bfloat16()],
+        "float16": [torch.tensor(0.5, requires_grad=True)],
+        "bfloat16": [0.1, 3, np.inf, np.float32(2.5), torch.tensor(0.1)],
+        "complex64": [0.1, 1j],
+    }
+    for dtype, values in numbers.items():
+        for shape in ((), (2,)):
+            buffer = pinfeed.ReplayBuffer(len(values), {"x": (shape, dtype)})
+            expected = torch.zeros(len(values), *shape, dtype=getattr(torch, dtype))
+            for i, value in enumerate(values):
+                number = torch.as_tensor(value)
+                expected[i] = number
+                buffer.add(x=value if shape == () else number.expand(shape))
+            found = buffer.state_dict()["parts"]["x"]
+            assert torch.equal(found, expected), dtype
+
+
 def test_shared_frames_take_their_own_memory_only() -> None:
     stored = {
         stacked: pinfeed.ReplayBuffer(1000, STACK, **NEXT, stacked=stacked).nbytes
@@ -315,6 +337,10 @@ STEP = {
         ({"action": [[1], [2, 3]]}, "numpy cannot read a list"),
         ({"more": 1}, r"expected obs, action"),
         ({"action": 2**70}, "got object; expected int64"),
+        ({"reward": 1e300}, "got 1e\\+300; expected the numbers of float32.* give a wider one"),
+        ({"obs": np.array([0, -np.inf, 1e39])}, "got 1e\\+39; expected the numbers of float32"),
+        ({"done": 1}, r"got int64; expected bool.* convert it with .astype\('bool'\)"),
+        ({"obs": torch.zeros(3, device="meta")}, r"give tensor.cpu\(\) for a tensor on a GPU"),
         ({"action": np.array(2**63, "uint64")}, "got 9223372036854775808; expected .* of int64"),
         ({"next_obs": "right"}, r"add\(next_obs=...\): got shape \(\); expected \(1, 3\)"),
     ],

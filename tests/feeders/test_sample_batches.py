@@ -1,6 +1,5 @@
 """wrap_dataset() and wrap_loader(threads=): batches as a DataLoader makes them from the samples."""
 
-import logging
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -150,17 +149,8 @@ def test_the_error_of_a_whole_batch_says_which_samples_it_has() -> None:
     assert info.value.__notes__ == ["in dataset.__getitems__([6, 7, 8]), epoch 0"]
 
 
-@pytest.mark.parametrize("wraps_loader", [False, True])
-def test_bad_samples_of_such_a_data_set_are_skipped_alone(
-    wraps_loader: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    given: dict[str, Any] = {"on_error": "skip", "threads": 2, "device": "cpu"}
-    with (
-        caplog.at_level(logging.ERROR, "pinfeed"),
-        wrap_loader(DataLoader(Together(), batch_size=3), **given)
-        if wraps_loader
-        else wrap_dataset(Together(), batch_size=3, **given) as feeder,
-    ):
+def test_bad_samples_of_such_a_data_set_are_skipped_alone() -> None:
+    with wrap_dataset(Together(), batch_size=3, on_error="skip", threads=2, device="cpu") as feeder:
         indices = [i.tolist() for _, i, _ in feeder]
         assert indices == [[0, 1, 2], [3, 4, 5], [6, 8], [9, 10, 11]]
         assert [index for _, index, _ in feeder.skipped] == [7]

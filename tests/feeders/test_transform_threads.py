@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.depth_choices import script
 from support.internals import runner_of
 from support.transformed_loops import (
     KINDS,
@@ -108,13 +107,6 @@ def test_results_do_not_depend_on_the_threads(
         "depth": depth,
     }
     require_equal(batches_of(feeder_of(kind, **options)), WANTED[kind])
-
-
-@pytest.mark.parametrize("kind", ALL_KINDS)
-def test_a_loop_may_become_synchronous_and_prefetch_again(kind: str) -> None:
-    changing = feeder_of(kind, transform_threads=3, depth=2)
-    script(changing, [False, True, False, True])
-    require_equal(batches_of(changing), WANTED[kind])
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)

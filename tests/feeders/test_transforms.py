@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.depth_choices import script
 from support.transformed_loops import (
     DEPTHS,
     IDS,
@@ -49,10 +48,6 @@ def test_results_do_not_depend_on_the_depth(kind: str) -> None:
     want = batches_of(feeder_of(kind, depth=0))
     for depth in DEPTHS[1:]:
         require_equal(batches_of(feeder_of(kind, depth=depth)), want)
-    # A loop that becomes synchronous, and prefetches again.
-    changing = feeder_of(kind, depth=2)
-    script(changing, [False, True, False, True])
-    require_equal(batches_of(changing), want)
 
 
 def test_results_are_those_of_the_plain_loop() -> None:

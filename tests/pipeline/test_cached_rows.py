@@ -56,7 +56,6 @@ def test_corner_schedules(corner: str) -> None:
 def test_random_schedules(seed: int) -> None:
     rng = random.Random(seed)
     batches = [sorted(rng.sample(range(N), rng.randint(0, 5))) for _ in range(rng.randint(1, 9))]
-    ways = [rng.random() < 0.5 for _ in range(6)]
     check_cached(
         SimDevice(randomly(seed), direct=rng.random() < 0.5, duplex=rng.random() < 0.7),
         rng.randint(0, 5),
@@ -71,7 +70,6 @@ def test_random_schedules(seed: int) -> None:
         flushes=rng.random() < 0.5,
         frozen=rng.random() < 0.2,
         switches_within=rng.random() < 0.3,
-        ways=rng.choice([None, None, ways]),
     )
 
 

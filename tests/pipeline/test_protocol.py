@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.depth_choices import script
 from support.internals import mover_of
 from support.schedules import SLOTS, STREAMS, corners, next_stream, randomly, switch
 
@@ -40,7 +39,6 @@ class Run:
         switch_in: Number of the batch in which the loop changes its stream for good, after it has
             computed new values and before it writes them back.
         timeline: Whether the feeder has a timeline.
-        ways: For each batch whether the loop is synchronous from then on.
     """
 
     def __init__(
@@ -51,7 +49,6 @@ class Run:
         switch_once: int | None = None,
         switch_in: int | None = None,
         timeline: bool = False,
-        ways: list[bool] | None = None,
     ) -> None:
         self.batches = batches
         self.stop_after = stop_after
@@ -59,7 +56,6 @@ class Run:
         self.switch_once = switch_once
         self.switch_in = switch_in
         self.timeline = timeline
-        self.ways = ways
         self.x = np.arange(N * D, dtype=np.float64).reshape(N, D)
         self.y = np.arange(N, dtype=np.int32)
         self.seen: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -80,8 +76,6 @@ class Run:
         with Feeder(
             stores, rows=rows, depth=depth, device=device, timeline=self.timeline
         ) as feeder:
-            if self.ways is not None and depth:
-                script(feeder, self.ways)
             for i, batch in enumerate(feeder.batches()):
                 self.step(device, i, batch)
                 if i + 1 == self.stop_after:
@@ -193,18 +187,6 @@ def test_random_schedules(seed: int) -> None:
     )
 
 
-@pytest.mark.sweep(4)
-@pytest.mark.parametrize("corner", CORNERS)
-def test_corner_schedules_of_a_loop_that_changes_its_stream_once(corner: str) -> None:
-    for i, known, where in itertools.product((0, 2), (True, False), ("switch_in", "switch_once")):
-        check(
-            SimDevice(CORNERS[corner](), direct=known),
-            2,
-            known=known,
-            **{where: i + (where == "switch_once")},
-        )
-
-
 row_batches = st.lists(
     st.lists(st.integers(0, N - 1), min_size=1, max_size=5, unique=True).map(np.array),
     min_size=1,
@@ -229,48 +211,6 @@ def test_any_schedule(
         return next(iter([None, *ready][next(coming, 0) :]), None)
 
     check(SimDevice(choose, direct=direct), depth, batches, known=known)
-
-
-@given(
-    st.lists(st.integers(0, 5), max_size=300),
-    row_batches,
-    st.lists(st.booleans(), max_size=8),
-    st.integers(1, 4),
-    st.booleans(),
-    st.sampled_from(
-        [{}, {"stop_after": 5}, {"switch_after": 2}, {"switch_once": 1}, {"switch_in": 1}]
-    ),
-)
-@settings(max_examples=100, deadline=None)
-def test_any_schedule_of_a_loop_that_turns_synchronous_and_back(
-    moves: list[int],
-    batches: list[np.ndarray],
-    ways: list[bool],
-    depth: int,
-    direct: bool,
-    kwargs: dict[str, Any],
-) -> None:
-    coming = iter(moves)
-
-    def choose(ready: Any) -> str | None:
-        return next(iter([None, *ready][next(coming, 0) :]), None)
-
-    check(SimDevice(choose, direct=direct), depth, batches, ways=ways, **kwargs)
-
-
-@pytest.mark.sweep(4)
-@pytest.mark.parametrize(
-    ("ways", "depth"),
-    [([True], 1), ([False, False, True], 2), ([True, True, True, False], 4)],
-    ids=str,
-)
-@pytest.mark.parametrize("direct", [False, True])
-@pytest.mark.parametrize("corner", CORNERS)
-def test_corner_schedules_of_a_loop_that_changes(
-    corner: str, direct: bool, ways: list[bool], depth: int
-) -> None:
-    check(SimDevice(CORNERS[corner](), direct=direct), depth, ways=ways)
-    check(SimDevice(CORNERS[corner](), direct=direct), 2, ways=3 * [not ways[0], ways[0]])
 
 
 VARIANTS: list[tuple[bool, dict[str, Any]]] = [

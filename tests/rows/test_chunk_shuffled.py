@@ -106,12 +106,38 @@ def test_each_chunk_is_decoded_once_in_an_epoch(
         one.close()
 
 
+@pytest.mark.parametrize("is_by_axis", [False, True])
+def test_later_epochs_have_larger_windows_of_unequal_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_by_axis: bool
+) -> None:
+    monkeypatch.setattr(select, "_copy", lambda *arguments: None)
+    array = np.arange(500.0)
+    stores = []
+    for i, begin in enumerate(range(0, 500, 50)):
+        with h5py.File(tmp_path / f"{i}.h5", "w") as file:
+            part = array[begin : begin + 50]
+            file.create_dataset("x", data=part, chunks=(i + 1,), compression="gzip")
+        store = HDF5Store(tmp_path / f"{i}.h5")
+        stores.append(store.windows(0, 1, step=3) if is_by_axis else store)
+    with concat(stores) as source:
+        order = rows.chunk_shuffled(source, seed=10, window_chunks=3)
+        expected = np.concatenate([array[i : i + 50 : 3] for i in range(0, 500, 50)])
+        expected = expected if is_by_axis else array
+        with Feeder(source, batch_size=16, rows=order, device="cpu") as feeder:
+            assert "a window decodes each chunk once" in feeder.plan.notes[-1]
+            for _ in range(4):
+                found = torch.cat(list(feeder)).numpy().ravel()
+                np.testing.assert_array_equal(np.sort(found), np.sort(expected))
+    for store in stores:
+        store.close()
+
+
 def test_windows_belong_to_the_chunk_in_which_they_begin(tmp_path: Path) -> None:
     array = np.arange(4 * 30).reshape(4, 30)
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file.create_dataset("x", data=array, chunks=(1, 8), compression="gzip")
     with HDF5Store(tmp_path / "x.h5") as store:
-        found = store.windows(1, 5, step=3, start=1, span=9)
+        found = store.windows(1, length=5, step=3, start=1, span=9)
         starts = [(i, 3 * k + 1) for i in range(4) for k in range(8)]
         assert found.n_rows == len(starts)
         assert found.bounds is not None

@@ -130,6 +130,16 @@ def test_first_ends_before_a_row_would_repeat(randomly: bool) -> None:
     assert is_distinct(order)
 
 
+@pytest.mark.parametrize("run", [1, 3])
+def test_first_ends_at_the_turn_of_a_source_that_is_empty(run: int) -> None:
+    """After its last row, turns of other sources follow, and other sources may have rows left."""
+    sizes = {"a": 2 * run, "b": 9 * run}
+    order = mixed(sizes, {"a": 1, "b": 3}, order=sequential(), batch_size=run)
+    found = whole(order, 11 * run)
+    turns = [2, 0, 3, 4, 5, 1, 6, 7, 8]
+    assert found.tolist() == [turn * run + i for turn in turns for i in range(run)]
+
+
 @pytest.mark.parametrize("randomly", [False, True])
 def test_all_sees_every_row(randomly: bool) -> None:
     order = mixed({"a": 9000, "b": 500}, {"a": 1, "b": 1}, until="all", randomly=randomly)
@@ -202,6 +212,45 @@ def test_weights_change_at_positions() -> None:
     at = order.bind(1000, 1)
     shuffle = np.random.default_rng(0).permutation(200)
     assert np.array_equal(at(shuffle), whole(order, 1000, 1)[shuffle])
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data())
+def test_no_row_is_lost_where_random_weights_change(data: st.DataObject) -> None:
+    n_sources = data.draw(st.integers(1, 3))
+    run = data.draw(st.sampled_from([1, 1, 3]))
+    sizes = data.draw(st.lists(st.integers(run, 6000), min_size=n_sources, max_size=n_sources))
+    starts = data.draw(st.lists(st.integers(1, 9000), unique=True, max_size=4))
+    until = data.draw(st.sampled_from(["first", "all", 3000]))
+    names = [f"s{k}" for k in range(n_sources)]
+
+    def weights(least: int) -> dict[str, int]:
+        one = st.lists(st.integers(least, 4), min_size=n_sources, max_size=n_sources)
+        return dict(zip(names, data.draw(one.filter(any)), strict=True))
+
+    # The last part has all sources, so that an epoch ends.
+    changes = sorted(start * run for start in starts)
+    table = [(start, weights(0)) for start in [0, *changes[:-1]]]
+    table.append((changes[-1] if changes else run, weights(1)))
+    sources = dict(zip(names, sizes, strict=True))
+    options: Any = {"until": until, "order": sequential(), "batch_size": run}
+    order = mixed(sources, table, randomly=True, **options)
+    n_epochs = 3 if until == 3000 else 1
+    found = np.concatenate([whole(order, sum(sizes), epoch) for epoch in range(n_epochs)])
+    of = order.source_of(found)
+    first = 0
+    for number, size in enumerate(sizes):
+        its_rows = found[of == number] - first
+        assert np.array_equal(its_rows, np.arange(len(its_rows)) % size)
+        first += size
+    even = mixed(sources, table, **options)
+    plain = even.source_of(
+        np.concatenate([whole(even, sum(sizes), epoch) for epoch in range(n_epochs)])
+    )
+    # A window of 4,096 turns that ends with the last epoch may have other turns than the rest.
+    for begin in range(0, len(found) - 4096 * run + 1, 4096 * run):
+        window = slice(begin, begin + 4096 * run)
+        assert np.array_equal(np.bincount(of[window]), np.bincount(plain[window]))
 
 
 def test_batches_may_have_rows_of_one_source_each() -> None:

@@ -35,6 +35,20 @@ def test_where_selects_the_rows_of_a_mask(n: int, share: float, order: Order) ->
     assert np.array_equal(whole(where(selected, order), n, 3), expected)
 
 
+@settings(deadline=None)
+@given(share=st.sampled_from([0.002, 0.01, 0.3, 1]), data=st.data())
+def test_any_positions_of_a_mask_have_their_rows(share: float, data: st.DataObject) -> None:
+    """Positions that are close together, and others, are looked up in different ways."""
+    mask = np.random.default_rng(0).random(20_000) < share
+    selected = np.flatnonzero(mask)
+    at = where(mask).bind(len(mask), 0)
+    begin = data.draw(st.integers(0, len(selected) - 1))
+    close = np.arange(begin, min(begin + data.draw(st.integers(0, 300)), len(selected)))
+    some = st.lists(st.integers(0, len(selected) - 1), max_size=20)
+    for positions in (close, close[::-1], np.array(data.draw(some), np.int64)):
+        assert np.array_equal(at(positions), selected[positions])
+
+
 def test_where_keeps_the_sequence_of_row_indices() -> None:
     rows = np.random.default_rng(0).permutation(1000)[:100]
     assert np.array_equal(whole(where(rows), 1000), rows)

@@ -236,7 +236,7 @@ def test_each_chunk_is_decoded_once(
     with (
         saved_h5(tmp_path, ARRAY, (1, 40, 8, 8)) as store,
         Feeder(
-            (store.windows(1, 4, span=5), store.windows(1, 1, start=4, span=5)),
+            (store.windows(1, length=4, span=5), store.windows(1, length=1, start=4, span=5)),
             batch_size=6,
             rows=order if is_large else rows.shuffled(1),
             device="cpu",
@@ -257,7 +257,7 @@ def test_each_chunk_is_decoded_once(
     n_decoded = decoded.total()
     with (
         HDF5Store(tmp_path / "x.h5") as store,
-        Feeder(store.windows(1, 5), batch_size=6, rows=order, device="cpu") as feeder,
+        Feeder(store.windows(1, length=5), batch_size=6, rows=order, device="cpu") as feeder,
     ):
         assert item in feeder.plan.items
         for _ in feeder:
@@ -299,7 +299,10 @@ def test_shuffle_windows_have_the_items_of_all_stores(tmp_path: Path, data: st.D
 def test_shuffle_windows_of_distant_inputs_and_targets(tmp_path: Path) -> None:
     """The items between them take no memory."""
     with saved_h5(tmp_path, np.zeros((5000, 2)), (50, 2)) as store:
-        views = (store.windows(0, 8, span=2001), store.windows(0, 1, start=2000, span=2001))
+        views = (
+            store.windows(0, length=8, span=2001),
+            store.windows(0, length=1, start=2000, span=2001),
+        )
         order = rows.block_shuffled(1, block_rows=50, window_blocks=4)
         of_rows = windows(order, views[0].n_rows, 0)
         assert of_rows is not None
@@ -316,7 +319,7 @@ def test_files_of_unequal_length(tmp_path: Path, saved: Any, chunks: Any) -> Non
     )
     numbers = np.random.default_rng(0).permutation(len(expected))
     stores = [saved(tmp_path, one, chunks, f"x{i}") for i, one in enumerate(arrays)]
-    windows = [one.windows(1, 5) for i, one in enumerate(stores) if arrays[i].shape[1] > 4]
+    windows = [one.windows(1, length=5) for i, one in enumerate(stores) if arrays[i].shape[1] > 4]
     with concat(windows) as store:
         assert isinstance(store, WindowStore)
         np.testing.assert_array_equal(gathered(store, numbers), expected[numbers])
@@ -375,7 +378,7 @@ def open_files(folder: Path) -> list[str]:
 def test_an_unpickled_concat_closes_what_it_opened(tmp_path: Path, axis: int) -> None:
     arrays = [ARRAY, ARRAY[:, :9] + 2] if axis else [ARRAY, ARRAY[:3] + 2]
     stores = [saved_h5(tmp_path, one, (1, 7, 8, 8), f"x{i}") for i, one in enumerate(arrays)]
-    joined = concat([one.windows(axis, 2) for one in stores])
+    joined = concat([one.windows(axis, length=2) for one in stores])
     expected = np.concatenate([plain(array, axis, length=2) for array in arrays])
     with pickle.loads(pickle.dumps(joined)) as copy:
         np.testing.assert_array_equal(gathered(copy, range(copy.n_rows)), expected)
@@ -387,22 +390,22 @@ def test_an_unpickled_concat_closes_what_it_opened(tmp_path: Path, axis: int) ->
 
 def test_a_concat_closes_no_store_of_the_caller(tmp_path: Path) -> None:
     with saved_h5(tmp_path, ARRAY, (1, 7, 8, 8)) as store:
-        concat([store.windows(1, 5)] * 2).close()
-        assert gathered(store.windows(1, 5), [0]).shape == (1, 5, 8, 8)
+        concat([store.windows(1, length=5)] * 2).close()
+        assert gathered(store.windows(1, length=5), [0]).shape == (1, 5, 8, 8)
 
 
 def test_ranks_resume_and_pickle(tmp_path: Path) -> None:
     expected = plain(ARRAY, 1, length=3)
     seen: list[int] = []
     with saved_h5(tmp_path, ARRAY, (1, 7, 8, 8)) as parent:
-        copy = pickle.loads(pickle.dumps(parent.windows(1, 3)))
+        copy = pickle.loads(pickle.dumps(parent.windows(1, length=3)))
         np.testing.assert_array_equal(gathered(copy, [5, 0]), expected[[5, 0]])
         copy.items.close()
         state: Any = None
         for world_size, n in ((1, 3), (3, 2), (2, None)):
             for rank in range(world_size):
                 ranks = Ranks("join", rank=rank, world_size=world_size)
-                source = (parent.windows(1, 3), np.arange(len(expected)))
+                source = (parent.windows(1, length=3), np.arange(len(expected)))
                 with Feeder(
                     source, batch_size=5, shuffle=True, ranks=ranks, device="cpu"
                 ) as feeder:
@@ -443,8 +446,8 @@ def test_bad_windows_are_refused(tmp_path: Path, arguments: dict[str, Any], mess
 
 def test_windows_of_a_closed_store(tmp_path: Path) -> None:
     store = saved_h5(tmp_path, ARRAY, (1, 7, 8, 8))
-    windows = store.windows(1, 3)
-    closed = store.windows(1, 3)
+    windows = store.windows(1, length=3)
+    closed = store.windows(1, length=3)
     closed.close()
     gathered(windows, [0])
     with pytest.raises(errors.ClosedError):
@@ -461,7 +464,7 @@ def test_a_random_selection_plans_little_more_than_it_needs(
 ) -> None:
     axis = len(shape) - 1
     with saved_h5(tmp_path, np.zeros(shape), (1,) * axis + (100,)) as store:
-        windows = store.windows(axis, 60)
+        windows = store.windows(axis, length=60)
         is_selected = np.random.default_rng(0).random(windows.n_rows) < share
         blocks = rows.block_shuffled(3, block_rows=500, window_blocks=4)
         chosen = rows.where(np.flatnonzero(is_selected), blocks).windows(windows.n_rows, 0)
@@ -480,7 +483,7 @@ def test_a_selection_with_more_gaps_than_in_its_first_window(
 ) -> None:
     array = np.arange(20_000)
     monkeypatch.setattr(select, "_copy", lambda *given: None)
-    with saved_h5(tmp_path, array, (100,)) as store, store.windows(0, 60) as windows:
+    with saved_h5(tmp_path, array, (100,)) as store, store.windows(0, length=60) as windows:
         # The first rows are consecutive, and the later ones far apart. With this seed, the first
         # window has one run.
         selected = np.append(np.arange(1500), np.arange(1500, windows.n_rows, 40))

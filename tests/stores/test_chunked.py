@@ -134,14 +134,14 @@ def test_a_chunk_in_use_is_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     store = small()
     kept = KeptChunks(1, store._decode)
     with ThreadPoolExecutor(1) as thread:
-        with kept.use(0):
+        with kept.use(0, 3):
 
             def use_other() -> float:
-                with kept.use(1) as chunk:
+                with kept.use(3, 4) as chunk:
                     return float(chunk[0, 0])
 
             call = thread.submit(use_other)
-            with kept.use(0) as again:
+            with kept.use(0, 3) as again:
                 assert again[0, 1] == 1
             assert not store.decoded[1]
         assert call.result() == 6

@@ -126,6 +126,33 @@ def test_an_error_of_the_disk_names_the_file(
     assert caught.value.errno == 5
 
 
+def n_write_calls() -> int:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("syscw:"))
+
+
+@pytest.mark.parametrize("call", [True, False], ids=["one call", "row by row"])
+def test_consecutive_rows_are_written_together(
+    tmp_path: Path, call: bool, request: pytest.FixtureRequest
+) -> None:
+    if not call:
+        request.getfixturevalue("without_native")
+    paths = [saved(tmp_path / f"{i}.npy", np.zeros((5000, 3))) for i in range(2)]
+    # Two runs, one of which extends over both files, single rows, and a run that descends.
+    rows = np.concatenate(
+        [np.arange(4000, 6000), np.arange(100), [9000, 777], np.arange(900, 890, -1)]
+    )
+    values = np.random.default_rng(0).normal(size=(len(rows), 3))
+    with NpyStore(paths, mode="r+") as store:
+        before = n_write_calls()
+        store.scatter(rows, values)
+        assert n_write_calls() - before <= 20
+        np.testing.assert_array_equal(gathered(store, rows), values)
+    expected = np.zeros((10_000, 3))
+    expected[rows] = values
+    np.testing.assert_array_equal(np.concatenate([np.load(path) for path in paths]), expected)
+
+
 @pytest.mark.parametrize("call", [True, False], ids=["one call", "row by row"])
 def test_a_write_that_fails_raises_the_error_of_the_system(
     tmp_path: Path, call: bool, request: pytest.FixtureRequest

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,37 @@ def test_other_layouts_are_read_by_h5py(tmp_path: Path) -> None:
         store.close()
 
 
+@pytest.mark.parametrize("is_stacked", [True, False])
+def test_virtual_datasets_are_read_by_few_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stacked: bool
+) -> None:
+    """HDF5 needs long to find several rows of datasets that are stacked."""
+    array = np.arange(60 * 3 * 300).reshape(60, 3, 300)
+    layout = h5py.VirtualLayout(array.shape, array.dtype)
+    for i in range(3):
+        part = array[:, i] if is_stacked else array[20 * i : 20 * i + 20]
+        written(tmp_path / f"{i}.h5", part, chunks=(5, *part.shape[1:]))
+        source = h5py.VirtualSource(tmp_path / f"{i}.h5", "x", part.shape)
+        layout[(slice(None), i) if is_stacked else slice(20 * i, 20 * i + 20)] = source
+    with h5py.File(tmp_path / "all.h5", "w") as file:
+        file.create_virtual_dataset("x", layout)
+    read: list[int] = []
+    read_box = HDF5Store.read_box
+
+    def counted(self: HDF5Store, box: Any, out: Any) -> None:
+        read.append(box[0].stop - box[0].start)
+        read_box(self, box, out)
+
+    monkeypatch.setattr(HDF5Store, "read_box", counted)
+    with HDF5Store(tmp_path / "all.h5") as store:
+        wanted = [59, 3, 41, 3]
+        np.testing.assert_array_equal(gathered(store, wanted), array[wanted])
+        assert read == [1, 1, 1]
+        read.clear()
+        np.testing.assert_array_equal(gathered(store, range(60)), array)
+        assert read == ([1] * 60 if is_stacked else [60])
+
+
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("options", [{}, {"chunks": (7, 6)}])
 def test_other_processes_open_the_path_again(tmp_path: Path, options: dict[str, Any]) -> None:
@@ -284,6 +316,29 @@ def test_paths_without_an_hdf5_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "h5py", None)
     with pytest.raises(errors.MissingDependency, match=r'pip install "h5py>=3\.10"'):
         HDF5Store(tmp_path / "x.h5")
+
+
+def test_a_file_that_another_process_writes(tmp_path: Path) -> None:
+    """The advice of the error is followed."""
+    path = tmp_path / "x.h5"
+    program = (
+        "import h5py, numpy, sys; file = h5py.File(sys.argv[1], 'w', libver='latest'); "
+        "file.create_dataset('x', data=numpy.arange(6.0), maxshape=(None,)); "
+        "file.swmr_mode = True; print('open', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", program, str(path)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as writer:
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        with pytest.raises(errors.StoreError, match=r"h5py.File\(path, 'r', swmr=True\)\[name\]"):
+            HDF5Store(path, "x")
+        with (
+            h5py.File(path, "r", swmr=True) as file,
+            Feeder(file["x"], batch_size=6, device="cpu") as feeder,
+        ):
+            assert next(iter(feeder)).tolist() == list(range(6))
+        writer.communicate()
 
 
 def test_a_group_is_a_structure_of_its_datasets(tmp_path: Path) -> None:

@@ -144,9 +144,9 @@ def test_keys_may_come_in_any_order(tmp_path: Path) -> None:
         ("U3", "dtype <U3 has no torch counterpart"),
         ("g", "has no torch counterpart"),
         (
-            "V3",
+            "V2",
             (
-                r"dtype \|V3 does not say what the items are; if they are bfloat16, give "
+                r"dtype \|V2 does not say what the items are; if they are bfloat16, give "
                 r'NpyStore\(path, dtype="bfloat16"\)'
             ),
         ),

@@ -330,7 +330,8 @@ def test_one_chunk_is_not_copied() -> None:
         (pa.array([1, 2]), "got int64; expected a column of lists"),
         ([[1], [2]], "got list; expected a column of lists"),
         (LISTS[:0], "the column has no rows"),
-        (pa.array([[], []], pa.list_(pa.int8())), "the column has no rows"),
+        (pa.array([[], []], pa.list_(pa.int8())), "all lists of the column are empty"),
+        ({"a": pa.array([[], []], pa.list_(pa.int8()))}, "all lists of a are empty"),
     ],
 )
 def test_columns_that_cannot_be_served(column: Any, message: str) -> None:

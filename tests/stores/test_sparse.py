@@ -238,8 +238,16 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "dense array": (np.eye(3), {}, "source is a ndarray; expected a scipy.sparse matrix"),
     "layout": (MATRIX, {"layout": "coo"}, "layout='coo': expected 'csr' or 'dense'"),
     "key": (MATRIX, {"key": "X"}, "key='X' with a Sparse; a key names a matrix in a file"),
-    "lengths": (Other(data=MATRIX.data[:-1]), {}, "parts have unequal numbers of items"),
-    "offsets": (Other(indptr=np.array([0, 5, 3])), {}, "offsets[2] is 3, but offsets[1] is 5"),
+    "lengths": (Other(data=MATRIX.data[:-1]), {}, "does not match data (258,)"),
+    "rows": (Other(shape=(61, 17)), {}, "shape (61, 17) does not match data (259,), indices"),
+    "first offset": (Other(indptr=np.maximum(MATRIX.indptr, 1)), {}, "from 0 to the length"),
+    "axes": (Other(shape=(60, 17, 1)), {}, "shape (60, 17, 1) does not match"),
+    "two-dimensional data": (Other(data=MATRIX.data[:, None]), {}, "does not match data (259, 1)"),
+    "offsets": (
+        Other(indptr=np.array([0, 5, 3]), shape=(2, 17)),
+        {},
+        "offsets[2] is 3, but offsets[1] is 5",
+    ),
     "columns": (
         Other(indices=MATRIX.indices.astype(np.float32)),
         {},
@@ -251,7 +259,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
         "the tensor has no elements other than zero; expected at least one",
     ),
     "no elements of scipy": (
-        Other(indptr=np.zeros(4, np.int32)),
+        Other(indptr=np.zeros(4, np.int32), shape=(3, 17)),
         {},
         "the Other has no elements other than zero; expected at least one",
     ),

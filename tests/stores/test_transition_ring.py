@@ -96,6 +96,6 @@ def test_frames_are_gathered_while_the_array_grows(monkeypatch: pytest.MonkeyPat
     for k in range(4):
         ring.add(k, k - 1 if k else None, *np.full((2, 1, 1, 3), [[[[k + 1]]], [[[-k - 1]]]]))
     monkeypatch.setattr(frame_ring, "_words", gathered)
-    ring._grow()
+    ring.reserve(12)
     assert len(seen) > 1
     assert set(map(tuple, seen)) == {(1, 2)}

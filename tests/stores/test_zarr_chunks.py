@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pinfeed import ZarrStore, errors
+from pinfeed import ZarrStore, concat, errors
 from pinfeed.stores.zarr_chunks import ZarrChunks
 
 zarr = pytest.importorskip("zarr")
@@ -38,7 +38,7 @@ KNOWN_2 = [
 ]
 
 
-def gathered(store: ZarrStore, wanted: Any) -> np.ndarray:
+def gathered(store: Any, wanted: Any) -> np.ndarray:
     wanted = np.asarray(wanted, np.int64)
     out = np.empty((len(wanted), *store.row_shape), store.dtype)
     store.gather(wanted, out)
@@ -178,6 +178,36 @@ def test_damage_is_explained_by_zarr(tmp_path: Path, damage: str) -> None:
         np.testing.assert_array_equal(
             gathered(store, np.arange(20, 40)).ravel(), np.arange(60, 120)
         )
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_random_rows_decode_only_their_chunks_of_a_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    """A shard is decoded as a whole for rows of most of its chunks."""
+    array = np.arange(203 * 6).reshape(203, 6)
+    filters = None if is_known else [codecs.TransposeCodec(order=(1, 0))]
+    options: Any = {"chunks": (2, 3), "shards": (80, 6), "filters": filters}
+    zarr.create_array(str(tmp_path / "x"), data=array, **options)
+    decoded: list[int] = []
+    read = ZarrStore.read_box
+
+    def counted(self: ZarrStore, box: Any, out: Any) -> None:
+        decoded.append(box[0].stop - box[0].start)
+        read(self, box, out)
+
+    monkeypatch.setattr(ZarrStore, "read_box", counted)
+    with ZarrStore(tmp_path / "x") as store, concat([store, store]) as twice:
+        assert (store._chunks is not None) == is_known
+        for source in (store, twice):
+            decoded.clear()
+            wanted = [202, 7, 6, 90, 7, 100, 3, 159]
+            np.testing.assert_array_equal(gathered(source, wanted), array[wanted])
+            assert sorted(decoded) == [1, 2, 2, 2, 2, 2]
+            decoded.clear()
+            wanted = list(range(1, 80, 2))
+            np.testing.assert_array_equal(gathered(source, wanted), array[wanted])
+            assert decoded == [80]
 
 
 def test_few_indices_of_shards_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

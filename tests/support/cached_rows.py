@@ -6,7 +6,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from support.depth_choices import ScriptedChoice
 from support.random_policy import random_policy
 from support.schedules import next_stream, switch
 
@@ -14,9 +13,8 @@ from pinfeed import ArrayStore
 from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.row_cache import RowCache
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.sources.source import ArrayPart, HostBatch, RowGroup
-from pinfeed.rows.batches import EpochHooks
-from pinfeed.stores.host_rows import StoreRows, never
+from pinfeed.pipeline.sources.source import ArrayPart, HostBatch, RowGroup, Source
+from pinfeed.stores.host_rows import StoreRows
 from pinfeed.testing import SimDevice
 
 N, D = 12, 2
@@ -24,7 +22,7 @@ N, D = 12, 2
 BUFFERS: list[tuple[tuple[int, ...], str]] = [((5, D), "f8"), ((5,), "i4"), ((1024,), "u1")]
 
 
-class CachedSource:
+class CachedSource(Source):
     """Batches of rows of two stores with a cache, and of one store without.
 
     Args:
@@ -35,8 +33,6 @@ class CachedSource:
     """
 
     fingerprint: Mapping[str, Any] = MappingProxyType({})
-    epoch_hooks = EpochHooks()
-    stop = staticmethod(never)
 
     def __init__(
         self,
@@ -89,7 +85,6 @@ class CachedRun:
         switch_in: Number of the batch in which the loop changes its stream for good, after it has
             computed new values and before it writes them back.
         switches_within: Whether each step changes its stream and then works with the batch.
-        ways: For each batch whether the loop is synchronous from then on.
         flushes: Whether some steps flush all rows.
         frozen: Whether the rows that are cached stay as they are.
     """
@@ -106,7 +101,6 @@ class CachedRun:
         switch_once: int | None = None,
         switch_in: int | None = None,
         switches_within: bool = False,
-        ways: Sequence[bool] | None = None,
         flushes: bool = False,
         frozen: bool = False,
     ) -> None:
@@ -119,7 +113,6 @@ class CachedRun:
         self.switch_once = switch_once
         self.switch_in = switch_in
         self.switches_within = switches_within
-        self.ways = ways
         self.flushes = flushes
         self.frozen = frozen
         self.arrays = [
@@ -153,7 +146,7 @@ class CachedRun:
             cache = RowCache("rows", stores[:2], self.capacity, device)
         source = CachedSource(self.batches, stores, cache, self.n_ahead)
         schedule = PrefetchSchedule(depth, n_readers=1 + depth % 2, writes=True)
-        runner = EpochRunner(
+        return EpochRunner(
             source,
             device,
             schedule=schedule,
@@ -162,9 +155,6 @@ class CachedRun:
             timeline=False,
             again="end",
         )
-        if self.ways is not None and depth:
-            runner._choices[schedule] = ScriptedChoice(schedule, self.ways)
-        return runner
 
     def fed(self, device: SimDevice, depth: int) -> "CachedRun":
         runner = self.runner(device, depth)

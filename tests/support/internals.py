@@ -16,9 +16,3 @@ def counters_of(feeder: Any) -> Any:
 def mover_of(feeder: Any) -> Any:
     """Return what moves a feeder's batches to its device."""
     return runner_of(feeder)._transfer
-
-
-def choice_of(feeder: Any) -> Any:
-    """Return the choice of the depth of a feeder's loops."""
-    runner = runner_of(feeder)
-    return runner._choices[runner._schedule]

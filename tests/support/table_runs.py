@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 from hypothesis import strategies as st
-from support.depth_choices import script
 from support.random_policy import random_policy
 from support.schedules import next_stream, switch
 from torch import nn
@@ -114,7 +113,6 @@ class Run:
         switch_after: Number of batches after which the loop changes its stream after each batch.
         switch_once: Number of batches after which the loop changes its stream for good.
         switch_in: Number of the batch at whose beginning the loop changes its stream for good.
-        ways: For each slot, whether the loop is synchronous from then on.
         caches: ``device_cache`` of both tables.
         policy: Seed of random decisions of the caches; None for those of the real policy.
         look_ahead: ``look_ahead`` of ``train_rows``.
@@ -131,7 +129,6 @@ class Run:
         switch_after: int | None = None,
         switch_once: int | None = None,
         switch_in: int | None = None,
-        ways: Sequence[bool] | None = None,
         caches: tuple[Any, Any] = (None, None),
         policy: int | None = None,
         look_ahead: int | None = None,
@@ -143,7 +140,6 @@ class Run:
         self.switch_after = switch_after
         self.switch_once = switch_once
         self.switch_in = switch_in
-        self.ways = ways
         self.caches = caches
         self.policy = policy
         self.look_ahead = look_ahead
@@ -274,8 +270,6 @@ class Run:
         self.reads: Any = read_rows(
             TESTS, dict.fromkeys((users, items), lambda ids: ids), device=device, depth=depth
         )
-        if self.ways is not None:
-            script(loop, self.ways)
         losses: list[torch.Tensor] = []
         with loop:
             for epoch in range(self.n_epochs):

@@ -125,7 +125,7 @@ def test_a_big_batch_shows_its_options() -> None:
     assert repr(big).endswith(", closed>")
 
 
-def test_memory_of_strategies_on_the_cpu_is_not_called_that_of_a_device() -> None:
+def test_strategies_on_the_cpu_do_not_show_device_memory() -> None:
     config = Config(cpu_memory_limit="1GiB")
     model = torch.nn.Linear(2, 2)
     with BigBatch(model, torch.nn.MSELoss(), config=config) as big:

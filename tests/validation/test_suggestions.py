@@ -2,12 +2,15 @@
 
 import collections
 import dataclasses
+import io
 import json
 import re
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pandas
 import pyarrow
@@ -30,6 +33,9 @@ from pinfeed import (
     wrap_loader,
 )
 from pinfeed.validation import suggestions
+
+# The threads of pyarrow, which live as long as the process, are not left behind by a test.
+pyarrow.csv.read_csv(io.BytesIO(b"a\n1\n"))
 
 X = np.arange(12, dtype=np.float32).reshape(4, 3)
 
@@ -217,6 +223,26 @@ def arrow(path: Path) -> None:
     pyarrow.feather.write_feather(TABLE, path, compression="uncompressed")
 
 
+def arrow_stream(path: Path) -> None:
+    with pyarrow.ipc.new_stream(path, TABLE.schema) as writer:
+        writer.write_table(TABLE)
+
+
+def write_tar(path: Path) -> None:
+    with tarfile.open(path, "w") as archive:
+        archive.add(__file__)
+
+
+def folder_with(name: str) -> Callable[[Path], None]:
+    """Return a function that makes a folder with an empty file."""
+
+    def make(path: Path) -> None:
+        path.mkdir()
+        (path / name).touch()
+
+    return make
+
+
 WRITE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "x.pq": (
         lambda path: pyarrow.parquet.write_table(TABLE, path),
@@ -226,10 +252,42 @@ WRITE: dict[str, tuple[Callable[[Path], Any], str]] = {
         arrow,
         "an Arrow file: give pyarrow.ipc.open_file(pyarrow.memory_map(path)).read_all()",
     ),
+    "x.ipc": (
+        arrow_stream,
+        "a stream of Arrow tables: give datasets.Dataset.from_file(path), or pyarrow.ipc",
+    ),
     "x.csv": (
         lambda path: pyarrow.csv.write_csv(TABLE, path),
-        "a table as text: give pyarrow.csv.read_csv(path)",
+        "a table as text: give pyarrow.csv.read_csv(path) if its first line names the columns",
     ),
+    "x.tsv": (
+        lambda path: path.write_text("1\t2\n3\t4\n"),
+        r"np.save(name, np.loadtxt(path, delimiter='\t'))",
+    ),
+    "x.tar": (write_tar, "a tar archive: give pinfeed.wrap_loader(DataLoader(dataset"),
+    "x.tfrecord": (
+        lambda path: path.write_bytes(bytes(64)),
+        "a TFRecord file: give pinfeed.wrap_loader(DataLoader(dataset",
+    ),
+    "x.mds": (
+        lambda path: path.write_bytes(bytes(64)),
+        "with a dataset of streaming or litdata that reads it",
+    ),
+    "x.lmdb": (
+        lambda path: path.write_bytes(bytes(64)),
+        "an LMDB database: give pinfeed.wrap_loader(DataLoader(dataset",
+    ),
+    "lmdb": (folder_with("data.mdb"), "it looks like an LMDB database"),
+    "shards": (folder_with("index.json"), "it looks like an MDS or LitData data set"),
+    "dataset": (
+        lambda path: datasets.Dataset(TABLE).save_to_disk(path),
+        "it looks like a Hugging Face dataset: give datasets.load_from_disk(path)",
+    ),
+    "splits": (
+        lambda path: datasets.DatasetDict(train=datasets.Dataset(TABLE)).save_to_disk(path),
+        "it looks like a DatasetDict: give datasets.load_from_disk(path)[split]",
+    ),
+    "array": (folder_with("zarr.json"), "it looks like a Zarr array: give pinfeed.ZarrStore(path)"),
     "x.npz": (
         lambda path: np.savez(path, x=X),
         "a .npz archive: save each array alone, np.save(name, np.load(path)[name])",
@@ -279,6 +337,11 @@ def test_a_file_of_another_format(tmp_path: Path, name: str) -> None:
         ("x.pq", pyarrow.parquet.read_table),
         ("x.pq", ParquetStore.columns),
         ("x.arrow", lambda path: pyarrow.ipc.open_file(pyarrow.memory_map(path)).read_all()),
+        ("x.ipc", lambda path: pyarrow.ipc.open_stream(pyarrow.memory_map(path)).read_all()),
+        ("x.ipc", datasets.Dataset.from_file),
+        ("x.csv", pyarrow.csv.read_csv),
+        ("dataset", datasets.load_from_disk),
+        ("splits", lambda path: datasets.load_from_disk(path)["train"]),
     ],
 )
 def test_the_advice_for_a_file_of_columns_works(

@@ -14,7 +14,7 @@ import torch
 from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import ArrayStore, NpyStore, PinnedStore, Store
-from pinfeed.tensors.dtypes import BFLOAT16, DTYPES, check_dtype, numpy_dtype_of
+from pinfeed.tensors.dtypes import DTYPES, check_dtype, numpy_dtype_of
 from pinfeed.tensors.numpy_torch import TORCH, memory_of, to_torch
 
 # torch implements index_select and index_copy_ for signed integers only.
@@ -86,9 +86,7 @@ class FileTable(StoreTable):
             function(to_torch(array))
 
     def tensor(self) -> torch.Tensor:
-        array = np.load(self.store.paths[0], mmap_mode="r+")
-        # A .npy file cannot name bfloat16.
-        return to_torch(np.asarray(array.view(BFLOAT16) if array.dtype.kind == "V" else array))
+        return to_torch(np.asarray(self.store.map_to_write()))
 
 
 class DeviceTable:

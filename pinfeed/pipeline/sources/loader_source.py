@@ -7,13 +7,14 @@ import copy
 import functools
 import os
 import traceback
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from pinfeed.errors import ArgumentError, WorkerError
 from pinfeed.pipeline.sources.batch_transform import BatchTransform
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.pipeline.sources.host_leaves import host_batch_of
+from pinfeed.pipeline.sources.loader_batches import LoaderBatches
 from pinfeed.pipeline.sources.row_fetch import RowFetch
 from pinfeed.pipeline.sources.source import (
     BatchThunk,
@@ -24,6 +25,10 @@ from pinfeed.pipeline.sources.source import (
 )
 from pinfeed.rows.batches import EpochHooks
 from pinfeed.validation.suggestions import is_array_like
+
+if TYPE_CHECKING:
+    from pinfeed.tensors.filled_memory import FilledMemory
+    from pinfeed.tensors.rng_state import GeneratorStates
 
 
 def check_loader(loader: Any) -> None:
@@ -79,6 +84,8 @@ class LoaderSource(Source):
             at the same time. It is set before the first epoch.
         keeps_errors: Whether an error takes the place of its batch, and the loop continues. It is
             set before the first epoch.
+        n_ahead: Maximum number of batches that are requested from the loader while the training
+            loop uses an earlier one. It is set before the first epoch.
 
     Raises:
         ArgumentError: If ``loader`` cannot be iterated over, or yields single samples or names.
@@ -96,6 +103,13 @@ class LoaderSource(Source):
         self._epoch = 0
         self._number = 0
         self.keeps_errors = False
+        self.n_ahead = 0
+        # Batches of the running epoch, if some are requested early.
+        self._running: LoaderBatches | None = None
+        # Generators of the loader, if batches of the running epoch are requested early.
+        self._generators: Sequence[GeneratorStates] = ()
+        # Memory of the last batches; None if the loader gives each batch its own.
+        self._memory: FilledMemory | None = None
         self._begun: Iterator[Any] | None = None
         # A loader that is an iterator itself serves one epoch.
         self._is_used_up = False
@@ -160,7 +174,42 @@ class LoaderSource(Source):
         assert batches is not None
         self._epoch = number
         self._number = start
+        if self.n_ahead:
+            batches = self._running = self._watched(batches, start)
         return self._draws(batches)
+
+    def stop(self) -> None:
+        if self._running is not None:
+            self._running.wake()
+
+    def rewind(self, n_requested: int) -> None:
+        self._running = None
+        for generator in self._generators:
+            generator.rewind(n_requested)
+        self._generators = ()
+
+    def _watched(self, batches: Iterator[Any], start: int) -> LoaderBatches:
+        """Return the batches, with notes of what the loader changes ahead of the training loop."""
+        from pinfeed.tensors.filled_memory import FilledMemory
+        from pinfeed.tensors.rng_state import GeneratorStates, own_generators
+
+        # The end of the epoch counts as a batch.
+        self._generators = [
+            GeneratorStates(one, self.n_ahead + 2, start) for one in own_generators(self.loader)
+        ]
+        if self._may_fill_again():
+            self._memory = FilledMemory(f"loader={type(self.loader).__name__}", self.n_ahead)
+        # If host_transform is called for one batch at a time, its results wait instead.
+        waits = self.host_transform is None or self.transforms_in_thunks
+        return LoaderBatches(batches, self._generators, self._memory if waits else None)
+
+    def _may_fill_again(self) -> bool:
+        """Return whether the loader may return the same memory in several batches."""
+        from torch.utils.data import DataLoader, default_collate
+
+        if getattr(self.loader, "num_workers", 0):
+            return False
+        return type(self.loader) is not DataLoader or self.loader.collate_fn is not default_collate
 
     def draw(self, batch: Any) -> BatchThunk:
         """Make the thunk of a batch. Reader threads call this in the order of batches."""
@@ -184,7 +233,10 @@ class LoaderSource(Source):
             return batch
         if self.transforms_in_thunks:
             return functools.partial(self.host_transform, batch, self._epoch, number)
-        return self.host_transform(batch, self._epoch, number)
+        batch = self.host_transform(batch, self._epoch, number)
+        if self._memory is not None:
+            self._memory.check(batch)
+        return batch
 
     @property
     def _draw(self) -> Callable[[Any], BatchThunk]:

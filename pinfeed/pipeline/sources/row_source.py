@@ -6,9 +6,8 @@ import contextlib
 import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pinfeed.memory.proc_maps import file_key, written_maps
 from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.pipeline.sources.source import (
     ArrayPart,
@@ -23,15 +22,11 @@ from pinfeed.rows.batches import EpochHooks, RowBatches, RowIndices
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.packing import Places
 from pinfeed.stores.axis_windows import WindowStore
-from pinfeed.stores.file_store import FileStore
+from pinfeed.stores.file_store import FileStore, rows_version
 from pinfeed.stores.host_rows import UnreadPart
-from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.ragged import RaggedParts
 from pinfeed.stores.store import Store
 from pinfeed.tensors.pytree import Rebuild
-
-if TYPE_CHECKING:
-    from pinfeed.tensors.row_views import RowViews
 
 # The constructor of a NamedTuple is a Python function; this makes one without it.
 new_row_group: Callable[[tuple[Any, ...]], RowGroup] = functools.partial(tuple.__new__, RowGroup)
@@ -71,15 +66,7 @@ class RowSource(Source):
         return self.batches.n_batches(epoch)
 
     def rows_version(self) -> object:
-        try:
-            return [store.version for store in self._files()]
-        except OSError:
-            return object()
-
-    def is_mapped_for_writing(self) -> bool:
-        local = [store for store in self._files() if isinstance(store, LocalFileStore)]
-        files = [file_key(path) for store in local for path in store.paths]
-        return bool(files) and not written_maps().isdisjoint(files)
+        return rows_version(self._files())
 
     def epoch(
         self, number: int, start: int, checksum: int, batches_per_slot: int
@@ -131,12 +118,6 @@ class RowSource(Source):
         found = [strategy.memory_rows() for strategy in self.strategies]
         rows = [one for one in found if one is not None]
         return rows if len(rows) == len(found) else None
-
-    def views(self) -> list[RowViews] | None:
-        """Return views of the rows of each store, if batches are views."""
-        found = [strategy.views() for strategy in self.strategies]
-        views = [one for one in found if one is not None]
-        return views if len(views) == len(found) else None
 
     def _files(self) -> list[FileStore]:
         found = (*self.stores, *(part for reads in self.ragged for part in reads.store.parts))

@@ -44,7 +44,6 @@ class SampleBatch:
         collate: Makes a batch from a list of samples; None is ``default_collate``.
         skipped: Receives the samples that failed and were left out, when the loop receives the
             batch; None to raise the error of the first sample that fails.
-        in_one_call: Whether one thread makes all samples, because the dataset reads them together.
     """
 
     def __init__(
@@ -53,8 +52,6 @@ class SampleBatch:
         n: int,
         collate: Callable[[list[Any]], Any] | None,
         skipped: Callable[[Failures], object] | None,
-        *,
-        in_one_call: bool = False,
     ) -> None:
         self._make_samples = make_samples
         self._n = n
@@ -63,7 +60,6 @@ class SampleBatch:
         self._positions = deque(range(n))
         self._is_stopped = False
         self._check_stop: CheckStop = never
-        self._in_one_call = in_one_call
         # None if the thread of the loop makes the samples.
         self._workers: Workers | None = None
         self._n_threads = 1
@@ -89,7 +85,7 @@ class SampleBatch:
     def begin(self, workers: Workers, n_threads: int) -> None:
         """Make threads begin with the samples; otherwise, ``host_batch`` makes them."""
         self._workers = workers
-        self._n_threads = 1 if self._in_one_call else min(n_threads, self._n)
+        self._n_threads = min(n_threads, self._n)
         self._continue()
 
     def stop(self) -> None:
@@ -178,8 +174,7 @@ class SampleBatch:
                 if self._places is None:
                     self._samples[position] = sample
                     self._find_layout()
-                    is_whole = self._in_one_call or self._collate is not None
-                    return position in self._samples and not is_whole
+                    return position in self._samples and self._collate is None
         self._write(position, sample)
         return False
 

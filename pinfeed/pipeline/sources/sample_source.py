@@ -89,8 +89,11 @@ class SampleMaker:
                 )
 
         def make(position: int) -> Any:
-            if self.read_batch is not None and not taken:
-                read_all(self.read_batch)
+            if self.read_batch is not None:
+                if not taken:
+                    read_all(self.read_batch)
+                if transform is None:
+                    return taken[position]
             random.begin((seed, epoch, keys[position], _OF_SAMPLES))
             with random if self.reproducible else contextlib.nullcontext():
                 try:
@@ -138,17 +141,6 @@ class SampleMaker:
         random.begin(entropy)
         with modes_of_a_new_thread(), random:
             return collate(samples)
-
-
-def batch_reader(dataset: Any) -> Callable[[list[Any]], Sequence[Any]] | None:
-    """Return the ``__getitems__`` of a dataset; None if it reads one item at a time."""
-    from torch.utils.data import Subset
-
-    # A Subset passes the indices on, and otherwise reads one item after the other.
-    inner = dataset
-    while type(inner) is Subset:
-        inner = inner.dataset
-    return dataset.__getitems__ if getattr(inner, "__getitems__", None) else None
 
 
 class BegunBatches:
@@ -276,10 +268,17 @@ class SampleSource(Source):
     def _draws(
         self, epoch: int, batches: Iterator[RowIndices]
     ) -> Generator[BatchThunk, None, None]:
+        from pinfeed.tensors.sample_layout import collated
+
         samples = self.samples
         maker = samples.maker
         skipped = samples.skipped
         collate = samples.collate
+        n_threads = samples.n_threads
+        if maker.read_batch is not None:
+            # All samples exist at once, so there is no need to write each of them to its place.
+            collate = collate or collated
+            n_threads = 1
         with self.threads.running() as workers:
             for row_indices in batches:
                 indices = row_indices.rows().tolist()
@@ -288,9 +287,8 @@ class SampleSource(Source):
                     len(indices),
                     None if collate is None else maker.collating(collate, epoch, indices),
                     None if skipped is None else skipped.of(epoch, indices),
-                    in_one_call=maker.read_batch is not None,
                 )
-                self._begun.begin(batch, workers, samples.n_threads)
+                self._begun.begin(batch, workers, n_threads)
                 yield made_or_failed(batch.host_batch) if samples.keeps_errors else batch.host_batch
 
     def stop(self) -> None:

@@ -218,17 +218,10 @@ class Source(ABC):
         """Return a value that changes when files of the rows are written or replaced.
 
         A continuous loop compares the value from before it has read the first batches of an epoch
-        with the value at the beginning of the epoch. By default, there are no files. Any thread may
-        call this.
+        with the value at the beginning of the epoch. If changes cannot be known, the value equals
+        no other one. By default, there are no files. Any thread may call this.
         """
         return ()
-
-    def is_mapped_for_writing(self) -> bool:
-        """Return whether the program has mapped a file of the rows for writing.
-
-        It may then write rows without a new ``rows_version``. Any thread may call this.
-        """
-        return False
 
     @property
     def may_open_ahead(self) -> bool:
@@ -256,4 +249,15 @@ class Source(ABC):
 
     def stop(self) -> None:
         """Make no more samples, because the loop has ended. Any thread may call this."""
+        return
+
+    def rewind(self, n_requested: int) -> None:
+        """Undo what making later batches has changed in objects of the user.
+
+        It is called when the loop has ended, and no thread makes batches.
+
+        Args:
+            n_requested: Number of batches of the epoch that the training loop has requested. The
+                end of the epoch counts as one.
+        """
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 from pinfeed.errors import ArgumentError
@@ -17,7 +17,6 @@ from pinfeed.pipeline.sources.sample_source import (
     BegunBatches,
     SampleMaker,
     SampleThreads,
-    batch_reader,
     with_sample_readers,
 )
 from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
@@ -52,13 +51,10 @@ class ThreadedLoaderSource(LoaderSource):
         _check_loader(loader)
         self.n_threads = n_threads
         self.skipped = skipped
-        # Without a sampler of batches, the items of the dataset are batches.
-        self._are_items_batches = loader.batch_sampler is None
-        # The error of a whole batch would not say which samples to leave out.
-        read_batch = None
-        if not self._are_items_batches and skipped is None:
-            read_batch = batch_reader(loader.dataset)
-        self._read_batch = read_batch
+        # Makes a whole batch in one call; None if a call makes one sample.
+        self._read_batch = loader.dataset.__getitem__
+        if loader.batch_sampler is not None:
+            self._read_batch = batch_reader(loader.dataset)
         self._seed = 0
         # Number of samples of the epoch so far.
         self._n_drawn = 0
@@ -70,9 +66,7 @@ class ThreadedLoaderSource(LoaderSource):
 
     def schedule(self, schedule: PrefetchSchedule) -> PrefetchSchedule:
         """Return a schedule with enough reader threads to keep all threads busy."""
-        size = 1
-        if not self._are_items_batches and self._read_batch is None:
-            size = self.loader.batch_size or 1
+        size = (self.loader.batch_size or 1) if self._read_batch is None else 1
         return with_sample_readers(schedule, self.n_threads, size)
 
     def begin(self) -> None:
@@ -96,6 +90,10 @@ class ThreadedLoaderSource(LoaderSource):
         self._number += 1
         return next_batch(batches)
 
+    def _may_fill_again(self) -> bool:
+        # The loader's iterator returns indices.
+        return False
+
     @property
     def _draw(self) -> Callable[[Any], BatchThunk]:
         # Thunks always call ``host_transform``.
@@ -106,7 +104,8 @@ class ThreadedLoaderSource(LoaderSource):
         from torch.utils.data import default_collate
 
         collate = self.loader.collate_fn
-        if self._are_items_batches:
+        read = self._read_batch or self.loader.dataset.__getitem__
+        if self._read_batch is not None:
             indices = [batch]
             collate = functools.partial(_collate_only, collate)
         else:
@@ -116,8 +115,7 @@ class ThreadedLoaderSource(LoaderSource):
                 collate = None
         keys = range(self._n_drawn, self._n_drawn + len(indices))
         self._n_drawn += len(indices)
-        read = self.loader.dataset.__getitem__
-        maker = SampleMaker(read, None, self._seed, True, self._read_batch)
+        maker = SampleMaker(read, None, self._seed, reproducible=True)
         if collate is not None:
             collate = maker.collating(collate, self._epoch, keys)
         samples = SampleBatch(
@@ -125,7 +123,6 @@ class ThreadedLoaderSource(LoaderSource):
             len(indices),
             collate,
             None if self.skipped is None else self.skipped.of(self._epoch, indices),
-            in_one_call=self._read_batch is not None,
         )
         self._batches.begin(samples, self._workers, self.n_threads)
         if self.host_transform is None and self.fetch is None:
@@ -160,6 +157,17 @@ class ThreadedLoaderSource(LoaderSource):
     def _draws(self, batches: Iterator[Any]) -> Generator[BatchThunk, None, None]:
         with self.threads.running() as self._workers:
             yield from super()._draws(batches)
+
+
+def batch_reader(dataset: Any) -> Callable[[list[Any]], Sequence[Any]] | None:
+    """Return the ``__getitems__`` of a dataset; None if it reads one item at a time."""
+    from torch.utils.data import Subset
+
+    # A Subset passes the indices on, and otherwise reads one item after the other.
+    inner = dataset
+    while type(inner) is Subset:
+        inner = inner.dataset
+    return dataset.__getitems__ if getattr(inner, "__getitems__", None) else None
 
 
 def _collate_only(collate: Callable[[Any], Any], samples: list[Any]) -> Any:

@@ -92,15 +92,22 @@ def _check_body(body: Mapping[str, Any]) -> None:
             raise ValueError("a value is missing")
 
 
-def check_file(path: pathlib.Path, expected: Mapping[str, Any]) -> None:
+def check_file(
+    path: pathlib.Path, expected: Mapping[str, Any], *, is_read_next: bool = False
+) -> None:
     """Check that a file has the size and the checksums of its manifest.
+
+    Args:
+        path: The file.
+        expected: Size and checksums.
+        is_read_next: Whether the file is read again soon, so that it stays in the page cache.
 
     Raises:
         CheckpointError: If the size or a checksum differs, or the file cannot be read.
     """
     try:
         size = os.stat(path).st_size
-        found = checksums(str(path)) if size == expected["bytes"] else []
+        found = checksums(str(path), is_read_next=is_read_next) if size == expected["bytes"] else []
     except (OSError, ValueError) as error:
         # A ValueError means that no file can have this name.
         raise CheckpointError(f"{path} cannot be read: {described(error)}") from error

@@ -180,8 +180,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 f"{'; '.join(self._existing)} existed before the optimizer was made, and is "
                 "unchanged; expected checkpoint.resume, which replaces the state, before the "
                 "optimizer is used; to start with new state, give the table overwrite=True or "
-                "remove the file; to use the existing state, give as state= a function that opens "
-                "it: NpyStore(..., mode='r+')"
+                "remove the file"
             )
 
     def parameters(self) -> list[nn.Parameter]:

@@ -263,7 +263,7 @@ def fill_store(store: Store, fill: Fill, name: str) -> None:
     with torch.no_grad(), contextlib.ExitStack() as stack:
         if isinstance(store, ArrayStore) and store.writable:
             array = store.array
-        elif isinstance(store, NpyStore) and store.writable:
+        elif isinstance(store, NpyStore) and store.can_be_one_array:
             array = stack.enter_context(store.mapped())
         else:
             raise StoreError(

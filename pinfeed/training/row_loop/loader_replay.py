@@ -65,7 +65,7 @@ class LoaderReplay:
 
     def _captured(self) -> dict[str, Any]:
         """Return the present state of all generators from which the loader may draw."""
-        own = [generator.get_state() for generator in rng_state.generators(self._source.loader)]
+        own = [rng_state.state_of(one) for one in rng_state.own_generators(self._source.loader)]
         return {**rng_state.capture(), "loader": own}
 
     def _replay(self, n_done: int, *, finish: bool) -> None:
@@ -75,9 +75,9 @@ class LoaderReplay:
             n_done: Number of batches that were done.
             finish: Whether to exhaust the loader, because the whole epoch was done.
         """
-        generators = rng_state.generators(self._source.loader)
+        generators = rng_state.own_generators(self._source.loader)
         for generator, state in zip(generators, self._generators["loader"], strict=True):
-            generator.set_state(state)
+            rng_state.set_state(generator, state)
         with rng_state.replayed(self._generators):
             self._source.begin()
             self._source.skip(n_done)

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from pinfeed.devices import is_cpu
 from pinfeed.devices.device import Device
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base_feeder import LoopOptions, T_co
@@ -48,7 +49,8 @@ class RowLoop(LoaderFeeder[T_co]):
         loader: Iterable of batches on the host.
         tables: The tables, with their optimizers.
         config: A ``pinfeed.Config`` with memory limits. With None, the free memory is the limit.
-        depth: Number of batches to prefetch. With None, the loop measures which depth is faster.
+        depth: Number of batches to prefetch. None is 2 on a GPU and with sharded tables, and 0 on
+            the CPU, where no copy needs to be hidden.
         look_ahead: Number of later batches that caches know. None is the default.
         device: Target device, as the user named it.
         route: Route of rows of page-locked stores to a GPU. None is the faster one.
@@ -83,15 +85,14 @@ class RowLoop(LoaderFeeder[T_co]):
         self._tables = tables
         self._stores = [store for used in tables for store in used.stores]
         is_sharded = any(used.sharded is not None for used in tables)
-        # Ranks need the same depth, and a verified loop is slow at any depth.
-        measures_depth = depth is None and not verify and not is_sharded
-        depth = DEFAULT_DEPTH if depth is None else depth
+        if depth is None:
+            # On the CPU, no copy needs to be hidden. Ranks also exchange rows ahead.
+            depth = DEFAULT_DEPTH if is_sharded or not is_cpu(device) else 0
         schedule = PrefetchSchedule(
             depth,
             n_readers=n_id_readers(depth),
             writes=not any(used.reads for used in tables),
             has_caches=any(used.table.device_cache is not None for used in tables),
-            measures_depth=measures_depth,
         )
         schedule = options.in_threads(schedule, are_readers=True)
         if schedule.n_transform_threads > 1:
@@ -169,7 +170,6 @@ class RowLoop(LoaderFeeder[T_co]):
             "direct" if is_direct else "staged",
             cache_allocations(caches, self._device),
             notes=(*[self._route] * bool(self._route), *notes),
-            measures_depth=self._schedule.measures_depth,
             n_transform_threads=self._schedule.n_transform_threads,
         )
         return self._transforms.with_measured(plan, unified=self._device.unified)

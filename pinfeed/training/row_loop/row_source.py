@@ -80,6 +80,7 @@ class TableRowSource(LoaderSource):
         super().__init__(loader)
         self._tables = tables
         self._look_ahead = look_ahead
+        self.n_ahead = look_ahead
         self._ranks = ranks
         self.caches: Sequence[RowCache | None] = [None] * len(tables)
         """For each table, the cache of its rows on the device; None for a table without one."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -270,6 +271,7 @@ class TableSession:
         for used in self._tables:
             used.reserve(self)
         self._state = State.RESERVED
+        self._runner.finish_step = functools.partial(self._finish_batch, check=False)
 
     def _bind(self, lent: LentBatch) -> Any:
         """Lend the rows of a batch to the tables, and return the loader's batch.
@@ -295,11 +297,13 @@ class TableSession:
         return batch.data
 
     def _finish_batch(self, *, check: bool) -> None:
-        """Write the current batch back, and take its rows from the tables.
+        """Write the current batch back, if any, and take its rows from the tables.
 
         Args:
             check: Whether to raise the error of an earlier write-back that failed.
         """
+        if self._batch is None:
+            return
         # Each call runs even if the previous one fails.
         try:
             self._end_evaluation()
@@ -397,3 +401,4 @@ class TableSession:
         self._stream = None
         self._reference = None
         self._thread = None
+        self._runner.finish_step = None

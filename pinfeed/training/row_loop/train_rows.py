@@ -109,9 +109,8 @@ def train_rows(
             because the rows of the batches need the rest. With None, the free memory is the limit.
             Its ``depth`` is used if the argument ``depth`` is None.
         depth: Number of batches to prefetch, at most 1,024. 0 is the synchronous loop, in which the
-            training loop itself requests batches and ids. With None, the loop times some batches
-            with 2 batches prefetched and some in the synchronous loop, and keeps the faster one.
-            ``depth_reason`` names it. With ``verify`` or sharded tables, None is 2.
+            training loop itself requests batches and ids. None is 2 on a GPU and with sharded
+            tables, and 0 on the CPU, where no copy needs to be hidden.
         look_ahead: Number of later batches that the caches of tables know when they decide which
             rows of a batch to keep. The loop requests these batches from the loader in advance, and
             keeps them in host memory. With a larger number, slightly fewer rows are copied. None is
@@ -252,8 +251,7 @@ def read_rows(
             of a batch on the host, as for ``train_rows``.
         config: A ``pinfeed.Config`` with memory limits, which bound the caches of tables, as for
             ``train_rows``.
-        depth: Number of batches to prefetch. 0 is the synchronous loop. With None, the loop
-            measures which is faster, as for ``train_rows``.
+        depth: Number of batches to prefetch; None as for ``train_rows``.
         look_ahead: Number of later batches that the caches of tables know, as for ``train_rows``.
         device: Target device, as for ``Feeder``.
         route: Route of rows of page-locked (pinned) stores to a GPU, as for ``Feeder``.

@@ -227,6 +227,23 @@ def test_the_state_of_a_table_in_a_file_is_next_to_it(tmp_path: Path) -> None:
     table.close()
 
 
+def test_the_files_of_a_table_stay_if_the_folder_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    table = HostEmbedding(N, DIM, store="users.npy")
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir("run")
+    optimizer = RowOptimizer(Adam, [table])
+    for ids in train_rows(batches(), {table: itself}, optimizer=optimizer):
+        simple(optimizer, table, ids)
+    optimizer.close()
+    table.close()
+    names = ["run", "users.exp_avg.npy", "users.exp_avg_sq.npy", "users.npy"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert not list((tmp_path / "run").iterdir())
+
+
 def test_stores_of_state_are_checked() -> None:
     table = HostEmbedding(N, DIM, name="users")
     for make in (

@@ -1,0 +1,5 @@
+"""Fixtures for this directory."""
+
+from support.small_disk import small_disk
+
+__all__ = ["small_disk"]

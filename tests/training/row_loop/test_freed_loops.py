@@ -1,0 +1,55 @@
+"""Loops over train_rows that the garbage collector ends."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from pinfeed import HostEmbedding, PinnedStore, RowOptimizer, train_rows
+
+STEPS = 3
+
+
+class Run:
+    """A training run in a reference cycle, as in most trainers."""
+
+    def __init__(self, table: HostEmbedding, **options: Any) -> None:
+        self.table = table
+        self.optimizer = RowOptimizer(torch.optim.SGD, [table], lr=0.1)
+        ids = [torch.tensor([i, i + 1]) for i in range(10)]
+        self.loop = train_rows(
+            ids, {table: lambda x: x}, optimizer=self.optimizer, device="cpu", **options
+        )
+        self.batches = iter(self.loop)
+        self.callbacks = [self.step]
+
+    def step(self) -> None:
+        self.table(next(self.batches)).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("keeps_table", [True, False])
+@pytest.mark.parametrize("options", [{}, {"depth": 0}, {"depth": 2}, {"depth": 2, "look_ahead": 1}])
+def test_the_last_step_counts_if_a_cycle_of_references_is_freed(
+    options: dict[str, Any], keeps_table: bool
+) -> None:
+    store = PinnedStore.zeros((11, 2), pin=False)
+    cache = 64 if "look_ahead" in options else None
+    table = HostEmbedding(11, 2, name="items", store=store, device_cache=cache)
+    run = Run(table, **options)
+    for _ in range(STEPS):
+        run.step()
+    # The threads of the loop are freed together with a table that only the run has.
+    kept = [table] if keeps_table else []
+    del run, table
+    gc.collect()
+    wanted = torch.zeros(11)
+    for i in range(STEPS):
+        wanted[i : i + 2] -= 0.1
+    assert torch.equal(torch.as_tensor(store.array)[:, 0], wanted)
+    for table in kept:
+        # The table is free for another loop.
+        Run(table).step()
+    gc.collect()
