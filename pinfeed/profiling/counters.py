@@ -81,12 +81,6 @@ class Counters:
         if self.timeline is not None:
             self.timeline.begin(self.requested_s, depth)
 
-    def change_depth(self, depth: int) -> None:
-        """Note that the running loop prefetches another number of batches from now on."""
-        self.counts.depth = depth
-        if self.timeline is not None:
-            self.timeline.change_depth(self.now(), depth)
-
     def request(self) -> None:
         """Begin a request for a batch. A second call does nothing."""
         if self._is_requesting:

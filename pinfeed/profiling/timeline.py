@@ -125,7 +125,8 @@ class Timeline:
         if self._loop < 0:
             self._zero_s = now
         self._loop += 1
-        self.change_depth(now, depth)
+        if not self._depths or self._depths[-1][1] != depth:
+            self._depths.append((now, depth))
 
     @property
     def loop(self) -> int:
@@ -140,11 +141,6 @@ class Timeline:
             yield
         finally:
             del self._of_thread.loop
-
-    def change_depth(self, now: float, depth: int) -> None:
-        """Record the depth of the running loop from now on."""
-        if not self._depths or self._depths[-1][1] != depth:
-            self._depths.append((now, depth))
 
     def add(
         self,

@@ -46,7 +46,7 @@ def test_feeders_have_a_repr_of_one_line(tmp_path: Path) -> None:
     loader = DataLoader(Hidden(torch.zeros(8, 2)), batch_size=2)
     assert (
         repr(wrap_loader(loader, device="cpu"))
-        == "<LoaderFeeder: a DataLoader, batches of 2 on cpu, depth=2, not measured yet>"
+        == "<LoaderFeeder: a DataLoader, batches of 2 on cpu, depth=0>"
     )
     assert (
         repr(wrap_loader([1, 2], device="cpu", depth=0))
@@ -54,8 +54,7 @@ def test_feeders_have_a_repr_of_one_line(tmp_path: Path) -> None:
     )
     table = pinfeed.HostEmbedding(10_000, 8, name="users")
     assert repr(pinfeed.train_rows(loader, {table: lambda batch: batch[0]}, device="cpu")) == (
-        "<RowLoop: a DataLoader, with rows of users (10,000, 8); batches on cpu, depth=2, not "
-        "measured yet>"
+        "<RowLoop: a DataLoader, with rows of users (10,000, 8); batches on cpu, depth=0>"
     )
     reading = {"read_input": lambda i: [i], "get_output": lambda i: [i], "device": "cpu"}
     assert repr(wrap_readers(range(100), range(100), batch_size=4, **reading)) == (
