@@ -32,7 +32,6 @@ from pinfeed.feeders.endless import endless
 from pinfeed.feeders.feeder import Feeder
 from pinfeed.feeders.reader_feeder import wrap_readers
 from pinfeed.feeders.replay_buffer import ReplayBuffer
-from pinfeed.feeders.restartable import restartable
 from pinfeed.feeders.wrap_loader import wrap_loader
 from pinfeed.memory.plan import Plan
 from pinfeed.memory.units import GiB, KiB, MiB
@@ -153,7 +152,6 @@ __all__ = [
     "estimate",
     "mean_and_std",
     "read_rows",
-    "restartable",
     "rows",
     "source_ids",
     "train_rows",

@@ -12,7 +12,7 @@ from support.programs import Programs
 from torch.utils.data import DataLoader, TensorDataset
 
 import pinfeed
-from pinfeed import ArrayStore, Config, Feeder, devices, restartable, wrap_loader
+from pinfeed import Config, Feeder, devices, wrap_loader
 
 
 def run(program: str) -> str:
@@ -120,12 +120,6 @@ def test_dir_of_a_wrapped_loader_has_what_it_asks_the_loader_for() -> None:
         assert {"stats", "batch_sampler", "num_workers"} <= set(dir(feeder))
         assert "state_dict" not in dir(feeder)
         assert all(hasattr(feeder, name) for name in dir(feeder) if name != "timeline")
-
-
-@pytest.mark.parametrize("name", ["plan", "stats", "state_dict", "end"])
-def test_dir_of_a_restartable_has_what_the_feeder_has(name: str) -> None:
-    with Feeder(ArrayStore(np.zeros((4, 2))), batch_size=2) as feeder:
-        assert name in dir(restartable(feeder))
 
 
 def test_import_is_quick_and_loads_no_framework() -> None:

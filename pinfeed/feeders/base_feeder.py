@@ -11,7 +11,6 @@ from pinfeed.devices import resolve
 from pinfeed.devices.device import Device
 from pinfeed.errors import ArgumentError
 from pinfeed.memory.host import trim_heap
-from pinfeed.pipeline.active_run import Again
 from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.loop_transforms import NO_TRANSFORMS, LoopTransforms
 from pinfeed.pipeline.schedule import PrefetchSchedule
@@ -20,7 +19,6 @@ from pinfeed.pipeline.sources.source import Source
 from pinfeed.profiling.stats import FeederStats
 from pinfeed.profiling.timeline import Timeline
 from pinfeed.validation.arguments import (
-    check_choice,
     check_flag,
     check_function,
     check_seed,
@@ -234,11 +232,10 @@ class LoopOptions:
     """Arguments of every loop over batches: how it ends, what it records, and its transforms.
 
     Raises:
-        ArgumentError: If a flag is not a bool, a function is not callable, ``again`` is neither
-            ``"end"`` nor ``"refuse"``, or ``transform_threads`` is invalid.
+        ArgumentError: If a flag is not a bool, a function is not callable, or
+            ``transform_threads`` is invalid.
     """
 
-    again: Again
     progress: bool
     timeline: bool
     host_transform: Callable[..., Any] | None = None
@@ -253,7 +250,6 @@ class LoopOptions:
     def __post_init__(self) -> None:
         check_flag(self.progress, "progress")
         check_flag(self.timeline, "timeline")
-        check_choice(self.again, "again", ("end", "refuse"))
         check_function(self.host_transform, "host_transform")
         check_function(self.device_transform, "device_transform")
         n_threads = check_transform_threads(self.transform_threads, self.host_transform)
@@ -353,7 +349,6 @@ class LoopOptions:
             capacity=capacity,
             progress=self.progress,
             timeline=self.timeline,
-            again=self.again,
             transforms=transforms,
             continuous=bool(self.continuous),
         )

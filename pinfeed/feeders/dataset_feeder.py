@@ -64,7 +64,6 @@ def wrap_dataset(
     reproducible: bool = True,
     depth: int | None = None,
     device: Any = "auto",
-    again: Literal["end", "refuse"] = "end",
     progress: bool = False,
     timeline: bool = False,
     continuous: bool | None = None,
@@ -140,13 +139,12 @@ def wrap_dataset(
         depth: Number of batches to prefetch, at most 1,024; 0 is the synchronous loop. None is
             ``config.depth``, or 2.
         device: Target device, as for ``Feeder``.
-        again: Rule for a loop that begins before an older loop has ended, as for ``Feeder``.
         progress: Whether to show a progress bar.
         timeline: Whether to record how long each stage of each batch takes.
         continuous: Whether threads make the first batches of the next epoch before an epoch ends,
-            so that its loop begins without a pause. None does so with ``again="end"``. Between
-            epochs, threads and up to ``depth`` batches stay until ``close``. Give False if the
-            dataset or a function changes between epochs.
+            so that its loop begins without a pause. Give False if the dataset or a function changes
+            between epochs. Between epochs, threads and up to ``depth`` batches stay until
+            ``close``.
 
     Raises:
         ArgumentError: If an argument is invalid, two arguments conflict, the dataset has no items
@@ -170,12 +168,10 @@ def wrap_dataset(
     if depth is None:
         depth = DEFAULT_DEPTH if config is None or config.depth is None else config.depth
     if continuous is None:
-        continuous = again == "end" and depth > 0
+        continuous = depth > 0
     if on_error == "skip":
         device_transform = SkippedSamples.passing(device_transform)
-    options = LoopOptions(
-        again, progress, timeline, None, device_transform, seed, continuous=continuous
-    )
+    options = LoopOptions(progress, timeline, None, device_transform, seed, continuous=continuous)
     options.require_continuous(depth)
     # The error of a whole batch would not say which samples to leave out.
     read_batch = None if on_error == "skip" else batch_reader(dataset)

@@ -114,11 +114,6 @@ class Feeder(ResumableFeeder[T_co]):
         verify: Compare each batch with its rows in the stores before the loop receives it, and
             raise VerificationError if anything but ``write_back`` has changed them. This reads
             every row twice and waits for write-backs.
-        again: Rule for a loop that begins before an older loop over this feeder has ended. With
-            ``"end"``, the older loop ends as by ``break``, and ``next()`` of its iterator raises
-            ClosedError. With ``"refuse"``, the new loop raises ClosedError instead. The rule also
-            holds for ``set_epoch`` and ``load_state_dict``. A loop in another thread is never
-            ended.
         progress: Show a progress bar.
         timeline: Record how long each stage of each batch takes, and name the stages for GPU
             profilers.
@@ -137,10 +132,10 @@ class Feeder(ResumableFeeder[T_co]):
             lock. None is one thread. The synchronous loop has no threads.
         continuous: Whether the first batches of the next epoch are read before an epoch ends, so
             that its loop begins without a pause. None does so if an order of ``pinfeed.rows`` draws
-            rows of read-only files, without transforms, with ``again="end"``. A file that has
-            changed between two epochs is read again. True promises that rows, transforms and orders
-            do not change between epochs. Loops with writes are never continuous. Between epochs,
-            threads and up to ``depth`` batches stay until ``close``.
+            rows of read-only files, without transforms. A file that has changed between two epochs
+            is read again. True promises that rows, transforms and orders do not change between
+            epochs. Loops with writes are never continuous. Between epochs, threads and up to
+            ``depth`` batches stay until ``close``.
 
     Raises:
         ArgumentError: If an argument is invalid, two arguments conflict, or ``seed`` is given
@@ -226,7 +221,6 @@ class Feeder(ResumableFeeder[T_co]):
         depth: int | None = None,
         device: Any = "auto",
         route: str | None = None,
-        again: Literal["end", "refuse"] = "end",
         progress: bool = False,
         timeline: bool = False,
         host_transform: Callable[..., Any] | None = None,
@@ -239,7 +233,6 @@ class Feeder(ResumableFeeder[T_co]):
         depth = check_optional_depth(depth)
         selection = RowSelection(batch_size, config, rows, shuffle, seed, drop_last, ranks)
         options = LoopOptions(
-            again,
             progress,
             timeline,
             host_transform,
@@ -386,8 +379,7 @@ class Feeder(ResumableFeeder[T_co]):
         if options.continuous is None:
             # Files show whether they have changed; arrays and functions of the user do not.
             continuous = (
-                options.again == "end"
-                and not options.has_transforms
+                not options.has_transforms
                 and not self._verify
                 and is_repeatable(rows)
                 and tree.only_reads_files

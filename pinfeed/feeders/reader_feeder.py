@@ -47,7 +47,6 @@ def wrap_readers(
     seed: int = 0,
     drop_last: bool = False,
     ranks: Ranks | Literal["pad", "drop", "join", "all"] | None = None,
-    again: Literal["end", "refuse"] = "end",
     progress: bool = False,
     timeline: bool = False,
     continuous: bool = False,
@@ -112,7 +111,6 @@ def wrap_readers(
         seed: Seed of the shuffle, a whole number; 0 by default.
         drop_last: Whether to leave out a last batch that is not full.
         ranks: Rule by which the processes of a job share the inputs, as for ``Feeder``.
-        again: Rule for a loop that begins before an older loop has ended, as for ``Feeder``.
         progress: Whether to show a progress bar.
         timeline: Whether to record how long each stage of each batch takes.
         continuous: Whether the functions read the first batches of the next epoch before an epoch
@@ -132,7 +130,7 @@ def wrap_readers(
     n_readers = whole_number(n_readers, "n_readers", most=_MAX_READERS, note="; each is a thread")
     depth = check_depth(depth)
     selection = RowSelection(batch_size, None, None, shuffle, seed, drop_last, ranks)
-    options = LoopOptions(again, progress, timeline, continuous=continuous)
+    options = LoopOptions(progress, timeline, continuous=continuous)
     options.require_continuous(depth)
     batches = _identity_batches(len(inputs), one_read_count, selection)
     readers = [

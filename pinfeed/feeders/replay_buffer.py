@@ -234,7 +234,7 @@ class ReplayBuffer:
         """
         batch_size = whole_number(batch_size, "batch_size")
         n = None if n is None else whole_number(n, "n")
-        options = LoopOptions("end", progress, timeline, device_transform=device_transform, seed=0)
+        options = LoopOptions(progress, timeline, device_transform=device_transform, seed=0)
         has_weights = isinstance(self._draws, PrioritizedDraws)
 
         def draw() -> Draw:

@@ -116,7 +116,7 @@ class SamplePlanner:
         same = dataclasses.replace(self.samples, maker=maker, n_threads=0, skipped=None)
         threads = SampleThreads(self.device.worker, 0)
         source = SampleSource(same, OrderBatches(sequential(), n, n), threads)
-        runner = LoopOptions("refuse", progress=False, timeline=False).runner(
+        runner = LoopOptions(progress=False, timeline=False).runner(
             source, self.device, PrefetchSchedule(0), self.transforms
         )
         what = "with the first sample, for the plan"

@@ -101,7 +101,7 @@ def _run(
     ragged = [RaggedReads.direct(one) for one in tree.ragged]
     batches = OrderBatches(sequential(), n_rows, n_rows, False)
     source = RowSource(tree.stores, reads, tree.rebuild, batches, ragged)
-    options = LoopOptions("refuse", progress=False, timeline=False)
+    options = LoopOptions(progress=False, timeline=False)
     runner = options.runner(source, device, PrefetchSchedule(0), transforms)
     what = f"in a trial with the first {n_rows} rows, for the limits of config"
     took, peak_nbytes = run_trial(runner, device, transforms, what)

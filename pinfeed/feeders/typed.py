@@ -9,7 +9,6 @@ import numpy.typing as npt
 import torch
 
 from pinfeed.memory.limits import MemoryLimits
-from pinfeed.pipeline.active_run import Again
 from pinfeed.rows.orders import Order
 from pinfeed.rows.ranks import Ranks
 from pinfeed.stores.store import Store
@@ -39,7 +38,6 @@ class LoopArguments(TypedDict, total=False):
 
     device: Any
     depth: int | None
-    again: Again
     progress: bool
     timeline: bool
     transform_threads: int | None

@@ -99,7 +99,6 @@ def wrap_loader(
     depth: int | None = None,
     fetch: Mapping[Any, tuple[Any, Any]] | None = None,
     config: MemoryLimits | None = None,
-    again: Literal["end", "refuse"] = "end",
     progress: bool = False,
     timeline: bool = False,
     host_transform: Callable[..., Any] | None = None,
@@ -186,7 +185,6 @@ def wrap_loader(
         config: A ``pinfeed.Config`` with memory limits for the files behind ``fetch``; half of a
             limit is reserved for the batches. None is the free memory. Its ``depth`` is used if
             ``depth`` is None.
-        again: Rule for a loop that begins before an older loop has ended, as for ``Feeder``.
         threads: Number of threads that make the samples of a DataLoader, each computing with one
             torch thread, as for ``wrap_dataset``. None leaves them to the loader.
         on_error: Effect of an error of a batch in the loader, a function, ``fetch`` or the copy to
@@ -220,7 +218,7 @@ def wrap_loader(
     if on_error == "skip":
         device_transform = SkippedSamples.passing(device_transform)
     options = LoopOptions(
-        again, progress, timeline, host_transform, device_transform, seed, transform_threads
+        progress, timeline, host_transform, device_transform, seed, transform_threads
     )
     options.require_generator_for_seed()
     check_choice(on_error, "on_error", ("raise", "next", "skip"))

@@ -11,13 +11,9 @@ import threading
 import weakref
 from collections.abc import Generator, Iterator
 from types import GeneratorType
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from pinfeed.errors import ClosedError
-from pinfeed.pipeline.abandoned import is_abandoned
-
-Again = Literal["end", "refuse"]
-"""Rule for a loop that begins before another loop over the same feeder has ended."""
 
 
 def is_suspended(generator: GeneratorType[Any, None, None]) -> bool:
@@ -94,21 +90,6 @@ class ActiveRun:
         generator.throw(_RunEnded)
         self._reason = reason
         return True
-
-    def leave_abandoned(self, message: str) -> None:
-        """End the run, if no code can continue it.
-
-        Args:
-            message: Message of the error.
-
-        Raises:
-            ClosedError: If some code can continue the run.
-        """
-        assert self._generator is not None
-        if not is_abandoned(self._generator):
-            raise ClosedError(message)
-        if (generator := self.generator()) is not None:
-            generator.close()
 
     def _iterate(self, batches: Generator[Any, None, None]) -> Generator[Any, None, None]:
         self._thread = threading.get_ident()

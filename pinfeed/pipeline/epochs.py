@@ -17,7 +17,6 @@ from pinfeed.devices.device import Device, Tensor
 from pinfeed.errors import ArgumentError, ClosedError
 from pinfeed.pipeline.active_run import (
     ActiveRun,
-    Again,
     ContinuingIterator,
     KeptError,
     is_suspended,
@@ -42,19 +41,12 @@ T = TypeVar("T")
 
 logger = logging.getLogger("pinfeed")
 
-_IS_RUNNING = {
-    "refuse": (
-        "a loop over this feeder is running, because the program still holds its iterator; close() "
-        'that iterator, make a second feeder, or give again="end", so that each loop ends the one '
-        "before; feeder.close() also ends the loop, but closes the feeder for good"
-    ),
-    "end": (
-        "a loop over this feeder is running in another thread, or is waiting for a batch; end that "
-        "loop first, or make a second feeder"
-    ),
-}
-"""Errors of a loop that may not begin, by the feeder's ``again``."""
-_ENDED = 'this loop was ended {}, or give again="refuse" to raise an error there instead'
+_IS_RUNNING = (
+    "a loop over this feeder is running in another thread, or is waiting for a batch; end that "
+    "loop first, or make a second feeder"
+)
+"""Error of a loop that may not begin."""
+_ENDED = "this loop was ended {}"
 """Error of an iterator after its loop was ended."""
 
 
@@ -70,7 +62,6 @@ class EpochRunner:
         capacity: Bytes of each part of a full batch; empty if they are unknown.
         progress: Whether to show a progress bar.
         timeline: Whether to record a timeline.
-        again: ``"end"`` if a new run ends the running one, ``"refuse"`` if it raises an error.
         transforms: The transforms.
         continuous: Whether loops that only read may read the next epoch before one ends.
     """
@@ -84,13 +75,11 @@ class EpochRunner:
         capacity: Sequence[int],
         progress: bool,
         timeline: bool,
-        again: Again,
         transforms: LoopTransforms = NO_TRANSFORMS,
         continuous: bool = False,
     ) -> None:
         self.source = source
         self._continuous = continuous
-        self._again = again
         self._schedule = schedule
         # Number of batches that the running or the last loop prefetches.
         self._depth = schedule.depth
@@ -204,7 +193,7 @@ class EpochRunner:
         self._require_open()
         how = "when another loop over its feeder began; make a second feeder for the other loop"
         if not self._try_to_end(_ENDED.format(how)):
-            self._active.leave_abandoned(_IS_RUNNING[self._again])
+            raise ClosedError(_IS_RUNNING)
 
     def leave(self, reason: str) -> None:
         """End the last run, which this thread iterates over, as ``break`` does.
@@ -425,7 +414,7 @@ class EpochRunner:
             )
 
     def _try_to_end(self, reason: str) -> bool:
-        """End the last run if ``again`` permits it; return whether no run remains.
+        """End the last run if possible; return whether no run remains.
 
         Args:
             reason: Error of the iterator after its run was ended.
@@ -434,7 +423,7 @@ class EpochRunner:
             self._last_loop.threads.require_not_forked()
         if not self._active.is_running:
             return True
-        return self._again == "end" and self._active.end(reason)
+        return self._active.end(reason)
 
     def _raise_failure(self) -> None:
         if self._last_loop is not None and self._last_loop.write_queue is not None:

@@ -1,4 +1,4 @@
-"""``again=``: a loop begins while an older loop over the same feeder has not ended."""
+"""A loop begins while an older loop over the same feeder has not ended."""
 
 import gc
 import threading
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 N = 20
 SIZE = 4
 N_BATCHES = 5
-ANOTHER = r'another loop over its feeder began; make a second feeder .*again="refuse"'
+ANOTHER = "another loop over its feeder began; make a second feeder"
 
 
 def rows_loop(**options: Any) -> Any:
@@ -196,9 +196,3 @@ def test_a_loop_that_waits_for_a_batch_is_not_ended() -> None:
         assert next(batches) == 0
         with pytest.raises(ClosedError, match=r"is running .*is waiting for a batch"):
             next(batches)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_again_is_checked(kind: str) -> None:
-    with pytest.raises(ArgumentError, match="again='restart': expected 'end' or 'refuse'"):
-        KINDS[kind](device="cpu", again="restart")

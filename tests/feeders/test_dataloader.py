@@ -30,7 +30,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from pinfeed import errors, restartable, wrap_loader
+from pinfeed import errors, wrap_loader
 from pinfeed.tensors.numpy_torch import NUMPY
 
 __all__ = ["queues_closed"]
@@ -263,7 +263,7 @@ def test_attributes_are_the_loaders() -> None:
     with pytest.raises(ValueError, match="batch_size attribute should not be set after"):
         loader.batch_size = 7
     with pytest.raises(ValueError, match="dataset attribute should not be set after"):
-        restartable(loader).dataset = []
+        loader.dataset = []
     with pytest.raises(AttributeError):
         loader.plan = None  # type: ignore[misc,assignment]
     loader.timeout = 3
@@ -346,17 +346,6 @@ def test_set_epoch_of_a_loader_without_set_epoch_changes_nothing() -> None:
     with wrap_loader(batches, device="cpu") as loader:
         loader.set_epoch(3)
         assert all_same(loader, batches)
-
-
-def test_set_epoch_in_the_loop_is_refused_and_not_passed_on() -> None:
-    dataset = Epochs()
-    with wrap_loader(DataLoader(dataset), device="cpu", again="refuse") as loader:
-        for _ in loader:
-            with pytest.raises(errors.ClosedError, match="set_epoch"):
-                loader.set_epoch(1)
-            break
-        loader.set_epoch(2)
-    assert dataset.told == [2]
 
 
 def test_progress(capsys: pytest.CaptureFixture[str]) -> None:

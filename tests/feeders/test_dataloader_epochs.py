@@ -187,23 +187,6 @@ def test_an_exception_in_the_training_step_leaves_nothing_behind() -> None:
     assert starts(loader) == STARTS
 
 
-def test_two_loops_at_a_time() -> None:
-    bare = DataLoader(Numbers(), batch_size=SIZE)
-    with wrap_loader(bare, device="cpu", again="refuse") as loader:
-        first = iter(loader)
-        for _ in range(2):
-            # A second loop is refused before the first has yielded a batch, and after.
-            with pytest.raises(errors.ClosedError, match="loop over this feeder is running"):
-                iter(loader)
-            next(first)
-        assert starts(first) == [8, 12]
-        assert starts(loader) == STARTS
-        with wrap_loader(bare, device="cpu") as second:
-            assert [(int(a[0]), int(b[0])) for a, b in zip(loader, second, strict=True)] == [
-                (i, i) for i in STARTS
-            ]
-
-
 def test_after_close() -> None:
     loader = wrap_loader(DataLoader(Numbers(), batch_size=SIZE), device="cpu")
     iterator = iter(loader)

@@ -142,16 +142,6 @@ def test_a_loop_that_is_collected_in_its_own_worker(where: str) -> None:
     assert table[:10].all()
 
 
-def test_a_second_loop_at_the_same_time(x: np.ndarray) -> None:
-    with Feeder(x, batch_size=10, again="refuse") as feeder:
-        loop = iter(feeder)
-        for second in (lambda: iter(feeder), feeder.batches, lambda: feeder.set_epoch(0)):
-            with pytest.raises(errors.ClosedError, match="running"):
-                second()
-        assert len(list(loop)) == 10
-        assert len(list(feeder)) == 10
-
-
 def test_a_feeder_closes_files_that_it_opened_but_no_given_store(
     x: np.ndarray, tmp_path: Path
 ) -> None:

@@ -81,8 +81,9 @@ def test_tables_on_the_cpu_are_trained_in_the_synchronous_loop() -> None:
         assert loop.plan.depth == 0
         for _ in loop:
             assert not [one for one in threading.enumerate() if one.name.startswith("pinfeed")]
-    with table_loop(device="cpu", depth=2) as loop:
-        assert loop.plan.depth == 2
+    for options in ({"depth": 2}, {"host_transform": lambda batch: batch}):
+        with table_loop(device="cpu", **options) as loop:
+            assert loop.plan.depth == 2
 
 
 def test_sharded_tables_exchange_rows_ahead() -> None:

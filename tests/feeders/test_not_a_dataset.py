@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from pinfeed import Feeder, restartable, wrap_loader, wrap_readers
+from pinfeed import Feeder, wrap_loader, wrap_readers
 
 MAKE: list[Callable[[], Any]] = [
     lambda: Feeder(np.zeros((8, 2)), batch_size=2, device="cpu"),
@@ -21,7 +21,6 @@ MAKE: list[Callable[[], Any]] = [
         batch_size=1,
         device="cpu",
     ),
-    lambda: restartable(Feeder(np.zeros((8, 2)), batch_size=2, device="cpu")),
 ]
 
 

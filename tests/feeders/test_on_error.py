@@ -15,7 +15,7 @@ from support.loaders import DEPTHS, SIZE, CopyingDevice, N, Numbers, Stream, que
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from pinfeed import ArgumentError, ArrayStore, restartable, wrap_loader
+from pinfeed import ArgumentError, ArrayStore, wrap_loader
 from pinfeed.errors import WorkerError
 
 __all__ = ["queues_closed"]
@@ -188,11 +188,6 @@ def test_the_loop_can_be_closed_like_a_generator() -> None:
             next(batches)
         batches.close()  # type: ignore[attr-defined]
         assert next(batches, None) is None
-        loop = restartable(feeder)
-        kept = iter(loop)
-        with pytest.raises(KeyError):
-            list(loop)
-        assert next(kept, None) is None
 
 
 def test_exceptions_that_end_loops_silently_are_worker_errors() -> None:

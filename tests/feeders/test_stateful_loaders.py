@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.stateful import Stateful
 
-from pinfeed import ArgumentError, ClosedError, Feeder, wrap_loader, wrap_readers
+from pinfeed import ArgumentError, Feeder, wrap_loader, wrap_readers
 
 __all__ = ["queues_closed"]
 # StatefulDataLoader calls the deprecated function.
@@ -228,15 +228,6 @@ def test_after_an_error_the_state_is_that_of_the_last_good_batch() -> None:
     assert got + torch.cat(list(loader)).tolist() == list(range(N))
 
 
-def test_a_state_is_not_loaded_while_a_loop_runs() -> None:
-    loader = wrap_loader(shuffled(0), device="cpu", again="refuse")
-    for _ in loader:
-        state = loader.state_dict()
-        with pytest.raises(ClosedError, match="load_state_dict"):
-            loader.load_state_dict(state)
-        break
-
-
 def test_an_error_of_the_loaders_state_is_raised_on_request() -> None:
     """A loop whose state is never requested continues."""
 
@@ -264,7 +255,7 @@ def test_the_state_is_taken_by_the_reader() -> None:
             threads.append(threading.current_thread().name.split("_")[0])
             return super().state_dict()
 
-    for batch in wrap_loader(Noting(range(N), batch_size=SIZE), device="cpu"):
+    for batch in wrap_loader(Noting(range(N), batch_size=SIZE), depth=2, device="cpu"):
         assert len(batch)
     assert threads == ["MainThread"] + ["pinfeed-read"] * N_BATCHES
 

@@ -17,7 +17,6 @@ from pinfeed import (
     Feeder,
     HostEmbedding,
     read_rows,
-    restartable,
     train_rows,
     wrap_loader,
     wrap_readers,
@@ -64,7 +63,7 @@ def test_other_structures_have_the_type_that_the_user_says() -> None:
 def test_the_type_of_a_feeder_may_be_named_when_it_is_made() -> None:
     with Feeder[Tensor](ROWS, batch_size=4, device="cpu") as feeder:
         batch = next(feeder.batches())
-        x = next(iter(restartable(feeder)))
+        x = next(iter(feeder))
     assert_type(batch, Batch[Tensor])
     assert_type(batch.data, Tensor)
     assert_type(x, Tensor)
@@ -81,7 +80,7 @@ def test_wrapped_loaders_keep_the_type_of_their_batches() -> None:
     table = HostEmbedding(4, 2)
     of_table = next(iter(train_rows(BATCHES, {table: 0}, device="cpu")))
     assert_type(loader, LoaderFeeder[tuple[Tensor, str]])
-    assert_type(next(iter(restartable(loader))), tuple[Tensor, str])
+    assert_type(next(iter(loader)), tuple[Tensor, str])
     assert_type(of_table, tuple[Tensor, str])
     assert type(of_table) is tuple
     assert_type(next(iter(read_rows(BATCHES, {table: 0}, device="cpu"))), tuple[Tensor, str])

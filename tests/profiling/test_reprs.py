@@ -14,7 +14,6 @@ import pinfeed
 from pinfeed import ArrayStore, Feeder, KiB, MiB, NpyStore, Plan, wrap_loader, wrap_readers
 from pinfeed.feeders.loader_feeder import LoaderFeeder
 from pinfeed.feeders.reader_feeder import ReaderFeeder
-from pinfeed.feeders.restartable import Restartable
 from pinfeed.memory.plan import Allocation
 from pinfeed.profiling.timeline import Timeline
 from pinfeed.training.row_loop.loop import RowLoop
@@ -36,7 +35,6 @@ def test_feeders_have_a_repr_of_one_line(tmp_path: Path) -> None:
             "batches of 256 rows on cpu, depth=2"
         )
         assert repr(feeder) == f"<Feeder: {shown}>"
-        assert repr(pinfeed.restartable(feeder)) == f"restartable(<Feeder: {shown}>)"
         assert repr(next(feeder.batches())) == "<Batch of 256 rows>"
     assert repr(feeder) == f"<Feeder: {shown}, closed>"
     with Feeder(
@@ -91,7 +89,6 @@ def test_a_repr_never_raises() -> None:
         LoaderFeeder,
         ReaderFeeder,
         RowLoop,
-        Restartable,
         pinfeed.Batch,
         pinfeed.RowDataset,
         Timeline,

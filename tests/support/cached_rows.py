@@ -153,7 +153,6 @@ class CachedRun:
             capacity=(),
             progress=False,
             timeline=False,
-            again="end",
         )
 
     def fed(self, device: SimDevice, depth: int) -> "CachedRun":

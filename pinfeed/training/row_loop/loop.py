@@ -49,8 +49,8 @@ class RowLoop(LoaderFeeder[T_co]):
         loader: Iterable of batches on the host.
         tables: The tables, with their optimizers.
         config: A ``pinfeed.Config`` with memory limits. With None, the free memory is the limit.
-        depth: Number of batches to prefetch. None is 2 on a GPU and with sharded tables, and 0 on
-            the CPU, where no copy needs to be hidden.
+        depth: Number of batches to prefetch. None is 2, or 0 on the CPU without sharded tables
+            and transforms, because no copy needs to be hidden.
         look_ahead: Number of later batches that caches know. None is the default.
         device: Target device, as the user named it.
         route: Route of rows of page-locked stores to a GPU. None is the faster one.
@@ -87,7 +87,8 @@ class RowLoop(LoaderFeeder[T_co]):
         is_sharded = any(used.sharded is not None for used in tables)
         if depth is None:
             # On the CPU, no copy needs to be hidden. Ranks also exchange rows ahead.
-            depth = DEFAULT_DEPTH if is_sharded or not is_cpu(device) else 0
+            has_work = is_sharded or options.has_transforms
+            depth = DEFAULT_DEPTH if has_work or not is_cpu(device) else 0
         schedule = PrefetchSchedule(
             depth,
             n_readers=n_id_readers(depth),

@@ -113,7 +113,7 @@ class LoopTable:
             self.optimizer.require_resumed()
 
     def require_free(self, *, besides: TableSession | None = None) -> None:
-        """Check that no other loop excludes this use of the rows.
+        """End other loops that exclude this use of the rows, or check that there are none.
 
         Args:
             besides: Loop that does not count.
@@ -125,6 +125,8 @@ class LoopTable:
         for other in loops_over(table, self.stores, reads=self.reads, writes=self.writes):
             if other.session is besides:
                 continue
+            if other.session is not None and not self.reads:
+                other.session.end()
             try:
                 other.require_compatible(reads=self.reads)
             except ClosedError as error:
@@ -143,8 +145,8 @@ class LoopTable:
     def require_compatible(self, *, reads: bool = False) -> None:
         """Check that the loop of this table permits another use of the rows.
 
-        It permits every use after it has ended. A loop that cannot continue is ended. Inside
-        ``evaluating()``, it permits loops that read the rows in its thread.
+        It permits every use after it has ended. Inside ``evaluating()``, it permits loops that read
+        the rows in its thread.
 
         Args:
             reads: Whether a loop over ``read_rows`` will use the rows.

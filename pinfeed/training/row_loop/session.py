@@ -27,7 +27,6 @@ from typing import Any, cast
 
 from pinfeed.devices.device import Device, Stream
 from pinfeed.errors import ClosedError
-from pinfeed.pipeline.abandoned import is_abandoned
 from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.lent_batch import LentBatch, WritableBatch
 from pinfeed.tensors.numpy_torch import version_of
@@ -38,6 +37,10 @@ from pinfeed.training.row_loop.loop_table import LoopTable, require_separate
 from pinfeed.training.row_loop.row_source import TableBatch
 from pinfeed.training.row_loop.synchronous_rows import SynchronousRows
 
+_ENDED_BY_ANOTHER = (
+    "this loop was ended when another loop over one of its tables began; loop over one after the "
+    "other"
+)
 _ENDED = (
     "this loop over read_rows was ended at the end of evaluating(), because training changes its "
     "prefetched rows; loop over the result of read_rows again in the next evaluating()"
@@ -164,16 +167,21 @@ class TableSession:
             self._write_back(copied=True, check=True)
         self._runner.drain()
 
-    def release_if_over(self) -> None:
-        """Release the tables if the loop has ended without doing so, or cannot continue.
+    def end(self) -> None:
+        """End the loop, as ``break`` does, because another one begins over one of its tables.
 
-        Interrupts can prevent a loop from releasing its tables. A loop cannot continue if only
-        tracebacks refer to its iterator.
+        A loop in another thread, or whose training step is inside ``evaluating()``, continues.
+        """
+        if not self.is_evaluating:
+            self._runner.leave(_ENDED_BY_ANOTHER)
+
+    def release_if_over(self) -> None:
+        """Release the tables if the loop has ended without doing so, as after an interrupt.
 
         Raises:
             Exception: If a write-back has failed. The original error is raised.
         """
-        if self.is_running and self._iterator is not None and not is_abandoned(self._iterator):
+        if self.is_running:
             return
         if (generator := self.iterator) is not None:
             generator.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from pinfeed.feeders.base_feeder import LoopOptions
 from pinfeed.feeders.hints import READ_LOOP_HINTS, TABLE_LOOP_HINTS
@@ -63,7 +63,6 @@ def train_rows(
     look_ahead: int | None = None,
     device: Any = "auto",
     route: str | None = None,
-    again: Literal["end", "refuse"] = "end",
     progress: bool = False,
     timeline: bool = False,
     host_transform: Callable[..., Any] | None = None,
@@ -109,8 +108,8 @@ def train_rows(
             because the rows of the batches need the rest. With None, the free memory is the limit.
             Its ``depth`` is used if the argument ``depth`` is None.
         depth: Number of batches to prefetch, at most 1,024. 0 is the synchronous loop, in which the
-            training loop itself requests batches and ids. None is 2 on a GPU and with sharded
-            tables, and 0 on the CPU, where no copy needs to be hidden.
+            training loop itself requests batches and ids. None is 2, or 0 on the CPU without
+            sharded tables and transforms, because no copy needs to be hidden.
         look_ahead: Number of later batches that the caches of tables know when they decide which
             rows of a batch to keep. The loop requests these batches from the loader in advance, and
             keeps them in host memory. With a larger number, slightly fewer rows are copied. None is
@@ -120,8 +119,6 @@ def train_rows(
         verify: Whether to compare all rows with the synchronous loop. The loop then keeps a copy of
             every row that it has used, and raises VerificationError at the first difference. Every
             batch waits for the device.
-        again: Rule for a loop that begins while an older one has not ended, as for ``Feeder``. The
-            rows of the older loop are written back.
         progress: Whether to show a progress bar.
         timeline: Whether to record what takes time in every batch.
         host_transform: Function that takes each batch of the loader and returns a batch of any
@@ -153,7 +150,6 @@ def train_rows(
         route=route,
         verify=verify,
         options=LoopOptions(
-            again,
             progress,
             timeline,
             host_transform,
@@ -207,7 +203,6 @@ def read_rows(
     look_ahead: int | None = None,
     device: Any = "auto",
     route: str | None = None,
-    again: Literal["end", "refuse"] = "end",
     progress: bool = False,
     timeline: bool = False,
     host_transform: Callable[..., Any] | None = None,
@@ -255,7 +250,6 @@ def read_rows(
         look_ahead: Number of later batches that the caches of tables know, as for ``train_rows``.
         device: Target device, as for ``Feeder``.
         route: Route of rows of page-locked (pinned) stores to a GPU, as for ``Feeder``.
-        again: Rule for a loop that begins while an older one has not ended, as for ``Feeder``.
         progress: Whether to show a progress bar.
         timeline: Whether to record what takes time in every batch.
         host_transform: Function that takes each batch of the loader, as for ``train_rows``.
@@ -282,7 +276,6 @@ def read_rows(
         route=route,
         verify=verify,
         options=LoopOptions(
-            again,
             progress,
             timeline,
             host_transform,

@@ -241,8 +241,8 @@ def test_the_end_of_an_evaluation() -> None:
     ):
         weight.mul_(2)
     frozen = HostEmbedding.from_pretrained(table.store)
-    for read, again in ((table, "end"), (table, "refuse"), (frozen, "end")):
-        reads = read_rows(TESTS, {read: itself}, device="cpu", depth=2, again=again)
+    for read in (table, frozen):
+        reads = read_rows(TESTS, {read: itself}, device="cpu", depth=2)
         with loop.evaluating():
             held = iter(reads)
             next(held)
