@@ -17,18 +17,16 @@ def trace(
     spans: Sequence[Span],
     start_s: float,
     end_s: float,
-    depths: Sequence[tuple[float, int]] = (),
 ) -> dict[str, Any]:
     """Return the spans between two moments as a trace.
 
-    The trace has complete events on named threads, and counters of the batches that were ready and
-    of the depth. Times are in microseconds.
+    The trace has complete events on named threads, and a counter of the batches that were ready.
+    Times are in microseconds.
 
     Args:
         spans: Spans of the whole run.
         start_s: First moment.
         end_s: Last moment.
-        depths: Every depth of the run, with its first moment.
     """
     within = clipped(spans, start_s, end_s)
     placed = list(zip(within, tracks(within), strict=True))
@@ -38,9 +36,6 @@ def trace(
         _count("batches ready", at_s, batches=count)
         for at_s, count in ready(spans)
         if start_s <= at_s <= end_s
-    ]
-    events += [
-        _count("depth", max(at_s, start_s), depth=depth) for at_s, depth in depths if at_s <= end_s
     ]
     return {"displayTimeUnit": "ms", "traceEvents": events}
 

@@ -52,8 +52,8 @@ class Timeline:
         self._of_thread = threading.local()
         self._zero_s = 0.0
         self._caches: deque[tuple[float, CacheCounts]] = deque(maxlen=most_spans)
-        # When each depth began, on the clock.
-        self._depths: list[tuple[float, int]] = []
+        # Number of batches that the last loop prefetches.
+        self._depth = 0
 
     @safe_repr
     def __repr__(self) -> str:
@@ -70,7 +70,7 @@ class Timeline:
             return None
         file = io.BytesIO()
         try:
-            plot.draw(spans, start, end, self._depth_at(end), file)
+            plot.draw(spans, start, end, self._depth, file)
         except MissingDependency:
             return None
         return file.getvalue()
@@ -99,14 +99,6 @@ class Timeline:
         return sorted(found, key=lambda span: span.start_s)
 
     @property
-    def depths(self) -> list[tuple[float, int]]:
-        """Changes of the depth, as pairs of a time and the depth from then on.
-
-        Times are in seconds since the request for the first batch.
-        """
-        return [(at_s - self._zero_s, depth) for at_s, depth in self._depths]
-
-    @property
     def caches(self) -> list[tuple[float, CacheCounts]]:
         """Rows of each batch in each table with a cache, as pairs of a time and the counts.
 
@@ -125,8 +117,7 @@ class Timeline:
         if self._loop < 0:
             self._zero_s = now
         self._loop += 1
-        if not self._depths or self._depths[-1][1] != depth:
-            self._depths.append((now, depth))
+        self._depth = depth
 
     @property
     def loop(self) -> int:
@@ -228,15 +219,10 @@ class Timeline:
                 "seconds"
             )
         if not name.endswith(".json"):
-            plot.draw(spans, start, end, self._depth_at(end), name)
+            plot.draw(spans, start, end, self._depth, name)
             return
-        made = trace(spans, start, end, self.depths)
+        made = trace(spans, start, end)
         caches = [(at_s, counts) for at_s, counts in self.caches if start <= at_s <= end]
         made["traceEvents"] += cache_events(caches)
         with open(name, "w") as file:
             json.dump(made, file)
-
-    def _depth_at(self, end_s: float) -> int:
-        """Return the depth at a time, in seconds since the request for the first batch."""
-        depths = [depth for at_s, depth in self.depths if at_s <= end_s]
-        return depths[-1] if depths else 0
