@@ -196,8 +196,8 @@ class Loop:
                 slot.tensors = []
                 self._n_lent = n_batches = len(tensors)
                 nbytes = slot.nbytes // n_batches
-                counters.read_s += slot.read_s
-                counters.source_s += slot.source_s
+                counters.counts.read_s += slot.read_s
+                counters.counts.source_s += slot.source_s
                 for i, number in enumerate(range(slot.number, slot.number + n_batches)):
                     if i and not is_unified:
                         mover.lend_next(slot, tensors[0])
