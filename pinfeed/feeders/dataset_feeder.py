@@ -219,7 +219,8 @@ class DatasetFeeder(ResumableFeeder[T_co]):
             self._plan = self._planned(first, self._transforms)
         batches = selection.batches(samples.n, self._plan)
         assert isinstance(batches, (OrderBatches, RankBatches))
-        source = SampleSource(samples, batches, SampleThreads(on.worker, samples.n_threads))
+        threads = SampleThreads(on.worker, samples.n_threads)
+        source = SampleSource(batches, threads, samples)
         schedule = samples.schedule(self._schedule, batches.batch_size)
         self._loop = options.runner(source, on, schedule, self._transforms)
 

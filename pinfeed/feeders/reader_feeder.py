@@ -14,8 +14,8 @@ from pinfeed.feeders.row_selection import RowSelection, warn_if_empty
 from pinfeed.memory.depth import check_depth
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.sources.reader_source import ReaderSource
-from pinfeed.pipeline.sources.sample_reader import SampleReader
+from pinfeed.pipeline.sources.sample_reader import ReaderSource, SampleReader
+from pinfeed.pipeline.sources.sample_source import SampleThreads
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.rank_batches import RankBatches, note_workers
 from pinfeed.rows.ranks import Ranks
@@ -62,15 +62,14 @@ def wrap_readers(
     again.
 
     ``apply_on_input_batch`` and ``apply_on_output_batch`` take an iterator over the samples of a
-    batch. They must consume all samples. The samples of one input are then collected before
-    they are passed on. The functions return arrays and tensors in any structure of tuples, lists,
-    mappings, named tuples and dataclasses, which are copied to the device. Other leaves stay
-    unchanged.
+    batch, after all of them have been read. They must consume all samples. The functions return
+    arrays and tensors in any structure of tuples, lists, mappings, named tuples and dataclasses,
+    which are copied to the device. Other leaves stay unchanged.
 
     In addition to the batches that the caller keeps, the device holds ``depth + 2`` batches. With
-    a GPU, the host holds ``depth + 1`` page-locked (pinned) batches. For the batch that is being
-    read, the host also holds the samples that the ``apply_...`` functions keep, or one sample per
-    reader without them. Memory does not grow from epoch to epoch.
+    a GPU, the host holds ``depth + 1`` page-locked (pinned) batches. The host also holds the
+    samples of one input per reader, or with an ``apply_...`` function all samples of the batch that
+    is being read. Memory does not grow from epoch to epoch.
 
     Examples:
         >>> feeder = pinfeed.wrap_readers(
@@ -177,9 +176,10 @@ class ReaderFeeder(ResumableFeeder[tuple[Any, Any]]):
     ) -> None:
         device = self._open_device(device, n_spare=len(readers) * (depth + 2))
         self._begin = begin
-        # The synchronous loop reads in the thread of the loop.
-        n_threads = min(n_readers, batches.batch_size) if depth else 1
-        source = ReaderSource(readers, batches, device.worker, n_threads)
+        # The loop's own reader thread, or the thread of the synchronous loop, reads in turn.
+        is_in_turn = min(n_readers, batches.batch_size) == 1 or not depth
+        threads = SampleThreads(device.worker, 0 if is_in_turn else n_readers)
+        source = ReaderSource(batches, threads, readers)
         self._loop = options.runner(source, device, PrefetchSchedule(depth))
 
     @safe_repr

@@ -115,7 +115,7 @@ class SamplePlanner:
         )
         same = dataclasses.replace(self.samples, maker=maker, n_threads=0, skipped=None)
         threads = SampleThreads(self.device.worker, 0)
-        source = SampleSource(same, OrderBatches(sequential(), n, n), threads)
+        source = SampleSource(OrderBatches(sequential(), n, n), threads, same)
         runner = LoopOptions(progress=False, timeline=False).runner(
             source, self.device, PrefetchSchedule(0), self.transforms
         )

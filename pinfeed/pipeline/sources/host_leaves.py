@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.pipeline.sources.sample_reader import StackedSamples
-from pinfeed.pipeline.sources.source import ArrayPart, HostBatch
-from pinfeed.stores.host_rows import CheckStop, UnreadPart, never
+from pinfeed.pipeline.sources.source import HostBatch
+from pinfeed.stores.host_rows import CheckStop, never
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.tensors.pytree import Rebuild, flatten
 
@@ -50,23 +48,6 @@ class HostLeaf:
         to_torch(out).copy_(self.host_value)
 
 
-class CopiedArray(ArrayPart):
-    """An array from a user's function, as a part of a batch.
-
-    It is copied, because the function may keep the array and fill it again.
-    """
-
-    def __init__(self, array: npt.NDArray[Any], name: str) -> None:
-        super().__init__(array)
-        self.dtype = check_dtype(array.dtype, name)
-
-    def read(self, out: npt.NDArray[Any], check_stop: CheckStop = never) -> None:
-        """Copy the array into ``out``, once."""
-        super().read(out)
-        # The array is not needed while the batch waits to be lent.
-        del self._array
-
-
 def host_batch_of(batch: Any) -> HostBatch:
     """Make a HostBatch from a loader's batch."""
     leaves, rebuild = flatten(batch)
@@ -77,30 +58,20 @@ def host_batch_of(batch: Any) -> HostBatch:
     return HostBatch(parts, rebuild, [(_n_samples(leaves), 0)])
 
 
-def host_batch_of_samples(batches: Sequence[tuple[str, Any]], n_samples: int) -> HostBatch:
-    """Join the batches of several functions in one HostBatch, which rebuilds to a tuple.
+def copied(batch: Any, name: str) -> Any:
+    """Return a batch of a user's function with copies of its arrays and CPU tensors.
+
+    The function may keep them, and fill them again. Arrays become tensors.
 
     Args:
-        batches: For each function its name, for error messages, and its batch on the host.
-        n_samples: Number of samples in each batch.
+        batch: The batch.
+        name: Name of the function in error messages.
+
+    Raises:
+        StoreError: If torch does not have the dtype of an array.
     """
-    leaves: Leaves = []
-    rebuilds: list[Rebuild] = []
-    for name, batch in batches:
-        named, rebuild = flatten(batch, name)
-        leaves += named
-        # A rebuild of the empty structure does not keep the leaves that are on the host.
-        rebuilds.append(flatten(rebuild(itertools.repeat(None)))[1])
-
-    def rebuild_all(tensors: Iterator[Any]) -> tuple[Any, ...]:
-        return tuple(rebuild(tensors) for rebuild in rebuilds)
-
-    found = [_part(leaf, name) for name, leaf in leaves]
-    parts = [part for part in found if part is not None]
-    make: Rebuild = rebuild_all
-    if len(parts) < len(leaves):
-        make = _with_kept(leaves, [part is not None for part in found], rebuild_all)
-    return HostBatch(parts, make, [(n_samples, 0)])
+    leaves, rebuild = flatten(batch, name)
+    return rebuild(iter([_copied(leaf, path) for path, leaf in leaves]))
 
 
 def _with_kept(leaves: Leaves, moves: Sequence[bool], rebuild: Rebuild) -> Rebuild:
@@ -111,25 +82,17 @@ def _with_kept(leaves: Leaves, moves: Sequence[bool], rebuild: Rebuild) -> Rebui
     )
 
 
-def _part(leaf: Any, name: str) -> UnreadPart | None:
-    """Make the part that moves a leaf to the device; None for a leaf that stays on the host."""
+def _copied(leaf: Any, name: str) -> Any:
     import torch
 
-    from pinfeed.tensors.numpy_torch import NUMPY, memory_of
+    from pinfeed.tensors.numpy_torch import to_torch
 
-    if isinstance(leaf, StackedSamples):
-        return leaf
     if isinstance(leaf, np.ndarray):
-        return CopiedArray(leaf, name)
-    is_dense = (
-        type(leaf) is torch.Tensor
-        and leaf.dtype in NUMPY
-        and leaf.layout is torch.strided
-        and not leaf.is_nested
-    )
-    if is_dense and leaf.device.type == "cpu" and not leaf.requires_grad:
-        return CopiedArray(memory_of(leaf.resolve_conj().resolve_neg()), name)
-    return HostLeaf(leaf) if callable(getattr(leaf, "to", None)) else None
+        return to_torch(np.array(leaf, check_dtype(leaf.dtype, name)))
+    is_dense = type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_nested
+    if is_dense and leaf.is_cpu and not leaf.requires_grad:
+        return leaf.clone()
+    return leaf
 
 
 def _n_samples(leaves: Leaves) -> int:

@@ -11,7 +11,6 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.errors import add_note
 from pinfeed.pipeline.sources.guarded import drop_frames, guarded
 from pinfeed.pipeline.sources.host_leaves import host_batch_of
 from pinfeed.pipeline.sources.source import Cancelled, HostBatch, OtherBatch
@@ -113,7 +112,7 @@ class SampleBatch:
         if self._layout is None:
             return self.reporting(HostBatch([], lambda tensors: NoSamples(), [(0, 0)]))
         columns = [column for column in self._layout.columns if column is not None]
-        parts = [_ColumnPart(self, (self._n, *one.shape), one.dtype) for one in columns]
+        parts = [_ColumnPart(self, self._shape(one), one.dtype) for one in columns]
         return self.reporting(HostBatch(parts, self._rebuild, self._sizes))
 
     def read(self, out: Array, check_stop: CheckStop) -> None:
@@ -264,11 +263,7 @@ class SampleBatch:
         samples = [self._samples.pop(position) for position in sorted(self._samples)]
         if not samples and self._errors:
             return NoSamples()
-        try:
-            return guarded(self._collate, samples)
-        except Exception as error:
-            add_note(error, f"in collate_fn of {len(samples)} samples")
-            raise
+        return guarded(self._collate, samples)
 
     def _collate_written(self) -> Any:
         """Return what ``default_collate`` makes, if some samples are already in their places."""
@@ -287,6 +282,10 @@ class SampleBatch:
         if self._skipped is not None:
             batch.complete = self._report
         return batch
+
+    def _shape(self, column: Any) -> tuple[int, ...]:
+        """Return the shape of a column of the batch."""
+        return (self._n, *column.shape)
 
     def _close_gaps(self) -> None:
         """Move the samples together, because some were left out."""

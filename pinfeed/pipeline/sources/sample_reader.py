@@ -1,11 +1,11 @@
-"""SampleReader: calls a user's function for an input, and checks and stacks its samples."""
+"""ReaderSource: batches of samples that a user's functions read; SampleReader calls a function."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import reprlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +14,16 @@ import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, StoreError, add_note
 from pinfeed.pipeline.sources.guarded import guarded
-from pinfeed.rows.orders import Rows
-from pinfeed.stores.host_rows import CheckStop, never
+from pinfeed.pipeline.sources.host_leaves import copied
+from pinfeed.pipeline.sources.sample_batch import SampleBatch
+from pinfeed.pipeline.sources.sample_source import BatchesOfSamples
+from pinfeed.pipeline.sources.source import HostBatch
+from pinfeed.stores.host_rows import CheckStop
 from pinfeed.tensors.dtypes import check_dtype
 
 Array = npt.NDArray[Any]
 Apply = Callable[[Iterator[Any]], Any]
 """Makes a batch from its samples."""
-OrderedMap = Callable[[Callable[[int], Any], Iterable[int]], Iterator[Any]]
-"""A function like ``map``, with results in order, which threads may compute early."""
 
 _END = object()
 # Error messages show paths in full.
@@ -107,46 +108,80 @@ class SampleReader:
                 # is freed.
                 samples.close()
 
-    def batch(self, identities: Rows, each: OrderedMap, opened: contextlib.ExitStack) -> Any:
-        """Return the result of ``apply``, or a StackedSamples that reads the batch later.
+    def read(self, identity: int) -> Any:
+        """Return the samples of an input: a list for ``apply``, or else a tensor.
 
-        Args:
-            identities: Indices of the inputs.
-            each: Map that reads the inputs.
-            opened: Stack that closes the batch's generators, whether they are read or not.
+        Each sample is copied into the tensor, of shape (n_samples, ...), before the function makes
+        the next one.
         """
-        if self.apply is None:
-            first = self.samples(int(identities[0]))
-            opened.callback(first.close)
-            return StackedSamples(self, identities, first, each)
-        return self._apply(self.apply, identities, each)
+        from pinfeed.tensors.numpy_torch import to_torch
 
-    def _apply(self, apply: Apply, identities: Rows, each: OrderedMap) -> Any:
-        """Return the result of ``apply``, and check that it consumes all samples."""
-        wanted = len(identities) * self.n_samples
-        taken = 0
+        with contextlib.closing(self.samples(identity)) as samples:
+            if self.apply is not None:
+                return list(samples)
+            out: Any = None
+            for n in range(self.n_samples):
+                array = self.array(next(samples), identity)
+                if out is None:
+                    out = np.empty((self.n_samples, *array.shape), self.dtype_of(array, identity))
+                self.require_like(array, out.shape[1:], out.dtype, identity)
+                self.ask(identity, np.copyto, out[n : n + 1], array, "unsafe")
+                # The sample must not be held while the function makes the next one.
+                del array
+            # The generator checks that there are no more.
+            next(samples, None)
+        return to_torch(out)
 
-        def stream() -> Generator[Any, None, None]:
-            nonlocal taken
-            for samples in each(lambda identity: list(self.samples(identity)), identities.tolist()):
-                for sample in samples:
-                    taken += 1
-                    yield sample
+    def require_like(
+        self, sample: Any, shape: tuple[int, ...], dtype: np.dtype[Any], identity: int
+    ) -> None:
+        """Check that a sample has the shape and the dtype of the batch.
 
-        try:
-            batch = guarded(apply, stream())
-        except Exception as error:
-            shown = _SHORT.repr(identities.tolist())
-            add_note(error, f"in {self.apply_name} of inputs {shown}")
-            raise
-        if taken < wanted:
-            shown = _SHORT.repr(identities.tolist())
+        Raises:
+            ArgumentError: If it has not.
+        """
+        if sample.shape != shape:
             raise ArgumentError(
-                f"{self.apply_name} consumed {taken} samples of inputs {shown}; expected it to "
+                f"{self.call(identity)}: got a sample of shape {sample.shape}; expected {shape}, "
+                f"as for the first sample of the batch; for samples of several shapes, give "
+                f"{self.apply_name}, for example to pad them"
+            )
+        if sample.dtype != dtype and self.dtype_of(sample, identity) != dtype:
+            raise ArgumentError(
+                f"{self.call(identity)}: got a sample of {sample.dtype}; expected {dtype}, as for "
+                f"the first sample of the batch; give {self.kind}_dtype to convert them"
+            )
+
+    def batch(self, identities: Sequence[int], read: Sequence[Any]) -> Any:
+        """Return a batch of what ``read`` has returned for each input."""
+        if self.apply is not None:
+            return self._applied(self.apply, identities, read)
+        import torch
+
+        from pinfeed.tensors.numpy_torch import memory_of
+
+        first = memory_of(read[0])
+        for identity, tensor in zip(identities, read, strict=True):
+            self.require_like(memory_of(tensor)[0], first.shape[1:], first.dtype, identity)
+        return torch.cat(list(read))
+
+    def _applied(self, apply: Apply, identities: Sequence[int], read: Sequence[list[Any]]) -> Any:
+        """Return a copy of the result of ``apply``, and check that it consumes all samples."""
+        wanted = len(identities) * self.n_samples
+        shown = f"inputs {_SHORT.repr(identities)}"
+        samples = itertools.chain.from_iterable(read)
+        try:
+            batch = guarded(apply, samples)
+        except Exception as error:
+            add_note(error, f"in {self.apply_name} of {shown}")
+            raise
+        if n_left := sum(1 for _ in samples):
+            raise ArgumentError(
+                f"{self.apply_name} consumed {wanted - n_left} samples of {shown}; expected it to "
                 f"consume all {wanted} before it returns, because inputs and outputs would not "
                 "match otherwise"
             )
-        return batch
+        return copied(batch, self.apply_name)
 
     def array(self, sample: Any, identity: int) -> Array:
         """Convert a sample to an array."""
@@ -183,57 +218,83 @@ class SampleReader:
             raise
 
 
-class StackedSamples:
-    """The samples of a batch as one part; each sample is read and written to its place.
-
-    The first sample is read when the part is made, and determines the shape and the dtype.
+@dataclass(frozen=True)
+class ReaderSource(BatchesOfSamples):
+    """Batches of inputs, which the user's functions read.
 
     Args:
-        reader: Reader of the samples.
-        identities: Indices of the batch's inputs.
-        first: Samples of the first input. The caller closes this generator.
-        each: Map that reads the inputs.
+        readers: One reader for each part of a batch.
     """
 
-    def __init__(
-        self, reader: SampleReader, identities: Rows, first: Iterator[Any], each: OrderedMap
-    ) -> None:
-        self._reader = reader
-        self._identities = identities.tolist()
-        self._each = each
-        head = reader.array(next(first), self._identities[0])
-        self.shape = (len(identities) * reader.n_samples, *head.shape)
-        self.dtype = reader.dtype_of(head, self._identities[0])
-        self._first = itertools.chain((head,), first)
+    readers: Sequence[SampleReader]
 
-    def read(self, out: Array, check_stop: CheckStop = never) -> None:
-        """Read the samples into ``out``, one input per step."""
-        n = self._reader.n_samples
+    @property
+    def fingerprint(self) -> Mapping[str, Any]:
+        n_samples = self.readers[0].n_samples
+        found = self.batches.fingerprint
+        return {
+            "identities": found.pop("n_rows"),
+            **found,
+            "one_read_count": n_samples,
+            "batch_size": found["batch_size"] * n_samples,
+        }
 
-        def write(i: int) -> None:
-            identity = self._identities[i]
-            place = i * n
-            for sample in self._reader.samples(identity) if i else self._first:
-                self._put(self._reader.array(sample, identity), out[place : place + 1], identity)
-                place += 1
-                # The sample must not be held while the function makes the next one.
-                del sample
+    def _batch(self, epoch: int, indices: list[int]) -> SampleBatch:
+        return _ReadBatch(self.readers, indices)
 
-        for _ in self._each(write, range(len(self._identities))):
-            check_stop()
 
-    def _put(self, sample: Array, place: Array, identity: int) -> None:
-        """Check a sample, and copy it to its place."""
-        reader = self._reader
-        if sample.shape != self.shape[1:]:
-            raise ArgumentError(
-                f"{reader.call(identity)}: got a sample of shape {sample.shape}; expected "
-                f"{self.shape[1:]}, as for the first sample of the batch; for samples of several "
-                f"shapes, give {reader.apply_name}, for example to pad them"
-            )
-        if sample.dtype != self.dtype and reader.dtype_of(sample, identity) != self.dtype:
-            raise ArgumentError(
-                f"{reader.call(identity)}: got a sample of {sample.dtype}; expected {self.dtype}, "
-                f"as for the first sample of the batch; give {reader.kind}_dtype to convert them"
-            )
-        reader.ask(identity, np.copyto, place, sample, "unsafe")
+class _ReadBatch(SampleBatch):
+    """A batch whose samples are tuples, with what each reader has read for one input.
+
+    Args:
+        readers: The readers.
+        identities: Indices of the inputs.
+    """
+
+    def __init__(self, readers: Sequence[SampleReader], identities: list[int]) -> None:
+        def read(position: int) -> tuple[Any, ...]:
+            return tuple(reader.read(identities[position]) for reader in readers)
+
+        has_apply = any(reader.apply is not None for reader in readers)
+        super().__init__(
+            lambda: contextlib.nullcontext(read),
+            len(identities),
+            self._joined if has_apply else None,
+            None,
+        )
+        self._readers = readers
+        self._identities = identities
+
+    def host_batch(self) -> HostBatch:
+        batch = super().host_batch()
+        batch.batches = [(self._n * self._readers[0].n_samples, 0)]
+        return batch
+
+    def read(self, out: Array, check_stop: CheckStop) -> None:
+        # The samples of an input have an axis of their own.
+        super().read(out.reshape((self._n, self._readers[0].n_samples, *out.shape[1:])), check_stop)
+
+    def _shape(self, column: Any) -> tuple[int, ...]:
+        return (self._n * column.shape[0], *column.shape[1:])
+
+    def _joined(self, samples: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+        columns = zip(self._readers, zip(*samples, strict=True), strict=True)
+        return tuple(reader.batch(self._identities, read) for reader, read in columns)
+
+    def _write(self, position: int, sample: Any) -> None:
+        from pinfeed.tensors.numpy_torch import memory_of
+
+        identity = self._identities[position]
+        try:
+            for reader, tensor, column in zip(
+                self._readers, sample, self._layout.columns, strict=True
+            ):
+                first = memory_of(tensor)[0]
+                reader.require_like(first, column.shape[1:], column.dtype, identity)
+        except ArgumentError as error:
+            self._fail(position, error)
+            return
+        super()._write(position, sample)
+
+    def _rebuild(self, tensors: Iterator[Any]) -> tuple[Any, ...]:
+        return tuple(tensors)

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import threading
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,21 +127,23 @@ class SampleMaker:
             epoch: Number of the epoch.
             keys: Number of each sample of the batch in its seed.
         """
-        if not self.reproducible:
-            return collate
-        return functools.partial(
-            self._collate, collate, (self.seed % 2**64, epoch, *keys[:1], _OF_COLLATE)
-        )
+        entropy = (self.seed % 2**64, epoch, *keys[:1], _OF_COLLATE)
+        return functools.partial(self._collate, collate, entropy)
 
-    @staticmethod
-    def _collate(collate: Callable[[Any], Any], entropy: Sequence[int], samples: Any) -> Any:
+    def _collate(self, collate: Callable[[Any], Any], entropy: Sequence[int], samples: Any) -> Any:
         from pinfeed.tensors.sample_random import SampleRandom
         from pinfeed.tensors.transform_calls import modes_of_a_new_thread
 
         random = SampleRandom()
         random.begin(entropy)
-        with modes_of_a_new_thread(), random:
-            return collate(samples)
+        try:
+            if not self.reproducible:
+                return guarded(collate, samples)
+            with modes_of_a_new_thread(), random:
+                return guarded(collate, samples)
+        except Exception as error:
+            add_note(error, f"in collate_fn of {len(samples)} samples")
+            raise
 
 
 class BegunBatches:
@@ -222,28 +225,17 @@ class Samples:
 
 
 @dataclass(frozen=True)
-class SampleSource(Source):
-    """Batches of the samples of a dataset, in an order.
+class BatchesOfSamples(Source):
+    """Batches of samples that threads make, in an order.
 
     Args:
-        samples: The samples.
         batches: Indices of the samples, batch by batch.
         threads: Threads that make the samples.
     """
 
-    samples: Samples
     batches: OrderBatches | RankBatches
     threads: SampleThreads
     _begun: BegunBatches = field(default_factory=BegunBatches, init=False)
-
-    @property
-    def fingerprint(self) -> Mapping[str, Any]:
-        found = dict(self.batches.fingerprint)
-        found["n_samples"] = found.pop("n_rows")
-        maker = self.samples.maker
-        if maker.reproducible:
-            found["seed of samples"] = maker.seed
-        return found
 
     @property
     def epoch_hooks(self) -> EpochHooks:
@@ -265,34 +257,71 @@ class SampleSource(Source):
         self._begun.start()
         return self._draws(number, self.batches.epoch(number, start, checksum))
 
+    def stop(self) -> None:
+        self._begun.stop()
+
+    @property
+    def _n_threads(self) -> int:
+        """Number of threads that make a batch."""
+        return self.threads.n
+
+    @abstractmethod
+    def _batch(self, epoch: int, indices: list[int]) -> SampleBatch:
+        """Return the batch of some samples, which threads have not begun."""
+
+    def _thunk(self, batch: SampleBatch) -> BatchThunk:
+        return batch.host_batch
+
     def _draws(
         self, epoch: int, batches: Iterator[RowIndices]
     ) -> Generator[BatchThunk, None, None]:
-        from pinfeed.tensors.sample_layout import collated
-
-        samples = self.samples
-        maker = samples.maker
-        skipped = samples.skipped
-        collate = samples.collate
-        n_threads = samples.n_threads
-        if maker.read_batch is not None:
-            # All samples exist at once, so there is no need to write each of them to its place.
-            collate = collate or collated
-            n_threads = 1
         with self.threads.running() as workers:
             for row_indices in batches:
-                indices = row_indices.rows().tolist()
-                batch = SampleBatch(
-                    functools.partial(maker.in_thread, epoch, indices, indices),
-                    len(indices),
-                    None if collate is None else maker.collating(collate, epoch, indices),
-                    None if skipped is None else skipped.of(epoch, indices),
-                )
-                self._begun.begin(batch, workers, n_threads)
-                yield made_or_failed(batch.host_batch) if samples.keeps_errors else batch.host_batch
+                batch = self._batch(epoch, row_indices.rows().tolist())
+                self._begun.begin(batch, workers, self._n_threads)
+                yield self._thunk(batch)
 
-    def stop(self) -> None:
-        self._begun.stop()
+
+@dataclass(frozen=True)
+class SampleSource(BatchesOfSamples):
+    """Batches of the samples of a dataset, in an order.
+
+    Args:
+        samples: The samples.
+    """
+
+    samples: Samples
+
+    @property
+    def fingerprint(self) -> Mapping[str, Any]:
+        found = dict(self.batches.fingerprint)
+        found["n_samples"] = found.pop("n_rows")
+        maker = self.samples.maker
+        if maker.reproducible:
+            found["seed of samples"] = maker.seed
+        return found
+
+    @property
+    def _n_threads(self) -> int:
+        return self.threads.n if self.samples.maker.read_batch is None else 1
+
+    def _batch(self, epoch: int, indices: list[int]) -> SampleBatch:
+        maker, collate, skipped = self.samples.maker, self.samples.collate, self.samples.skipped
+        if maker.read_batch is not None and collate is None:
+            from pinfeed.tensors.sample_layout import collated
+
+            # All samples exist at once, so there is no need to write each of them to its place.
+            collate = collated
+        return SampleBatch(
+            functools.partial(maker.in_thread, epoch, indices, indices),
+            len(indices),
+            None if collate is None else maker.collating(collate, epoch, indices),
+            None if skipped is None else skipped.of(epoch, indices),
+        )
+
+    def _thunk(self, batch: SampleBatch) -> BatchThunk:
+        thunk = batch.host_batch
+        return made_or_failed(thunk) if self.samples.keeps_errors else thunk
 
 
 def with_sample_readers(
@@ -322,16 +351,16 @@ class SampleThreads:
 
     def __init__(self, worker: Callable[[str, int], Workers], n: int) -> None:
         self._worker = worker
-        self._n = n
+        self.n = n
         self._pool: Workers | None = None
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Workers | None]:
         """Start the threads, and join them at the end, unless an outer context has done so."""
-        if not self._n or self._pool is not None:
+        if not self.n or self._pool is not None:
             yield self._pool
             return
-        self._pool = pool = self._worker("pinfeed-sample", self._n)
+        self._pool = pool = self._worker("pinfeed-sample", self.n)
         try:
             yield pool
         finally:
