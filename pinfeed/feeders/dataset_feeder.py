@@ -10,8 +10,8 @@ from typing import Any, Literal
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base_feeder import LoopOptions, ResumableFeeder, T_co
 from pinfeed.feeders.hints import SAMPLE_HINTS
+from pinfeed.feeders.memory_trials import SamplePlanner
 from pinfeed.feeders.row_selection import RowSelection
-from pinfeed.feeders.sample_plan import SamplePlanner
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan

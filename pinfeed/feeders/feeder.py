@@ -13,8 +13,8 @@ from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base_feeder import LoopOptions, ResumableFeeder, T_co
 from pinfeed.feeders.batch import Batch
 from pinfeed.feeders.hints import FEEDER_HINTS
+from pinfeed.feeders.memory_trials import measure_transforms
 from pinfeed.feeders.row_selection import RowSelection
-from pinfeed.feeders.transform_trial import measure_transforms
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth, n_held
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan, check_route

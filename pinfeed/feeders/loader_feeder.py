@@ -74,6 +74,7 @@ class LoaderFeeder(BaseFeeder[T_co]):
             source.fetch = fetch.on(self._device)
         is_limited = fetch is not None and fetch.limit is not None
         self._transforms = options.transforms(self.device, is_limited=is_limited)
+        source.open(self._device)
         source.host_transform = self._transforms.host
         source.transforms_in_thunks = schedule.n_transform_threads > 1
         source.n_ahead += schedule.depth
@@ -121,7 +122,18 @@ class LoaderFeeder(BaseFeeder[T_co]):
             ClosedError: If the feeder is closed, or an older loop over it runs and cannot be ended.
         """
         source = self._source
-        return self._loop.run(LentBatch.take, begin=source.begin, keeps_errors=source.keeps_errors)
+        skipped = source.skipped
+        return self._loop.run(
+            LentBatch.take,
+            begin=source.begin,
+            through=(lambda batches: batches) if skipped is None else skipped.without_empty,
+            keeps_errors=source.keeps_errors,
+        )
+
+    @property
+    def skipped(self) -> list[tuple[int, Any, Exception]]:
+        """Epoch, index and error of each sample that loops have left out, in order."""
+        return [] if self._source.skipped is None else self._source.skipped.found
 
     def __getattr__(self, name: str) -> Any:
         if name in STATE_METHODS:

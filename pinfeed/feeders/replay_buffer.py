@@ -11,9 +11,8 @@ import numpy as np
 from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.feeders.base_feeder import LoopOptions
 from pinfeed.feeders.hints import REPLAY_HINTS
-from pinfeed.feeders.replay_feeder import ReplayFeeder
+from pinfeed.feeders.replay_feeder import ReplayFeeder, ReplaySource
 from pinfeed.memory.depth import check_depth
-from pinfeed.pipeline.sources.replay_source import ReplaySource
 from pinfeed.rows.replay_draws import (
     Generator,
     PrioritizedDraws,

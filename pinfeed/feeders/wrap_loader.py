@@ -17,7 +17,6 @@ from pinfeed.feeders.loader_feeder import (
     LoaderFeeder,
     StatefulLoaderFeeder,
 )
-from pinfeed.feeders.threaded_loader_feeder import ThreadedLoaderFeeder
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.pipeline.schedule import PrefetchSchedule, n_id_readers
@@ -251,20 +250,12 @@ def wrap_loader(
             schedule = batches.schedule(schedule)
         batches.keeps_errors = on_error == "next"
         schedule = options.in_threads(schedule, are_readers=True)
-        make = _FEEDERS[type(batches)]
+        make = StatefulLoaderFeeder if isinstance(batches, StatefulSource) else LoaderFeeder
         return make(batches, device=device, schedule=schedule, options=options, fetch=stores)
     except BaseException:
         if stores is not None:
             stores.close()
         raise
-
-
-_FEEDERS: Mapping[type[LoaderSource], type[LoaderFeeder[Any]]] = {
-    LoaderSource: LoaderFeeder,
-    StatefulSource: StatefulLoaderFeeder,
-    ThreadedLoaderSource: ThreadedLoaderFeeder,
-}
-"""Feeder of each kind of source."""
 
 
 def _source_of(

@@ -11,7 +11,7 @@ from support.unwrapped import unwrapped
 
 import pinfeed
 from pinfeed import Config, Feeder, MiB, Plan, RaggedStore, wrap_loader
-from pinfeed.feeders.transform_trial import linear
+from pinfeed.feeders.memory_trials import linear
 from pinfeed.testing import lazy
 from pinfeed.testing.simtorch import SimTorchDevice
 

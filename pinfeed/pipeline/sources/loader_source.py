@@ -10,12 +10,14 @@ import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pinfeed.devices.device import Device
 from pinfeed.errors import ArgumentError, WorkerError
 from pinfeed.pipeline.sources.batch_transform import BatchTransform
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.pipeline.sources.host_leaves import host_batch_of
 from pinfeed.pipeline.sources.loader_batches import LoaderBatches
 from pinfeed.pipeline.sources.row_fetch import RowFetch
+from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
 from pinfeed.pipeline.sources.source import (
     BatchThunk,
     HostBatch,
@@ -103,6 +105,8 @@ class LoaderSource(Source):
         self._epoch = 0
         self._number = 0
         self.keeps_errors = False
+        # The samples that are left out; None if none is left out.
+        self.skipped: SkippedSamples | None = None
         self.n_ahead = 0
         # Batches of the running epoch, if some are requested early.
         self._running: LoaderBatches | None = None
@@ -116,6 +120,9 @@ class LoaderSource(Source):
 
     def __len__(self) -> int:
         return len(self.loader)
+
+    def open(self, device: Device) -> None:
+        """Prepare to make batches for a device. A feeder calls this once."""
 
     def begin(self) -> None:
         """Start the loader's next epoch, as a loop over the loader itself would.

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
+from pinfeed.devices.device import Device
 from pinfeed.errors import ArgumentError
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.guarded import guarded
@@ -35,21 +36,15 @@ class ThreadedLoaderSource(LoaderSource):
         n_threads: Number of threads that make samples; 0 if the loop's own thread makes them.
         skipped: Notes the samples that are left out; None if none is left out.
 
-    Attributes:
-        n_threads: Number of threads that make samples.
-        threads: Threads that make the samples. They are set before the first epoch.
-
     Raises:
         ArgumentError: If ``loader`` is no DataLoader of a dataset with items by index, or has a
             state of its own.
     """
 
-    threads: SampleThreads
-
     def __init__(self, loader: Any, n_threads: int, skipped: SkippedSamples | None) -> None:
         super().__init__(loader)
         _check_loader(loader)
-        self.n_threads = n_threads
+        self._n_threads = n_threads
         self.skipped = skipped
         # Makes a whole batch in one call; None if a call makes one sample.
         self._read_batch = loader.dataset.__getitem__
@@ -64,10 +59,13 @@ class ThreadedLoaderSource(LoaderSource):
         self._workers: Workers | None = None
         self._batches = BegunBatches()
 
+    def open(self, device: Device) -> None:
+        self._threads = SampleThreads(device.worker, self._n_threads)
+
     def schedule(self, schedule: PrefetchSchedule) -> PrefetchSchedule:
         """Return a schedule with enough reader threads to keep all threads busy."""
         size = (self.loader.batch_size or 1) if self._read_batch is None else 1
-        return with_sample_readers(schedule, self.n_threads, size)
+        return with_sample_readers(schedule, self._n_threads, size)
 
     def begin(self) -> None:
         import torch
@@ -124,7 +122,7 @@ class ThreadedLoaderSource(LoaderSource):
             collate,
             None if self.skipped is None else self.skipped.of(self._epoch, indices),
         )
-        self._batches.begin(samples, self._workers, self.n_threads)
+        self._batches.begin(samples, self._workers, self._n_threads)
         if self.host_transform is None and self.fetch is None:
             return samples.host_batch
         turn = self._n_changed
@@ -152,10 +150,10 @@ class ThreadedLoaderSource(LoaderSource):
         return samples.reporting(fetch.add(batch, ids))
 
     def loop_context(self) -> contextlib.AbstractContextManager[object]:
-        return self.threads.running()
+        return self._threads.running()
 
     def _draws(self, batches: Iterator[Any]) -> Generator[BatchThunk, None, None]:
-        with self.threads.running() as self._workers:
+        with self._threads.running() as self._workers:
             yield from super()._draws(batches)
 
 
