@@ -244,7 +244,7 @@ class DatasetFeeder(ResumableFeeder[T_co]):
         """Return the plan, given the first sample."""
         planner = SamplePlanner(self._samples, self._device, self._schedule, transforms)
         plan = planner.plan(first, self._selection)
-        return self._selection.with_notes(plan, self._samples.n, unified=self._device.unified)
+        return self._selection.with_notes(plan, self._samples.n)
 
     @safe_repr
     def __repr__(self) -> str:
@@ -302,28 +302,22 @@ def _check_dataset(dataset: Any, rows: Any) -> None:
             f"rows is a {type(rows).__name__}; expected an order of pinfeed.rows; for a sampler, "
             "use pinfeed.wrap_loader(DataLoader(dataset, sampler=...), threads=...)"
         )
-    kind = type(dataset).__name__
+    advice = ""
     if isinstance(dataset, (str, bytes, os.PathLike)):
-        raise ArgumentError(
-            f"dataset={dataset!r} is a path; expected a dataset, or a list of paths and a "
-            "transform that reads one; to stream the rows of a file, use pinfeed.Feeder(path)"
+        advice = "give a list of paths and a transform that reads one, or use pinfeed.Feeder(path)"
+    elif hasattr(dataset, "batch_sampler"):
+        advice = "for a loader, use pinfeed.wrap_loader(loader, threads=...)"
+    elif isinstance(dataset, Mapping) or hasattr(dataset, "iloc"):
+        advice = "its items have keys; give a list of its values"
+    elif not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        advice = (
+            "for an iterable of batches, use pinfeed.wrap_loader; for the rows of a store, give "
+            "pinfeed.RowDataset(store)"
         )
-    if hasattr(dataset, "batch_sampler"):
+    if advice:
         raise ArgumentError(
-            f"dataset is a {kind}, a loader; expected a dataset; use "
-            "pinfeed.wrap_loader(loader, threads=...)"
-        )
-    if isinstance(dataset, Mapping) or hasattr(dataset, "iloc"):
-        raise ArgumentError(
-            f"dataset is a {kind}, which has items by key; expected items by index; give a list of "
-            "its values"
-        )
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        advice = "for an iterable of batches, use pinfeed.wrap_loader"
-        if hasattr(dataset, "n_rows"):
-            advice = "for the rows of a store, give pinfeed.RowDataset(store)"
-        raise ArgumentError(
-            f"dataset is a {kind}; expected an object with __getitem__ and __len__; {advice}"
+            f"dataset is a {type(dataset).__name__}; expected a dataset with items by index and a "
+            f"length; {advice}"
         )
 
 

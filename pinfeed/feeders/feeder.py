@@ -365,7 +365,7 @@ class Feeder(ResumableFeeder[T_co]):
         )
         plan, self._reads = planner.plan(route)
         batches = selection.batches(tree.n_rows, plan)
-        self._plan = selection.with_notes(plan, tree.n_rows, unified=on.unified)
+        self._plan = selection.with_notes(plan, tree.n_rows)
         capacity = planner.capacity(plan.batch_size)
         if transforms.host is not None:
             gather = rows_on_host(capacity, schedule.n_slots + 1)

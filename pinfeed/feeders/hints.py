@@ -10,54 +10,39 @@ _BATCHES = "batch_size shuffle sampler batch_sampler collate_fn drop_last genera
 _WORKERS = "num_workers timeout worker_init_fn multiprocessing_context persistent_workers"
 _MEMORY = "pin_memory pin_memory_device"
 
+_LIMITS = "gpu_memory_limit cpu_memory_limit preferred_batch_size headroom"
 _LIMITS_TOGETHER = "limits are given together; give config=pinfeed.Config({name}=...)"
-_STORAGE_OPTIONS = "give a store as the source: pinfeed.RemoteStore(url, storage_options=...)"
 
 FEEDER_HINTS = {
-    "num_workers workers n_workers n_readers": "pinfeed chooses the number of reader threads; "
+    f"{_WORKERS} workers n_workers n_readers": "pinfeed chooses the number of reader threads; "
     "leave it out",
-    "persistent_workers worker_init_fn multiprocessing_context timeout": "there are no worker "
-    "processes, because reader threads read the rows; leave it out",
     _MEMORY: "pinfeed uses page-locked (pinned) memory if that is faster; leave it out",
     "sampler batch_sampler order": "give it as rows=",
     "prefetch_factor prefetch buffer_size": "give the number of batches to prefetch as depth=",
-    "dataset data path x": "give the source as the first argument, without a name",
-    "gpu_memory_limit cpu_memory_limit preferred_batch_size headroom": _LIMITS_TOGETHER,
-    "memory_map keep_cache": "give it to the store of a file: pinfeed.NpyStore(path, {name}=...)",
-    "replacement num_samples": "give rows=pinfeed.rows.drawn(n, seed=...)",
-    "max_elements max_tokens": "give rows=pinfeed.rows.element_batches(lengths, max_elements)",
-    "storage_options": _STORAGE_OPTIONS,
-    "fetch": "to read rows by the ids of a batch, use pinfeed.wrap_loader(loader, fetch=...)",
+    _LIMITS: _LIMITS_TOGETHER,
     "generator": "give shuffle=True and seed=generator.initial_seed(), for another shuffled order",
     "in_order": "batches are always in order; leave it out",
-    "collate_fn": "rows are batched as they are stored; change each batch with host_transform= or "
-    "device_transform=, or use pinfeed.wrap_loader(DataLoader(...))",
-    "transform": "give device_transform=, or host_transform= for work on the CPU; each takes a "
-    "batch and returns one",
-    "dtype": "batches have the dtype of the source; convert them with "
-    "device_transform=lambda batch: batch.to(dtype)",
+    "collate_fn transform": "give device_transform=, or host_transform= for work on the CPU; each "
+    "takes a batch and returns one",
 }
 """Advice for ``Feeder``."""
 
 READER_HINTS = {
     **FEEDER_HINTS,
-    "num_workers workers n_workers": "give the number of reader threads as n_readers=",
-    "sampler batch_sampler rows order replacement num_samples": "give inputs and outputs in the "
-    "order that you want, or shuffle=True",
+    f"{_WORKERS} workers n_workers": "give the number of reader threads as n_readers=",
+    "sampler batch_sampler rows order": "give inputs and outputs in the order that you want, or "
+    "shuffle=True",
     "dataset data source path x": "give the inputs and the outputs as the first two arguments, "
     "without names",
-    "max_elements max_tokens": "give the number of samples per batch as batch_size=",
-    "collate_fn": "give apply_on_input_batch= and apply_on_output_batch=",
-    "transform host_transform device_transform": "apply it in read_input, or in "
-    "apply_on_input_batch=",
-    "dtype": "give input_dtype= and output_dtype=",
+    "collate_fn transform host_transform device_transform": "give apply_on_input_batch= and "
+    "apply_on_output_batch=",
 }
 """Advice for ``wrap_readers``."""
 
 LOADER_HINTS = {
     f"{_BATCHES} {_WORKERS}": "give it to the DataLoader: DataLoader(dataset, {name}=...)",
     _MEMORY: "tensors are copied to a GPU through page-locked (pinned) memory anyway; leave it out",
-    "gpu_memory_limit cpu_memory_limit headroom": _LIMITS_TOGETHER,
+    _LIMITS: _LIMITS_TOGETHER,
     "prefetch_factor": "give it to the DataLoader, for its worker processes; give the number of "
     "batches that are prefetched to the device as depth=",
     "rows": "the DataLoader decides the order; give it sampler= or batch_sampler=",
@@ -85,35 +70,16 @@ READ_LOOP_HINTS = {
 
 SAMPLE_HINTS = {
     **FEEDER_HINTS,
-    "num_workers workers n_workers n_readers num_threads": "samples are made in threads of this "
+    f"{_WORKERS} workers n_workers n_readers num_threads": "samples are made in threads of this "
     "process; give their number as threads=",
     "sampler batch_sampler": "give an order of pinfeed.rows as rows=, or use "
     "pinfeed.wrap_loader(DataLoader(dataset, {name}=...), threads=...)",
-    "source data": "give the dataset as the first argument, without a name",
     "host_transform": "give transform= for single samples, or collate_fn= for a list of them",
-    "dtype": "batches have the dtype of the samples; convert them in transform=",
-    "worker_init_fn": "there are no worker processes; keep what a thread needs in a "
-    "threading.local, which the dataset fills when a thread first asks",
 }
 """Advice for ``wrap_dataset``."""
-
-REPLAY_HINTS = {
-    "buffer_size size max_size": "give the number of transitions as capacity=",
-    "observation_space action_space obs_shape": "give the shape and the dtype of each part as "
-    "parts=",
-    "optimize_memory_usage": 'give next_of={"next_obs": "obs"}',
-    "handle_timeout_termination": "give parts named done and truncated",
-    "batch_size device depth": "give it to batches(): buffer.batches(32, device=...)",
-    "n_step": "give the number of steps of a window as n_steps=",
-    "eps": "give it as epsilon=",
-}
-"""Advice for ``ReplayBuffer``."""
 
 DATASET_HINTS = {
     f"{_BATCHES} {_WORKERS} {_MEMORY} prefetch_factor": "a RowDataset has rows, not batches; use "
     "DataLoader(RowDataset(source), {name}=...) or Feeder(source, ...)",
-    "storage_options": _STORAGE_OPTIONS,
-    "transform": "apply it to the rows that the dataset returns, in the collate_fn of the "
-    "DataLoader or in the loop",
 }
 """Advice for ``RowDataset``."""

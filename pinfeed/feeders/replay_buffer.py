@@ -10,7 +10,6 @@ import numpy as np
 
 from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.feeders.base_feeder import LoopOptions
-from pinfeed.feeders.hints import REPLAY_HINTS
 from pinfeed.feeders.replay_feeder import ReplayFeeder, ReplaySource
 from pinfeed.memory.depth import check_depth
 from pinfeed.rows.replay_draws import (
@@ -94,7 +93,7 @@ class ReplayBuffer:
         StoreError: If a dtype does not exist, or ``path`` has files already or too little space.
     """
 
-    @explain_arguments(REPLAY_HINTS)
+    @explain_arguments({})
     def __init__(
         self,
         capacity: int,

@@ -285,13 +285,11 @@ def ranks_of_a_sampler(path: Path) -> Iterator[Any]:
 # ---- loaders and datasets ------------------------------------------------------------------------
 
 
-@advised(r"give DataLoader\(dataset, batch_size=...\), or batch_size=None if each item is a whole")
+@advised(r"give DataLoader\(dataset, batch_size=...\), or use pinfeed.Feeder\(source")
 def dataset_as_a_loader(path: Path) -> Iterator[Any]:
     dataset = TensorDataset(T)
     yield lambda: loaded(dataset)
     yield equal(loaded(DataLoader(dataset, batch_size=3))[0], X)
-    whole: Any = [(part,) for part in T.split(3)]
-    yield equal(loaded(DataLoader(whole, batch_size=None))[0], X)
 
 
 @advised(
@@ -356,7 +354,7 @@ def sampler_of_a_dataset(path: Path) -> Iterator[Any]:
     yield equal(loaded(loader, threads=2), X[::-1])
 
 
-@advised(r"or a list of paths and a transform that reads one; .*use pinfeed.Feeder\(path\)")
+@advised(r"give a list of paths and a transform that reads one, or use pinfeed.Feeder\(path\)")
 def path_as_a_dataset(path: Path) -> Iterator[Any]:
     np.save(path / "x.npy", X)
     for i, row in enumerate(X):
@@ -367,14 +365,14 @@ def path_as_a_dataset(path: Path) -> Iterator[Any]:
     yield equal(read(path / "x.npy"), X)
 
 
-@advised(r"a loader; expected a dataset; use pinfeed.wrap_loader\(loader, threads=...\)")
+@advised(r"for a loader, use pinfeed.wrap_loader\(loader, threads=...\)")
 def loader_as_a_dataset(path: Path) -> Iterator[Any]:
     loader: Any = DataLoader(DATA, batch_size=3)  # type: ignore[arg-type]
     yield lambda: sampled(loader)
     yield equal(loaded(loader, threads=2), X)
 
 
-@advised("which has items by key; expected items by index; give a list of its values")
+@advised("its items have keys; give a list of its values")
 def dict_as_a_dataset(path: Path) -> Iterator[Any]:
     items = {f"row {i}": row for i, row in enumerate(DATA)}
     yield lambda: sampled(items)
@@ -382,7 +380,7 @@ def dict_as_a_dataset(path: Path) -> Iterator[Any]:
 
 
 @advised(
-    "expected an object with __getitem__ and __len__; for an iterable of batches, use .*wrap_l"
+    "expected a dataset with items by index and a length; for an iterable of batches, use .*wrap_l"
 )
 def stream_as_a_dataset(path: Path) -> Iterator[Any]:
     yield lambda: sampled(iter(T.split(3)))
@@ -449,16 +447,6 @@ def state_of_the_loader_itself(path: Path) -> Iterator[Any]:
     yield lambda: rest(lambda loader, feeder: loader.state_dict())
     whole = loaded(stateful(DATA, batch_size=2), host_transform=noise)
     yield equal(rest(lambda loader, feeder: feeder.state_dict()), whole[2:])
-
-
-@advised(r"if you need a DataLoader, give it pinfeed.RowDataset\(source\)")
-def feeder_in_a_loader(path: Path) -> Iterator[Any]:
-    def batches(dataset: Any) -> Any:
-        return joined(DataLoader(dataset, batch_size=3))
-
-    yield lambda: batches(Feeder(X, batch_size=3, device="cpu"))
-    yield equal(batches(pinfeed.RowDataset(X)), X)
-    yield equal(read(X, batch_size=3), X)
 
 
 @advised("cannot be pickled or copied.*make the feeder in the process that uses it .its state_dict")

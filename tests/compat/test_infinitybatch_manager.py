@@ -153,8 +153,8 @@ class TestEvaluation:
                 ib.evaluate(loader(), wrong)
         for wrong, words in [
             ([], "yielded no samples"),
-            (None, "loader=None cannot be iterated"),
-            (dataset(), "a Dataset, which returns single samples"),
+            (None, "loader is None, and it cannot be iterated"),
+            (dataset(), "it yields single samples"),
             ([(1, 2, 3)], "3 parts; expected a pair"),
         ]:
             with pytest.raises(ArgumentError, match=words):

@@ -18,7 +18,7 @@ from pinfeed import (
 
 
 def test_a_path_is_no_loader() -> None:
-    with pytest.raises(errors.ArgumentError, match=r"use pinfeed\.Feeder\(path"):
+    with pytest.raises(errors.ArgumentError, match=r"use pinfeed\.Feeder\(source"):
         wrap_loader("x.npy")
 
 
@@ -38,7 +38,7 @@ NO_LOADERS: list[Any] = [
     ),
     (
         torch.zeros(2, 3),
-        "loader is a Tensor, and iterating over it yields single samples; expected a DataLoader",
+        "loader is a Tensor, and it yields single samples; expected a DataLoader",
     ),
     (
         np.zeros((2, 3)),
@@ -49,14 +49,11 @@ NO_LOADERS: list[Any] = [
     ),
     (
         TensorDataset(torch.zeros(2, 3)),
-        "loader is a TensorDataset, a Dataset, which returns single samples; expected a DataLoader",
+        "loader is a TensorDataset, and it yields single samples; expected a DataLoader",
     ),
     (
         _Items(),
-        (
-            r"loader is a _Items, a Dataset, .*; give DataLoader\(dataset, batch_size=\.\.\.\), "
-            "or batch_size=None if each"
-        ),
+        (r"loader is a _Items, and it yields .*; give DataLoader\(dataset, batch_size=\.\.\.\)"),
     ),
 ]
 

@@ -1,6 +1,5 @@
 """Bad values for ``write_back``: they are refused before any row is changed."""
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -266,14 +265,12 @@ def test_write_back_of_a_dict_in_another_order(x: np.ndarray) -> None:
 
 
 class _Writing(IterableDataset[Any]):
-    """Dataset that adds 1 to all rows of a source, and logs to a file."""
+    """Dataset that adds 1 to all rows of a source."""
 
-    def __init__(self, log: Path, source: Any) -> None:
-        self._log = log
+    def __init__(self, source: Any) -> None:
         self._source = source
 
     def __iter__(self) -> Iterator[Any]:
-        logging.getLogger("pinfeed").addHandler(logging.FileHandler(self._log))
         with Feeder(self._source, batch_size=2, device="cpu") as feeder:
             for batch in feeder.batches():
                 batch.write_back(batch.data + 1)
@@ -284,29 +281,20 @@ class _Writing(IterableDataset[Any]):
     ("kind", "is_changed"),
     [("array", False), ("tensor", False), ("shared", True), ("memmap", True)],
 )
-def test_write_back_to_the_copy_of_a_worker_process_is_warned_of(
-    kind: str, is_changed: bool, tmp_path: Path
-) -> None:
+def test_write_back_in_a_worker_process(kind: str, is_changed: bool, tmp_path: Path) -> None:
     source: Any = np.zeros((4, 2)) if kind == "array" else torch.zeros(4, 2)
     if kind == "shared":
         source.share_memory_()
     elif kind == "memmap":
         source = np.lib.format.open_memmap(tmp_path / "x.npy", "w+", shape=(4, 2))
     loader = DataLoader(
-        _Writing(tmp_path / "log", source),
+        _Writing(source),
         batch_size=None,
         num_workers=1,
         multiprocessing_context="fork",
     )
     assert list(loader) == [2, 2]
     assert bool((source == 1).all()) == is_changed
-    said = (tmp_path / "log").read_text().splitlines()
-    assert len(said) == (not is_changed)
-    assert all(
-        "changes that process's copy of an array, and the array of the main process stays unchanged"
-        in line
-        for line in said
-    )
 
 
 class Drawing(NamedTuple):

@@ -424,7 +424,7 @@ def test_bad_arguments_are_refused() -> None:
     with pytest.raises(errors.ArgumentError, match="depth"):
         wrap_loader([], depth=-1)
     with pytest.raises(
-        errors.ArgumentError, match="loader=3 cannot be iterated; expected a DataLoader"
+        errors.ArgumentError, match="loader is 3, and it cannot be iterated; expected a DataLoader"
     ):
         wrap_loader(3)
     with pytest.raises(errors.DeviceError, match="'tpu'"):

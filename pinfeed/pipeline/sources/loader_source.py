@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import os
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -44,27 +43,20 @@ def check_loader(loader: Any) -> None:
     # Iterating over a table of pandas or Arrow, which has columns and no dtype, yields its columns
     # or their names.
     is_table = all(hasattr(loader, name) for name in ("shape", "columns", "__getitem__"))
-    if isinstance(loader, Mapping) or is_array_like(loader) or is_table:
-        has_keys = isinstance(loader, Mapping) or is_table
-        gives = "its keys or columns" if has_keys else "single samples"
-        raise ArgumentError(
-            f"loader is a {type(loader).__name__}, and iterating over it yields {gives}; expected "
-            "a DataLoader or another iterable of batches; give DataLoader(dataset, "
-            "batch_size=...), or use pinfeed.Feeder(source, batch_size=...) for arrays and tensors"
-        )
-    if isinstance(loader, Dataset) and not isinstance(loader, Iterable):
-        raise ArgumentError(
-            f"loader is a {type(loader).__name__}, a Dataset, which returns single samples; "
-            "expected a DataLoader or another iterable of batches; give DataLoader(dataset, "
-            "batch_size=...), or batch_size=None if each item is a whole batch"
-        )
     is_iterable = isinstance(loader, Iterable) or hasattr(loader, "__getitem__")
-    if isinstance(loader, (str, bytes)) or not is_iterable:
-        is_path = isinstance(loader, (str, bytes, os.PathLike))
-        file = "; use pinfeed.Feeder(path, batch_size=...) to stream a file" if is_path else ""
+    found = ""
+    if isinstance(loader, Mapping) or is_table:
+        found = "iterating over it yields its keys or columns"
+    elif is_array_like(loader) or (isinstance(loader, Dataset) and not hasattr(loader, "__iter__")):
+        found = "it yields single samples"
+    elif isinstance(loader, (str, bytes)) or not is_iterable:
+        found = "it cannot be iterated"
+    if found:
+        shown = repr(loader) if not is_iterable else f"a {type(loader).__name__}"
         raise ArgumentError(
-            f"loader={loader!r} cannot be iterated; expected a DataLoader or another iterable of "
-            f"batches{file}"
+            f"loader is {shown}, and {found}; expected a DataLoader or another iterable of "
+            "batches; give DataLoader(dataset, batch_size=...), or use "
+            "pinfeed.Feeder(source, batch_size=...) for arrays, tensors and files"
         )
 
 

@@ -9,7 +9,7 @@ import threading
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pinfeed.errors import ArgumentError, add_note
@@ -146,36 +146,6 @@ class SampleMaker:
             raise
 
 
-class BegunBatches:
-    """The batches of a source that threads make at present."""
-
-    def __init__(self) -> None:
-        self._batches: weakref.WeakSet[SampleBatch] = weakref.WeakSet()
-        self._is_stopped = False
-        # A reader may begin a batch while another thread, or a signal handler, ends the loop.
-        self._lock = threading.RLock()
-
-    def start(self) -> None:
-        """Note that a loop begins."""
-        self._is_stopped = False
-
-    def begin(self, batch: SampleBatch, workers: Workers | None, n_threads: int) -> None:
-        """Let threads begin with a batch; without ``workers``, its ``host_batch`` makes it."""
-        with self._lock:
-            self._batches.add(batch)
-            if self._is_stopped:
-                batch.stop()
-        if workers is not None:
-            batch.begin(workers, n_threads)
-
-    def stop(self) -> None:
-        """Make no more samples, because the loop has ended. Any thread may call this."""
-        with self._lock:
-            self._is_stopped = True
-            for batch in self._batches:
-                batch.stop()
-
-
 @dataclass(frozen=True)
 class Samples:
     """The samples of a dataset, and how batches are made of them.
@@ -235,7 +205,6 @@ class BatchesOfSamples(Source):
 
     batches: OrderBatches | RankBatches
     threads: SampleThreads
-    _begun: BegunBatches = field(default_factory=BegunBatches, init=False)
 
     @property
     def epoch_hooks(self) -> EpochHooks:
@@ -254,11 +223,11 @@ class BatchesOfSamples(Source):
         self, number: int, start: int, checksum: int, batches_per_slot: int
     ) -> Generator[BatchThunk, None, None]:
         """Yield the batches of an epoch from ``start`` on, one per thunk."""
-        self._begun.start()
+        self.threads.start()
         return self._draws(number, self.batches.epoch(number, start, checksum))
 
     def stop(self) -> None:
-        self._begun.stop()
+        self.threads.stop()
 
     @property
     def _n_threads(self) -> int:
@@ -275,10 +244,10 @@ class BatchesOfSamples(Source):
     def _draws(
         self, epoch: int, batches: Iterator[RowIndices]
     ) -> Generator[BatchThunk, None, None]:
-        with self.threads.running() as workers:
+        with self.threads.running():
             for row_indices in batches:
                 batch = self._batch(epoch, row_indices.rows().tolist())
-                self._begun.begin(batch, workers, self._n_threads)
+                self.threads.begin(batch, self._n_threads)
                 yield self._thunk(batch)
 
 
@@ -342,7 +311,7 @@ def with_sample_readers(
 
 
 class SampleThreads:
-    """Threads that make samples, while a loop over their source runs.
+    """Threads that make samples while a loop over their source runs, and the batches they make.
 
     Args:
         worker: Makes a pool of threads, given their name and number.
@@ -350,19 +319,43 @@ class SampleThreads:
     """
 
     def __init__(self, worker: Callable[[str, int], Workers], n: int) -> None:
-        self._worker = worker
         self.n = n
+        self._worker = worker
         self._pool: Workers | None = None
+        self._batches: weakref.WeakSet[SampleBatch] = weakref.WeakSet()
+        self._is_stopped = False
+        # A reader may begin a batch while another thread, or a signal handler, ends the loop.
+        self._lock = threading.RLock()
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[Workers | None]:
+    def running(self) -> Iterator[None]:
         """Start the threads, and join them at the end, unless an outer context has done so."""
         if not self.n or self._pool is not None:
-            yield self._pool
+            yield
             return
         self._pool = pool = self._worker("pinfeed-sample", self.n)
         try:
-            yield pool
+            yield
         finally:
             self._pool = None
             pool.shutdown(wait=True)
+
+    def start(self) -> None:
+        """Note that a loop begins."""
+        self._is_stopped = False
+
+    def begin(self, batch: SampleBatch, n_threads: int) -> None:
+        """Let threads begin with a batch; without threads, its ``host_batch`` makes it."""
+        with self._lock:
+            self._batches.add(batch)
+            if self._is_stopped:
+                batch.stop()
+        if self._pool is not None:
+            batch.begin(self._pool, n_threads)
+
+    def stop(self) -> None:
+        """Make no more samples, because the loop has ended. Any thread may call this."""
+        with self._lock:
+            self._is_stopped = True
+            for batch in self._batches:
+                batch.stop()

@@ -15,14 +15,12 @@ from pinfeed.pipeline.sources.host_leaves import host_batch_of
 from pinfeed.pipeline.sources.loader_source import LoaderSource, next_batch
 from pinfeed.pipeline.sources.sample_batch import NoSamples, SampleBatch
 from pinfeed.pipeline.sources.sample_source import (
-    BegunBatches,
     SampleMaker,
     SampleThreads,
     with_sample_readers,
 )
 from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
 from pinfeed.pipeline.sources.source import BatchThunk, HostBatch
-from pinfeed.threads.call import Workers
 from pinfeed.threads.turns import Turns
 
 
@@ -56,8 +54,6 @@ class ThreadedLoaderSource(LoaderSource):
         # Number of batches that ``host_transform`` and ``fetch`` have taken or will take.
         self._n_changed = 0
         self._turns = Turns(is_shared=True)
-        self._workers: Workers | None = None
-        self._batches = BegunBatches()
 
     def open(self, device: Device) -> None:
         self._threads = SampleThreads(device.worker, self._n_threads)
@@ -78,10 +74,10 @@ class ThreadedLoaderSource(LoaderSource):
         self._n_drawn = 0
         self._n_changed = 0
         self._turns = Turns(is_shared=True)
-        self._batches.start()
+        self._threads.start()
 
     def stop(self) -> None:
-        self._batches.stop()
+        self._threads.stop()
 
     def next_batch(self, batches: Iterator[Any]) -> Any:
         """Return the indices of the next batch; ``END`` after the last batch."""
@@ -122,7 +118,7 @@ class ThreadedLoaderSource(LoaderSource):
             collate,
             None if self.skipped is None else self.skipped.of(self._epoch, indices),
         )
-        self._batches.begin(samples, self._workers, self._n_threads)
+        self._threads.begin(samples, self._n_threads)
         if self.host_transform is None and self.fetch is None:
             return samples.host_batch
         turn = self._n_changed
@@ -153,7 +149,7 @@ class ThreadedLoaderSource(LoaderSource):
         return self._threads.running()
 
     def _draws(self, batches: Iterator[Any]) -> Generator[BatchThunk, None, None]:
-        with self._threads.running() as self._workers:
+        with self._threads.running():
             yield from super()._draws(batches)
 
 
