@@ -32,7 +32,6 @@ from pinfeed.rows.orders import Order
 from pinfeed.rows.rank_batches import RankBatches, note_workers
 from pinfeed.rows.ranks import Ranks
 from pinfeed.validation.arguments import (
-    check_choice,
     check_flag,
     check_function,
     explain_arguments,
@@ -157,11 +156,10 @@ def wrap_dataset(
     _check_dataset(dataset, rows)
     for name, function in (("transform", transform), ("collate_fn", collate_fn)):
         check_function(function, name)
-    check_choice(on_error, "on_error", ("raise", "next", "skip"))
+    skipped = SkippedSamples.for_option(on_error, max_skipped)
     check_flag(reproducible, "reproducible")
     if batch_size is not None:
         batch_size = whole_number(batch_size, "batch_size")
-    max_skipped = whole_number(max_skipped, "max_skipped", least=0)
     n_threads = check_threads(threads)
     depth = check_optional_depth(depth)
     selection = RowSelection(batch_size, config, rows, shuffle, seed, drop_last, ranks)
@@ -169,18 +167,18 @@ def wrap_dataset(
         depth = DEFAULT_DEPTH if config is None or config.depth is None else config.depth
     if continuous is None:
         continuous = depth > 0
-    if on_error == "skip":
+    if skipped is not None:
         device_transform = SkippedSamples.passing(device_transform)
     options = LoopOptions(progress, timeline, None, device_transform, seed, continuous=continuous)
     options.require_continuous(depth)
     # The error of a whole batch would not say which samples to leave out.
-    read_batch = None if on_error == "skip" else batch_reader(dataset)
+    read_batch = batch_reader(dataset) if skipped is None else None
     samples = Samples(
         SampleMaker(dataset.__getitem__, transform, seed, reproducible, read_batch),
         len(dataset),
         n_threads if depth else 0,
         collate_fn,
-        SkippedSamples(max_skipped) if on_error == "skip" else None,
+        skipped,
         keeps_errors=on_error == "next",
     )
     return DatasetFeeder(samples, selection, options, depth, device)

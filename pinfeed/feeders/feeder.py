@@ -37,13 +37,11 @@ if TYPE_CHECKING:
 
     from pinfeed.feeders.typed import (
         FeederArguments,
-        Function,
         K,
         NamedSources,
         S,
         Tensor,
         TensorSource,
-        U,
     )
 
 logger = logging.getLogger("pinfeed")
@@ -151,26 +149,6 @@ class Feeder(ResumableFeeder[T_co]):
 
     @overload
     def __init__(
-        self: Feeder[U],
-        source: Any,
-        *,
-        device_transform: Function[U],
-        host_transform: Function[Any] | None = None,
-        **options: Unpack[FeederArguments],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self: Feeder[U],
-        source: Any,
-        *,
-        host_transform: Function[U],
-        device_transform: None = None,
-        **options: Unpack[FeederArguments],
-    ) -> None: ...
-
-    @overload
-    def __init__(
         self: Feeder[Tensor], source: TensorSource, **options: Unpack[FeederArguments]
     ) -> None: ...
 
@@ -201,8 +179,8 @@ class Feeder(ResumableFeeder[T_co]):
         self: Feeder[Any],
         source: Any,
         *,
-        host_transform: None = None,
-        device_transform: None = None,
+        host_transform: Callable[..., Any] | None = None,
+        device_transform: Callable[..., Any] | None = None,
         **options: Unpack[FeederArguments],
     ) -> None: ...
 

@@ -135,13 +135,17 @@ class ReplayBuffer:
                 "seed of its own; leave seed out"
             )
         self._draws: UniformDraws | PrioritizedDraws = UniformDraws(generator, n_envs)
-        if alpha is None:
-            _refuse_unused(beta, epsilon)
-        else:
+        if alpha is not None:
             numbers = (
-                real_number(value, name, least=0) for value, name in _named(alpha, beta, epsilon)
+                real_number(value, name, least=0)
+                for value, name in ((alpha, "alpha"), (beta, "beta"), (epsilon, "epsilon"))
             )
             self._draws = PrioritizedDraws(generator, layout.n_steps * n_envs, n_envs, *numbers)
+        elif (beta, epsilon) != (0.4, 1e-6):
+            raise ArgumentError(
+                f"beta={beta!r} and epsilon={epsilon!r} without alpha, which draws uniformly; "
+                "expected them only with prioritized draws; give alpha=0.6, or leave them out"
+            )
         self._in_files = path is not None
         self._ring = TransitionRing(layout, None if path is None else _empty_folder(path))
 
@@ -297,7 +301,7 @@ class ReplayBuffer:
         with ring.changed:
             arrays, rings = ring.state()
             state: dict[str, Any] = {
-                "layout": ring.layout.fingerprint,
+                "layout": self._fingerprint,
                 "n_added": ring.n_added,
                 "parts": {name: to_torch(array.copy()) for name, array in arrays.items()},
                 "frames": {
@@ -324,26 +328,12 @@ class ReplayBuffer:
         from pinfeed.tensors.numpy_torch import memory_of
 
         ring = self._ring
-        is_prioritized = isinstance(self._draws, PrioritizedDraws)
-        layout = state.get("layout")
-        if layout != ring.layout.fingerprint:
+        theirs, ours = state.get("layout"), self._fingerprint
+        if theirs != ours:
             raise ArgumentError(
-                f"the state belongs to a buffer with {layout}; expected "
-                f"{ring.layout.fingerprint}; make the buffer with the arguments of the earlier run"
+                f"the state belongs to a buffer with {theirs}; expected {ours}; make the buffer "
+                "with the arguments of the earlier run"
             )
-        if ("draws" in state) != is_prioritized:
-            raise ArgumentError(
-                f"the state has {'no ' * is_prioritized}priorities; expected "
-                f"{'some' if is_prioritized else 'none'}; make the buffer with the alpha of the "
-                "earlier run"
-            )
-        if isinstance(self._draws, PrioritizedDraws):
-            theirs = state["draws"].get("alpha")
-            if theirs != self._draws.alpha:
-                raise ArgumentError(
-                    f"the state has priorities with alpha={theirs}; expected {self._draws.alpha}; "
-                    "make the buffer with the alpha of the earlier run"
-                )
         # A damaged state raises an error here, before anything changes.
         n_added = int(state["n_added"])
         parts = {name: memory_of(tensor) for name, tensor in state["parts"].items()}
@@ -357,6 +347,13 @@ class ReplayBuffer:
             if isinstance(self._draws, PrioritizedDraws):
                 draws = state["draws"]
                 self._draws.load({**draws, "priorities": memory_of(draws["priorities"])})
+
+    @property
+    def _fingerprint(self) -> dict[str, Any]:
+        """Plain values that must be equal, or a saved state would mean other draws."""
+        draws = self._draws
+        alpha = draws.alpha if isinstance(draws, PrioritizedDraws) else None
+        return {**self._ring.layout.fingerprint, "alpha": alpha}
 
     def _draw(self, batch_size: int) -> Draw:
         """Draw a batch, and protect its transitions.
@@ -384,20 +381,6 @@ class ReplayBuffer:
         raise ArgumentError(
             f"{what} of {self!r}; expected a buffer with prioritized draws; give alpha=0.6"
         )
-
-
-def _named(alpha: float, beta: float, epsilon: float) -> list[tuple[float, str]]:
-    return [(alpha, "alpha"), (beta, "beta"), (epsilon, "epsilon")]
-
-
-def _refuse_unused(beta: float, epsilon: float) -> None:
-    """Raise ArgumentError if uniform draws have an argument of prioritized ones."""
-    for value, name, default in ((beta, "beta", 0.4), (epsilon, "epsilon", 1e-6)):
-        if value != default:
-            raise ArgumentError(
-                f"{name}={value!r} without alpha, which draws uniformly; expected it only with "
-                f"prioritized draws; give alpha=0.6, or leave {name} out"
-            )
 
 
 def _on_host(values: Any, name: str) -> Any:

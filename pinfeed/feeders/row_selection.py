@@ -149,10 +149,7 @@ def _check_batch_size(batch_size: int | None, config: Any, rows: Any) -> None:
             )
         return
     if not isinstance(rows, Iterable) or isinstance(rows, (str, bytes)):
-        advice = "; give what the function returns" if callable(rows) else ""
-        if callable(rows) and getattr(rows, "__module__", "") == Order.__module__:
-            name = getattr(rows, "__name__", "shuffled")
-            advice = f"; call it: rows=pinfeed.rows.{name}(...)"
+        advice = "; call the function" if callable(rows) else ""
         raise ArgumentError(
             f"rows={rows!r}: expected an order of pinfeed.rows, a sampler, or an iterable of row "
             f"indices{advice}"
@@ -219,22 +216,10 @@ def warn_if_empty(batches: OrderBatches, unit: str = "rows") -> None:
     """
     if len(batches):
         return
-    order = batches.order
-    n_own = order.length(batches.n_rows)
-    size = batches.batch_size
-    if batches.n_rows == 0:
-        text = f"there are no {unit}, so epochs have no batch; give at least one"
-    elif isinstance(order, PerRank):
-        n_all = order.order.length(batches.n_rows)
-        dropped = ", drop_last=True" if batches.drop_last else ""
-        text = (
-            f"rank {order.rank} of {order.world_size} has no batch, with {n_own} of {n_all} {unit} "
-            f"and batches of {size}{dropped}; lower world_size or batch_size, or check rank and "
-            "world_size"
-        )
-    else:
-        text = (
-            f"drop_last=True leaves no batch of {n_own} {unit} in batches of {size}; lower "
-            "batch_size, or leave out drop_last"
-        )
+    order, n = batches.order, batches.n_rows
+    text = f"epochs have no batch of {batches.batch_size} {unit}, with {order.length(n)} of {n}"
+    if isinstance(order, PerRank):
+        text += f" on rank {order.rank} of {order.world_size}"
+    text += ", drop_last=True" * batches.drop_last
+    text += f"; give more {unit}, lower batch_size or world_size, or leave out drop_last"
     logger.warning("%s", text)

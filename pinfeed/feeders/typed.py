@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
 import numpy.typing as npt
@@ -19,11 +19,6 @@ TensorSource = npt.NDArray[Any] | torch.Tensor | Store
 S = TypeVar("S", bound=TensorSource)
 K = TypeVar("K")
 T = TypeVar("T")
-U = TypeVar("U")
-Function = Callable[..., U]
-"""Function that takes a batch, and optionally a generator."""
-Fetch = Mapping[K, tuple[Any, Any]]
-"""Argument ``fetch`` of ``wrap_loader``: source and ids of the rows of each key."""
 
 
 class NamedSources(Protocol):

@@ -23,71 +23,27 @@ from pinfeed.pipeline.schedule import PrefetchSchedule, n_id_readers
 from pinfeed.pipeline.sources.loader_source import LoaderSource, StatefulSource
 from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
 from pinfeed.pipeline.sources.threaded_loader_source import ThreadedLoaderSource
-from pinfeed.validation.arguments import (
-    check_choice,
-    explain_arguments,
-    whole_number,
-)
+from pinfeed.validation.arguments import explain_arguments
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from pinfeed.feeders.typed import Fetch, Function, K, LoaderArguments, T, U
+    from pinfeed.feeders.typed import LoaderArguments, T
+
+
+@overload
+def wrap_loader(loader: Iterable[T], **options: Unpack[LoaderArguments]) -> LoaderFeeder[T]: ...
 
 
 @overload
 def wrap_loader(
     loader: Any,
     *,
-    device_transform: Function[U],
-    host_transform: Function[Any] | None = None,
-    fetch: Fetch[Any] | None = None,
+    fetch: Mapping[Any, tuple[Any, Any]] | None = None,
+    host_transform: Callable[..., Any] | None = None,
+    device_transform: Callable[..., Any] | None = None,
     **options: Unpack[LoaderArguments],
-) -> LoaderFeeder[U]: ...
-
-
-@overload
-def wrap_loader(
-    loader: Any,
-    *,
-    host_transform: Function[U],
-    fetch: Fetch[K],
-    device_transform: None = None,
-    **options: Unpack[LoaderArguments],
-) -> LoaderFeeder[tuple[U, dict[K, Any]]]: ...
-
-
-@overload
-def wrap_loader(
-    loader: Any,
-    *,
-    host_transform: Function[U],
-    fetch: None = None,
-    device_transform: None = None,
-    **options: Unpack[LoaderArguments],
-) -> LoaderFeeder[U]: ...
-
-
-@overload
-def wrap_loader(
-    loader: Iterable[T],
-    *,
-    fetch: Fetch[K],
-    host_transform: None = None,
-    device_transform: None = None,
-    **options: Unpack[LoaderArguments],
-) -> LoaderFeeder[tuple[T, dict[K, Any]]]: ...
-
-
-@overload
-def wrap_loader(
-    loader: Iterable[T],
-    *,
-    fetch: None = None,
-    host_transform: None = None,
-    device_transform: None = None,
-    **options: Unpack[LoaderArguments],
-) -> LoaderFeeder[T]: ...
+) -> LoaderFeeder[Any]: ...
 
 
 @explain_arguments(LOADER_HINTS)
@@ -214,20 +170,19 @@ def wrap_loader(
         NotEnoughCPUMemory: If the limits of ``config`` cannot hold the chunks that reading needs.
         UnknownArgument: If an argument does not exist. The message says where it belongs.
     """
-    if on_error == "skip":
+    skipped = SkippedSamples.for_option(on_error, max_skipped)
+    if skipped is not None:
         device_transform = SkippedSamples.passing(device_transform)
     options = LoopOptions(
         progress, timeline, host_transform, device_transform, seed, transform_threads
     )
     options.require_generator_for_seed()
-    check_choice(on_error, "on_error", ("raise", "next", "skip"))
-    if on_error == "skip" and threads is None:
+    if skipped is not None and threads is None:
         raise ArgumentError(
             "on_error='skip' was given without threads; expected threads=..., because a loader "
             "that makes its own batches cannot leave out single samples"
         )
     n_threads = None if threads is None else check_threads(threads)
-    max_skipped = whole_number(max_skipped, "max_skipped", least=0)
     depth = check_optional_depth(depth)
     if config is not None and fetch is None:
         raise ArgumentError(
@@ -245,9 +200,15 @@ def wrap_loader(
         schedule = PrefetchSchedule(depth)
         if stores is not None:
             schedule = dataclasses.replace(schedule, n_readers=n_id_readers(schedule.depth))
-        batches = _source_of(loader, n_threads, schedule, on_error == "skip", max_skipped)
-        if isinstance(batches, ThreadedLoaderSource):
+        batches: LoaderSource
+        if n_threads is not None:
+            # The synchronous loop has no threads.
+            batches = ThreadedLoaderSource(loader, n_threads if depth else 0, skipped)
             schedule = batches.schedule(schedule)
+        elif all(callable(getattr(loader, name, None)) for name in STATE_METHODS):
+            batches = StatefulSource(loader)
+        else:
+            batches = LoaderSource(loader)
         batches.keeps_errors = on_error == "next"
         schedule = options.in_threads(schedule, are_readers=True)
         make = StatefulLoaderFeeder if isinstance(batches, StatefulSource) else LoaderFeeder
@@ -256,24 +217,3 @@ def wrap_loader(
         if stores is not None:
             stores.close()
         raise
-
-
-def _source_of(
-    loader: Any, n_threads: int | None, schedule: PrefetchSchedule, skips: bool, max_skipped: int
-) -> LoaderSource:
-    """Return the source of the batches of a loader.
-
-    Args:
-        loader: The user's loader.
-        n_threads: Number of threads that make its samples; None if it makes its own batches.
-        schedule: Schedule of the loop.
-        skips: Whether to leave out samples that fail.
-        max_skipped: Number of samples that a loop may leave out.
-    """
-    if n_threads is not None:
-        skipped = SkippedSamples(max_skipped) if skips else None
-        # The synchronous loop has no threads.
-        return ThreadedLoaderSource(loader, n_threads if schedule.depth else 0, skipped)
-    if all(callable(getattr(loader, name, None)) for name in STATE_METHODS):
-        return StatefulSource(loader)
-    return LoaderSource(loader)

@@ -40,7 +40,7 @@ def is_right(buffer: ReplayBuffer, n: int = 4) -> bool:
     return torch.equal(batch["next_obs"], batch["obs"] + 1)
 
 
-@advised("beta=0.6 without alpha.*; give alpha=0.6, or leave beta out")
+@advised("beta=0.6 .*without alpha.*; give alpha=0.6, or leave them out")
 def beta_without_alpha(path: Path) -> Iterator[Any]:
     yield lambda: ReplayBuffer(4, PARTS, beta=0.6)
     yield filled(ReplayBuffer(4, PARTS, alpha=0.6, beta=0.6)).beta == 0.6

@@ -66,17 +66,17 @@ def x() -> np.ndarray:
         (
             {"batch_size": 3, "rows": lambda: [1]},
             errors.ArgumentError,
-            "row indices; give what the function returns$",
+            "row indices; call the function$",
         ),
         (
             {"batch_size": 3, "rows": rows.shuffled},
             errors.ArgumentError,
-            r"call it: rows=pinfeed.rows.shuffled\(\.\.\.\)$",
+            "call the function$",
         ),
         (
             {"batch_size": 3, "rows": rows.block_shuffled},
             errors.ArgumentError,
-            r"call it: rows=pinfeed.rows.block_shuffled\(\.\.\.\)$",
+            "call the function$",
         ),
         ({"rows": []}, errors.ArgumentError, "rows is empty"),
         (
@@ -151,7 +151,7 @@ def test_bad_row_indices_are_raised_after_the_good_batches(x: np.ndarray) -> Non
     ("options", "words"),
     [
         ({"rows": "shuffled"}, "rows='shuffled': expected an order"),
-        ({"rows": rows.block_shuffled}, r"call it: rows=pinfeed\.rows\.block_shuffled\("),
+        ({"rows": rows.block_shuffled}, "call the function"),
         ({"shuffle": "False"}, "shuffle='False': expected True or False"),
         ({"device": "gpu"}, "device='gpu' is not a device; expected 'auto', 'cpu'"),
     ],

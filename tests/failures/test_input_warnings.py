@@ -57,24 +57,24 @@ def test_parallel_sources_cause_no_warning(
 def test_an_empty_epoch_causes_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with Feeder(np.zeros((8, 2)), batch_size=9, drop_last=True) as feeder:
         assert list(feeder) == []
-    assert "drop_last=True leaves no batch of 8 rows in batches of 9" in caplog.text
+    assert (
+        "epochs have no batch of 9 rows, with 8 of 8, drop_last=True; give more rows, lower"
+        in caplog.text
+    )
 
 
 NO_BATCH: list[Any] = [
     (
         {"ranks": Ranks("drop", rank=0, world_size=1000)},
-        "rank 0 of 1000 has no batch, with 0 of 8 {} and batches of 2; lower world_size",
+        "epochs have no batch of 2 {}, with 0 of 8 on rank 0 of 1000; give more",
     ),
     (
         {"ranks": Ranks("join", rank=9, world_size=10)},
-        "rank 9 of 10 has no batch, with 0 of 8 {} and batches of 2; lower world_size",
+        "epochs have no batch of 2 {}, with 0 of 8 on rank 9 of 10; give more",
     ),
     (
         {"ranks": Ranks("drop", rank=1, world_size=8), "drop_last": True},
-        (
-            "rank 1 of 8 has no batch, with 1 of 8 {} and batches of 2, drop_last=True; "
-            "lower world_size"
-        ),
+        ("epochs have no batch of 2 {}, with 1 of 8 on rank 1 of 8, drop_last=True; give more"),
     ),
 ]
 
@@ -112,4 +112,5 @@ def test_an_empty_list_of_identities_causes_a_warning(
         [], [], read_input=lambda i: [i], get_output=lambda i: [i], batch_size=2, **arguments
     ) as reader:
         assert list(reader) == []
-    assert caplog.messages == ["there are no inputs, so epochs have no batch; give at least one"]
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("epochs have no batch of 2 inputs, with 0 of 0")

@@ -9,6 +9,7 @@ from typing import Any
 
 from pinfeed.errors import ReadError
 from pinfeed.pipeline.sources.sample_batch import Failures, NoSamples
+from pinfeed.validation.arguments import check_choice, whole_number
 
 logger = logging.getLogger("pinfeed")
 
@@ -27,6 +28,17 @@ class SkippedSamples:
         self.found: list[tuple[int, Any, Exception]] = []
         self._most = most
         self._n_in_loop = 0
+
+    @staticmethod
+    def for_option(on_error: Any, max_skipped: Any) -> SkippedSamples | None:
+        """Return the samples that loops have left out; None if ``on_error`` is not ``"skip"``.
+
+        Raises:
+            ArgumentError: If an option is invalid.
+        """
+        check_choice(on_error, "on_error", ("raise", "next", "skip"))
+        most = whole_number(max_skipped, "max_skipped", least=0)
+        return SkippedSamples(most) if on_error == "skip" else None
 
     def begin(self) -> None:
         """Note that a loop begins."""

@@ -16,40 +16,24 @@ from pinfeed.validation.arguments import explain_arguments
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from pinfeed.feeders.typed import Function, T, TableLoopArguments, TrainArguments, U
+    from pinfeed.feeders.typed import T, TableLoopArguments, TrainArguments
 
 
 @overload
 def train_rows(
-    loader: Any,
-    tables: Mapping[HostEmbedding, Any],
-    *,
-    device_transform: Function[U],
-    host_transform: Function[Any] | None = None,
-    **options: Unpack[TrainArguments],
-) -> RowLoop[U]: ...
-
-
-@overload
-def train_rows(
-    loader: Any,
-    tables: Mapping[HostEmbedding, Any],
-    *,
-    host_transform: Function[U],
-    device_transform: None = None,
-    **options: Unpack[TrainArguments],
-) -> RowLoop[U]: ...
-
-
-@overload
-def train_rows(
-    loader: Iterable[T],
-    tables: Mapping[HostEmbedding, Any],
-    *,
-    host_transform: None = None,
-    device_transform: None = None,
-    **options: Unpack[TrainArguments],
+    loader: Iterable[T], tables: Mapping[HostEmbedding, Any], **options: Unpack[TrainArguments]
 ) -> RowLoop[T]: ...
+
+
+@overload
+def train_rows(
+    loader: Any,
+    tables: Mapping[HostEmbedding, Any],
+    *,
+    host_transform: Callable[..., Any] | None = None,
+    device_transform: Callable[..., Any] | None = None,
+    **options: Unpack[TrainArguments],
+) -> RowLoop[Any]: ...
 
 
 @explain_arguments(TABLE_LOOP_HINTS)
@@ -157,35 +141,19 @@ def train_rows(
 
 @overload
 def read_rows(
-    loader: Any,
-    tables: Mapping[HostEmbedding, Any],
-    *,
-    device_transform: Function[U],
-    host_transform: Function[Any] | None = None,
-    **options: Unpack[TableLoopArguments],
-) -> RowLoop[U]: ...
-
-
-@overload
-def read_rows(
-    loader: Any,
-    tables: Mapping[HostEmbedding, Any],
-    *,
-    host_transform: Function[U],
-    device_transform: None = None,
-    **options: Unpack[TableLoopArguments],
-) -> RowLoop[U]: ...
-
-
-@overload
-def read_rows(
-    loader: Iterable[T],
-    tables: Mapping[HostEmbedding, Any],
-    *,
-    host_transform: None = None,
-    device_transform: None = None,
-    **options: Unpack[TableLoopArguments],
+    loader: Iterable[T], tables: Mapping[HostEmbedding, Any], **options: Unpack[TableLoopArguments]
 ) -> RowLoop[T]: ...
+
+
+@overload
+def read_rows(
+    loader: Any,
+    tables: Mapping[HostEmbedding, Any],
+    *,
+    host_transform: Callable[..., Any] | None = None,
+    device_transform: Callable[..., Any] | None = None,
+    **options: Unpack[TableLoopArguments],
+) -> RowLoop[Any]: ...
 
 
 @explain_arguments(READ_LOOP_HINTS)
