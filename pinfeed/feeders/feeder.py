@@ -237,16 +237,6 @@ class Feeder(ResumableFeeder[T_co]):
         size = f"{self._plan.batch_size:,} rows" if self._plan.batch_size else "any size"
         return f"<Feeder: {self._stores}; batches of {size} on {self.device}, {self._loop}>"
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
-    ) -> None:
-        try:
-            self.close()
-        except Exception:
-            if error is None:
-                raise
-            logger.exception("closing a feeder failed, in addition to the error that is raised")
-
     def __iter__(self) -> Iterator[T_co]:
         """Begin the next epoch.
 

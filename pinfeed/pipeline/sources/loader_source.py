@@ -14,7 +14,6 @@ from pinfeed.errors import ArgumentError, WorkerError
 from pinfeed.pipeline.sources.batch_transform import BatchTransform
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.pipeline.sources.host_leaves import host_batch_of
-from pinfeed.pipeline.sources.loader_batches import LoaderBatches
 from pinfeed.pipeline.sources.row_fetch import RowFetch
 from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
 from pinfeed.pipeline.sources.source import (
@@ -267,6 +266,56 @@ class LoaderSource(Source):
         except Exception as error:
             return functools.partial(failed_batch, error)
         return None if thunk is None else made_or_failed(thunk)
+
+
+class LoaderBatches:
+    """Iterator over the batches of an epoch, which reader threads request one at a time.
+
+    Args:
+        batches: The loader's own iterator.
+        generators: Generators of the loader.
+        memory: Memory of the last batches; None if it is not checked.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        generators: Sequence[GeneratorStates],
+        memory: FilledMemory | None,
+    ) -> None:
+        self._batches = batches
+        self._generators = generators
+        self._memory = memory
+        self._is_waiting = False
+
+    def __iter__(self) -> LoaderBatches:
+        return self
+
+    def __next__(self) -> Any:
+        for generator in self._generators:
+            generator.begin_batch()
+        self._is_waiting = True
+        try:
+            batch = next(self._batches)
+        finally:
+            self._is_waiting = False
+            # The end of an epoch, and a batch that fails, may draw random numbers, too.
+            for generator in self._generators:
+                generator.end_batch()
+        if self._memory is not None:
+            self._memory.check(batch)
+        return batch
+
+    def wake(self) -> None:
+        """Wake a reader thread that waits for a worker process which has died.
+
+        Torch raises the error in the main thread. Its iterator would notice it after 5 s only.
+        """
+        running: Any = self._batches
+        workers = () if getattr(running, "_shutdown", True) else running._workers
+        if self._is_waiting and not all(worker.is_alive() for worker in workers):
+            # The reader thread takes it for a batch, and fails.
+            running._data_queue.put((None, None))
 
 
 class _OwnPosition(EpochHooks):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +13,12 @@ from pinfeed.pipeline.sources.source import (
     ArrayPart,
     BatchThunk,
     HostBatch,
+    OrderedSource,
     RowGroup,
-    Source,
 )
 from pinfeed.readahead.read_plan import RaggedReads
 from pinfeed.readahead.strategy import AnyBatch, ReadStrategy, UnreadRows
-from pinfeed.rows.batches import EpochHooks, RowBatches, RowIndices
+from pinfeed.rows.batches import RowBatches, RowIndices
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.packing import Places
 from pinfeed.stores.axis_windows import WindowStore
@@ -33,7 +33,7 @@ new_row_group: Callable[[tuple[Any, ...]], RowGroup] = functools.partial(tuple._
 
 
 @dataclass(frozen=True)
-class RowSource(Source):
+class RowSource(OrderedSource):
     """Batches of the same rows of several stores; the last parts are those of ragged rows.
 
     Args:
@@ -50,20 +50,6 @@ class RowSource(Source):
     rebuild: Rebuild
     batches: RowBatches
     ragged: Sequence[RaggedReads] = ()
-
-    @property
-    def fingerprint(self) -> Mapping[str, Any]:
-        return self.batches.fingerprint
-
-    @property
-    def epoch_hooks(self) -> EpochHooks:
-        return self.batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def n_batches(self, epoch: int) -> int:
-        return self.batches.n_batches(epoch)
 
     def rows_version(self) -> object:
         return rows_version(self._files())

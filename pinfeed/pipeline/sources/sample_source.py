@@ -17,8 +17,8 @@ from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.pipeline.sources.sample_batch import SampleBatch
 from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
-from pinfeed.pipeline.sources.source import BatchThunk, Source, made_or_failed
-from pinfeed.rows.batches import EpochHooks, OrderBatches, RowIndices
+from pinfeed.pipeline.sources.source import BatchThunk, OrderedSource, made_or_failed
+from pinfeed.rows.batches import OrderBatches, RowIndices
 from pinfeed.rows.rank_batches import RankBatches
 from pinfeed.threads.call import Workers
 from pinfeed.validation.arguments import takes_parameter
@@ -195,7 +195,7 @@ class Samples:
 
 
 @dataclass(frozen=True)
-class BatchesOfSamples(Source):
+class BatchesOfSamples(OrderedSource):
     """Batches of samples that threads make, in an order.
 
     Args:
@@ -205,16 +205,6 @@ class BatchesOfSamples(Source):
 
     batches: OrderBatches | RankBatches
     threads: SampleThreads
-
-    @property
-    def epoch_hooks(self) -> EpochHooks:
-        return self.batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def n_batches(self, epoch: int) -> int:
-        return self.batches.n_batches(epoch)
 
     def loop_context(self) -> contextlib.AbstractContextManager[object]:
         return self.threads.running()

@@ -17,7 +17,7 @@ from pinfeed.pipeline.cache_decisions import CachedRows
 from pinfeed.pipeline.forwarding import SharedRows
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.readahead.strategy import UnreadRows
-from pinfeed.rows.batches import EpochHooks
+from pinfeed.rows.batches import EpochHooks, RowBatches
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.host_rows import CheckStop, UnreadPart, never
 from pinfeed.stores.store import Store
@@ -261,3 +261,27 @@ class Source(ABC):
                 end of the epoch counts as one.
         """
         return
+
+
+class OrderedSource(Source):
+    """Source whose batches have an order of their own.
+
+    Attributes:
+        batches: Row indices of the batches.
+    """
+
+    batches: RowBatches
+
+    @property
+    def fingerprint(self) -> Mapping[str, Any]:
+        return self.batches.fingerprint
+
+    @property
+    def epoch_hooks(self) -> EpochHooks:
+        return self.batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def n_batches(self, epoch: int) -> int:
+        return self.batches.n_batches(epoch)
