@@ -14,8 +14,8 @@ from pinfeed.memory.host import trim_heap
 from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.loop_transforms import NO_TRANSFORMS, LoopTransforms
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.sources.batch_transform import BatchTransform, Seed
 from pinfeed.pipeline.sources.source import Source
+from pinfeed.pipeline.sources.user_calls import BatchTransform, Seed
 from pinfeed.profiling.stats import FeederStats
 from pinfeed.profiling.timeline import Timeline
 from pinfeed.validation.arguments import (

@@ -18,7 +18,6 @@ from pinfeed.memory.plan import Plan
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.loop_transforms import NO_TRANSFORMS, LoopTransforms
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.pipeline.sources.sample_source import (
     SampleMaker,
     Samples,
@@ -27,6 +26,7 @@ from pinfeed.pipeline.sources.sample_source import (
 )
 from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
 from pinfeed.pipeline.sources.threaded_loader_source import batch_reader
+from pinfeed.pipeline.sources.user_calls import guarded
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Order
 from pinfeed.rows.rank_batches import RankBatches, note_workers

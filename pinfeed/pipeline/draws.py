@@ -16,8 +16,8 @@ from pinfeed.pipeline.loop_transforms import count_calls
 from pinfeed.pipeline.recent_rows import HashedGroups, RecentRows, SharedRowSearch, hash_groups
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Slot
-from pinfeed.pipeline.sources.batch_transform import BatchTransform
 from pinfeed.pipeline.sources.source import BatchThunk, Cancelled, HostBatch
+from pinfeed.pipeline.sources.user_calls import BatchTransform
 from pinfeed.pipeline.transfer import Transfer
 from pinfeed.pipeline.writer import Writer
 from pinfeed.threads.turns import Turns

@@ -28,8 +28,8 @@ from pinfeed.pipeline.loop import EPOCH_END, Loop
 from pinfeed.pipeline.loop_transforms import NO_TRANSFORMS, LoopTransforms
 from pinfeed.pipeline.position import EpochPosition
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.pipeline.sources.source import Source
+from pinfeed.pipeline.sources.user_calls import guarded
 from pinfeed.pipeline.transfer import Transfer
 from pinfeed.profiling.counters import Counters
 from pinfeed.profiling.stall_monitor import StallMonitor

@@ -28,8 +28,8 @@ from pinfeed.pipeline.lent_batch import LentBatch, WritableBatch, finish_each
 from pinfeed.pipeline.loop_threads import LoopThreads
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Slot
-from pinfeed.pipeline.sources.guarded import ENDS_SILENTLY, raise_if_silent
 from pinfeed.pipeline.sources.source import Cancelled, HostBatch
+from pinfeed.pipeline.sources.user_calls import ENDS_SILENTLY, raise_if_silent
 from pinfeed.pipeline.write_queue import WriteQueue
 from pinfeed.pipeline.writer import Writer
 from pinfeed.threads.call import Pending

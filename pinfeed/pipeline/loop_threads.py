@@ -13,7 +13,7 @@ from pinfeed.devices.device import Device
 from pinfeed.errors import ClosedError
 from pinfeed.native.crew import Crew
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.sources.guarded import guarded
+from pinfeed.pipeline.sources.user_calls import guarded
 from pinfeed.stores.host_rows import N_GATHERING_THREADS
 from pinfeed.threads.call import Call, Pending, Workers
 from pinfeed.threads.exit import exit_hook

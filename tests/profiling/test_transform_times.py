@@ -14,7 +14,7 @@ from support.simulated_loops import Clock
 from support.unwrapped import unwrapped
 
 from pinfeed import Feeder, wrap_loader
-from pinfeed.pipeline.sources.batch_transform import BatchTransform, Seed
+from pinfeed.pipeline.sources.user_calls import BatchTransform, Seed
 from pinfeed.profiling.plot_bars import place
 from pinfeed.profiling.spans import Span
 from pinfeed.testing import SimDevice, favour, lazy

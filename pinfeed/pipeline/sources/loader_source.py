@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from pinfeed.devices.device import Device
 from pinfeed.errors import ArgumentError, WorkerError
-from pinfeed.pipeline.sources.batch_transform import BatchTransform
-from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.pipeline.sources.host_leaves import host_batch_of
 from pinfeed.pipeline.sources.row_fetch import RowFetch
 from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
@@ -23,6 +21,7 @@ from pinfeed.pipeline.sources.source import (
     failed_batch,
     made_or_failed,
 )
+from pinfeed.pipeline.sources.user_calls import BatchTransform, guarded
 from pinfeed.rows.batches import EpochHooks
 from pinfeed.validation.suggestions import is_array_like
 

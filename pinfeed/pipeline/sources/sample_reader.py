@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, StoreError, add_note
-from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.pipeline.sources.host_leaves import copied
 from pinfeed.pipeline.sources.sample_batch import SampleBatch
 from pinfeed.pipeline.sources.sample_source import BatchesOfSamples
 from pinfeed.pipeline.sources.source import HostBatch
+from pinfeed.pipeline.sources.user_calls import guarded
 from pinfeed.stores.host_rows import CheckStop
 from pinfeed.tensors.dtypes import check_dtype
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from pinfeed.errors import ArgumentError, add_note
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.pipeline.sources.sample_batch import SampleBatch
 from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
 from pinfeed.pipeline.sources.source import BatchThunk, OrderedSource, made_or_failed
+from pinfeed.pipeline.sources.user_calls import guarded
 from pinfeed.rows.batches import OrderBatches, RowIndices
 from pinfeed.rows.rank_batches import RankBatches
 from pinfeed.threads.call import Workers

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from pinfeed.devices.device import Tensor
 from pinfeed.pipeline.cache_decisions import CachedRows
 from pinfeed.pipeline.forwarding import SharedRows
-from pinfeed.pipeline.sources.guarded import guarded
+from pinfeed.pipeline.sources.user_calls import guarded
 from pinfeed.readahead.strategy import UnreadRows
 from pinfeed.rows.batches import EpochHooks, RowBatches
 from pinfeed.rows.orders import Rows

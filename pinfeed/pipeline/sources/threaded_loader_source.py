@@ -10,7 +10,6 @@ from typing import Any
 from pinfeed.devices.device import Device
 from pinfeed.errors import ArgumentError
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.pipeline.sources.host_leaves import host_batch_of
 from pinfeed.pipeline.sources.loader_source import LoaderSource, next_batch
 from pinfeed.pipeline.sources.sample_batch import NoSamples, SampleBatch
@@ -21,6 +20,7 @@ from pinfeed.pipeline.sources.sample_source import (
 )
 from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
 from pinfeed.pipeline.sources.source import BatchThunk, HostBatch
+from pinfeed.pipeline.sources.user_calls import guarded
 from pinfeed.threads.turns import Turns
 
 
