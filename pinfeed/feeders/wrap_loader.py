@@ -200,15 +200,10 @@ def wrap_loader(
         schedule = PrefetchSchedule(depth)
         if stores is not None:
             schedule = dataclasses.replace(schedule, n_readers=n_id_readers(schedule.depth))
-        batches: LoaderSource
-        if n_threads is not None:
-            # The synchronous loop has no threads.
-            batches = ThreadedLoaderSource(loader, n_threads if depth else 0, skipped)
+        # The synchronous loop has no threads.
+        batches = _source_of(loader, 0 if n_threads and not depth else n_threads, skipped)
+        if isinstance(batches, ThreadedLoaderSource):
             schedule = batches.schedule(schedule)
-        elif all(callable(getattr(loader, name, None)) for name in STATE_METHODS):
-            batches = StatefulSource(loader)
-        else:
-            batches = LoaderSource(loader)
         batches.keeps_errors = on_error == "next"
         schedule = options.in_threads(schedule, are_readers=True)
         make = StatefulLoaderFeeder if isinstance(batches, StatefulSource) else LoaderFeeder
@@ -217,3 +212,12 @@ def wrap_loader(
         if stores is not None:
             stores.close()
         raise
+
+
+def _source_of(loader: Any, n_threads: int | None, skipped: SkippedSamples | None) -> LoaderSource:
+    """Return the source of a loader's batches, whose samples threads make if there are some."""
+    if n_threads is not None:
+        return ThreadedLoaderSource(loader, n_threads, skipped)
+    if all(callable(getattr(loader, name, None)) for name in STATE_METHODS):
+        return StatefulSource(loader)
+    return LoaderSource(loader)

@@ -234,9 +234,8 @@ class JoinedDevice(HostDevice):
 def test_a_wrapped_loader_is_a_loader() -> None:
     """The inner loop runs in the outer one's reader, and has ended when that has."""
     device = JoinedDevice()
-    loader = wrap_loader(
-        wrap_loader(DataLoader(Numbers(), batch_size=SIZE), device=device), device="cpu"
-    )
+    inner = wrap_loader(DataLoader(Numbers(), batch_size=SIZE), device=device, depth=2)
+    loader = wrap_loader(inner, device="cpu", depth=2)
     try:
         assert starts(loader) == STARTS
         assert device.joined_by == ["pinfeed-read_0"], "nothing was written: there is no writer"
