@@ -255,11 +255,15 @@ class _ReadBatch(SampleBatch):
         def read(position: int) -> tuple[Any, ...]:
             return tuple(reader.read(identities[position]) for reader in readers)
 
+        def joined(samples: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+            columns = zip(readers, zip(*samples, strict=True), strict=True)
+            return tuple(reader.batch(identities, column) for reader, column in columns)
+
         has_apply = any(reader.apply is not None for reader in readers)
         super().__init__(
             lambda: contextlib.nullcontext(read),
             len(identities),
-            self._joined if has_apply else None,
+            joined if has_apply else None,
             None,
         )
         self._readers = readers
@@ -276,10 +280,6 @@ class _ReadBatch(SampleBatch):
 
     def _shape(self, column: Any) -> tuple[int, ...]:
         return (self._n * column.shape[0], *column.shape[1:])
-
-    def _joined(self, samples: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
-        columns = zip(self._readers, zip(*samples, strict=True), strict=True)
-        return tuple(reader.batch(self._identities, read) for reader, read in columns)
 
     def _write(self, position: int, sample: Any) -> None:
         from pinfeed.tensors.numpy_torch import memory_of
