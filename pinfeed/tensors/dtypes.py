@@ -23,6 +23,7 @@ DTYPES: dict[str, np.dtype[Any]] = {"bfloat16": BFLOAT16} | {
     for name in (f"{kind}{width}" for width in widths)
 }
 """Dtypes by name, which numpy and torch share."""
+_NATIVE = frozenset(DTYPES.values())
 
 
 def dtype_of(value: Any, name: str) -> np.dtype[Any]:
@@ -72,6 +73,9 @@ def check_dtype(dtype: np.dtype[Any], name: str) -> np.dtype[Any]:
     Raises:
         StoreError: If torch does not have the dtype; the message says what to do.
     """
+    # The name of a dtype takes longer to make.
+    if dtype in _NATIVE:
+        return dtype
     if dtype.names is None and dtype.name in DTYPES:
         return DTYPES[dtype.name]
     if dtype.hasobject:

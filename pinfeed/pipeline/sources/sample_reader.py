@@ -289,8 +289,9 @@ class _ReadBatch(SampleBatch):
             for reader, tensor, column in zip(
                 self._readers, sample, self._layout.columns, strict=True
             ):
-                first = memory_of(tensor)[0]
-                reader.require_like(first, column.shape[1:], column.dtype, identity)
+                if tensor.shape != column.shape or tensor.dtype is not column.of_torch:
+                    first = memory_of(tensor)[0]
+                    reader.require_like(first, column.shape[1:], column.dtype, identity)
         except ArgumentError as error:
             self._fail(position, error)
             return
