@@ -119,11 +119,17 @@ def _fill_parts(
     thunks = _in_context(opened, source, thunks)
     draws = _draws(mover, thunks, first, schedule, transforms, writer)
     opened.callback(draws.close)
-    filler: Filler
+    filler = Filler(mover, draws, moves.fill, first, schedule)
+    context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    lend = moves.lend
+    stop_fills = mover.stop
     if transforms:
+        from pinfeed.tensors.transform_calls import modes_of_a_new_thread
+
         filler = TransformingFiller(mover, draws, moves.fill, first, schedule, transforms)
-    else:
-        filler = Filler(mover, draws, moves.fill, first, schedule)
+        context = modes_of_a_new_thread
+        lend = functools.partial(_lend_transformed, mover.counters, moves.lend)
+        stop_fills = filler.stop
     parts = FillParts(
         mover=mover,
         draws=draws,
@@ -131,9 +137,9 @@ def _fill_parts(
         first=first,
         schedule=schedule,
         fill=filler.fill,
-        fill_now=filler.fill,
-        lend=moves.lend,
-        stop=functools.partial(_stop, source, mover.stop),
+        context=context,
+        lend=lend,
+        stop=functools.partial(_stop, source, stop_fills),
         quiesce=moves.quiesce,
         reserve=getattr(moves, "reserve", None),
         writer=writer,
@@ -141,9 +147,6 @@ def _fill_parts(
         # A fill on a GPU may wait for copies, and the code of the user may need its own thread.
         may_help=mover.device.unified and isinstance(source, RowSource) and not transforms,
     )
-    if isinstance(filler, TransformingFiller):
-        parts.stop = functools.partial(_stop, source, filler.stop)
-        parts.lend = functools.partial(_lend_transformed, mover.counters, moves.lend)
     _fill_by(parts, filler, transforms, first)
     if mover.counters.timeline is not None and not mover.device.unified:
         _name_calls_of_loop(parts)
@@ -165,17 +168,13 @@ def _fill_by(
         turn: Number of the call for this batch.
     """
     timeline = parts.mover.counters.timeline
-    fill: Fill = filler.fill
+    parts.fill = filler.fill
     if timeline is not None:
-        fill = functools.partial(_fill_recorded, timeline, fill)
-    parts.fill = parts.fill_now = fill
+        parts.fill = functools.partial(_fill_recorded, timeline, filler.fill)
     if isinstance(filler, TransformingFiller):
-        parts.fill_now = functools.partial(filler.fill_now, fill)
         _add_transforms(parts, filler, transforms)
     if timeline is not None and not parts.mover.device.unified:
         _name_calls(parts, first, turn)
-    if parts.reserve is not None:
-        parts.fill_now = functools.partial(_reserve_and_fill, parts.reserve, parts.fill_now)
 
 
 def _fill_epoch(
@@ -307,13 +306,6 @@ def _close(source: Source, opened: contextlib.ExitStack, n_requested: int) -> No
     source.rewind(n_requested)
 
 
-def _reserve_and_fill(
-    reserve: Callable[[Slot], object], fill_now: Fill, slot: Slot, turn: int
-) -> Slot | None:
-    reserve(slot)
-    return fill_now(slot, turn)
-
-
 def _lend_transformed(counters: Counters, lend: Lend, slot: Slot) -> deque[list[Tensor]]:
     """Lend a slot, and count the time of its transforms."""
     counters.counts.host_transform_s += slot.host_transform_s
@@ -353,7 +345,6 @@ def _name_calls(parts: FillParts, first: int, first_turn: int) -> None:
         return first + (turn - first_turn) * step
 
     parts.fill = named("read", of_turn, parts.fill)
-    parts.fill_now = named("read", of_turn, parts.fill_now)
     if parts.transform is not None:
         parts.transform = named("transform", _of_slot, parts.transform)
     if parts.transform_on_device is not None:

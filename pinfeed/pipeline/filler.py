@@ -169,18 +169,6 @@ class TransformingFiller(Filler):
         slot.rows_s = self._mover.counters.now() - source_done_s
         return slot
 
-    def fill_now(
-        self, fill: Callable[[Slot, int], Slot | None], slot: Slot, turn: int
-    ) -> Slot | None:
-        """Call ``fill`` and the transforms in this thread, as the threads of a loop do."""
-        from pinfeed.tensors.transform_calls import modes_of_a_new_thread
-
-        with modes_of_a_new_thread():
-            filled = fill(slot, turn)
-            if filled is not None:
-                self.transform(filled)
-        return filled
-
     def transform(self, slot: Slot) -> None:
         """Call the transforms on the batch of a slot. One thread does so, in order."""
         if self._transforms.gather is not None:
