@@ -120,16 +120,10 @@ def _fill_parts(
     draws = _draws(mover, thunks, first, schedule, transforms, writer)
     opened.callback(draws.close)
     filler = Filler(mover, draws, moves.fill, first, schedule)
-    context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     lend = moves.lend
-    stop_fills = mover.stop
     if transforms:
-        from pinfeed.tensors.transform_calls import modes_of_a_new_thread
-
         filler = TransformingFiller(mover, draws, moves.fill, first, schedule, transforms)
-        context = modes_of_a_new_thread
-        lend = functools.partial(_lend_transformed, mover.counters, moves.lend)
-        stop_fills = filler.stop
+        lend = functools.partial(_lend_transformed, mover.counters, lend)
     parts = FillParts(
         mover=mover,
         draws=draws,
@@ -137,9 +131,9 @@ def _fill_parts(
         first=first,
         schedule=schedule,
         fill=filler.fill,
-        context=context,
+        context=filler.context,
         lend=lend,
-        stop=functools.partial(_stop, source, stop_fills),
+        stop=functools.partial(_stop, source, filler.stop),
         quiesce=moves.quiesce,
         reserve=getattr(moves, "reserve", None),
         writer=writer,
