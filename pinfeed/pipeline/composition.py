@@ -80,13 +80,12 @@ def make_loop(
         continuous: Whether the loop may read the next epoch before it ends this one.
     """
     if isinstance(mover, HostTransfer) and isinstance(source, RowSource) and not transforms:
-        memory_rows = None
-        if not schedule.has_writer and isinstance(source.batches, OrderBatches):
-            memory_rows = source.memory_rows()
+        may_have_crew = not schedule.has_writer and isinstance(source.batches, OrderBatches)
+        memory_rows = source.memory_rows() if may_have_crew else None
         if memory_rows is not None:
             return _crew_loop(mover, source, position, schedule, memory_rows)
         # Until the rows are in memory, each epoch may be the last one that needs reader threads.
-        continuous = continuous and not _may_have_crew(source, schedule)
+        continuous = continuous and not (may_have_crew and source.may_be_in_memory)
     parts = _fill_parts(mover, source, position, schedule, transforms, continuous=continuous)
     return PrefetchLoop(parts) if schedule.depth else SynchronousLoop(parts)
 
@@ -208,15 +207,6 @@ def _recorded_for(timeline: Timeline, loop: int, fn: Callable[..., Any], *args: 
     finally:
         # For the same reason as in call_named.
         del fn, args
-
-
-def _may_have_crew(source: RowSource, schedule: PrefetchSchedule) -> bool:
-    """Return whether a crew may copy the rows of a later loop."""
-    return (
-        not schedule.has_writer
-        and isinstance(source.batches, OrderBatches)
-        and source.may_be_in_memory
-    )
 
 
 def _add_transforms(

@@ -143,8 +143,6 @@ class Loop:
         self._free: deque[Slot] = deque(parts.mover.begin(parts.schedule))
         # Number of batches of the epoch that were requested.
         self._n_requested = parts.first + 1
-        # Number of batches in the slot that was lent last.
-        self._n_lent = 0
 
     def batches(self) -> Iterator[LentBatch]:
         """Yield the batches in order, for the training steps.
@@ -194,7 +192,7 @@ class Loop:
                 tensors = self._parts.lend(slot)
                 slot.batch = None
                 slot.tensors = []
-                self._n_lent = n_batches = len(tensors)
+                n_batches = len(tensors)
                 nbytes = slot.nbytes // n_batches
                 counters.counts.read_s += slot.read_s
                 counters.counts.source_s += slot.source_s
