@@ -196,7 +196,7 @@ def test_virtual_datasets_without_a_source(tmp_path: Path) -> None:
 def test_virtual_datasets_whose_folder_has_moved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefixes: str
 ) -> None:
-    """HDF5 looks for the name of an absolute path, beside the file and in each of the prefixes."""
+    """HDF5 looks for the name of an absolute path in the folder of the file and in each prefix."""
     for name in ("old", "other"):
         (tmp_path / name).mkdir()
     _, source, name = save_hdf5(tmp_path / "old", INTEGERS)
