@@ -99,9 +99,7 @@ class LoopThreads:
 
     def write_now(self, batch: int, fn: Callable[..., Any], *args: Any) -> None:
         """Call ``fn(*args)`` for a batch in this thread."""
-        if self._is_named:
-            fn = functools.partial(call_named, self._device, f"write {batch}", fn)
-        guarded(fn, *args)
+        guarded(self._named("write", batch, fn), *args)
 
     def submit_write(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
         """Make the first writer thread call ``fn(*args)`` for a batch."""
@@ -109,7 +107,7 @@ class LoopThreads:
             self._require_writers()
             if self._writer is None:
                 self._writer = self._device.worker("pinfeed-write")
-            return self._submit(self._writer, "write", batch, fn, *args)
+            return self._writer.submit(self._write, self._named("write", batch, fn), *args)
 
     def submit_scatter(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
         """Make the second writer thread call ``fn(*args)`` for a batch."""
@@ -117,7 +115,7 @@ class LoopThreads:
             self._require_writers()
             if self._scatterer is None:
                 self._scatterer = self._device.worker("pinfeed-scatter")
-            return self._submit(self._scatterer, "scatter", batch, fn, *args)
+            return self._scatterer.submit(self._write, self._named("scatter", batch, fn), *args)
 
     def scatter_all(self, calls: Sequence[Callable[[], object]]) -> None:
         """Make several calls, in several threads if the machine has cores (second writer).
@@ -229,14 +227,11 @@ class LoopThreads:
         if self._are_writers_joined:
             raise ClosedError(_CLOSED)
 
-    def _submit(
-        self, workers: Workers, lane: str, batch: int, fn: Callable[..., Any], *args: Any
-    ) -> Pending[Any]:
-        if self._is_named:
-            return workers.submit(
-                self._write, call_named, self._device, f"{lane} {batch}", fn, *args
-            )
-        return workers.submit(self._write, fn, *args)
+    def _named(self, lane: str, batch: int, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``fn``, under a name if the profiler of a device should show it."""
+        if not self._is_named:
+            return fn
+        return functools.partial(call_named, self._device, f"{lane} {batch}", fn)
 
     def _write(self, fn: Callable[..., Any], *args: Any) -> Any:
         self._writers.add(threading.get_ident())
