@@ -1,8 +1,10 @@
 """Loops over train_rows that the garbage collector ends."""
 
 import gc
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -53,3 +55,13 @@ def test_the_last_step_counts_if_a_cycle_of_references_is_freed(
         # The table is free for another loop.
         Run(table).step()
     gc.collect()
+
+
+def test_the_last_step_is_in_the_file_of_a_table_that_is_freed_in_a_cycle(tmp_path: Path) -> None:
+    path = tmp_path / "items.npy"
+    run = Run(HostEmbedding(11, 2, name="items", store=path), depth=0)
+    run.table.store.scatter(np.arange(11), np.zeros((11, 2), np.float32))
+    run.step()
+    del run
+    gc.collect()
+    assert np.load(path)[:3, 0].tolist() == [np.float32(-0.1), np.float32(-0.1), 0]
