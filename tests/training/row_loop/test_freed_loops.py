@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pinfeed import HostEmbedding, PinnedStore, RowOptimizer, train_rows
+from pinfeed.training.row_loop.loop_table import LoopTable
 
 STEPS = 3
 
@@ -65,3 +66,21 @@ def test_the_last_step_is_in_the_file_of_a_table_that_is_freed_in_a_cycle(tmp_pa
     del run
     gc.collect()
     assert np.load(path)[:3, 0].tolist() == [np.float32(-0.1), np.float32(-0.1), 0]
+
+
+def test_a_loop_that_is_freed_while_a_table_is_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = PinnedStore.zeros((11, 2), pin=False)
+    table = HostEmbedding(11, 2, name="items", store=store)
+    Run(table, depth=1).step()
+    changed_values = LoopTable.changed_values
+
+    def freeing(used: LoopTable) -> Any:
+        gc.collect()
+        return changed_values(used)
+
+    monkeypatch.setattr(LoopTable, "changed_values", freeing)
+    table.flush_writes()
+    monkeypatch.undo()
+    assert store.array[:3, 0].tolist() == [np.float32(-0.1), np.float32(-0.1), 0]
+    gc.collect()
+    assert store.array[:3, 0].tolist() == [np.float32(-0.1), np.float32(-0.1), 0]
