@@ -91,7 +91,7 @@ def test_the_epoch_after_a_break_with_threads() -> None:
 
 
 @pytest.mark.parametrize(("inner", "outer"), [(0, 3), (3, 0), (1, 2), (2, 1)])
-def test_the_epoch_after_a_break_of_a_loader_that_is_wrapped_twice(inner: int, outer: int) -> None:
+def test_the_epoch_after_a_break_of_a_loader_wrapped_twice(inner: int, outer: int) -> None:
     bare, loader = noisy(), noisy()
     wanted = [*left(bare, bare, 1, is_ahead=False), *bare]
     with (
@@ -189,7 +189,7 @@ def test_memory_that_is_filled_again_is_refused(fill: Any, n: int) -> None:
 
 
 @pytest.mark.parametrize("fill", [by_torch, by_numpy, an_array])
-def test_memory_that_is_filled_again_is_refused_in_a_loop_over_a_wrapped_loader(fill: Any) -> None:
+def test_memory_filled_again_of_a_loader_wrapped_twice(fill: Any) -> None:
     # Two batches wait in each loop, and one is in the step.
     for n, is_enough in ((4, False), (5, True)):
         wrapped = wrap_loader(Refilled(fill, n), device="cpu", depth=2)
@@ -199,6 +199,17 @@ def test_memory_that_is_filled_again_is_refused_in_a_loop_over_a_wrapped_loader(
                 continue
             with pytest.raises(errors.ArgumentError, match="Refilled has filled the memory"):
                 list(twice)
+
+
+@pytest.mark.parametrize("fill", [by_torch, by_numpy, an_array])
+def test_memory_that_is_filled_again_after_many_batches(fill: Any) -> None:
+    loader = Refilled(fill, 8)
+    # The buffers of later batches are one buffer.
+    loader.buffers[6:] = loader.buffers[5:6] * 2
+    with wrap_loader(loader, device="cpu", depth=2) as wrapped:
+        kept = []
+        with pytest.raises(errors.ArgumentError, match="Refilled has filled the memory"):
+            kept += wrapped
 
 
 @pytest.mark.parametrize("fill", [by_torch, by_numpy, an_array])

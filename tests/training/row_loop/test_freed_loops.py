@@ -58,7 +58,7 @@ def test_the_last_step_counts_if_a_cycle_of_references_is_freed(
     gc.collect()
 
 
-def test_the_last_step_is_in_the_file_of_a_table_that_is_freed_in_a_cycle(tmp_path: Path) -> None:
+def test_the_last_step_is_in_the_file_of_a_freed_table(tmp_path: Path) -> None:
     path = tmp_path / "items.npy"
     run = Run(HostEmbedding(11, 2, name="items", store=path), depth=0)
     run.table.store.scatter(np.arange(11), np.zeros((11, 2), np.float32))
