@@ -66,7 +66,10 @@ class FileReader:
             raise FileMissing(
                 f"{layout.path} no longer exists; it was removed since its header was read"
             ) from None
-        weakref.finalize(self, os.close, self._fd)
+        # The garbage collector calls the finalizers of the objects of a cycle before it ends a loop
+        # in this cycle, which still writes rows. It does not track arrays, and frees them later.
+        self._is_open = np.empty(0)
+        weakref.finalize(self._is_open, os.close, self._fd)
         found = os.fstat(self._fd)
         if (found.st_dev, found.st_ino) != inode:
             raise ReadError(
@@ -76,7 +79,7 @@ class FileReader:
         self._check_size()
         self._cache = PageCache(self._fd, layout.end, keep=keep_cache)
         # Finalizers run in reverse order, so this one runs before the descriptor is closed.
-        weakref.finalize(self, self._cache.drop_all)
+        weakref.finalize(self._is_open, self._cache.drop_all)
 
     def read_run(self, first: int, out: Bytes) -> None:
         """Read the rows from ``first`` on into ``out``, shape (n, row_nbytes).

@@ -126,7 +126,10 @@ class GeneratorStates:
         """
         n_back = self._n_requested - n_requested
         if 0 < n_back < len(self._states) and self._is_at_last():
-            set_state(self._generator, self._states[-1 - n_back])
+            for _ in range(n_back):
+                self._states.pop()
+            set_state(self._generator, self._states[-1])
+            self._n_requested = n_requested
 
     def _is_at_last(self) -> bool:
         now = state_of(self._generator)

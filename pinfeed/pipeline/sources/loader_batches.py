@@ -48,6 +48,12 @@ class LoaderBatches:
             self._memory.check(batch)
         return batch
 
+    def close(self) -> None:
+        """End the loop over the batches of a feeder."""
+        close: Any = getattr(self._batches, "close", None)
+        if close is not None:
+            close()
+
     def wake(self) -> None:
         """Wake a reader thread that waits for a worker process which has died.
 

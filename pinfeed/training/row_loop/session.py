@@ -162,6 +162,8 @@ class TableSession:
             Exception: If a write-back has failed. The original error is raised.
         """
         self._require_thread()
+        # The garbage collector must not end a dropped loop in the middle of this call.
+        _kept = self.iterator
         # Inside evaluating(), all changes were already written at its beginning.
         if of_step and self._state is State.LENT:
             self._write_back(copied=True, check=True)
