@@ -30,6 +30,7 @@ from pinfeed.training.large_batch.batches import (
     shapes_and_dtypes,
     slice_samples,
 )
+from pinfeed.training.large_batch.chunked_gradients import backward_rows
 from pinfeed.training.large_batch.memory_predictor import memory_predictor_for
 from pinfeed.training.large_batch.recompute import buffers_of, recomputed, replayed_buffers
 from pinfeed.training.large_batch.step_spec import StepSpec, batch_norms
@@ -38,10 +39,9 @@ from pinfeed.training.large_batch.strategy_selector import (
     StrategyChoice,
     choose_strategy,
 )
-from pinfeed.training.large_batch.two_pass import backward_rows
 from pinfeed.training.large_batch.verifier import Verifier
-from pinfeed.training.memory_model.models import call_model
 from pinfeed.training.memory_model.tensor_specs import to_device
+from pinfeed.training.memory_model.training_step import call_model
 from pinfeed.training.offload.offload import Offload
 from pinfeed.validation.arguments import whole_number
 

@@ -29,14 +29,14 @@ from pinfeed.training.large_batch.batches import (
     slice_samples,
 )
 from pinfeed.training.large_batch.check import Check, compare_with_plain_step
-from pinfeed.training.large_batch.loss_reduction import (
+from pinfeed.training.large_batch.step_spec import (
     Count,
     Reduction,
+    StepSpec,
     check_targets,
     count_of,
     reduction_of,
 )
-from pinfeed.training.large_batch.step_spec import StepSpec
 from pinfeed.training.large_batch.strategy_runner import StrategyRunner
 from pinfeed.training.large_batch.strategy_selector import (
     STRATEGIES,

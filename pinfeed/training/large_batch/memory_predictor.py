@@ -20,11 +20,10 @@ from pinfeed.training.large_batch.batches import sample_spec_of
 from pinfeed.training.large_batch.recompute import recomputed
 from pinfeed.training.large_batch.step_spec import batch_norms
 from pinfeed.training.large_batch.verifier import MOST_COMPARED
-from pinfeed.training.memory_model.budget import largest_that_fits
 from pinfeed.training.memory_model.estimate import StepEstimator
-from pinfeed.training.memory_model.models import bytes_on_device
+from pinfeed.training.memory_model.report import largest_that_fits
 from pinfeed.training.memory_model.tensor_specs import map_tensors
-from pinfeed.training.memory_model.training_step import Step, StepRun, plain_step
+from pinfeed.training.memory_model.training_step import Step, StepRun, bytes_on_device, plain_step
 
 _N_AHEAD = 2
 """Chunks on the device in addition to the current one."""

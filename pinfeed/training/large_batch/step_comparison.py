@@ -30,7 +30,6 @@ from torch import nn
 from pinfeed.errors import ArgumentError, described
 from pinfeed.tensors import rng_state
 from pinfeed.tensors.pytree import flatten
-from pinfeed.training.large_batch.accumulation import GradientAccumulator
 from pinfeed.training.large_batch.batches import (
     Chunk,
     Chunks,
@@ -41,6 +40,7 @@ from pinfeed.training.large_batch.batches import (
     select_samples,
     slice_samples,
 )
+from pinfeed.training.large_batch.chunked_gradients import GradientAccumulator, backward_two_pass
 from pinfeed.training.large_batch.dispatch_modes import FixedRandomness
 from pinfeed.training.large_batch.model_state import (
     ModelState,
@@ -49,10 +49,9 @@ from pinfeed.training.large_batch.model_state import (
 )
 from pinfeed.training.large_batch.recompute import recomputed
 from pinfeed.training.large_batch.step_spec import StepSpec, gradients_set_aside
-from pinfeed.training.large_batch.two_pass import backward_two_pass
-from pinfeed.training.memory_model.models import call_model
-from pinfeed.training.memory_model.out_of_memory import is_out_of_memory
+from pinfeed.training.memory_model.real_steps import is_out_of_memory
 from pinfeed.training.memory_model.tensor_specs import map_tensors
+from pinfeed.training.memory_model.training_step import call_model
 
 ONE_BY_ONE = "accumulate one by one"
 """``"accumulate"`` for batches that arrive one by one; their term count is known at the end."""

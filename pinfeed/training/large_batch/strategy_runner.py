@@ -14,8 +14,8 @@ from pinfeed.feeders.loader_feeder import LoaderFeeder
 from pinfeed.feeders.wrap_loader import wrap_loader
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.tensors import rng_state
-from pinfeed.training.large_batch.accumulation import GradientAccumulator
 from pinfeed.training.large_batch.batches import Chunk, Chunks, n_samples, slice_samples
+from pinfeed.training.large_batch.chunked_gradients import GradientAccumulator, backward_two_pass
 from pinfeed.training.large_batch.recompute import recomputed
 from pinfeed.training.large_batch.step_spec import StepSpec, batch_norms, gradient_transaction
 from pinfeed.training.large_batch.strategy_selector import (
@@ -24,8 +24,7 @@ from pinfeed.training.large_batch.strategy_selector import (
     StrategyChoice,
     StrategySelector,
 )
-from pinfeed.training.large_batch.two_pass import backward_two_pass
-from pinfeed.training.memory_model.out_of_memory import is_out_of_memory, release_cached_memory
+from pinfeed.training.memory_model.real_steps import is_out_of_memory, release_cached_memory
 from pinfeed.training.memory_model.tensor_specs import to_device
 
 if TYPE_CHECKING:

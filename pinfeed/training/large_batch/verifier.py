@@ -17,12 +17,12 @@ from torch import nn
 
 from pinfeed.tensors import rng_state
 from pinfeed.tensors.pytree import flatten
-from pinfeed.training.large_batch.accumulation import AccumulationHook
 from pinfeed.training.large_batch.batches import (
     n_samples,
     sample_shapes_and_dtypes,
     select_samples,
 )
+from pinfeed.training.large_batch.chunked_gradients import AccumulationHook
 from pinfeed.training.large_batch.dispatch_modes import BatchAxisOperations
 from pinfeed.training.large_batch.model_state import perturbed_parameters, state_on_copies
 from pinfeed.training.large_batch.step_comparison import (
@@ -31,9 +31,9 @@ from pinfeed.training.large_batch.step_comparison import (
     StepComparison,
 )
 from pinfeed.training.large_batch.step_spec import StepSpec
-from pinfeed.training.memory_model.models import call_model
-from pinfeed.training.memory_model.out_of_memory import is_out_of_memory, release_cached_memory
+from pinfeed.training.memory_model.real_steps import is_out_of_memory, release_cached_memory
 from pinfeed.training.memory_model.tensor_specs import map_tensors, to_device
+from pinfeed.training.memory_model.training_step import call_model
 
 MOST_COMPARED = 3
 """Most samples on which a strategy is compared with the plain step."""

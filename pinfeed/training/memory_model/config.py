@@ -18,12 +18,10 @@ from pinfeed.memory.depth import DEFAULT_DEPTH, n_batches
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.units import GiB, SizeField
 from pinfeed.training.memory_model.batch_search import BatchSearch
-from pinfeed.training.memory_model.budget import Budget
 from pinfeed.training.memory_model.estimate import StepEstimator
-from pinfeed.training.memory_model.models import bytes_on_device
-from pinfeed.training.memory_model.report import Kind
+from pinfeed.training.memory_model.report import Budget, Kind
 from pinfeed.training.memory_model.tensor_specs import samples_of
-from pinfeed.training.memory_model.training_step import check_autocast
+from pinfeed.training.memory_model.training_step import bytes_on_device, check_autocast
 from pinfeed.validation.arguments import explain_arguments, whole_number
 
 _M_MMAP_THRESHOLD = -3  # mallopt(3)

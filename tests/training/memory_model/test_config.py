@@ -16,9 +16,9 @@ from torch import nn
 import pinfeed
 from pinfeed import Config, GiB, KiB, MiB, errors
 from pinfeed.testing.sim import SimDevice
-from pinfeed.training.memory_model.budget import largest_that_fits
-from pinfeed.training.memory_model.models import bytes_on_device
-from pinfeed.training.memory_model.out_of_memory import is_out_of_memory
+from pinfeed.training.memory_model.real_steps import is_out_of_memory
+from pinfeed.training.memory_model.report import largest_that_fits
+from pinfeed.training.memory_model.training_step import bytes_on_device
 
 
 def mlp() -> nn.Module:

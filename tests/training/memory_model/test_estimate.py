@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pinfeed
 from pinfeed import errors
-from pinfeed.training.memory_model.cuda_step import as_on_cuda
+from pinfeed.training.memory_model.cuda_memory import as_on_cuda
 from pinfeed.training.memory_model.estimate import StepEstimator
 from pinfeed.training.memory_model.tensor_specs import samples_of
 
