@@ -20,7 +20,7 @@ from pinfeed.training.large_batch.memory_predictor import MemoryPredictor, memor
 from pinfeed.training.large_batch.recompute import can_be_recomputed
 from pinfeed.training.large_batch.step_comparison import ONE_BY_ONE, PLAIN_FAILS
 from pinfeed.training.large_batch.step_spec import StepSpec, batch_norms
-from pinfeed.training.large_batch.verifier import MOST_COMPARED, Verifier
+from pinfeed.training.large_batch.verifier import Verifier
 from pinfeed.validation.safe_repr import safe_repr
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class StrategySelector:
         self._spec = spec
         self._device = device
         self._options = options
-        self._verifier = Verifier(options.verify, options.autocast)
+        self._verifier = Verifier(options.verify, has_autocast=options.autocast is not None)
         self._choices: dict[Any, StrategyChoice] = {}
         self._predictors: dict[Any, MemoryPredictor] = {}
         self._is_source_reported = False
@@ -255,14 +255,7 @@ class StrategySelector:
         return shapes_and_dtypes(inputs, targets), self._spec.training_modes
 
     def _problem_of(self, strategy: str, inputs: Any, targets: Any) -> str:
-        def most_that_fit() -> int:
-            predictor = None
-            if self._options.chunk_size is None:
-                predictor = self._predictor(inputs, targets)
-            n = n_samples(inputs)
-            return MOST_COMPARED if predictor is None else predictor.n_compared(n)
-
-        return self._verifier.problem_of(strategy, self._spec, inputs, targets, most_that_fit)
+        return self._verifier.problem_of(strategy, self._spec, inputs, targets)
 
     def _report_source(self, problem: str) -> None:
         if problem and not self._is_source_reported:
@@ -374,7 +367,7 @@ def choose_strategy(
             why = _why_chunks(strategy, problems)
             return StrategyChoice(strategy, min(size, n), why, device_bytes)
     why = f"chunks do not give its gradients ({_described(problems)}) and"
-    if fits("offload") and predictor is not None and predictor.fits_on_host():
+    if fits("offload") and predictor is not None and predictor.fits_on_host(n):
         why = f"{why} its activations fit in host memory"
         return StrategyChoice("offload", n, why, device_bytes)
     if can_be_recomputed(model) and fits("checkpoint") and is_right("checkpoint"):

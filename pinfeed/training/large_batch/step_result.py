@@ -1,13 +1,22 @@
-"""State of a model without its parameters: buffers, and attributes with tensors or numbers."""
+"""StepResult: loss, gradients and state of the model after a step that leaves no trace.
+
+The state is that of buffers, and of attributes with tensors or numbers.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+from pinfeed.errors import ArgumentError
+from pinfeed.tensors import rng_state
+from pinfeed.training.large_batch.step_spec import StepSpec, gradients_set_aside
 
 _SIMPLE_TYPES = (bool, int, float, complex, str, type(None))
 _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
@@ -136,3 +145,102 @@ def _copies(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _generators(module: nn.Module) -> list[tuple[torch.Generator, torch.Tensor]]:
     found = [value for value in module.__dict__.values() if isinstance(value, torch.Generator)]
     return [(generator, generator.get_state()) for generator in found]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Loss, gradients of the parameters, and state of the model after a step."""
+
+    loss: torch.Tensor
+    gradients: list[torch.Tensor | None]
+    state: ModelState
+
+
+def run_step(spec: StepSpec, compute: Callable[[], torch.Tensor]) -> StepResult:
+    """Run a step that leaves the gradients and the state of the model unchanged.
+
+    Args:
+        spec: The model and the loss.
+        compute: Computes the gradients, and returns the loss.
+    """
+    parameters = spec.parameters
+    with gradients_set_aside(parameters), state_on_copies(spec.modules) as state:
+        loss = compute()
+        return StepResult(loss, [p.grad for p in parameters], state())
+
+
+def has_drawn(before: dict[str, Any]) -> bool:
+    """Return whether random numbers were drawn from torch since the generators had a state.
+
+    Raises:
+        ArgumentError: If random numbers were drawn from another library.
+    """
+    now = rng_state.capture()
+    for name in ("numpy", "python"):
+        if str(now[name]) != str(before[name]):
+            raise ArgumentError(
+                f"the forward pass draws random numbers from {name}, which cannot be fixed for a "
+                "comparison"
+            )
+    states = zip(
+        [now["torch"], *now.get("cuda", [])],
+        [before["torch"], *before.get("cuda", [])],
+        strict=False,
+    )
+    return any(not torch.equal(one, other) for one, other in states)
+
+
+def norm_of(tensor: torch.Tensor | None) -> float:
+    """Return the Euclidean norm, computed in float64; the tensor may be sparse."""
+    if tensor is None or not tensor.numel():
+        return 0.0
+    values = values_of(tensor)
+    return float(torch.linalg.vector_norm(values, dtype=_double_dtype(values)))
+
+
+def relative_error(one: Any, other: Any, size: float | None = None) -> float:
+    """Return the norm of the difference, relative to ``size``, or to the larger norm.
+
+    The error is infinite if shapes or kinds differ. Non-finite values at the same positions are
+    equal. None equals a tensor of zeros.
+    """
+    if one is None and isinstance(other, torch.Tensor):
+        one = torch.zeros_like(other)
+    if other is None and isinstance(one, torch.Tensor):
+        other = torch.zeros_like(one)
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return 0.0 if one is other or _is_equal(one, other) else math.inf
+    if one.shape != other.shape:
+        return math.inf
+    if not one.dtype.is_floating_point and not one.dtype.is_complex:
+        one = one.double()
+        other = other.double()
+    difference = norm_of(one - other)
+    if size is None:
+        size = max(norm_of(one), norm_of(other))
+    if not math.isfinite(difference + size) and one.layout is torch.strided:
+        a = one.to(_double_dtype(one))
+        b = other.to(_double_dtype(one))
+        is_same = (a == b) | (a.isnan() & b.isnan())
+        is_ignored = is_same & ~a.isfinite()
+        difference = norm_of(torch.where(is_same, 0, a - b))
+        size = max(norm_of(torch.where(is_ignored, 0, x)) for x in (a, b))
+    error = difference / (size or 1.0)
+    return math.inf if math.isnan(error) else error
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of a tensor that may be sparse."""
+    return tensor.coalesce().values() if tensor.is_sparse else tensor
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except Exception:
+        # Some objects, such as arrays, do not compare to a bool.
+        return False
+
+
+def _double_dtype(tensor: torch.Tensor) -> torch.dtype:
+    return torch.complex128 if tensor.is_complex() else torch.float64
