@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from pinfeed.tensors import rng_state
-from pinfeed.training.large_batch.fixed_randomness import FixedRandomness
 from pinfeed.training.large_batch.step_comparison import RANGE_ENDS, ROUNDING
 from pinfeed.training.large_batch.step_result import (
+    FixedRandomness,
     StepResult,
     has_drawn,
     norm_of,

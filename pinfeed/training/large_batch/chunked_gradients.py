@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from pinfeed.training.large_batch.batches import (
 from pinfeed.training.large_batch.recompute import buffers_of, replayed_buffers
 from pinfeed.training.large_batch.step_spec import StepSpec
 from pinfeed.training.memory_model.real_steps import is_out_of_memory, release_cached_memory
-from pinfeed.training.memory_model.training_step import call_model
 
 
 class AccumulationHook:
@@ -134,12 +133,65 @@ class GradientAccumulator:
         return torch.stack(losses).sum()
 
 
+class RecomputedChunks:
+    """The chunks of a batch, each computed once without a graph, and once again with gradients.
+
+    Args:
+        chunks: Returns the chunks; called once per pass, with the same chunks each time.
+        compute: Function that returns the outputs of a model for inputs.
+        modules: Root modules, whose buffers are the same in both passes.
+    """
+
+    def __init__(
+        self,
+        chunks: Callable[[], Chunks],
+        compute: Callable[[Any], Any],
+        modules: Sequence[nn.Module],
+    ) -> None:
+        self._chunks = chunks
+        self._compute = compute
+        self._buffers = buffers_of(modules)
+        self._random: list[dict[str, Any]] = []
+        """State of the random generators before each chunk."""
+
+    def outputs(self) -> Any:
+        """Return the outputs of all chunks, without a graph."""
+        parts: list[Any] = []
+        with torch.no_grad(), contextlib.closing(self._chunks()) as source:
+            for chunk in source:
+                self._random.append(rng_state.capture())
+                parts.append(self._compute(chunk.inputs))
+                check_output_rows(parts[-1], n_samples(chunk.inputs))
+        if not parts:
+            raise ArgumentError("the batch is empty; expected at least one sample")
+        return concatenate(parts)
+
+    def backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Compute each chunk again, with the same random numbers, and run its backward pass.
+
+        Args:
+            gradients: Gradient of each leaf of the outputs, on any device.
+        """
+        start = 0
+        with (
+            torch.enable_grad(),
+            rng_state.replayed(self._random[0]),
+            replayed_buffers(self._buffers),
+            contextlib.closing(self._chunks()) as source,
+        ):
+            for chunk, state in zip(source, self._random, strict=True):
+                rng_state.restore(state)
+                outputs = self._compute(chunk.inputs)
+                stop = start + n_samples(chunk.inputs)
+                _backward_rows(outputs, gradients, start, stop)
+                start = stop
+
+
 def backward_two_pass(spec: StepSpec, chunks: Callable[[], Chunks], targets: Any) -> torch.Tensor:
     """Add the gradients of any loss of all outputs, with the graph of one chunk at a time.
 
-    The first pass computes the outputs of each chunk without a graph. Then the loss of all outputs
-    gives their gradients. The second pass computes each chunk again, with the same random numbers,
-    and propagates these gradients to the parameters.
+    The loss of the outputs of all chunks gives their gradients, which the second pass propagates
+    to the parameters.
 
     Args:
         spec: The model and the loss.
@@ -149,55 +201,22 @@ def backward_two_pass(spec: StepSpec, chunks: Callable[[], Chunks], targets: Any
     Returns:
         The loss of the whole batch, a tensor of shape ().
     """
-    buffers = buffers_of(spec.modules)
-    outputs, states = _outputs_without_graph(spec, chunks)
-    leaves, rebuild = flatten(outputs)
+    recomputed = RecomputedChunks(chunks, spec.outputs, spec.modules)
+    leaves, rebuild = flatten(recomputed.outputs())
     held = [
         leaf.detach().requires_grad_() if is_differentiable(leaf) else leaf for _, leaf in leaves
     ]
     with spec.context():
         loss = spec.loss(rebuild(iter(held)), targets)
     spec.scale(loss).backward()
-    start = 0
-    with replayed_buffers(buffers), contextlib.closing(chunks()) as source:
-        for chunk, state in zip(source, states, strict=True):
-            rng_state.restore(state)
-            with spec.context():
-                outputs = call_model(spec.model, chunk.inputs)
-            stop = start + n_samples(chunk.inputs)
-            backward_rows(outputs, [getattr(leaf, "grad", None) for leaf in held], start, stop)
-            start = stop
+    recomputed.backward([getattr(leaf, "grad", None) for leaf in held])
     return loss.detach()
 
 
-def _outputs_without_graph(
-    spec: StepSpec, chunks: Callable[[], Chunks]
-) -> tuple[Any, list[dict[str, Any]]]:
-    """Return the outputs of all chunks, and the state of the random generators before each."""
-    states = []
-    parts: list[Any] = []
-    with torch.no_grad(), contextlib.closing(chunks()) as source:
-        for chunk in source:
-            states.append(rng_state.capture())
-            with spec.context():
-                parts.append(call_model(spec.model, chunk.inputs))
-            check_output_rows(parts[-1], n_samples(chunk.inputs))
-    if not parts:
-        raise ArgumentError("the batch is empty; expected at least one sample")
-    return concatenate(parts), states
-
-
-def backward_rows(
+def _backward_rows(
     outputs: Any, gradients: Iterable[torch.Tensor | None], start: int, stop: int
 ) -> None:
-    """Run the backward pass of a chunk that has rows [start, stop) of the batch.
-
-    Args:
-        outputs: Outputs of the chunk.
-        gradients: Gradient of each leaf of the outputs of the whole batch, on any device.
-        start: First row.
-        stop: Row after the last one.
-    """
+    """Run the backward pass of a chunk that has rows [start, stop) of the batch."""
     pairs = [
         (leaf, whole[start:stop].to(leaf.device))
         for (_, leaf), whole in zip(flatten(outputs)[0], gradients, strict=True)

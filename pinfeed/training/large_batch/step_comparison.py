@@ -40,9 +40,9 @@ from pinfeed.training.large_batch.batches import (
     slice_samples,
 )
 from pinfeed.training.large_batch.chunked_gradients import GradientAccumulator, backward_two_pass
-from pinfeed.training.large_batch.fixed_randomness import FixedRandomness
 from pinfeed.training.large_batch.recompute import recomputed
 from pinfeed.training.large_batch.step_result import (
+    FixedRandomness,
     ModelState,
     StepResult,
     has_drawn,
@@ -58,8 +58,6 @@ from pinfeed.training.memory_model.real_steps import is_out_of_memory
 from pinfeed.training.memory_model.tensor_specs import map_tensors
 from pinfeed.training.memory_model.training_step import call_model
 
-ONE_BY_ONE = "accumulate one by one"
-"""``"accumulate"`` for batches that arrive one by one; their term count is known at the end."""
 PLAIN_FAILS = "the plain step fails"
 """Beginning of the message for a problem that the plain step has as well."""
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -99,7 +97,7 @@ class StepComparison:
 
     Args:
         spec: The model and the loss.
-        strategy: ``"accumulate"``, ``ONE_BY_ONE``, ``"two_pass"`` or ``"checkpoint"``.
+        strategy: ``"accumulate"``, ``"two_pass"`` or ``"checkpoint"``.
         samples: Function that returns inputs and targets, on the device, of at most the given
             number of samples.
         n: Number of samples for the model.
@@ -137,7 +135,9 @@ class StepComparison:
     def _compare_all(self) -> None:
         # This check is first, because the other computations would leave the parameters changed.
         self._check_parameters_are_only_read()
-        contexts = [contextlib.nullcontext]
+        contexts: list[Callable[[], contextlib.AbstractContextManager[Any]]] = [
+            contextlib.nullcontext
+        ]
         if self.has_drawn and self._strategy != "checkpoint":
             contexts = [functools.partial(FixedRandomness, at) for at in RANGE_ENDS]
         for context in contexts:
@@ -245,10 +245,7 @@ class StepComparison:
 
         if self._strategy == "two_pass":
             return backward_two_pass(spec, chunks, targets)
-        is_known = self._strategy != ONE_BY_ONE
-        return GradientAccumulator(spec).run(
-            chunks(), spec.count_terms(inputs, targets) if is_known else None
-        )
+        return GradientAccumulator(spec).run(chunks(), spec.count_terms(inputs, targets))
 
     def _check(self, one: Any, other: Any, what_differs: str) -> None:
         error = relative_error(one, other)

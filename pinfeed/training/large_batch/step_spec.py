@@ -171,6 +171,11 @@ class StepSpec:
         """Training mode of each module, in the order of ``modules()``."""
         return tuple(module.training for root in self.modules for module in root.modules())
 
+    def outputs(self, inputs: Any) -> Any:
+        """Compute the outputs of some samples."""
+        with self.context():
+            return call_model(self.model, inputs)
+
     def forward(self, inputs: Any, targets: Any) -> torch.Tensor:
         """Compute the loss of some samples."""
         with self.context():

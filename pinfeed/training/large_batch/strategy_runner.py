@@ -22,13 +22,13 @@ from pinfeed.training.large_batch.strategy_selector import (
     SOURCE,
     Strategy,
     StrategyChoice,
+    StrategyOptions,
     StrategySelector,
 )
 from pinfeed.training.memory_model.real_steps import is_out_of_memory, release_cached_memory
 from pinfeed.training.memory_model.tensor_specs import to_device
 
 if TYPE_CHECKING:
-    from pinfeed.training.large_batch.big_batch import StrategyOptions
     from pinfeed.training.offload.offload import Offload
 
 

@@ -7,24 +7,22 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from tabulate import tabulate
 from torch import nn
 
 from pinfeed.errors import ArgumentError
+from pinfeed.memory import limits
 from pinfeed.memory.units import human
 from pinfeed.training.large_batch.batches import n_samples, sample_spec_of, shapes_and_dtypes
 from pinfeed.training.large_batch.memory_predictor import MemoryPredictor, memory_predictor_for
 from pinfeed.training.large_batch.recompute import can_be_recomputed
-from pinfeed.training.large_batch.step_comparison import ONE_BY_ONE, PLAIN_FAILS
+from pinfeed.training.large_batch.step_comparison import PLAIN_FAILS
 from pinfeed.training.large_batch.step_spec import StepSpec, batch_norms
 from pinfeed.training.large_batch.verifier import Verifier
 from pinfeed.validation.safe_repr import safe_repr
-
-if TYPE_CHECKING:
-    from pinfeed.training.large_batch.big_batch import StrategyOptions
 
 Strategy = Literal["plain", "accumulate", "two_pass", "checkpoint", "offload"]
 STRATEGIES: tuple[Strategy, ...] = ("plain", "accumulate", "two_pass", "checkpoint", "offload")
@@ -39,6 +37,25 @@ _OTHER_NUMBERS = (
 _SIZE_IS_UNKNOWN = (
     "the size of chunks is unknown without chunk_size and config; give chunk_size= or config="
 )
+
+
+@dataclass(frozen=True)
+class StrategyOptions:
+    """Options of a BigBatch that determine how gradients are computed.
+
+    Attributes:
+        config: Memory limits; None for no limits.
+        chunk_size: Samples of a chunk; None for the largest chunk that fits.
+        strategy: ``"auto"``, or the strategy that the user named.
+        autocast: The dtype of autocast, or None.
+        verify: Whether strategies are compared with the plain step before they are used.
+    """
+
+    config: limits.MemoryLimits | None
+    chunk_size: int | None
+    strategy: str
+    autocast: torch.dtype | None
+    verify: bool
 
 
 @dataclass(frozen=True, repr=False)
@@ -176,7 +193,7 @@ class StrategySelector:
             ArgumentError: If the batches cannot be added up.
         """
         if not self._is_source_reported:
-            self._report_source(self._problem_of(ONE_BY_ONE, inputs, targets))
+            self._report_source(self._problem_of("accumulate", inputs, targets))
 
     def keep(self, key: Any, chosen: StrategyChoice, n: int | None = None) -> StrategyChoice:
         """Use this choice for batches with this key from now on.

@@ -24,7 +24,6 @@ from pinfeed.training.large_batch.batches import (
 )
 from pinfeed.training.large_batch.chunked_gradients import AccumulationHook
 from pinfeed.training.large_batch.step_comparison import (
-    ONE_BY_ONE,
     PLAIN_FAILS,
     Samples,
     StepComparison,
@@ -70,7 +69,7 @@ class Verifier:
         Parameters, gradients, buffers, attributes and random generators do not change.
 
         Args:
-            strategy: ``"accumulate"``, ``ONE_BY_ONE``, ``"two_pass"`` or ``"checkpoint"``.
+            strategy: ``"accumulate"``, ``"two_pass"`` or ``"checkpoint"``.
             spec: The model and the loss, on their device.
             inputs: A batch.
             targets: Its targets, or None.
@@ -87,7 +86,7 @@ class Verifier:
             return ""
         key = strategy, sample_shapes_and_dtypes(inputs, targets), spec.training_modes
         if key not in self._problems:
-            is_mean = strategy in ("accumulate", ONE_BY_ONE) and spec.reduction == "mean"
+            is_mean = strategy == "accumulate" and spec.reduction == "mean"
             if is_mean and not spec.count_terms(inputs, targets):
                 # Every target is ignored, so the comparison waits for another batch.
                 return ""

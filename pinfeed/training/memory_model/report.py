@@ -112,22 +112,6 @@ class Estimate:
         ]
         return "\n".join([*lines, *self.notes])
 
-    def layer_table(self) -> str:
-        """Return the parameters of each layer as a table."""
-        rows = [
-            (
-                layer.name or "(model)",
-                layer.kind,
-                layer.n_trainable,
-                layer.n_frozen,
-                human(layer.nbytes),
-            )
-            for layer in self.layers
-        ]
-        return tabulate(
-            rows, headers=("layer", "class", "trainable", "frozen", "memory"), intfmt=","
-        )
-
 
 def layers_of(model: nn.Module) -> tuple[Layer, ...]:
     """Return the layers that have parameters of their own; a shared parameter counts once."""

@@ -204,13 +204,6 @@ def test_layers_have_each_parameter_once() -> None:
         ("inner.1.0", 12, 0, 48),
         ("tied", 0 + 4, 0, 16),
     ]
-    table = (
-        StepEstimator(Model, samples_of((3,), "float32", "input"), None, device="cpu")
-        .at(2)
-        .layer_table()
-    )
-    assert "(model)" in table
-    assert "inner.1.0" in table
     assert estimate.notes == (
         "loss=None: the estimate uses the sum of the outputs as the loss",
         "optimizer=None: the estimate uses AdamW",
