@@ -16,7 +16,6 @@ from torch import nn
 from pinfeed.compat.infinitybatch.missing_calls import warn
 from pinfeed.errors import ArgumentError, EstimateError
 from pinfeed.memory import limits
-from pinfeed.memory.host import free_host_bytes
 from pinfeed.tensors.numpy_torch import version_of
 from pinfeed.tensors.pytree import Rebuild, flatten
 from pinfeed.training.large_batch.batches import (
@@ -24,14 +23,13 @@ from pinfeed.training.large_batch.batches import (
     Chunks,
     as_tensors,
     n_samples,
-    sample_spec_of,
     shapes_and_dtypes,
     slice_samples,
 )
 from pinfeed.training.large_batch.chunked_gradients import RecomputedChunks
 from pinfeed.training.large_batch.memory_predictor import memory_predictor_for
-from pinfeed.training.large_batch.recompute import recomputed
 from pinfeed.training.large_batch.step_spec import StepSpec, batch_norms
+from pinfeed.training.large_batch.strategy_runner import WholeSteps
 from pinfeed.training.large_batch.strategy_selector import (
     STRATEGIES,
     StrategyChoice,
@@ -40,7 +38,6 @@ from pinfeed.training.large_batch.strategy_selector import (
 from pinfeed.training.large_batch.verifier import Verifier
 from pinfeed.training.memory_model.tensor_specs import to_device
 from pinfeed.training.memory_model.training_step import call_model
-from pinfeed.training.offload.offload import Offload
 from pinfeed.validation.arguments import whole_number
 
 _STRATEGIES = ("auto", "plain", "two_pass", "checkpoint", "offload")
@@ -77,19 +74,16 @@ class BatchForward:
         self._strategy = strategy
         self._verifier = Verifier(verify)
         self._choice_by_shape: dict[Any, StrategyChoice] = {}
-        # Plain choices by the shape of a sample.
-        self._plain_choices: dict[Any, StrategyChoice] = {}
-        self._offload: Offload | None = None
+        self._whole: WholeSteps | None = None
         self.chosen: StrategyChoice | None = None
 
     def forget(self) -> None:
         """Drop all choices and the memory for the previous device; call it after a move."""
         self._choice_by_shape.clear()
-        self._plain_choices.clear()
         self._verifier.forget()
-        if self._offload is not None:
-            self._offload.close()
-        self._offload = None
+        if self._whole is not None:
+            self._whole.close()
+        self._whole = None
 
     def outputs(
         self,
@@ -115,20 +109,9 @@ class BatchForward:
         self.chosen = choice
         if choice.strategy == "two_pass":
             return _outputs_in_chunks(model, inputs, choice.chunk_size, device, back)
-        with self._context(choice.strategy, model, device):
+        self._whole = self._whole or WholeSteps(device, self._config)
+        with self._whole.context(choice.strategy, [model]):
             return to_device(call_model(model, to_device(inputs, device)), back)
-
-    def _context(
-        self, strategy: str, model: nn.Module, device: torch.device
-    ) -> contextlib.AbstractContextManager[Any]:
-        if strategy == "checkpoint":
-            return recomputed(model)
-        if strategy == "offload":
-            if self._offload is None:
-                host_limit = self._config.host_limit(free_host_bytes())
-                self._offload = Offload(device, host_limit=host_limit)
-            return self._offload.step(model)
-        return contextlib.nullcontext()
 
     def _choose(
         self, model: nn.Module, inputs: Any, optimizer: Any, device: torch.device
@@ -140,15 +123,7 @@ class BatchForward:
         modes = tuple(module.training for module in model.modules())
         key = (shapes_and_dtypes(inputs), *modes)
         if key not in self._choice_by_shape:
-            # If a plain step of many samples fits, a step of fewer samples fits too, so the smaller
-            # last batch of an epoch needs no prediction of its own.
-            sample_key = (sample_spec_of(inputs).key, modes)
-            choice = self._plain_choices.get(sample_key)
-            if choice is None or choice.chunk_size <= n:
-                choice = self._decide(model, n, inputs, optimizer, device)
-            if choice.strategy == "plain" and choice.chunk_size >= n:
-                self._plain_choices[sample_key] = choice
-            self._choice_by_shape[key] = choice
+            self._choice_by_shape[key] = self._decide(model, n, inputs, optimizer, device)
         return self._choice_by_shape[key]
 
     def _decide(
