@@ -141,7 +141,8 @@ def _find_difference(
     A model that runs only with autocast has several dtypes. It is compared in float64, too.
 
     Returns:
-        How the strategy differs on ``n`` samples, and whether the forward pass draws numbers.
+        A clause that says how the strategy differs on ``n`` samples, and whether the forward pass
+        draws random numbers.
     """
     own = StepComparison(spec, strategy, samples, n)
     is_narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in spec.parameters)
