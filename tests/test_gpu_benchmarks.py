@@ -21,7 +21,6 @@ from benchmarks.environment import RESULTS, compiled_part
 from benchmarks.gpu.__main__ import PARTS, SHORT, SHORT_S, _age_s, chosen_parts
 from benchmarks.gpu.bench import words
 from benchmarks.gpu.correctness import _pytest, summary
-from benchmarks.gpu.link import routes
 from benchmarks.gpu.movers import batch_copies, movers
 from benchmarks.gpu.overlap import overlaps
 from benchmarks.gpu.packing import packed
@@ -290,10 +289,9 @@ def test_copies_in_batches_are_the_last_part_of_the_short_run(tmp_path: Path) ->
     assert "copies in batches" not in {cell.key["by"] for cell in movers(run)}
 
 
-@pytest.mark.parametrize("make", [overlaps, routes])
-def test_long_rows_are_last(make: Any, tmp_path: Path) -> None:
+def test_long_rows_are_last(tmp_path: Path) -> None:
     """Their feeders measure copies in batches."""
-    cells = make(Run("cuda", recorder(tmp_path / "part.json")))
+    cells = overlaps(Run("cuda", recorder(tmp_path / "part.json")))
     long = [cell.key.get("row_nbytes", 0) >= 32 << 10 for cell in cells]
     assert any(long)
     assert long == sorted(long)

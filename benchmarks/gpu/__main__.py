@@ -25,22 +25,21 @@ import torch
 
 from benchmarks.environment import commit
 from benchmarks.gpu.packing import packed
-from benchmarks.gpu.pictures import draw
 from benchmarks.gpu.processes import ROOT, Part, machine, run_parts
 from pinfeed.native.build import compile_library
 
 SHORT = "short"
 SHORT_S = 570.0
 _GROUP_S = 560.0
-_PICTURES_S = 15.0
 
 # Shares are seconds. The parts of the short run are in the order in which they decide.
 PARTS = (
     Part("prices", SHORT, 15, "benchmarks.gpu.prices:prices"),
+    Part("ceilings", SHORT, 15, "benchmarks.gpu.link:ceilings"),
     Part("host-work", SHORT, 22, "benchmarks.gpu.host_work:host_work"),
-    Part("saved-tensors", SHORT, 85, "benchmarks.gpu.correctness:saved_tensors"),
+    Part("saved-tensors", SHORT, 75, "benchmarks.gpu.correctness:saved_tensors"),
     Part("decisive-tables", SHORT, 70, "benchmarks.gpu.tables:decisive_tables"),
-    Part("row-kernel", SHORT, 50, "benchmarks.gpu.rows:rows"),
+    Part("row-kernel", SHORT, 45, "benchmarks.gpu.rows:rows"),
     Part("gathers", SHORT, 25, "benchmarks.gpu.gathers:gathers"),
     Part("in-loop", SHORT, 55, "benchmarks.gpu.in_loop:in_loop"),
     Part("loops", SHORT, 25, "benchmarks.gpu.loops:loops"),
@@ -54,14 +53,9 @@ PARTS = (
     Part("environment", "correctness", 30, "benchmarks.gpu.system:system"),
     Part("direct-tests", "correctness", 80, "benchmarks.gpu.correctness:direct_tests"),
     Part("tests", "correctness", 280, "benchmarks.gpu.correctness:tests"),
-    Part("ceilings", "correctness", 55, "benchmarks.gpu.link:ceilings"),
     Part("compute-sanitizer", "correctness", 110, "benchmarks.gpu.correctness:compute_sanitizer"),
     Part("overlap", "link", 260, "benchmarks.gpu.overlap:overlaps"),
-    Part("routes", "link", 100, "benchmarks.gpu.link:routes"),
     Part("movers", "link", 60, "benchmarks.gpu.movers:movers"),
-    Part("files", "link", 70, "benchmarks.gpu.files:files"),
-    Part("transforms", "link", 40, "benchmarks.gpu.transforms:transforms"),
-    Part("fetch", "link", 30, "benchmarks.gpu.fetch:fetches"),
     Part("tables", "training", 240, "benchmarks.gpu.tables:tables"),
     Part("cache", "training", 120, "benchmarks.gpu.cache:caches"),
 )
@@ -144,20 +138,16 @@ def _age_s() -> float:
 
 
 def measure(chosen: list[Part], out: Path, device: str, commit: str, end_s: float) -> None:
-    """Run parts and draw pictures until ``end_s``, a time of ``time.monotonic()``."""
+    """Run parts until ``end_s``, a time of ``time.monotonic()``."""
     begin = time.monotonic()
     command = shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]])
-    prefix = f"gpu-{machine()}" if device == "cuda" else "gpu-dry-run"
-    left_s = end_s - time.monotonic()
-    # Some of the time is reserved for the pictures.
     written = run_parts(
         chosen,
-        seconds=left_s - min(_PICTURES_S, 0.1 * left_s),
+        seconds=end_s - time.monotonic(),
         out=out,
         header={"device": device, "command": command, "commit": commit},
-        prefix=prefix,
+        prefix=f"gpu-{machine()}" if device == "cuda" else "gpu-dry-run",
     )
-    written += draw(written, out, prefix)
     print(f"{time.monotonic() - begin:.0f} s in all", *written, sep="\n", flush=True)
 
 

@@ -39,8 +39,7 @@ class MemoryLimits:
             to this size. None is 65,536 rows or 64 MiB, whichever is less, because larger batches
             need more memory and move no more rows per second.
         depth: Number of prefetched batches; 0 is the synchronous loop. None is 2, or more if
-            batches are small. On the CPU, a loop over short batches of rows in memory measures
-            whether 0 is faster.
+            batches are small.
         headroom: Share of the free memory that stays unused if a limit is None.
 
     Raises:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,13 +14,6 @@ from pinfeed.validation.wrapping import wrapped
 
 Place = Literal["host", "pinned", "page cache", "device"]
 Route = Literal["staged", "direct"]
-
-_PLACE_NAMES: dict[Place, str] = {
-    "host": "host",
-    "pinned": "host, page-locked",
-    "page cache": "OS page cache",
-    "device": "device",
-}
 
 # A use of memory has an indent of two spaces, so the rest of a long line has four.
 _REST = "    "
@@ -165,10 +157,14 @@ class Plan:
         return str(self)
 
     def __str__(self) -> str:
+        size = f"up to {self.batch_size} rows"
+        if not self.batch_size:
+            size = "unknown size, whose memory is not counted"
+        head = filter(None, (f"batches of {size}", self.depth_in_words, self.route_in_words))
         host = f"host memory: {_with_limit(self.host_bytes, self.cpu_memory_limit)}"
         if self.pinned_bytes:
             host += f", {human(self.pinned_bytes)} of it page-locked (pinned)"
-        lines = [self._batches_in_words, host]
+        lines = [", ".join(head), host]
         if self.page_cache_bytes:
             text = "of mapped files, which the kernel may drop and all processes share"
             lines.append(f"OS page cache: {human(self.page_cache_bytes)} {text}")
@@ -179,44 +175,6 @@ class Plan:
             for item in joined(self.items)
         ]
         return "\n".join(wrapped(line, rest=_REST) for line in [*lines, *self.notes])
-
-    @property
-    def _batches_in_words(self) -> str:
-        """The size of the batches, the depth and the route, in one line."""
-        size = f"up to {self.batch_size} rows"
-        if not self.batch_size:
-            size = "unknown size, whose memory is not counted"
-        head = [f"batches of {size}", self.depth_in_words, self.route_in_words]
-        return ", ".join(filter(None, head))
-
-    def _repr_html_(self) -> str:
-        """Return what a notebook shows: a table of every use of memory, and the totals."""
-        from tabulate import tabulate
-
-        rows = [
-            (
-                item.what,
-                _PLACE_NAMES[item.place],
-                f"{item.count} × {human(item.nbytes)}",
-                human(item.total),
-            )
-            for item in joined(self.items)
-        ]
-        host = _with_limit(self.host_bytes, self.cpu_memory_limit)
-        rows.append(("total", "host memory", "", host))
-        if self.page_cache_bytes:
-            rows.append(("total", _PLACE_NAMES["page cache"], "", human(self.page_cache_bytes)))
-        if self.device_bytes:
-            device = _with_limit(self.device_bytes, self.gpu_memory_limit)
-            rows.append(("total", "GPU memory", "", device))
-        table = tabulate(
-            rows,
-            headers=("use", "place", "count × size", "total"),
-            tablefmt="html",
-            disable_numparse=True,
-        )
-        lines = [self._batches_in_words, *self.notes]
-        return table + "".join(f"<p>{html.escape(line)}</p>" for line in lines)
 
 
 def _with_limit(nbytes: int, limit: int | None) -> str:

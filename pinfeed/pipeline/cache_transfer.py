@@ -13,7 +13,7 @@ from pinfeed.pipeline.cache_decisions import CachedRows
 from pinfeed.pipeline.row_cache import ChangedRows, RowCache
 from pinfeed.pipeline.sources.source import RowGroup
 from pinfeed.profiling.counters import Counters
-from pinfeed.profiling.timeline import CacheCounts
+from pinfeed.profiling.spans import CacheCounts
 from pinfeed.stores.store import row_nbytes
 
 

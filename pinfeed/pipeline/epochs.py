@@ -31,8 +31,8 @@ from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.pipeline.sources.source import Source
 from pinfeed.pipeline.transfer import Transfer
-from pinfeed.profiling.bottleneck import StarvationMonitor
 from pinfeed.profiling.counters import Counters
+from pinfeed.profiling.stall_monitor import StallMonitor
 from pinfeed.profiling.stats import FeederStats
 from pinfeed.profiling.timeline import Timeline
 from pinfeed.validation.arguments import whole_number
@@ -81,13 +81,11 @@ class EpochRunner:
         self.source = source
         self._continuous = continuous
         self._schedule = schedule
-        # Number of batches that the running or the last loop prefetches.
-        self._depth = schedule.depth
         self._progress = progress
         self._position = EpochPosition(source, transforms.fingerprint)
         self._counters = Counters(timeline=Timeline() if timeline else None)
-        self._counters.depth = schedule.depth
-        self._starvation = StarvationMonitor(self._counters, source.hint, source.depth_caution)
+        self._counters.counts.depth = schedule.depth
+        self._stalls = StallMonitor(self._counters)
         self._transforms = transforms
         self._transfer = _mover(device, schedule.n_slots, capacity, self._counters, transforms)
         self.finish_step: Callable[[], object] | None = None
@@ -125,7 +123,7 @@ class EpochRunner:
 
     def __str__(self) -> str:
         """Describe the depth and whether the runner is closed, for the ``repr`` of a feeder."""
-        return f"depth={self._depth}{', closed' if self._closed else ''}"
+        return f"depth={self._counters.counts.depth}{', closed' if self._closed else ''}"
 
     @property
     def stats(self) -> FeederStats:
@@ -179,7 +177,6 @@ class EpochRunner:
             self._raise_failure()
             begin()
             schedule = schedule or self._schedule
-            self._depth = schedule.depth
             batches = through(self._run(lend, schedule, begin))
             self._active, generator = ActiveRun.begin(batches)
             return ContinuingIterator(generator) if keeps_errors else generator
@@ -288,7 +285,7 @@ class EpochRunner:
         self._require_open()
         position = self._position
         counters = self._counters
-        starvation = self._starvation
+        stalls = self._stalls
         counters.enter(
             schedule.depth,
             schedule.n_readers if schedule.depth else 1,
@@ -300,13 +297,12 @@ class EpochRunner:
         try:
             start = position.begin_run()
             bar = self._bar() if self._progress else None
-            starvation.begin()
             # No variable holds the inner generator, so it has ended when an except clause runs.
             for lent_batch in self._lend(schedule):
                 position.batch = lent_batch.number + 1
                 position.checksum = lent_batch.checksum
-                if counters.batches >= starvation.next_check:
-                    starvation.check()
+                if counters.counts.batches >= stalls.next_check:
+                    stalls.check()
                 if bar is not None:
                     bar.update()
                 kept.append(lend(lent_batch))
@@ -321,7 +317,6 @@ class EpochRunner:
         finally:
             # An error's traceback keeps this frame.
             kept.clear()
-            starvation.end(is_excused=False)
             if bar is not None:
                 bar.close()
             counters.leave()
@@ -397,7 +392,7 @@ class EpochRunner:
             initial=self._position.batch,
             unit="batch",
             desc=f"epoch {self._position.epoch}",
-            totals=self._counters.totals,
+            stats=self._counters.stats,
         )
 
     def _require_open(self) -> None:

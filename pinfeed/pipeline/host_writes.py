@@ -66,7 +66,7 @@ class HostWrites(Writer):
             raise
         log.completed = pending.write.number + 1
         now = self.counters.now()
-        self.counters.write_s += now - start
+        self.counters.counts.write_s += now - start
         if self.counters.timeline is not None:
             self.counters.timeline.add("write", pending.batch, start, now)
 

@@ -85,7 +85,8 @@ class Planner:
         else:
             plan = self._limited_plan(config, free.memory)
         n_batch_rows = self._n_batch_rows(plan.batch_size, plan.depth)
-        choice = self._choose_reads(n_batch_rows, free.without(plan.items))
+        ahead = free.without(plan.items)
+        choice = choose(tree.stores, self.rows, n_batch_rows, ahead, tree.ragged)
         plan = dataclasses.replace(
             plan,
             items=plan.items + choice.items,
@@ -259,10 +260,6 @@ class Planner:
                 with_windows = functools.partial(plan_of, windows=windows)
                 return config.largest_batch(with_windows, most, self.schedule.depth)
         return config.largest_batch(plan_of, most, self.schedule.depth)
-
-    def _choose_reads(self, n_batch_rows: int, free: FreeMemory) -> ReadPlan:
-        """Choose how each store is read."""
-        return choose(self.tree.stores, self.rows, n_batch_rows, free, self.tree.ragged)
 
 
 def _without_native() -> list[str]:

@@ -360,7 +360,7 @@ class Transfer(Writer):
             self._timeline.settle()
         if slot.index_needed:
             self._indices.learn(slot.index_needed, self._batches_per_slot)
-        self.counters.copy_wait_s += slot.copy_wait_s
+        self.counters.counts.copy_wait_s += slot.copy_wait_s
         return self._cut(batch, tensors)
 
     def lend_next(self, slot: DeviceSlot, tensors: Sequence[Tensor]) -> None:
@@ -477,7 +477,7 @@ class Transfer(Writer):
         # The time in which two writes overlap counts only once.
         last_s = self._written_s
         self._written_s = now
-        self.counters.write_s += now - max(pending.started_s, last_s)
+        self.counters.counts.write_s += now - max(pending.started_s, last_s)
         if self._timeline is not None:
             began_s = pending.started_s if pending.begun is None else pending.begun.at_s()
             self._timeline.add("write", pending.batch, max(began_s, last_s), now)

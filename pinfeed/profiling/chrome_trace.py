@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pinfeed.profiling.spans import SHARED, THREADS, Span, clipped, ready, tracks
-
-if TYPE_CHECKING:
-    from pinfeed.profiling.timeline import CacheCounts
+from pinfeed.profiling.spans import SHARED, THREADS, CacheCounts, Span, clipped, ready, tracks
 
 _PID = 1
 # Thread ids; each further thread of a shared lane has the next one.
@@ -20,20 +17,16 @@ def trace(
     spans: Sequence[Span],
     start_s: float,
     end_s: float,
-    verdict: str,
-    depths: Sequence[tuple[float, int]] = (),
 ) -> dict[str, Any]:
     """Return the spans between two moments as a trace.
 
-    The trace has complete events on named threads, and counters of the batches that were ready and
-    of the depth. Times are in microseconds.
+    The trace has complete events on named threads, and a counter of the batches that were ready.
+    Times are in microseconds.
 
     Args:
         spans: Spans of the whole run.
         start_s: First moment.
         end_s: Last moment.
-        verdict: Sentence about the waits between them.
-        depths: Every depth of the run, with its first moment.
     """
     within = clipped(spans, start_s, end_s)
     placed = list(zip(within, tracks(within), strict=True))
@@ -44,10 +37,7 @@ def trace(
         for at_s, count in ready(spans)
         if start_s <= at_s <= end_s
     ]
-    events += [
-        _count("depth", max(at_s, start_s), depth=depth) for at_s, depth in depths if at_s <= end_s
-    ]
-    return {"displayTimeUnit": "ms", "otherData": {"verdict": verdict}, "traceEvents": events}
+    return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
 def cache_events(caches: Sequence[tuple[float, CacheCounts]]) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, Any
@@ -10,7 +9,7 @@ from typing import IO, Any
 import numpy as np
 
 from pinfeed.errors import MissingDependency
-from pinfeed.memory.units import human
+from pinfeed.memory.units import human, human_rate
 from pinfeed.profiling.bottleneck import NOTABLE
 from pinfeed.profiling.plot_bars import (
     BAND,
@@ -29,14 +28,11 @@ from pinfeed.profiling.plot_bars import (
     place,
     usual_width,
 )
-from pinfeed.profiling.spans import THREADS, Lane, Span, clipped, extent, starved
-from pinfeed.profiling.stats import Totals
+from pinfeed.profiling.spans import THREADS, Lane, Span, clipped, extent, stalled, starved
 from pinfeed.validation.requirements import install_line
 
 _WIDTH_IN = 13.0
 _DPI = 100
-# Characters of the title that fit in a line.
-_TITLE_CHARS = 85
 # Narrower bars cannot be told apart. The picture then shows how much of each moment they take.
 _LEAST_BARS_IN = 0.02
 
@@ -49,13 +45,13 @@ class _Stretch:
         spans: Spans of the part.
         start_s: Start of the part, in seconds.
         end_s: End of the part, in seconds.
-        totals: Counts of the part.
+        depth: Number of batches that were prefetched.
     """
 
     spans: list[Span]
     start_s: float
     end_s: float
-    totals: Totals
+    depth: int
 
     @property
     def seconds(self) -> float:
@@ -69,11 +65,16 @@ class _Stretch:
     @property
     def by_device(self) -> bool:
         """Whether the picture shows waits of the device, not of the loop."""
-        return self.totals.watched == "device"
+        return any(span.lane == "device" for span in self.spans)
+
+    @property
+    def watched(self) -> str:
+        """Name of the row that shows whether data was late."""
+        return "device" if self.by_device else "loop"
 
 
 def draw(
-    spans: Sequence[Span], start_s: float, end_s: float, totals: Totals, path: str | IO[bytes]
+    spans: Sequence[Span], start_s: float, end_s: float, depth: int, path: str | IO[bytes]
 ) -> None:
     """Draw the spans between two moments, and how much the loop waited in the whole run.
 
@@ -81,13 +82,13 @@ def draw(
         spans: The spans of the whole run.
         start_s: Start of the drawn stretch, in seconds on the clock of the spans.
         end_s: End of the stretch.
-        totals: Counts of the stretch.
+        depth: Number of batches that were prefetched.
         path: Path of the picture, whose ending decides the format; or an open file, for a PNG.
 
     Raises:
         MissingDependency: If matplotlib is not installed.
     """
-    stretch = _Stretch(clipped(spans, start_s, end_s), start_s, end_s, totals)
+    stretch = _Stretch(clipped(spans, start_s, end_s), start_s, end_s, depth)
     run = extent(spans)
     rows, bars = place(stretch.spans, start_s, stretch.unit)
     is_part = stretch.seconds < 0.95 * (run[1] - run[0])
@@ -152,8 +153,8 @@ def _label_rows(axes: Any, rows: Sequence[Row], stretch: _Stretch) -> None:
 
 def _label(row: Row, stretch: _Stretch) -> str:
     """Return a row's name and the share of the time that it worked or, if watched, waited."""
-    if row.name == stretch.totals.watched:
-        return f"{row.name}\nwaits {stretch.totals.starved:.0%}"
+    if row.name == stretch.watched:
+        return f"{row.name}\nwaits {stalled(stretch.spans):.0%}"
     several = f" × {row.n_tracks}" if row.n_tracks > 1 else ""
     busy_s = sum(
         span.end_s - span.start_s
@@ -179,21 +180,21 @@ def _draw_run(
 
 
 def _write_title(axes: Any, spans: Sequence[Span], stretch: _Stretch) -> None:
-    """Write the verdict as the title, and the batches and rates below it."""
-    totals = stretch.totals
+    """Write the share of waits as the title, and the batches and rates below it."""
+    lent = [span for span in stretch.spans if span.lane == "lend"]
     n_in_all = sum(span.lane == "lend" for span in spans)
-    part = "" if totals.batches == n_in_all else "in this interval "
-    title = f"{part}{totals.verdict}"
+    share = stalled(stretch.spans)
+    time = "the time" if len(lent) == n_in_all else "this interval"
     axes.set_title(
-        textwrap.fill(title[0].upper() + title[1:], _TITLE_CHARS),
+        f"The {stretch.watched} waited {share:.0%} of {time}",
         loc="left",
         fontsize=15,
         fontweight="bold",
-        color=SIGNAL if totals.starved >= NOTABLE else INK,
+        color=SIGNAL if share >= NOTABLE else INK,
         pad=30,
     )
     axes.annotate(
-        f"{_describe_batches(stretch, n_in_all)}; {totals.depth_in_words}; {totals.rates}",
+        f"{_describe_batches(lent, n_in_all, stretch.seconds)}; depth={stretch.depth}",
         (0, 1),
         (0, 10),
         xycoords="axes fraction",
@@ -203,14 +204,18 @@ def _write_title(axes: Any, spans: Sequence[Span], stretch: _Stretch) -> None:
     )
 
 
-def _describe_batches(stretch: _Stretch, n_in_all: int) -> str:
-    lent = [span.batch for span in stretch.spans if span.lane == "lend"]
+def _describe_batches(lent: Sequence[Span], n_in_all: int, seconds: float) -> str:
+    """Return the numbers and the mean size of the batches that the loop received, and rates."""
     if not lent:
         return "no batch"
-    totals = stretch.totals
-    moved = f" and {human(totals.bytes / len(lent))}" if totals.bytes else ""
-    size = f"{totals.rows / len(lent):,.0f} rows{moved} each"
-    return f"batches {lent[0]} to {lent[-1]}; {n_in_all:,} in all, {size}"
+    rows = sum(span.rows for span in lent)
+    nbytes = sum(span.bytes for span in lent)
+    size = f" and {human(nbytes / len(lent))}" if nbytes else ""
+    moved = f", {human_rate(nbytes / seconds)}" if nbytes else ""
+    return (
+        f"batches {lent[0].batch} to {lent[-1].batch}; {n_in_all:,} in all, "
+        f"{rows / len(lent):,.0f} rows{size} each; {rows / seconds:,.0f} rows/s{moved}"
+    )
 
 
 def _add_legend(figure: Any, stretch: _Stretch, is_fine: bool) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, get_args
-
-from pinfeed.profiling.stats import Totals
 
 Lane = Literal[
     "read",
@@ -72,6 +69,23 @@ class Span(NamedTuple):
     n_batches: int = 1
     rows: int = 0
     bytes: int = 0
+
+
+class CacheCounts(NamedTuple):
+    """Rows of a table with a cache on the device, in one batch."""
+
+    table: str
+    """Name of the table."""
+    batch: int
+    """Number of the batch."""
+    lookups: int
+    """Rows that the batch looks up."""
+    hits: int
+    """Looked-up rows that were in the cache; the others were read from their stores."""
+    evictions: int
+    """Rows that left the cache after the batch."""
+    bytes_read: int
+    """Bytes of the rows that were read."""
 
 
 def clipped(spans: Iterable[Span], start_s: float, end_s: float) -> list[Span]:
@@ -151,58 +165,13 @@ def _loop_starts(spans: Iterable[Span]) -> dict[int, float]:
     return found
 
 
-def totals(
-    spans: Sequence[Span], start_s: float, end_s: float, *, depth: int, n_readers: int
-) -> Totals:
-    """Return the totals of the time between two moments, as the counters would have counted it."""
-    within = clipped(spans, start_s, end_s)
-    spent = _seconds_by_lane(within)
-    has_device = bool(spent["device"])
-    lent = [span for span in within if span.lane == "lend"]
-    waits = [span for span in within if span.lane == "wait"]
-    seconds = spent["wait"] + spent["lend"] + spent["compute"]
-    starved_s = sum(
-        min(end, end_s) - max(start, start_s)
-        for start, end in starved(spans)
-        if end > start_s and start < end_s
+def stalled(spans: Sequence[Span]) -> float:
+    """Return the share of the time within loops that data stalls take, from 0 to 1."""
+    loop_s = sum(
+        span.end_s - span.start_s for span in spans if span.lane in ("wait", "lend", "compute")
     )
-    starts = set(_loop_starts(spans).values())
-    first_s = sum(span.end_s - span.start_s for span in waits if span.start_s in starts)
-    return Totals(
-        batches=len(lent),
-        rows=sum(span.rows for span in lent),
-        bytes=sum(span.bytes for span in lent),
-        seconds=seconds,
-        # The spans do not show why the device waits.
-        wait_s=starved_s if has_device else spent["wait"],
-        overhead_s=0.0 if has_device else spent["lend"],
-        write_wait_s=0.0 if has_device else spent["write_wait"],
-        starved_s=starved_s,
-        first_batch_s=min(first_s, starved_s),
-        read_s=spent["read"],
-        host_transform_s=spent["host_transform"],
-        device_transform_s=spent["device_transform"],
-        # Every reader has to wait for a copy.
-        copy_wait_s=spent["copy"] * n_readers,
-        write_s=spent["write"],
-        late=sum(span.end_s > span.start_s for span in waits),
-        depth=depth,
-        n_readers=n_readers,
-        watched="device" if has_device else "loop",
-    )
-
-
-def _seconds_by_lane(spans: Sequence[Span]) -> dict[str, float]:
-    """Return the seconds of each lane; reading excludes transforms that a source called."""
-    spent: dict[str, float] = dict.fromkeys(LANES, 0.0)
-    reads_end = {(span.loop, span.batch): span.end_s for span in spans if span.lane == "read"}
-    for span in spans:
-        seconds = span.end_s - span.start_s
-        spent[span.lane] += seconds
-        read_end = reads_end.get((span.loop, span.batch), -math.inf)
-        if span.lane == "host_transform" and span.end_s <= read_end:
-            spent["read"] -= seconds
-    return spent
+    stalls_s = sum(end_s - start_s for start_s, end_s in starved(spans))
+    return stalls_s / loop_s if loop_s else 0.0
 
 
 def ready(spans: Iterable[Span]) -> list[tuple[float, int]]:

@@ -3,44 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import json
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
 
 from pinfeed.devices.device import Event
 from pinfeed.errors import ArgumentError, MissingDependency
 from pinfeed.profiling import plot
 from pinfeed.profiling.chrome_trace import cache_events, trace
-from pinfeed.profiling.spans import Lane, Span, extent, middle, totals
-from pinfeed.profiling.stats import Totals
+from pinfeed.profiling.spans import CacheCounts, Lane, Span, extent, middle
 from pinfeed.validation.safe_repr import safe_repr
 
 MOST_SPANS = 300_000
 """Number of spans that are kept by default, for some 50,000 batches."""
 PICTURED_BATCHES = 30
 """Number of batches that a picture shows by default."""
-
-
-class CacheCounts(NamedTuple):
-    """Rows of a table with a cache on the device, in one batch."""
-
-    table: str
-    """Name of the table."""
-    batch: int
-    """Number of the batch."""
-    lookups: int
-    """Rows that the batch looks up."""
-    hits: int
-    """Looked-up rows that were in the cache; the others were read from their stores."""
-    evictions: int
-    """Rows that left the cache after the batch."""
-    bytes_read: int
-    """Bytes of the rows that were read."""
 
 
 class Timeline:
@@ -67,20 +47,18 @@ class Timeline:
         self._pending: deque[tuple[Lane, int, Event, Event, int, int]] = deque()
         # Any thread may read the timeline, and each pending span must be taken once.
         self._settling = threading.Lock()
-        self._loop = -1
+        self.loop = -1
+        """Number of the loop that has begun last; -1 if none has."""
         # Loop for which the current thread works, if that has not begun yet.
         self._of_thread = threading.local()
         self._zero_s = 0.0
         self._caches: deque[tuple[float, CacheCounts]] = deque(maxlen=most_spans)
-        # When each depth began, on the clock.
-        self._depths: list[tuple[float, int]] = []
-        self._n_readers = 1
-        self._n_transform_threads = 1
-        self._measured_depth: Callable[[], int | None] | None = None
+        # Number of batches that the last loop prefetches.
+        self._depth = 0
 
     @safe_repr
     def __repr__(self) -> str:
-        n_loops = self._loop + 1
+        n_loops = self.loop + 1
         return f"<Timeline: {len(self._taken):,} spans of {n_loops:,} loop{'s' * (n_loops != 1)}>"
 
     def _repr_png_(self) -> bytes | None:
@@ -93,7 +71,7 @@ class Timeline:
             return None
         file = io.BytesIO()
         try:
-            plot.draw(spans, start, end, self._totals(spans, start, end), file)
+            plot.draw(spans, start, end, self._depth, file)
         except MissingDependency:
             return None
         return file.getvalue()
@@ -122,14 +100,6 @@ class Timeline:
         return sorted(found, key=lambda span: span.start_s)
 
     @property
-    def depths(self) -> list[tuple[float, int]]:
-        """Changes of the depth, as pairs of a time and the depth from then on.
-
-        Times are in seconds since the request for the first batch.
-        """
-        return [(at_s - self._zero_s, depth) for at_s, depth in self._depths]
-
-    @property
     def caches(self) -> list[tuple[float, CacheCounts]]:
         """Rows of each batch in each table with a cache, as pairs of a time and the counts.
 
@@ -138,35 +108,17 @@ class Timeline:
         """
         return [(at_s - self._zero_s, counts) for at_s, counts in self._caches.copy()]
 
-    def begin(
-        self,
-        now: float,
-        depth: int,
-        n_readers: int,
-        measured_depth: Callable[[], int | None] | None = None,
-        n_transform_threads: int = 1,
-    ) -> None:
+    def begin(self, now: float, depth: int) -> None:
         """Record that a loop begins; times count from the beginning of the first loop.
 
         Args:
             now: Time of the clock.
             depth: Number of batches that are prefetched.
-            n_readers: Number of reader threads.
-            measured_depth: Returns the depth that was chosen by measurement; None until then.
-            n_transform_threads: Number of threads that call ``host_transform``.
         """
-        if self._loop < 0:
+        if self.loop < 0:
             self._zero_s = now
-        self._loop += 1
-        self._n_readers = n_readers
-        self._n_transform_threads = n_transform_threads
-        self._measured_depth = measured_depth
-        self.change_depth(now, depth)
-
-    @property
-    def loop(self) -> int:
-        """Number of the loop that has begun last; -1 if none has."""
-        return self._loop
+        self.loop += 1
+        self._depth = depth
 
     @contextlib.contextmanager
     def work_for(self, loop: int) -> Iterator[None]:
@@ -176,11 +128,6 @@ class Timeline:
             yield
         finally:
             del self._of_thread.loop
-
-    def change_depth(self, now: float, depth: int) -> None:
-        """Record the depth of the running loop from now on."""
-        if not self._depths or self._depths[-1][1] != depth:
-            self._depths.append((now, depth))
 
     def add(
         self,
@@ -193,7 +140,7 @@ class Timeline:
         nbytes: int = 0,
     ) -> None:
         """Record work that has ended, with times of the clock. Any thread may call this."""
-        loop = getattr(self._of_thread, "loop", self._loop)
+        loop = getattr(self._of_thread, "loop", self.loop)
         self._taken.append((lane, batch, start, end, loop, n_batches, rows, nbytes))
 
     def add_cache(self, now: float, counts: CacheCounts) -> None:
@@ -204,7 +151,7 @@ class Timeline:
         self, lane: Lane, batch: int, start: Event, end: Event, n_batches: int = 1
     ) -> None:
         """Record work of the device between two timed events. Any thread may call this."""
-        loop = getattr(self._of_thread, "loop", self._loop)
+        loop = getattr(self._of_thread, "loop", self.loop)
         self._pending.append((lane, batch, start, end, loop, n_batches))
 
     def settle(self) -> None:
@@ -267,24 +214,11 @@ class Timeline:
                 f"first_s={first_s}, last_s={last_s} leaves nothing to draw; expected more than 0 "
                 "seconds"
             )
-        found = self._totals(spans, start, end)
         if not name.endswith(".json"):
-            plot.draw(spans, start, end, found, name)
+            plot.draw(spans, start, end, self._depth, name)
             return
-        made = trace(spans, start, end, found.verdict, self.depths)
+        made = trace(spans, start, end)
         caches = [(at_s, counts) for at_s, counts in self.caches if start <= at_s <= end]
         made["traceEvents"] += cache_events(caches)
         with open(name, "w") as file:
             json.dump(made, file)
-
-    def _totals(self, spans: Sequence[Span], start_s: float, end_s: float) -> Totals:
-        depths = [depth for at_s, depth in self.depths if at_s <= end_s]
-        depth = depths[-1] if depths else 0
-        found = totals(spans, start_s, end_s, depth=depth, n_readers=self._n_readers)
-        measured_depth = self._measured_depth
-        return dataclasses.replace(
-            found,
-            n_transform_threads=self._n_transform_threads,
-            measures_depth=measured_depth is not None,
-            is_measured=measured_depth is not None and measured_depth() == depth,
-        )

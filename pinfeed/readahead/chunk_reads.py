@@ -27,14 +27,12 @@ class ChunkReads(ReadStrategy):
 
     Args:
         store: The rows.
-        hint: Advice for a loop that waits for them.
         in_sequence: Whether consecutive batches have consecutive rows. If so, the next chunk is
             decoded while the last rows of a chunk are gathered.
     """
 
-    def __init__(self, store: ChunkedStore, hint: str, *, in_sequence: bool = False) -> None:
+    def __init__(self, store: ChunkedStore, *, in_sequence: bool = False) -> None:
         self._store = store
-        self.hint = hint
         self._decodes_ahead = in_sequence and store.n_kept > 1
 
     @contextlib.contextmanager

@@ -43,10 +43,6 @@ class LaterCopy(ReadStrategy):
         self._is_first = True
         self.items = first.items + self._later.items
 
-    @property
-    def hint(self) -> str:  # type: ignore[override]  # an attribute of the base
-        return self._current.hint
-
     @contextlib.contextmanager
     def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
         strategy = self._first if self._is_first else self._later

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pinfeed.memory.plan import Allocation
 from pinfeed.memory.units import human
-from pinfeed.readahead.strategy import DirectReads, ReadStrategy, main_hint
+from pinfeed.readahead.strategy import DirectReads, ReadStrategy
 from pinfeed.readahead.windows import WindowBatch
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.packing import Places
@@ -19,7 +19,6 @@ from pinfeed.rows.row_lengths import most_in_blocks
 from pinfeed.rows.windows import Window, Windows, WrappedWindows
 from pinfeed.stores.host_rows import RunGather, run_gather
 from pinfeed.stores.ragged import RaggedParts, RaggedStore
-from pinfeed.stores.store import row_nbytes
 
 # Sources that are read alike have one note each if they are at most this many.
 _MOST_NOTES = 4
@@ -80,12 +79,6 @@ class RaggedReads:
     def direct(cls, store: RaggedStore) -> RaggedReads:
         """Return the method that gathers all items straight from their stores."""
         return cls(store, [PartReads(DirectReads(one), run_gather(one)) for one in store.parts])
-
-    @property
-    def hint(self) -> str:
-        """Advice, in whole sentences, for a loop that waits for these rows."""
-        pairs = zip(self.store.parts, self._parts, strict=True)
-        return main_hint([(float(row_nbytes(one)), part.strategy.hint) for one, part in pairs])
 
     @property
     def may_open_ahead(self) -> bool:

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,8 +16,6 @@ from pinfeed.memory.pages import block_nbytes, huge
 from pinfeed.memory.plan import Allocation
 from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.readahead.strategy import (
-    DISK_SPEED,
-    IN_MEMORY_HINT,
     AnyBatch,
     DirectReads,
     OpenBatch,
@@ -49,9 +46,6 @@ _MAX_WAIT_S = 2.0
 # the time of the first chunk alone.
 _PRIOR_BYTES = 64 << 20
 _PRIOR_S = 0.05
-# A warning of a data stall covers at least this time, in seconds. The load explains the stall if it
-# ended less than this time ago.
-_RECENT_S = 5.0
 
 
 class ResidentFile(ReadStrategy):
@@ -89,7 +83,6 @@ class ResidentFile(ReadStrategy):
         n_chunks = len(self._starts) - 1
         self._is_loaded = np.zeros(n_chunks, np.bool_)
         self._complete = False
-        self._loaded_s = -math.inf
         # Guards the chunks that are to be loaded, and the end of loading.
         self._changed = threading.Condition()
         self._is_begun = np.zeros(n_chunks, np.bool_)
@@ -159,18 +152,6 @@ class ResidentFile(ReadStrategy):
     def may_be_in_memory(self) -> bool:
         return memory_rows_of(self._rows) is not None
 
-    @property
-    def hint(self) -> str:  # type: ignore[override]  # an attribute of the base
-        if self._complete and time.monotonic() - self._loaded_s > _RECENT_S:
-            return IN_MEMORY_HINT
-        speed = DISK_SPEED
-        if isinstance(self._store, ChunkedStore):
-            speed = "at the speed of its codec."
-        state = "was still being loaded into memory in this time"
-        if not self._complete:
-            state = "is still being loaded into memory"
-        return f"{self._store.label} {state}, {speed} Later epochs run at the speed of memory."
-
     def close(self) -> None:
         """Free the memory; a gather that is running keeps it until it ends."""
         self._is_loaded[:] = False
@@ -239,7 +220,6 @@ class ResidentFile(ReadStrategy):
             self._is_loaded[chunk] = True
             self._n_loaded += 1
             self._complete = bool(self._is_loaded.all())
-            self._loaded_s = time.monotonic()
             self._changed.notify_all()
         return True
 

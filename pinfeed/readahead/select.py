@@ -37,12 +37,9 @@ from pinfeed.readahead.resident_file import (
     copy_allocation,
 )
 from pinfeed.readahead.strategy import (
-    DISK_SPEED,
     DirectReads,
     FreeMemory,
     ReadStrategy,
-    block_hint,
-    whole_file_hint,
 )
 from pinfeed.readahead.window_reads import WindowReads
 from pinfeed.readahead.windows import (
@@ -54,7 +51,6 @@ from pinfeed.readahead.windows import (
 )
 from pinfeed.rows.length_batches import LengthBatches
 from pinfeed.rows.orders import Sequential
-from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.axis_windows import WindowStore
 from pinfeed.stores.chunked import ChunkedStore
 from pinfeed.stores.file_store import FileStore
@@ -113,7 +109,8 @@ def choose(
     loaded: dict[int, tuple[ReadStrategy, str]] = {}
     for store, reads in zip(stores, row_reads, strict=True):
         if reads is None:
-            strategies.append(_read_directly(store))
+            # The rows are not in files.
+            strategies.append(DirectReads(store))
             continue
         file = reads.file
         if id(file) in loaded:
@@ -138,7 +135,7 @@ def choose(
                 parts.append(PartReads(DirectReads(part), run_gather(part)))
                 continue
             items = reads.file
-            strategy, reason = _choose_for_items(one, items, budget.with_free(reads))
+            strategy, reason = _choose_for_items(items, budget.with_free(reads))
             if isinstance(items, LocalFileStore) and isinstance(strategy, MappedFile):
                 mapped.append(items)
             budget.take(strategy.items)
@@ -149,17 +146,6 @@ def choose(
             parts.append(PartReads(strategy, gather))
         ragged_reads.append(RaggedReads(one, parts))
     return ReadPlan(strategies, notes_of(notes), ragged_reads)
-
-
-def _read_directly(store: Store) -> DirectReads:
-    """Read rows that are not in files."""
-    if isinstance(store, ArrayStore):
-        return DirectReads(store)
-    hint = (
-        f"The loop waits for gather() of the {type(store).__name__}. Longer rows or larger batches "
-        "need fewer calls."
-    )
-    return DirectReads(store, hint)
 
 
 def _choose(file: FileStore, reads: Reads) -> Choice:
@@ -183,7 +169,7 @@ def _choose(file: FileStore, reads: Reads) -> Choice:
             ahead = WindowReadahead(file, even, reads.n_batch_rows)
             return _copy_later(file, ahead, "read ahead in sequence, in large requests", reads)
     if is_in_sequence(reads.order):
-        return _read_in_sequence(file, why)
+        return DirectReads(file), f"read in sequence{why}"
     if may_copy(file) and (copy := _copy(file, reads, "loaded")) is not None:
         return copy
     if reads.windows is not None:
@@ -191,60 +177,48 @@ def _choose(file: FileStore, reads: Reads) -> Choice:
     return _read_in_any_order(file, reads.share, why)
 
 
-def _choose_for_items(store: RaggedStore, items: FileStore, reads: Reads) -> Choice:
+def _choose_for_items(items: FileStore, reads: Reads) -> Choice:
     """Choose a strategy for the items of ragged rows."""
     if not isinstance(items, LocalFileStore):
-        return _choose_for_slow_items(store, items, reads)
+        return _choose_for_slow_items(items, reads)
     fits = items.nbytes_beside(reads.mapped) <= reads.free.page_cache
     if fits and (mapped := _map(items, reads)) is not None:
         return mapped, _MAPPED
     if is_in_sequence(reads.order):
-        return _read_in_sequence(items)
+        return DirectReads(items), "read in sequence"
     if reads.windows is not None:
         return PageCacheReadahead(items), f"{UNCOUNTED_CACHE}, prefetched one window ahead"
-    advice = block_hint(store.mean_row_nbytes)
     if items.keep_cache:
         reason = f"{UNCOUNTED_CACHE}, prefetched sequentially in the background"
-        return PageCacheReadahead(items, advice), reason
-    hint = f"Ragged rows of {items.label} are read one by one. {advice} {whole_file_hint(items)}"
-    return DirectReads(items, hint), "read row by row, with many reads at a time"
+        return PageCacheReadahead(items), reason
+    return DirectReads(items), "read row by row, with many reads at a time"
 
 
-def _choose_for_slow_items(store: RaggedStore, items: FileStore, reads: Reads) -> Choice:
+def _choose_for_slow_items(items: FileStore, reads: Reads) -> Choice:
     """Read items that are decoded or remote: once into memory, if that is worth it."""
     in_chunks = isinstance(items, ChunkedStore)
     verb = "decoded" if in_chunks else "loaded"
     if is_in_sequence(reads.order):
-        hint = f"{items.label} is {verb} in sequence. A copy in a local .npy file is read faster."
         reason = _IN_SEQUENCE if in_chunks else "read in sequence"
-        return _copy_later(items, DirectReads(items, hint), reason, reads)
+        return _copy_later(items, DirectReads(items), reason, reads)
     copy = _copy(items, reads, verb)
     if copy is not None:
         return copy
+    if not in_chunks:
+        return DirectReads(items), "each batch requests its rows"
     problem = ""
-    if in_chunks:
-        if reads.windows is not None:
-            problem = _memory_problem(reads)
-            if not problem:
-                strategy = WindowReadahead(items, reads.windows, reads.n_batch_rows)
-                return strategy, "read ahead window by window; a window decodes each chunk once"
-            problem = f" ({problem})"
-        how = "decodes the whole chunks of its rows"
-        advice = "A copy of the items in a .npy file needs no decoding."
-    else:
-        how = "requests its rows"
-        advice = block_hint(store.mean_row_nbytes)
-    hint = f"Each batch {how} of {items.label}. {advice} {whole_file_hint(items)}"
-    return DirectReads(items, hint), f"each batch {how}{problem}"
+    if reads.windows is not None:
+        problem = _memory_problem(reads)
+        if not problem:
+            strategy = WindowReadahead(items, reads.windows, reads.n_batch_rows)
+            return strategy, "read ahead window by window; a window decodes each chunk once"
+        problem = f" ({problem})"
+    return DirectReads(items), f"each batch decodes the whole chunks of its rows{problem}"
 
 
 def _choose_for_chunks(store: ChunkedStore, reads: Reads) -> Choice:
     if is_in_sequence(reads.order):
-        hint = (
-            f"{store.label} is decoded in sequence, at the speed of its codec. A codec such as "
-            "lz4 is faster than gzip, and a copy in a .npy file needs no decoding."
-        )
-        in_sequence = ChunkReads(store, hint, in_sequence=True)
+        in_sequence = ChunkReads(store, in_sequence=True)
         return _copy_later(store, in_sequence, _IN_SEQUENCE, reads)
     copy = _copy(store, reads, "decoded")
     if copy is not None:
@@ -261,26 +235,16 @@ def _choose_for_chunks(store: ChunkedStore, reads: Reads) -> Choice:
             return strategy, "read ahead window by window; a window decodes each chunk once"
         problem = f" ({problem})"
         advice = "a larger limit or a smaller window_blocks allows windows"
-    hint = (
-        f"Each batch decodes the whole chunks of its rows of {store.label}, up to "
-        f"{store.piece_rows:,} rows each. rows=pinfeed.rows.block_shuffled(seed, "
-        f"block_rows={block_rows}, window_blocks=...) decodes each chunk little more than once in "
-        "an epoch, if two windows fit in memory. A copy in a .npy file needs no decoding. "
-        f"{whole_file_hint(store)}"
-    )
     reason = (
         f"each batch decodes the whole chunks of its rows, up to {human(piece_nbytes)} "
         f"each{problem}; {advice}"
     )
-    return ChunkReads(store, hint), reason
+    return ChunkReads(store), reason
 
 
 def _choose_for_columns(store: MatrixStore, reads: Reads) -> Choice:
     reason = "gathered column by column"
-    hint = (
-        f"Each batch gathers its rows from each column of {store.label}. {whole_file_hint(store)}"
-    )
-    direct = DirectReads(store, hint)
+    direct = DirectReads(store)
     if is_in_sequence(reads.order):
         return _copy_later(store, direct, reason, reads)
     copy = _copy(store, reads, "converted")
@@ -359,11 +323,6 @@ def _memory_problem(reads: Reads) -> str:
     return f"windows in RAM need {human(item.total)}, but {human(left)} remain"
 
 
-def _read_in_sequence(store: FileStore, why: str = "") -> Choice:
-    hint = f"{store.label} is read in sequence, {DISK_SPEED} {whole_file_hint(store)}"
-    return DirectReads(store, hint), f"read in sequence{why}"
-
-
 def _read_windows(store: ShardedStore, reads: Reads, why: str) -> Choice:
     """Read windows ahead, into memory if that is possible, else into the page cache."""
     assert reads.windows is not None
@@ -387,12 +346,10 @@ def _is_read_whole(store: FileStore, share: float) -> bool:
 
 def _read_in_any_order(store: ShardedStore, share: float, why: str) -> Choice:
     """Read rows that are neither in memory nor in windows."""
-    advice = block_hint(store.nbytes / store.n_rows)
     if isinstance(store, LocalFileStore) and store.keep_cache and _is_read_whole(store, share):
         how = f"{UNCOUNTED_CACHE}, prefetched sequentially in the background"
-        strategy: ReadStrategy = PageCacheReadahead(store, advice)
+        strategy: ReadStrategy = PageCacheReadahead(store)
     else:
         how = "read row by row, with many reads at a time"
-        hint = f"Rows of {store.label} are read one by one. {advice} {whole_file_hint(store)}"
-        strategy = DirectReads(store, hint)
+        strategy = DirectReads(store)
     return strategy, f"{how}{why}; a block_shuffled order allows long contiguous reads"

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 from pinfeed.memory.plan import Allocation
-from pinfeed.memory.units import human
 from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.windows import Windows
-from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.host_rows import (
     Gatherable,
     StoreRows,
@@ -22,7 +19,6 @@ from pinfeed.stores.host_rows import (
     memory_rows_of,
     unchecked_gather,
 )
-from pinfeed.stores.local_file import LocalFileStore
 
 
 class UnreadRows(UnreadPart, Protocol):
@@ -81,8 +77,6 @@ class ReadStrategy:
 
     items: tuple[Allocation, ...] = ()
     """Most memory that the strategy uses."""
-    hint: str
-    """Advice, in whole sentences, for a loop that waits for these rows."""
 
     def open_epoch(
         self, windows: Windows | None, start: int, stop: int
@@ -121,68 +115,15 @@ class ReadStrategy:
         """Free the memory of the strategy."""
 
 
-IN_MEMORY_HINT = (
-    "The rows are in memory. A smaller dtype leaves less to copy (uint8 or float16, converted on "
-    "the device), and more cores copy faster."
-)
-"""Advice for a loop that waits for rows that are in memory."""
-
-
-def main_hint(hints: Iterable[tuple[float, str]]) -> str:
-    """Return the advice for the rows that most likely take longest to read.
-
-    Rows in memory are faster than rows in files, and shorter rows than longer ones.
-
-    Args:
-        hints: For each store, the bytes of a row and the advice.
-    """
-    return max(hints, key=lambda hint: (hint[1] != IN_MEMORY_HINT, hint[0]))[1]
-
-
-DISK_SPEED = "at the speed of the disk. A smaller dtype leaves less to read."
-"""End of a sentence of advice about a file that is read at the speed of its disk."""
-
-
-# A disk reads blocks of this size, at random places, almost as fast as a sequence.
-_BLOCK_BYTES = 256 << 10
-
-
-def usual_block_rows(row_nbytes: float) -> int:
-    """Return the recommended ``block_rows`` of a block-shuffled order."""
-    return max(1, math.ceil(_BLOCK_BYTES / max(1.0, row_nbytes)))
-
-
-def block_hint(row_nbytes: float) -> str:
-    """Return advice to use a block-shuffled order, for rows of this (mean) size."""
-    return (
-        "rows=pinfeed.rows.block_shuffled(seed, "
-        f"block_rows={usual_block_rows(row_nbytes)}) visits contiguous blocks in random order, "
-        "which are read in long runs."
-    )
-
-
-def whole_file_hint(store: FileStore) -> str:
-    """Return advice on memory for the whole file."""
-    if isinstance(store, LocalFileStore) and store.writable and not store.can_map:
-        return "If you open it read-only, it can be loaded into memory."
-    needed = human(store.nbytes)
-    return (
-        f"With {needed} of memory for the whole file (a larger cpu_memory_limit, or more free "
-        "memory), pinfeed loads it into memory once."
-    )
-
-
 class DirectReads(ReadStrategy):
     """Strategy that gathers rows from the store itself.
 
     Args:
         store: The rows.
-        hint: Advice for a loop that waits for them.
     """
 
-    def __init__(self, store: Gatherable, hint: str = IN_MEMORY_HINT) -> None:
+    def __init__(self, store: Gatherable) -> None:
         self._store = store
-        self.hint = hint
 
     @contextlib.contextmanager
     def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:

@@ -33,10 +33,6 @@ class WindowReads(ReadStrategy):
         self._strategy = strategy
         self.items = strategy.items
 
-    @property
-    def hint(self) -> str:  # type: ignore[override]  # an attribute of the base
-        return self._strategy.hint
-
     @contextlib.contextmanager
     def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
         of_items = None if windows is None else ItemWindows(windows, self._stores)

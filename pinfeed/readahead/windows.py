@@ -14,7 +14,7 @@ import numpy as np
 from pinfeed.memory.buffer_pool import BufferPool
 from pinfeed.memory.pages import block_nbytes
 from pinfeed.memory.plan import Allocation
-from pinfeed.readahead.strategy import DISK_SPEED, OpenBatch, ReadStrategy, whole_file_hint
+from pinfeed.readahead.strategy import OpenBatch, ReadStrategy
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.rows.windows import EvenWindows, Window, Windows
@@ -111,10 +111,6 @@ class WindowReadahead(ReadStrategy):
         """Serves the epoch that is open; None if none is."""
         # Windows that take memory.
         self._live: weakref.WeakSet[_Window] = weakref.WeakSet()
-        self.hint = (
-            f"Windows of {store.label} are read ahead in long contiguous reads, {DISK_SPEED} "
-            f"{whole_file_hint(store)}"
-        )
 
     @contextlib.contextmanager
     def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
@@ -166,7 +162,6 @@ class SharedReadahead(ReadStrategy):
 
     def __init__(self, other: WindowReadahead) -> None:
         self._other = other
-        self.hint = other.hint
 
     @contextlib.contextmanager
     def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
@@ -345,16 +340,10 @@ class PageCacheReadahead(ReadStrategy):
 
     Args:
         store: The rows.
-        advice: Advice on a better order, for a loop that waits for the rows.
     """
 
-    def __init__(self, store: ShardedStore, advice: str = "") -> None:
+    def __init__(self, store: ShardedStore) -> None:
         self._store = store
-        how = (
-            f"Rows of {store.label} are read from the OS page cache if it holds them, and from the "
-            "disk otherwise."
-        )
-        self.hint = " ".join(filter(None, (how, advice, whole_file_hint(store))))
         self._n_advised = 0
         self._stopping = False
         self._chunk_rows = store.rows_in(_ADVISED_BYTES)

@@ -106,9 +106,6 @@ class EpochHooks:
 class RowBatches(EpochHooks, ABC):
     """The batches of every epoch, as row indices."""
 
-    are_from_user = False
-    """Whether an iterable of the user, which may depend on the loop, gives the row indices."""
-
     @property
     def is_distinct(self) -> bool:
         """Whether the batches are known to have each row at most once per epoch."""

@@ -16,8 +16,6 @@ from pinfeed.rows.orders import Rows
 from pinfeed.rows.sampler_epochs import SamplerEpochs
 from pinfeed.rows.windows import Windows
 
-_LIBRARIES = ("pinfeed.", "torch", "numpy")
-
 
 class SamplerBatches(SamplerEpochs, RowBatches):
     """Batches of a user's sampler, batch sampler, array or list.
@@ -51,9 +49,6 @@ class SamplerBatches(SamplerEpochs, RowBatches):
         # The epoch of a BatchSampler is that of its sampler.
         samplers: list[Any] = [rows, getattr(rows, "sampler", None)]
         self._samplers = [sampler for sampler in samplers if hasattr(sampler, "set_epoch")]
-        # Samplers of torch, and indices in arrays, do not depend on the loop.
-        modules = [type(one).__module__ for one in samplers if one is not None]
-        self.are_from_user = not all(name.startswith(_LIBRARIES) for name in modules)
         if isinstance(rows, (np.ndarray, Sequence)):
             self._rows = self._checked(rows)
         if isinstance(rows, LengthBatches):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 from typing import Any
@@ -39,8 +40,11 @@ def _exists(dataset: Any, path: str, name: str) -> bool:
 
     folder = os.path.dirname(os.path.abspath(os.fsdecode(dataset.file.filename)))
     given = os.fsdecode(dataset.id.get_access_plist().get_virtual_prefix())
-    for prefix in (os.environ.get("HDF5_VDS_PREFIX", ""), given, folder, ""):
-        place = os.path.join(prefix.replace("${ORIGIN}", folder), path)
+    prefixes = [*os.environ.get("HDF5_VDS_PREFIX", "").split(":"), given, folder, ""]
+    # If the folder of an absolute path has moved, HDF5 looks for the name of the file.
+    names = dict.fromkeys((path, os.path.basename(path) if os.path.isabs(path) else path))
+    for prefix, name_of_file in itertools.product(prefixes, names):
+        place = os.path.join(prefix.replace("${ORIGIN}", folder), name_of_file)
         own = contextlib.nullcontext(dataset.file)
         # If h5py cannot open a file, HDF5 cannot do so, either.
         with contextlib.suppress(OSError), own if path == "." else h5py.File(place, "r") as file:

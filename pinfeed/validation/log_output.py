@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 
@@ -17,7 +18,9 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         handlers = [*_logger.handlers, *(logging.root.handlers if _logger.propagate else ())]
         if handlers == [self]:
-            print(self.format(record), file=sys.stderr)
+            # A loop continues without an output for warnings, as with the handlers of logging.
+            with contextlib.suppress(OSError, ValueError):
+                print(self.format(record), file=sys.stderr)
 
 
 def install() -> None:

@@ -235,7 +235,9 @@ def test_a_wrapped_loader_is_a_loader() -> None:
     """The inner loop runs in the outer one's reader, and has ended when that has."""
     device = JoinedDevice()
     loader = wrap_loader(
-        wrap_loader(DataLoader(Numbers(), batch_size=SIZE), device=device), device="cpu"
+        wrap_loader(DataLoader(Numbers(), batch_size=SIZE), depth=2, device=device),
+        depth=2,
+        device="cpu",
     )
     try:
         assert starts(loader) == STARTS

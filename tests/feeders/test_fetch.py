@@ -8,11 +8,9 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from support.internals import runner_of
 from support.loaders import DEPTHS, DEVICES
 from support.schedules import corners, randomly
 from support.unwrapped import unwrapped
-from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import pinfeed
@@ -446,12 +444,3 @@ def test_leaving_the_loop_early(path: Path) -> None:
         for _, got in loop:
             assert len(got["x"]) == 40
             break
-
-
-def test_the_hint_for_a_loop_that_waits_for_rows(path: Path) -> None:
-    with wrap_loader(batches(), fetch={"x": (path, "n_id")}, device="cpu", depth=2) as loop:
-        hint = runner_of(loop).source.hint(0.1)
-        assert hint.startswith("Gathering rows of fetch['x'] takes most of the time.")
-        loader = DataLoader(range(4))  # type: ignore[arg-type]
-    with wrap_loader(loader, fetch={"x": (path, lambda batch: batch)}, device="cpu") as loop:
-        assert "raise num_workers" in runner_of(loop).source.hint(0.9)

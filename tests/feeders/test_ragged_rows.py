@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.feeders import DEPTHS
-from support.internals import runner_of
 from support.ragged import Ragged
 from support.schedules import FAVOURED, randomly
 from support.stores import saved
@@ -446,7 +445,6 @@ def test_the_plan_says_how_a_file_is_read(kind: str, order: Any, note: str, tmp_
             with Feeder(store, device="cpu", **chosen) as feeder:
                 assert note in feeder.plan.notes[-1]
                 assert feeder.plan.notes[-1].startswith("values.npy, ")
-                assert runner_of(feeder).source.hint(0.0).endswith(".")
     if isinstance(source, NpyStore):
         source.close()
 

@@ -1,7 +1,6 @@
 """Pictures of timelines, and the values that are computed from spans to draw them."""
 
 import itertools
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,38 +12,42 @@ from support.simulated_loops import a_run
 
 from pinfeed import errors
 from pinfeed.profiling import plot, plot_bars
-from pinfeed.profiling.spans import LANES, WAITING, Span, middle, ready, starved, totals, tracks
-from pinfeed.profiling.stats import Totals
+from pinfeed.profiling.spans import (
+    LANES,
+    WAITING,
+    Span,
+    clipped,
+    middle,
+    ready,
+    stalled,
+    starved,
+    tracks,
+)
 from pinfeed.profiling.timeline import Timeline
 
 CASES: dict[str, tuple[Callable[[], Timeline], str]] = {
-    "data": (lambda: a_run(0.05, 0.01), "reading is the bottleneck"),
-    "compute": (lambda: a_run(0.01, 0.02), "computing is the bottleneck"),
-    "balanced": (lambda: a_run(0.0205, 0.01), "reading takes about as long as computing"),
-    "link": (lambda: a_run(0.002, 0.01, copy_s=0.02), "copying to the device is the bottleneck"),
-    "device": (lambda: a_run(0.004, 0.02, copy_s=0.005), "computing is the bottleneck"),
+    "data": (lambda: a_run(0.05, 0.01), "The loop waited 60% of this interval"),
+    "compute": (lambda: a_run(0.01, 0.02), "The loop waited 0% of this interval"),
+    "link": (lambda: a_run(0.002, 0.01, copy_s=0.02), "The device waited 34% of this interval"),
+    "device": (lambda: a_run(0.004, 0.02, copy_s=0.005), "The device waited 0% of this interval"),
+    "whole": (lambda: a_run(0.05, 0.01, n=20), "The loop waited 62% of the time"),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_picture_says_the_verdict(case: str, tmp_path: Path) -> None:
-    made, because = CASES[case]
-    timeline = made()
-    timeline.save(tmp_path / "t.png")
+def test_a_picture_says_how_long_the_loop_waited(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, title = CASES[case]
+    titles = []
+    set_title = Axes.set_title
+    monkeypatch.setattr(
+        Axes, "set_title", lambda axes, text, **how: titles.append(text) or set_title(axes, text)
+    )
+    made().save(tmp_path / "t.png")
+    assert titles == [title]
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
     assert 20_000 < (tmp_path / "t.png").stat().st_size < 150_000
-    timeline.save(tmp_path / "t.json")
-    assert json.loads((tmp_path / "t.json").read_text())["otherData"]["verdict"].endswith(because)
-
-
-def test_long_titles_are_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    long = "mostly for pinfeed's own work on each batch, which takes a long time, not for data"
-    monkeypatch.setattr(Totals, "verdict", f"the loop waited 25% of the time: {long}")
-    titles = []
-    monkeypatch.setattr(Axes, "set_title", lambda axes, text, **how: titles.append(text))
-    a_run(0.01, 0.02).save(tmp_path / "t.png")
-    assert max(map(len, titles[0].splitlines())) <= 85
-    assert titles[0].replace("\n", " ").endswith(long)
 
 
 def test_a_whole_run_can_be_drawn(tmp_path: Path) -> None:
@@ -95,17 +98,14 @@ def lines_of(path: Path, lane: str) -> int:
 def test_spans_shorter_than_a_pixel_are_seen(lane: str, tmp_path: Path) -> None:
     # Only one such lane is drawn at a time, because their colours are similar.
     spans = [span for span in short_spans(30) if span.lane in ("wait", "lend", "compute", lane)]
-    found = totals(spans, 0.0, 0.3, depth=2, n_readers=1)
-    plot.draw(spans, 0.0, 0.3, found, str(tmp_path / "t.png"))
+    plot.draw(spans, 0.0, 0.3, 2, str(tmp_path / "t.png"))
     # The frame of the batch that is followed may hide its line.
     assert lines_of(tmp_path / "t.png", lane) in (29, 30)
 
 
 def test_lanes_with_little_work_are_visible(tmp_path: Path) -> None:
     spans = short_spans(4000)
-    plot.draw(
-        spans, 0.0, 40.0, totals(spans, 0.0, 40.0, depth=2, n_readers=1), str(tmp_path / "t.png")
-    )
+    plot.draw(spans, 0.0, 40.0, 2, str(tmp_path / "t.png"))
     image = 255 * matplotlib.image.imread(tmp_path / "t.png")[:, :, :3]
     for lane in ("read", "copy", "write"):
         shade = np.array([int(plot_bars.COLOURS[lane][i : i + 2], 16) for i in (1, 3, 5)])
@@ -138,10 +138,9 @@ def test_stalls_are_those_of_the_host_or_of_the_device() -> None:
     assert starved(host) == [(span.start_s, span.end_s) for span in waiting]
     # The loop waits for batches, but the device has work.
     device = a_run(0.004, 0.02, copy_s=0.005).spans
-    stretch = totals(device, 1.0, 3.0, depth=2, n_readers=2)
-    assert (stretch.watched, stretch.starved) == ("device", 0.0)
-    short = [span for span in host if span.batch < 3]
-    assert totals(short, 0.0, 1.0, depth=2, n_readers=2).bottleneck == "start"
+    assert stalled(clipped(device, 1.0, 3.0)) == 0.0
+    assert stalled(host) == pytest.approx(0.6, abs=0.02)
+    assert stalled([]) == 0.0
     # The device waits only for the first batch.
     assert starved(device)[0][0] == 0.0
 

@@ -238,18 +238,10 @@ def test_nothing_is_recorded_by_default() -> None:
 
 def test_a_timeline_keeps_the_last_spans() -> None:
     timeline = Timeline(most_spans=50)
-    timeline.begin(0.0, 2, 1)
+    timeline.begin(0.0, 2)
     for i in range(57):
         timeline.add("read", i, i, i + 1)
     assert [span.batch for span in timeline.spans] == list(range(7, 57))
-
-
-def test_only_the_depth_that_was_chosen_is_said_to_be_measured() -> None:
-    timeline = Timeline()
-    timeline.begin(0.0, 31, 1, lambda: 0)
-    timeline.change_depth(1.0, 0)
-    found = [timeline._totals([], 0.0, end_s).depth_in_words for end_s in (0.5, 1.5)]
-    assert found == ["depth=31", "depth=0, by measurement"]
 
 
 def test_a_trace_has_the_format_of_perfetto(tmp_path: Path) -> None:
@@ -299,8 +291,7 @@ def test_a_trace_has_the_format_of_perfetto(tmp_path: Path) -> None:
             assert not open_until or start - minus <= open_until[-1] + 1e-3
             open_until.append(start - minus)
     counts = [event["args"] for event in events if event["ph"] == "C"]
-    assert [args for args in counts if "depth" in args] == [{"depth": 2}]
-    assert all(args["batches"] >= 0 for args in counts if "depth" not in args)
+    assert all(args["batches"] >= 0 for args in counts)
 
 
 def test_a_timeline_is_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,8 +74,6 @@ def test_transforms_of_a_wrapped_loader_have_times_of_their_own(tmp_path: Path) 
     assert first["read"].start_s < first["host_transform"].start_s
     assert first["host_transform"].end_s <= first["read"].end_s
     assert first["read"].end_s <= first["device_transform"].start_s
-    found = loader.timeline._totals(spans, 0.0, 17.5)
-    assert (found.read_s, found.host_transform_s, found.device_transform_s) == (2.5, 10.0, 5.0)
     loader.timeline.save(tmp_path / "t.json")
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     tracks = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
@@ -128,8 +126,6 @@ def test_the_device_times_the_work_of_its_function() -> None:
         assert sorted(durations(spans, "device"))[0] == 1.0
         # Queueing takes no time.
         assert feeder.stats.device_transform_s == 0.0
-        found = feeder.timeline._totals(spans, spans[0].start_s, 48.0)
-        assert found.verdict.endswith("device_transform is the bottleneck")
         rows, _ = place(spans, 0.0, 1.0)
         assert [row.name for row in rows] == ["read", "copy", "device_transform", "loop", "device"]
 

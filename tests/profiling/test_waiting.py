@@ -137,7 +137,7 @@ class Loop:
         (2, True, 1.5, 6 * 0.125 + JOIN_S, "overhead"),
         # Each batch is read when the loop asks for it.
         (2, False, 6 * 1.5, 6 * 0.125 + JOIN_S, "unevenness"),
-        (0, False, 6 * 1.5, 6 * 0.125, "depth"),
+        (0, False, 6 * 1.5, 6 * 0.125, "reading"),
     ],
 )
 def test_time_is_divided_exactly(

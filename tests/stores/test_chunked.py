@@ -299,16 +299,16 @@ def test_a_batch_is_gathered_chunk_by_chunk(
     store: Decoding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pinfeed.readahead.chunk_reads._STEP_BYTES", 1000)
-    serve(ChunkReads(store, ""), rows.shuffled(1), store.array, N)
+    serve(ChunkReads(store), rows.shuffled(1), store.array, N)
     assert set(store.decoded.values()) == {1}
     store.decoded.clear()
-    serve(ChunkReads(store, ""), rows.sequential(), store.array, 60)
+    serve(ChunkReads(store), rows.sequential(), store.array, 60)
     assert set(store.decoded.values()) == {1}
 
 
 @pytest.mark.parametrize("stop", [N, 330])
 def test_the_next_chunk_of_a_sequence_is_decoded_ahead(store: Decoding, stop: int) -> None:
-    strategy = ChunkReads(store, "", in_sequence=True)
+    strategy = ChunkReads(store, in_sequence=True)
     ahead: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def decode_ahead(number: int) -> None:
@@ -364,7 +364,6 @@ def test_rows_in_sequence_are_copied_in_the_second_epoch(store: Decoding) -> Non
         "decoded in sequence, each chunk once; a second epoch loads it into RAM (it fits in the "
         "free memory)"
     )
-    assert "codec" in strategy.hint
     assert strategy.may_be_in_memory
     for epoch, n_decodes in enumerate((1, 2, 2)):
         # The copy takes no time before the second epoch, and no decoding after it.

@@ -192,6 +192,23 @@ def test_virtual_datasets_without_a_source(tmp_path: Path) -> None:
         assert set(gathered(store, range(6))) == {-1}
 
 
+@pytest.mark.parametrize("prefixes", ["", "{0}/none:{0}/other"])
+def test_virtual_datasets_whose_folder_has_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefixes: str
+) -> None:
+    """HDF5 looks for the name of an absolute path in the folder of the file and in each prefix."""
+    for name in ("old", "other"):
+        (tmp_path / name).mkdir()
+    _, source, name = save_hdf5(tmp_path / "old", INTEGERS)
+    virtual(tmp_path / "old" / "virtual.h5", [str(source)])
+    (tmp_path / "old").rename(tmp_path / "new")
+    if prefixes:
+        monkeypatch.setenv("HDF5_VDS_PREFIX", prefixes.format(tmp_path))
+        (tmp_path / "new" / "x.h5").rename(tmp_path / "other" / "x.h5")
+    with HDF5Store(tmp_path / "new" / "virtual.h5", name) as store:
+        np.testing.assert_array_equal(gathered(store, range(6)), INTEGERS)
+
+
 def test_virtual_datasets_of_their_own_file(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["a/x"] = INTEGERS

@@ -49,9 +49,6 @@ class CachedSource(Source):
     def __len__(self) -> int:
         return len(self._batches)
 
-    def hint(self, source_share: float) -> str:
-        return ""
-
     def epoch(self, number: int, start: int, *args: int) -> Generator[Any, None, None]:
         self.cache.begin()
         known = list(map(np.array, self._batches[start:]))

@@ -67,7 +67,7 @@ def a_run(
 ) -> Timeline:
     """Return the timeline of a loop with the given times; with ``copy_s``, of a loop on a GPU."""
     timeline = Timeline()
-    timeline.begin(0.0, depth, n_readers)
+    timeline.begin(0.0, depth)
     device = SimDevice(favour("compute"), now=(clock := Clock()))
 
     def at(seconds: float) -> Any:

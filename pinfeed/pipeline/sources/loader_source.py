@@ -20,7 +20,6 @@ from pinfeed.pipeline.sources.source import (
     BatchThunk,
     HostBatch,
     Source,
-    drawn_early,
     failed_batch,
     made_or_failed,
 )
@@ -30,9 +29,6 @@ from pinfeed.validation.suggestions import is_array_like
 if TYPE_CHECKING:
     from pinfeed.tensors.filled_memory import FilledMemory
     from pinfeed.tensors.rng_state import GeneratorStates
-
-# An IterableDataset has a sampler of another module.
-_TORCH_SAMPLERS = ("torch.utils.data.sampler", "torch.utils.data.distributed")
 
 
 def check_loader(loader: Any) -> None:
@@ -214,35 +210,6 @@ class LoaderSource(Source):
         if getattr(self.loader, "num_workers", 0):
             return False
         return type(self.loader) is not DataLoader or self.loader.collate_fn is not default_collate
-
-    def hint(self, source_share: float) -> str:
-        """Return what to change if a loop stalls on this loader."""
-        n_workers = getattr(self.loader, "num_workers", None)
-        if source_share < 0.5 and self.fetch is not None:
-            return self.fetch.hint()
-        if source_share < 0.5:
-            return (
-                "Copying the tensors of the batches takes most of the time: a smaller dtype leaves "
-                "less to copy (uint8, converted on the device)."
-            )
-        if n_workers is None:
-            return (
-                f"The loop waits for the loader ({type(self.loader).__name__}): pinfeed can only "
-                "request its batches earlier, not make it faster."
-            )
-        return (
-            f"The loop waits for the DataLoader (num_workers={n_workers}): raise num_workers (this "
-            f"process may use {len(os.sched_getaffinity(0))} cores), or make the dataset's "
-            "__getitem__ and collate_fn cheaper."
-        )
-
-    def depth_caution(self) -> str:
-        """Return a caution unless torch's samplers choose the samples of a DataLoader."""
-        samplers = [getattr(self.loader, name, None) for name in ("sampler", "batch_sampler")]
-        modules = [type(sampler).__module__ for sampler in samplers if sampler is not None]
-        if modules and all(module in _TORCH_SAMPLERS for module in modules):
-            return ""
-        return drawn_early(f"your loader ({type(self.loader).__name__})")
 
     def draw(self, batch: Any) -> BatchThunk:
         """Make the thunk of a batch. Reader threads call this in the order of batches."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,28 +66,6 @@ class ReaderSource(Source):
                 # This closes the generators of the previous batch.
                 opened.close()
                 yield functools.partial(self._read, indices.rows(), each, opened)
-
-    def hint(self, source_share: float) -> str:
-        """Return what to change if a loop stalls on the functions."""
-        names = " and ".join(reader.function_name for reader in self.readers)
-        n_inputs = self.batches.batch_size
-        if self.n_threads == n_inputs:
-            change = (
-                f"Each of the {n_inputs} inputs of a batch has a thread already, so a larger "
-                "n_readers has no effect. Give a smaller one_read_count or a larger batch_size"
-            )
-        elif self.n_threads >= (n_cores := len(os.sched_getaffinity(0))):
-            change = (
-                f"n_readers={self.n_threads} already uses all {n_cores} cores of this process. A "
-                "larger one helps only if the functions wait for files or a network. Otherwise, "
-                "run on more cores"
-            )
-        else:
-            change = (
-                f"Raise n_readers (now {self.n_threads}; this process may use {n_cores} cores) to "
-                "read more inputs at the same time, if the functions are thread-safe"
-            )
-        return f"The loop waits for {names}. {change}, or make the functions cheaper."
 
     def _read(self, identities: Rows, each: OrderedMap, opened: contextlib.ExitStack) -> HostBatch:
         batches = [

@@ -120,12 +120,6 @@ class ReplaySource(Source):
             yield functools.partial(self._host_batch, draw)
             n_made += 1
 
-    def hint(self, source_share: float) -> str:
-        return (
-            "The loop waits for the transitions of its batches. Larger batches need fewer calls, "
-            "and depth=2 gathers them during the training step."
-        )
-
     @property
     def names(self) -> list[str]:
         """Names of the parts of a batch."""

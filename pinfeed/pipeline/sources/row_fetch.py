@@ -17,11 +17,11 @@ from pinfeed.devices.device import Device, RowCopy, Tensor
 from pinfeed.errors import ArgumentError, RowIndexError, StoreError, described
 from pinfeed.pipeline.sources.host_leaves import host_batch_of
 from pinfeed.pipeline.sources.source import ArrayPart, HostBatch, RowGroup
-from pinfeed.readahead.strategy import ReadStrategy, UnreadRows, main_hint
+from pinfeed.readahead.strategy import ReadStrategy, UnreadRows
 from pinfeed.rows.indices import check_rows, first_occurrences
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.host_rows import CheckStop, never
-from pinfeed.stores.store import Array, Store, row_nbytes
+from pinfeed.stores.store import Array, Store
 from pinfeed.tensors.pytree import Rebuild
 from pinfeed.validation.suggestions import of_ids
 
@@ -152,16 +152,6 @@ class RowFetch:
             self._rebuild, host_batch.rebuild, len(host_batch.parts), shapes
         )
         return HostBatch(parts, rebuild, host_batch.batches, groups)
-
-    def hint(self) -> str:
-        """Return what to change if a loop stalls on gathering these rows."""
-        pairs = [
-            (row_nbytes(store), strategy.hint)
-            for spec in self.specs
-            for store, strategy in zip(spec.stores, spec.strategies, strict=True)
-        ]
-        names = ", ".join(spec.name for spec in self.specs)
-        return f"Gathering rows of {names} takes most of the time. {main_hint(pairs)}"
 
     def _rebuild(
         self,

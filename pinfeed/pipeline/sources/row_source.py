@@ -15,10 +15,9 @@ from pinfeed.pipeline.sources.source import (
     HostBatch,
     RowGroup,
     Source,
-    drawn_early,
 )
 from pinfeed.readahead.read_plan import RaggedReads
-from pinfeed.readahead.strategy import AnyBatch, ReadStrategy, UnreadRows, main_hint
+from pinfeed.readahead.strategy import AnyBatch, ReadStrategy, UnreadRows
 from pinfeed.rows.batches import EpochHooks, RowBatches, RowIndices
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.packing import Places
@@ -26,7 +25,7 @@ from pinfeed.stores.axis_windows import WindowStore
 from pinfeed.stores.file_store import FileStore, rows_version
 from pinfeed.stores.host_rows import UnreadPart
 from pinfeed.stores.ragged import RaggedParts
-from pinfeed.stores.store import Store, row_nbytes
+from pinfeed.stores.store import Store
 from pinfeed.tensors.pytree import Rebuild
 
 # The constructor of a NamedTuple is a Python function; this makes one without it.
@@ -119,16 +118,6 @@ class RowSource(Source):
         found = [strategy.memory_rows() for strategy in self.strategies]
         rows = [one for one in found if one is not None]
         return rows if len(rows) == len(found) else None
-
-    def hint(self, source_share: float) -> str:
-        pairs = zip(self.stores, self.strategies, strict=True)
-        found = [(float(row_nbytes(store)), strategy.hint) for store, strategy in pairs]
-        found += [(reads.store.mean_row_nbytes, reads.hint) for reads in self.ragged]
-        return main_hint(found)
-
-    def depth_caution(self) -> str:
-        """Return a caution if the user's own iterable gives the row indices."""
-        return drawn_early("rows=") if self.batches.are_from_user else ""
 
     def _files(self) -> list[FileStore]:
         found = (*self.stores, *(part for reads in self.ragged for part in reads.store.parts))

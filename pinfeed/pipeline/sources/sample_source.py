@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -294,32 +293,6 @@ class SampleSource(Source):
 
     def stop(self) -> None:
         self._begun.stop()
-
-    def hint(self, source_share: float) -> str:
-        is_one_call = self.samples.maker.read_batch is not None
-        return sample_hint(self.samples.n_threads, in_one_call=is_one_call)
-
-
-def sample_hint(n_threads: int, *, in_one_call: bool) -> str:
-    """Return what to change if a loop stalls on samples that threads make."""
-    if in_one_call:
-        return (
-            "The loop waits for the samples. The dataset has __getitems__, so one thread makes "
-            "each batch, and threads make up to depth + 1 batches at the same time. Make the "
-            f"samples cheaper, or raise depth to the number of threads (now {n_threads})."
-        )
-    n_cores = len(os.sched_getaffinity(0))
-    if n_threads < n_cores:
-        change = (
-            f"Raise threads (now {n_threads}; this process may use {n_cores} cores), if the "
-            "functions release the interpreter's lock, as decoders do"
-        )
-    else:
-        change = (
-            f"threads={n_threads} already uses all {n_cores} cores of this process. More threads "
-            "help only if the samples wait for files or a network"
-        )
-    return f"The loop waits for the samples. {change}, or make the samples cheaper."
 
 
 def with_sample_readers(

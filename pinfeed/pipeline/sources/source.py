@@ -161,18 +161,6 @@ computing row indices.
 """
 
 
-def drawn_early(what: str) -> str:
-    """Return why no depth is advised for batches that come from an iterator of the user.
-
-    Args:
-        what: Name of the iterator.
-    """
-    return (
-        f"Batches come from {what}, which may depend on earlier training steps. Prefetching draws "
-        "from it before these steps, and may change the results, so pinfeed advises no depth."
-    )
-
-
 def failed_batch(error: Exception) -> HostBatch:
     """Return a batch without parts, in place of a failed one; ``rebuild`` raises the error."""
     return HostBatch([], functools.partial(_raise, [error]), [(0, 0)], keeps_errors=True)
@@ -273,20 +261,3 @@ class Source(ABC):
                 end of the epoch counts as one.
         """
         return
-
-    @abstractmethod
-    def hint(self, source_share: float) -> str:
-        """Return whole sentences that say what to change if a loop stalls on reading.
-
-        Args:
-            source_share: Share of the reading time that the source takes to make batches. The rest
-                is the time to read their parts.
-        """
-
-    def depth_caution(self) -> str:
-        """Return why another depth may change the results, as a sentence; empty if it may not.
-
-        Then no advice recommends a depth. The reason is an iterator of the user that batches come
-        from: it may depend on the training steps before the batch.
-        """
-        return ""

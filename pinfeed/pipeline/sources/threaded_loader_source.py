@@ -17,7 +17,6 @@ from pinfeed.pipeline.sources.sample_source import (
     BegunBatches,
     SampleMaker,
     SampleThreads,
-    sample_hint,
     with_sample_readers,
 )
 from pinfeed.pipeline.sources.skipped_samples import SkippedSamples
@@ -85,10 +84,6 @@ class ThreadedLoaderSource(LoaderSource):
 
     def stop(self) -> None:
         self._batches.stop()
-
-    def hint(self, source_share: float) -> str:
-        # Samples are also made while the parts of a batch are read.
-        return sample_hint(self.n_threads, in_one_call=self._read_batch is not None)
 
     def next_batch(self, batches: Iterator[Any]) -> Any:
         """Return the indices of the next batch; ``END`` after the last batch."""

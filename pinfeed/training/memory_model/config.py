@@ -56,8 +56,7 @@ class Config(limits.MemoryLimits):
             rows, whichever is less.
         depth: Number of prefetched batches; 0 is the synchronous loop. With None and a model,
             ``budget`` and a feeder use 2. Without a model, a feeder chooses 2, or more if batches
-            are small. On the CPU, a loop over rows in memory then measures whether 0 is faster, and
-            keeps the faster depth.
+            are small.
         headroom: Share of the free memory that stays unused if a limit is None.
         total_sample_count: Number of inputs per epoch, and the most inputs of a batch. An input has
             ``one_read_count`` samples. ``batch_count``, the full batches of an epoch, needs it.

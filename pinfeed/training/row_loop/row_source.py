@@ -92,16 +92,6 @@ class TableRowSource(LoaderSource):
         tables = [[table.name, table.n_rows] for table in self._tables]
         return {"order": "a DataLoader's own", "tables": tables, **ranks}
 
-    def hint(self, source_share: float) -> str:
-        if source_share >= 0.5:
-            return super().hint(source_share)
-        names = ", ".join(table.name for table in self._tables)
-        return (
-            f"Gathering rows of {names} takes most of the time. A table in memory (store=None) is "
-            "faster than a table in a file. A smaller dtype or fewer distinct ids per batch reduce "
-            "the bytes to gather. On a GPU, a device cache (device_cache=0.1) may help."
-        )
-
     def begin(self) -> None:
         super().begin()
         # A resumed loop may repeat the end of an epoch, with the same numbers on all ranks.

@@ -150,12 +150,7 @@ def train_rows(
         route=route,
         verify=verify,
         options=LoopOptions(
-            progress,
-            timeline,
-            host_transform,
-            device_transform,
-            seed,
-            transform_threads,
+            progress, timeline, host_transform, device_transform, seed, transform_threads
         ),
     )
 
@@ -276,11 +271,6 @@ def read_rows(
         route=route,
         verify=verify,
         options=LoopOptions(
-            progress,
-            timeline,
-            host_transform,
-            device_transform,
-            seed,
-            transform_threads,
+            progress, timeline, host_transform, device_transform, seed, transform_threads
         ),
     )

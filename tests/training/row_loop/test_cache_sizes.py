@@ -13,7 +13,7 @@ import torch
 from pinfeed import Config, GiB, HostEmbedding, RowOptimizer, train_rows
 from pinfeed.errors import ArgumentError, BudgetError, NotEnoughGPUMemory, UnknownArgument
 from pinfeed.profiling.chrome_trace import cache_events
-from pinfeed.profiling.timeline import CacheCounts
+from pinfeed.profiling.spans import CacheCounts
 from pinfeed.training.row_loop.loop import RowLoop
 
 ROWS = 100
