@@ -20,7 +20,7 @@ from pinfeed.memory.units import human, parse_size
 from pinfeed.pipeline.loop_memory import PartSize, loop_allocations
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.training.memory_model import config
-from pinfeed.training.memory_model.budget import Budget, largest_that_fits
+from pinfeed.training.memory_model.report import Budget, largest_that_fits
 from pinfeed.training.memory_model.tensor_specs import SampleSpec, samples_of
 from pinfeed.validation.arguments import whole_number
 
