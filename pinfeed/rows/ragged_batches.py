@@ -18,7 +18,6 @@ from pinfeed.rows.row_lengths import RowLengths
 from pinfeed.validation.arguments import (
     check_flag,
     check_seed,
-    explain_arguments,
     whole_number,
 )
 from pinfeed.validation.safe_repr import safe_repr
@@ -27,13 +26,6 @@ from pinfeed.validation.safe_repr import safe_repr
 _RUN_ROWS = 1 << 14
 
 
-@explain_arguments(
-    {
-        "max_tokens": "the bound on the elements of a batch is max_elements=",
-        "rows": "the row order is order=",
-        "shuffle": "give order=pinfeed.rows.shuffled(seed)",
-    }
-)
 def element_batches(
     lengths: Any,
     max_elements: int,
