@@ -17,9 +17,8 @@ import torch
 
 from pinfeed.devices.device import RowCopy
 from pinfeed.errors import ArgumentError, DeviceError
-from pinfeed.memory.buffer_pool import BufferPool
 from pinfeed.memory.host import free_host_bytes
-from pinfeed.memory.pages import Bytes, huge
+from pinfeed.memory.pages import BufferPool, Bytes, huge
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.array import put_rows
 from pinfeed.stores.host_rows import UnreadPart

@@ -20,9 +20,8 @@ from pinfeed.devices.cuda_streams import CudaClock, CudaStream, queued_in, take_
 from pinfeed.devices.device import OVERLAP_CHUNK_BYTES, RowCopy
 from pinfeed.devices.row_copies import RowCopyKernel, row_copy_kernel
 from pinfeed.errors import DeviceError
-from pinfeed.memory.buffer_pool import BufferPool
 from pinfeed.memory.page_locked import REGISTER, page_locked, unlock_freed
-from pinfeed.memory.pages import Bytes
+from pinfeed.memory.pages import BufferPool, Bytes
 from pinfeed.stores.host_rows import UnreadPart
 from pinfeed.stores.store import Array, Store
 from pinfeed.tensors.numpy_torch import NUMPY, TORCH, to_torch

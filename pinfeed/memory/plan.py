@@ -10,8 +10,7 @@ from typing import Literal
 
 from pinfeed.errors import ArgumentError
 from pinfeed.memory.units import human
-from pinfeed.validation.safe_repr import safe_repr
-from pinfeed.validation.wrapping import wrapped
+from pinfeed.validation.safe_repr import safe_repr, wrapped
 
 Place = Literal["host", "pinned", "page cache", "device"]
 Route = Literal["staged", "direct"]

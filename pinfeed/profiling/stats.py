@@ -12,8 +12,7 @@ from pinfeed.memory.host import resident_bytes
 from pinfeed.memory.page_locked import locked_bytes
 from pinfeed.memory.units import duration, human, human_rate
 from pinfeed.profiling.bottleneck import Bottleneck, bottleneck_of, verdict_of
-from pinfeed.validation.safe_repr import safe_repr
-from pinfeed.validation.wrapping import wrapped
+from pinfeed.validation.safe_repr import safe_repr, wrapped
 
 T = TypeVar("T", bound="Totals")
 

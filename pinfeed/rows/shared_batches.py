@@ -14,7 +14,7 @@ from pinfeed.rows.length_batches import START, LengthBatches, Mark
 from pinfeed.rows.packed import Packed
 from pinfeed.rows.rank_batches import check_ranks, note_processes
 from pinfeed.rows.ranks import RankPartition, Ranks, Uneven
-from pinfeed.rows.sampler_epochs import SamplerEpochs
+from pinfeed.rows.sampler_batches import SamplerEpochs
 from pinfeed.rows.windows import Windows
 
 # A state that needs an older mark has none, and so plans the epoch from its beginning.

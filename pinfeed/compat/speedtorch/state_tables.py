@@ -19,13 +19,18 @@ import torch
 from torch import nn
 
 from pinfeed.compat.speedtorch.placement import Table, table_dtype
-from pinfeed.compat.speedtorch.slots import Slots, SlotTables, check_row_width, values_of_rows
 from pinfeed.compat.speedtorch.tables import (
     FileName,
     copy_all_rows,
     find_file,
     store_of_saved,
     with_suffix,
+)
+from pinfeed.compat.speedtorch.weight_table import (
+    Slots,
+    SlotTables,
+    check_row_width,
+    values_of_rows,
 )
 from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.tensors.dtypes import BFLOAT16
@@ -48,6 +53,8 @@ class StateTables(SlotTables):
         model: The model that has the embedding.
         variable_name: Name of the embedding in the model, with dots if it is nested.
         dtype: Dtype of the tables for state that has the dtype of the weight.
+        place: Arguments of the place of the factory.
+        options: The same by name.
 
     Raises:
         ArgumentError: If the model or the optimizer does not have the parameter, if its rows have
@@ -65,6 +72,8 @@ class StateTables(SlotTables):
         model: nn.Module,
         variable_name: str,
         dtype: Any = "float32",
+        *place: Any,
+        **options: Any,
     ) -> None:
         self.given_optimizer = given_optimizer
         self.total_classes = total_classes
@@ -72,6 +81,7 @@ class StateTables(SlotTables):
         self.model = model
         self.variable_name = variable_name
         self.dtype = table_dtype(dtype)
+        self._locate(*place, **options)
         self._weight = weight_of(model, variable_name)
         check_row_width(self._weight, embed_dimension, variable_name)
         self._layout = self._discover_layout()

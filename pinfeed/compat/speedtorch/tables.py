@@ -117,6 +117,9 @@ class Tables:
         for table in (self._tables or {}).values():
             table.close()
 
+    def _locate(self) -> None:
+        """Set the place of the tables by the last arguments of the factory, if it has some."""
+
     def _make(self, tables: dict[str, Table]) -> None:
         """Create the tables with their initial values, and add them to ``tables``."""
         raise NotImplementedError
@@ -226,14 +229,19 @@ class CountTable(SingleTable):
     Args:
         total_classes: Number of rows and of columns.
         datatype: Dtype of the counts.
+        place: Arguments of the place of the factory.
+        options: The same by name.
     """
 
     _init_method = "comInit()"
 
-    def __init__(self, total_classes: int, datatype: Any = "int32") -> None:
+    def __init__(
+        self, total_classes: int, datatype: Any = "int32", *place: Any, **options: Any
+    ) -> None:
         self.total_classes = total_classes
         self.datatype = table_dtype(datatype)
         self._shape = (total_classes, total_classes)
+        self._locate(*place, **options)
 
     def comInit(self, CPUPinn: bool = False) -> None:
         """Create the table, filled with zeros. Count into the tensor of ``getTorchVar()``.
