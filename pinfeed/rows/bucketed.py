@@ -18,6 +18,7 @@ from pinfeed.rows.orders import (
     Rows,
     Shuffled,
     check_order,
+    grouped,
     kept_arrays,
     most_copies,
     windows,
@@ -140,9 +141,8 @@ class Bucketed:
         def at(positions: Rows) -> Rows:
             numbers = positions // window_rows
             found = np.empty(len(positions), np.int64)
-            for number in np.unique(numbers).tolist():
-                of_window = numbers == number
-                found[of_window] = window(number)[positions[of_window] - number * window_rows]
+            for number, here in grouped(numbers):
+                found[here] = window(number)[positions[here] - number * window_rows]
             return found
 
         return at

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError
-from pinfeed.rows.orders import Rows
+from pinfeed.rows.orders import Rows, grouped
 from pinfeed.rows.permutation import permutation
 from pinfeed.validation.arguments import real_number
 
@@ -252,19 +252,17 @@ class ShuffledTurns:
     salt: str
     end: int | None
 
-    def groups(self, places: Rows) -> Iterator[Group]:
+    def groups(self, places: Rows) -> Iterator[tuple[int, Rows | slice, Rows]]:
         """Yield the sources of some places, each with the places that it fills."""
         windows = places // _WINDOW
         numbers = np.empty(len(places), np.int64)
         before = np.empty(len(places), np.int64)
-        for window in np.unique(windows).tolist():
-            here = np.flatnonzero(windows == window)
+        for window, here in grouped(windows):
             turns, counts = self._window(window)
             offsets = places[here] - window * _WINDOW
             numbers[here] = turns[offsets]
             before[here] = counts[offsets]
-        for number in np.unique(numbers).tolist():
-            where = np.flatnonzero(numbers == number)
+        for number, where in grouped(numbers):
             yield number, where, before[where]
 
     def before(self, number: int, place: int) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError
+from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import (
     Arrays,
     Order,
@@ -26,6 +27,7 @@ from pinfeed.rows.packing import Places
 from pinfeed.rows.row_lengths import checked_lengths
 from pinfeed.rows.windows import WidenedWindows, Windows
 from pinfeed.validation.arguments import whole_number
+from pinfeed.validation.safe_repr import safe_repr
 
 Unit = TypeVar("Unit")
 
@@ -83,6 +85,10 @@ class LengthBatches(ABC, Generic[Unit]):
         self.lengths = checked_lengths(lengths)
         self.epoch = 0
         self.order: Order = Sequential() if order is None else check_order(order)
+
+    @safe_repr
+    def __repr__(self) -> str:
+        return self._described(f"<{len(self.lengths)} lengths>")
 
     def __iter__(self) -> Iterator[Rows]:
         return self._batches(self.epoch)
@@ -149,15 +155,24 @@ class LengthBatches(ABC, Generic[Unit]):
                 f"{lengths[row]:,} elements in {name}; expected at least as many; {advice}"
             )
 
-    @property
-    @abstractmethod
+    @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
         """Plain values that are equal exactly if a unit has the same number and elements."""
+        checksum = zlib.crc32(self.lengths.tobytes())
+        return {"order": self._described(f"<crc32 {checksum}>"), "n_rows": len(self.lengths)}
 
-    @functools.cached_property
-    def _crc32(self) -> int:
-        """Checksum of the lengths, for the fingerprint."""
-        return zlib.crc32(self.lengths.tobytes())
+    @abstractmethod
+    def _described(self, lengths: str) -> str:
+        """Return the call that makes the units, with ``lengths`` for the lengths."""
+
+    def _rows(self, epoch: int, n: int, first: int) -> Iterator[Rows]:
+        """Yield the row indices of an epoch from position ``first`` on, in runs of ``n``."""
+        n_rows = len(self.lengths)
+        at = self.order.bind(n_rows, epoch)
+        stop = self.order.length(n_rows)
+        for begin in range(first, stop, n):
+            positions = np.arange(begin, min(begin + n, stop))
+            yield check_rows(at(positions), n_rows, f"order={self.order!r}")
 
     @abstractmethod
     def units(self, epoch: int, mark: Mark, note: Callable[[Mark], None]) -> Iterator[Unit]:

@@ -14,38 +14,12 @@ from typing import Any, cast, get_args
 
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.batches import OrderBatches, RowBatches, RowIndices, saved_size
-from pinfeed.rows.bucketed import Bucketed
-from pinfeed.rows.chunk_shuffled import ChunkShuffled
 from pinfeed.rows.length_batches import LengthBatches
-from pinfeed.rows.mixtures import Mixed
-from pinfeed.rows.orders import (
-    BlockShuffled,
-    Drawn,
-    Order,
-    PerRank,
-    Sequential,
-    Shuffled,
-    in_blocks,
-)
+from pinfeed.rows.orders import Order, PerRank, in_blocks, is_own
 from pinfeed.rows.ranks import Progress, Ranks, Uneven, world
-from pinfeed.rows.subsets import SplitPart, Where
 from pinfeed.rows.windows import Windows
 
 logger = logging.getLogger("pinfeed")
-
-
-_ALL_ROWS = (
-    Sequential,
-    Shuffled,
-    BlockShuffled,
-    ChunkShuffled,
-    Bucketed,
-    Drawn,
-    Mixed,
-    Where,
-    SplitPart,
-)
-"""Orders with which every process reads the same rows."""
 
 
 @dataclass(eq=False)
@@ -347,8 +321,12 @@ def note_processes(order: Any) -> None:
 
 
 def _has_all_rows(rows: Any) -> bool:
-    """Return whether every process has the same rows of an order, or of batches of an order."""
-    return isinstance(rows.order if isinstance(rows, LengthBatches) else rows, _ALL_ROWS)
+    """Return whether every process has the same rows of an order, or of batches of an order.
+
+    An order of the user may be the share of one process.
+    """
+    order = rows.order if isinstance(rows, LengthBatches) else rows
+    return is_own(order) and not isinstance(order, PerRank)
 
 
 @functools.cache
