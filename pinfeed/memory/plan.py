@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,13 +13,6 @@ from pinfeed.validation.safe_repr import safe_repr, wrapped
 
 Place = Literal["host", "pinned", "page cache", "device"]
 Route = Literal["staged", "direct"]
-
-_PLACE_NAMES: dict[Place, str] = {
-    "host": "host",
-    "pinned": "host, page-locked",
-    "page cache": "OS page cache",
-    "device": "device",
-}
 
 # A use of memory has an indent of two spaces, so the rest of a long line has four.
 _REST = "    "
@@ -187,35 +179,6 @@ class Plan:
             size = "unknown size, whose memory is not counted"
         head = [f"batches of {size}", self.depth_in_words, self.route_in_words]
         return ", ".join(filter(None, head))
-
-    def _repr_html_(self) -> str:
-        """Return what a notebook shows: a table of every use of memory, and the totals."""
-        from tabulate import tabulate
-
-        rows = [
-            (
-                item.what,
-                _PLACE_NAMES[item.place],
-                f"{item.count} × {human(item.nbytes)}",
-                human(item.total),
-            )
-            for item in joined(self.items)
-        ]
-        host = _with_limit(self.host_bytes, self.cpu_memory_limit)
-        rows.append(("total", "host memory", "", host))
-        if self.page_cache_bytes:
-            rows.append(("total", _PLACE_NAMES["page cache"], "", human(self.page_cache_bytes)))
-        if self.device_bytes:
-            device = _with_limit(self.device_bytes, self.gpu_memory_limit)
-            rows.append(("total", "GPU memory", "", device))
-        table = tabulate(
-            rows,
-            headers=("use", "place", "count × size", "total"),
-            tablefmt="html",
-            disable_numparse=True,
-        )
-        lines = [self._batches_in_words, *self.notes]
-        return table + "".join(f"<p>{html.escape(line)}</p>" for line in lines)
 
 
 def _with_limit(nbytes: int, limit: int | None) -> str:

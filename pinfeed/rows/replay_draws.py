@@ -241,38 +241,3 @@ class PrioritizedDraws:
             rows = np.array(firsts)[:, None] + np.arange(self._n_envs)
             self.tree.set(rows.reshape(-1), np.repeat(priorities, self._n_envs))
             self._new.clear()
-
-
-def generator_state(generator: Generator) -> dict[str, Any]:
-    """Return the state of a generator, as plain values."""
-    if isinstance(generator, np.random.RandomState):
-        state: Any = generator.get_state(legacy=False)
-    else:
-        state = generator.bit_generator.state
-    return dict(_plain(state))
-
-
-def set_generator_state(generator: Generator, state: Mapping[str, Any]) -> None:
-    """Set a generator to a state of ``generator_state``.
-
-    Raises:
-        ArgumentError: If the state belongs to another kind of generator.
-    """
-    try:
-        if isinstance(generator, np.random.RandomState):
-            generator.set_state(dict(state))
-        else:
-            generator.bit_generator.state = dict(state)
-    except (TypeError, ValueError, KeyError) as error:
-        raise ArgumentError(
-            f"the state has a generator {state.get('bit_generator')!r}, which does not fit "
-            f"{generator!r} ({error}); expected one of the same kind; make the buffer with the "
-            "generator of the earlier run"
-        ) from None
-
-
-def _plain(value: Any) -> Any:
-    """Return nested dicts with lists in place of arrays."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return value.tolist() if isinstance(value, np.ndarray) else value

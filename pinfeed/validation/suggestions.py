@@ -13,17 +13,12 @@ _COPY = (
     "as shown under 'Data of other libraries' in the guide, or write a Store for it"
 )
 _LOADER = "give pinfeed.wrap_loader(DataLoader(dataset, batch_size=...))"
-_FEEDER = "it is already a feeder; iterate it"
 
 _BY_TYPE = {
     ("pandas", "Series"): "give series.to_numpy()",
-    ("pandas", "Index"): "give index.to_numpy()",
     ("polars", "LazyFrame"): "compute it, and give frame.collect()",
     ("polars", "Series"): "give series.to_arrow()",
-    (
-        "anndata",
-        "AnnData",
-    ): "give pinfeed.SparseStore(adata.X), or the array adata.X if it is dense",
+    ("anndata", "AnnData"): "give pinfeed.SparseStore(adata.X), or adata.X if it is dense",
     ("zarr", "Group"): "give a dict of its arrays, dict(group.arrays())",
     ("cupy", "ndarray"): "it is already on the GPU; index it, or give array.get()",
     ("torch", "TensorDataset"): "give dataset.tensors",
@@ -32,10 +27,7 @@ _BY_TYPE = {
     ("torch", "Module"): "give its parameter as a tensor on the CPU, or see pinfeed.HostEmbedding",
     ("datasets", "IterableDataset"): _LOADER,
     ("pinfeed", "RowDataset"): "give the source of the dataset",
-    ("pinfeed", "Feeder"): _FEEDER,
-    ("pinfeed", "LoaderFeeder"): _FEEDER,
-    ("pinfeed", "ReaderFeeder"): _FEEDER,
-    ("pinfeed", "Restartable"): _FEEDER,
+    ("pinfeed", "BaseFeeder"): "it is already a feeder; iterate it",
     ("torch", "Dataset"): _LOADER,
 }
 """Advice by the package and the name of a type; the first match counts."""
@@ -60,7 +52,6 @@ _HDF5 = (
     "an HDF5 file: give pinfeed.HDF5Store(path, name), with the name of a dataset, or "
     "pinfeed.SparseStore(path) for the sparse matrix of an .h5ad file"
 )
-_IMAGE = "image: read it with wrap_readers, or save decoded images with np.save"
 _KINDS = {
     b"PK\x03\x04": _ZIP,
     b"\x80": "a pickle: if you trust it, load it, and save plain arrays with np.save",
@@ -70,26 +61,12 @@ _KINDS = {
     "pyarrow.ipc.open_stream(pyarrow.memory_map(path)).read_all(), which stay on the disk",
     b"ARROW1": "an Arrow file: give pyarrow.ipc.open_file(pyarrow.memory_map(path)).read_all(), "
     "which stays on the disk",
-    b"\x1f\x8b": "a gzip-compressed file: decompress it",
-    b"(\xb5/\xfd": "a zstd-compressed file: decompress it",
-    b"\xff\xd8\xff": f"a JPEG {_IMAGE}",
-    b"\x89PNG": f"a PNG {_IMAGE}",
 }
 """Kinds of files by their first bytes, with advice."""
 _TORCH = (
     "a file of torch.save: load it with torch.load(path, weights_only=True), and give the tensor "
     "or save np.save(name, tensor.numpy())"
 )
-_TEXT = (
-    "a table as text: give pyarrow.csv.read_csv(path{}) if its first line names the columns; if it "
-    "has only numbers, save np.save(name, np.loadtxt(path, delimiter={}))"
-)
-_RECORDS = (
-    "{}: give pinfeed.wrap_loader(DataLoader(dataset, batch_size=...)), with a dataset of {} that "
-    "reads it"
-)
-_LMDB = _RECORDS.format("an LMDB database", "your own")
-_MDS = _RECORDS.format("an MDS or LitData data set", "streaming or litdata")
 _ZARR = "a Zarr array: give pinfeed.ZarrStore(path), or ZarrStore(path, name) of a group"
 _SUFFIXES = {
     ".npz": "a .npz archive: save each array alone, np.save(name, np.load(path)[name])",
@@ -97,26 +74,17 @@ _SUFFIXES = {
     ".pth": _TORCH,
     ".safetensors": "a safetensors file: give pinfeed.NpyStore.safetensors(path, name), with the "
     "name of a tensor",
-    ".csv": _TEXT.format("", "','"),
-    ".tsv": _TEXT.format(", parse_options=pyarrow.csv.ParseOptions(delimiter='\\t')", "'\\t'"),
-    ".json": "JSON: save its numbers as an array, np.save(name, np.array(json.load(file)))",
-    ".jsonl": "JSON by lines: give pyarrow.json.read_json(path), a table in memory",
+    ".csv": "a table as text: give pyarrow.csv.read_csv(path) if its first line names the columns; "
+    "if it has only numbers, save np.save(name, np.loadtxt(path, delimiter=','))",
     ".h5": _HDF5,
     ".hdf5": _HDF5,
     ".zarr": _ZARR,
-    ".tar": _RECORDS.format("a tar archive", "webdataset"),
-    ".tfrecord": _RECORDS.format("a TFRecord file", "the tfrecord package"),
-    ".lmdb": _LMDB,
-    ".mdb": _LMDB,
-    ".mds": _MDS,
 }
 """Kinds of files by suffix, if the suffix says more than the first bytes."""
 _CONTENTS = {
     "dataset_info.json": "a Hugging Face dataset: give datasets.load_from_disk(path)",
     "dataset_dict.json": "a DatasetDict: give datasets.load_from_disk(path)[split]",
     **dict.fromkeys(("zarr.json", ".zarray", ".zgroup"), _ZARR),
-    "data.mdb": _LMDB,
-    "index.json": _MDS,
 }
 """Kinds of folders by a file in them."""
 

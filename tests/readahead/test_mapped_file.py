@@ -292,7 +292,6 @@ def test_the_plan_counts_the_page_cache_separately(path: Path) -> None:
         assert plan.page_cache_bytes == N * WIDTH * 4
         assert all(item.place != "page cache" or item.total == 128_000 for item in plan.items)
         assert "OS page cache: 125.0 KiB of mapped files, which the kernel" in unwrapped(plan)
-        assert "OS page cache" in plan._repr_html_()
         assert plan.host_bytes == sum(i.total for i in plan.items if i.place == "host")
 
 
