@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -75,6 +75,11 @@ def to_numpy(value: Any, name: str) -> npt.NDArray[Any]:
             f"{name}: got a lazily conjugated or negated tensor; give .resolve_conj().resolve_neg()"
         )
     return memory_of(value.detach())
+
+
+def is_dense(value: Any) -> TypeGuard[torch.Tensor]:
+    """Return whether a value is a tensor, neither sparse nor nested."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested
 
 
 def memory_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
