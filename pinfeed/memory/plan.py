@@ -105,21 +105,6 @@ class Plan:
     n_transform_threads: int = 1
 
     @property
-    def depth_in_words(self) -> str:
-        """The depth, such as ``depth=2``, and the threads that call ``host_transform``."""
-        text = f"depth={self.depth}"
-        if self.n_transform_threads > 1:
-            text += f", host_transform in {self.n_transform_threads} threads"
-        return text
-
-    @property
-    def route_in_words(self) -> str:
-        """The route of the rows; empty for direct reads into batches of unknown size."""
-        if self.route == "staged" or self.device_bytes:
-            return f"{self.route} route"
-        return "rows are copied straight into each batch" if self.batch_size else ""
-
-    @property
     def n_slots(self) -> int:
         """Batches that can be transferred to the device at the same time."""
         return self.depth + 1
@@ -177,8 +162,14 @@ class Plan:
         size = f"up to {self.batch_size} rows"
         if not self.batch_size:
             size = "unknown size, whose memory is not counted"
-        head = [f"batches of {size}", self.depth_in_words, self.route_in_words]
-        return ", ".join(filter(None, head))
+        head = [f"batches of {size}", f"depth={self.depth}"]
+        if self.n_transform_threads > 1:
+            head.append(f"host_transform in {self.n_transform_threads} threads")
+        if self.route == "staged" or self.device_bytes:
+            head.append(f"{self.route} route")
+        elif self.batch_size:
+            head.append("rows are copied straight into each batch")
+        return ", ".join(head)
 
 
 def _with_limit(nbytes: int, limit: int | None) -> str:

@@ -257,7 +257,7 @@ def check_ranks(ranks: Any, order: Any, drop_last: bool) -> tuple[Ranks, int, in
         raise ArgumentError(
             f"ranks={ranks!r} divides orders of pinfeed.rows, but rows is a "
             f"{type(order).__name__}, which decides on its own what a process reads; leave ranks= "
-            f"out{_own_share(order)}"
+            "out, and give an array as rows[rank::world_size]"
         )
     if drop_last and shared.uneven == "join":
         raise ArgumentError(
@@ -268,13 +268,6 @@ def check_ranks(ranks: Any, order: Any, drop_last: bool) -> tuple[Ranks, int, in
     if rank is None or world_size is None:
         rank, world_size = world()
     return shared, index(rank), index(world_size)
-
-
-def _own_share(rows: Any) -> str:
-    """Say how rows without an order are divided; empty if a sampler divides them."""
-    if hasattr(rows, "__array__") or isinstance(rows, (list, range)):
-        return ", and give rows[rank::world_size]"
-    return ""
 
 
 def note_workers(ranks: Ranks | str | None, order: Any) -> None:

@@ -19,6 +19,8 @@ TORCH: dict[np.dtype[Any], torch.dtype] = {
 NUMPY: dict[torch.dtype, np.dtype[Any]] = {
     of_torch: of_numpy for of_numpy, of_torch in TORCH.items()
 }
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""Signed dtypes for operations that torch does not have for these unsigned ones."""
 
 
 def to_torch(array: npt.NDArray[Any]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What people read: reprs that do not raise, wrapped paragraphs, and warnings in the log."""
+"""Text for people: reprs that do not raise, wrapped paragraphs, and warnings in the log."""
 
 from __future__ import annotations
 
