@@ -46,11 +46,6 @@ def to_numpy(value: Any, name: str) -> npt.NDArray[Any]:
             f"{name}: got {type(value).__name__}; expected a path, a numpy array, a CPU tensor, "
             f"an Arrow table, a DataFrame or a Store; {suggestions.of_object(value)}"
         )
-    if value.is_meta:
-        raise StoreError(
-            f"{name}: got a meta tensor, which has no data; expected a tensor on the CPU; "
-            "materialize it first"
-        )
     if value.is_nested:
         raise StoreError(
             f"{name}: got a nested tensor with rows of different lengths; give "
@@ -59,18 +54,15 @@ def to_numpy(value: Any, name: str) -> npt.NDArray[Any]:
         )
     if value.device.type != "cpu":
         raise StoreError(
-            f"{name}: the tensor is on {value.device}; expected a tensor on the CPU; index it "
-            "directly, or give .cpu()"
+            f"{name}: the tensor is on {value.device}; expected a tensor with data on the CPU; "
+            "index it directly, or give .cpu()"
         )
     if value.layout is not torch.strided or value.dtype not in NUMPY:
-        todo = ""
-        if value.is_quantized:
-            todo = "; give tensor.dequantize()"
-        elif value.layout is not torch.strided:
-            todo = "; give pinfeed.SparseStore(tensor.to_sparse_csr()), or tensor.to_dense()"
+        is_sparse = value.layout is not torch.strided
+        todo = "; give pinfeed.SparseStore(tensor.to_sparse_csr()), or tensor.to_dense()"
         raise StoreError(
             f"{name}: got a {value.layout} tensor of {value.dtype}; expected a dense tensor of "
-            f"{', '.join(sorted(DTYPES))}{todo}"
+            f"{', '.join(sorted(DTYPES))}{todo * is_sparse}"
         )
     if value.is_conj() or value.is_neg():
         raise StoreError(

@@ -132,7 +132,7 @@ def refusal(source: Any) -> str:
         (b"x.npy", "expected a path as a str"),
         (ArrayStore, "ArrayStore is a class; give an instance"),
         (np.ndarray, "ndarray is a class"),
-        (torch.zeros(4, 3, device="meta"), "a meta tensor, which has no data"),
+        (torch.zeros(4, 3, device="meta"), "on meta; expected a tensor with data"),
         (
             torch.eye(4).to_sparse(),
             "got a torch.sparse_coo tensor of torch.float32; expected a dense tensor",

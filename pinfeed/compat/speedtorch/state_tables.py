@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -124,30 +123,6 @@ class StateTables(SlotTables):
         with np.load(find_file(loadFileName, ".npz")) as file:
             self.restore({key: _from_array(key, file[key]) for key in file.files})
 
-    def saveTorch(self, saveFileName: FileName) -> None:
-        """Save the same as ``saveCupy``, with ``torch.save`` and under exactly this name.
-
-        Raises:
-            ArgumentError: If a table has its rows in this file.
-        """
-        with self._writing(os.fspath(saveFileName)) as file:
-            torch.save(self.snapshot(), file)
-
-    def loadTorch(self, loadFileName: FileName) -> None:
-        """Load a file that ``saveTorch`` wrote.
-
-        Raises:
-            FileMissing: If the file does not exist.
-            StoreError: If the file belongs to another optimizer or another shape.
-        """
-        path = find_file(loadFileName, "")
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(saved, dict):
-            raise StoreError(
-                f"{path} contains a {type(saved).__name__}; expected the tables of an optimizer"
-            )
-        self.restore(saved)
-
     def snapshot(self) -> dict[str, Any]:
         """Return everything that the optimizer keeps for the table, row-wise or as a whole."""
         state = self.given_optimizer.state[self._weight]
@@ -161,12 +136,16 @@ class StateTables(SlotTables):
                 saved[f"number.{key}"] = value
         return saved | {f"begun.{key}": True for key in sorted(self._created)}
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
+    def restore(self, saved: Any) -> None:
         """Restore a snapshot.
 
         Raises:
             StoreError: If the snapshot belongs to another optimizer or another shape.
         """
+        if not isinstance(saved, dict):
+            raise StoreError(
+                f"the file contains a {type(saved).__name__}; expected the tables of an optimizer"
+            )
         if self._tables is None:
             self._layout = self._discover_layout()
         rows = {key: store_of_saved(value, f"rows.{key}") for key, value in _part(saved, "rows")}
