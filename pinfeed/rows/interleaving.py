@@ -135,18 +135,7 @@ class EvenTurns:
 
     def counts(self, n: int) -> list[int]:
         """Return how many of the first ``n`` places each source fills."""
-        found = [0] * len(self.weights)
-
-        def visit(node: _Split | int, n: int) -> None:
-            if isinstance(node, int):
-                found[node] = n
-                return
-            n_left = node.n_left(n)
-            visit(node.left, n_left)
-            visit(node.right, n - n_left)
-
-        visit(self._tree, n)
-        return found
+        return [self.count(number, n) for number in range(len(self.weights))]
 
     def groups(self, places: Rows) -> Iterator[Group]:
         """Yield the sources of places."""
@@ -194,9 +183,7 @@ class Interleaving:
 
     def counts(self, n: int) -> list[int]:
         """Return how many of the first ``n`` places each source fills."""
-        part = self._part(n)
-        more = self._turns[part].counts(n - self.table[part][0])
-        return [a + b for a, b in zip(self._before[part], more, strict=True)]
+        return [self.before(number, n) for number in range(len(self.table[0][1]))]
 
     def _part(self, n: int) -> int:
         """Return the part of the table in which the first ``n`` places end."""
