@@ -12,7 +12,7 @@ from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.feeders.base_feeder import LoopOptions
 from pinfeed.feeders.hints import REPLAY_HINTS
 from pinfeed.feeders.replay_feeder import ReplayFeeder
-from pinfeed.memory.depth import check_depth
+from pinfeed.memory.limits import check_depth
 from pinfeed.pipeline.sources.replay_source import ReplaySource
 from pinfeed.rows.replay_draws import Generator, PrioritizedDraws, UniformDraws
 from pinfeed.stores.ring_layout import RingLayout, checked_parts

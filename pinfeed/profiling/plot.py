@@ -31,7 +31,7 @@ from pinfeed.profiling.plot_bars import (
 )
 from pinfeed.profiling.spans import THREADS, Lane, Span, clipped, extent, starved
 from pinfeed.profiling.stats import Totals
-from pinfeed.validation.requirements import install_line
+from pinfeed.validation.suggestions import install_line
 
 _WIDTH_IN = 13.0
 _DPI = 100

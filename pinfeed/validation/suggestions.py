@@ -1,4 +1,4 @@
-"""Suggestions to replace an object or file that pinfeed cannot read."""
+"""Suggestions to replace an object or file that pinfeed cannot read, or to install a package."""
 
 from __future__ import annotations
 
@@ -152,3 +152,24 @@ def of_folder(path: str) -> str:
     """Return the kind of a folder, with advice; empty if it is unknown."""
     found = (hint for name, hint in _CONTENTS.items() if os.path.exists(os.path.join(path, name)))
     return next(found, "") or of_file(os.path.normpath(path))
+
+
+REQUIREMENTS = {
+    "cuda12": "cupy-cuda12x>=14",
+    "cuda13": "cupy-cuda13x>=14",
+    "hdf5": "h5py>=3.10",
+    "parquet": "pyarrow>=15",
+    "plot": "matplotlib>=3.9",
+    "remote": "fsspec>=2024.2",
+    "safetensors": "safetensors>=0.4",
+    "zarr": "zarr>=3.1",
+}
+"""The package of each extra in pyproject.toml, with its oldest version."""
+
+
+def install_line(*extras: str) -> str:
+    """Return the command that installs the packages of extras.
+
+    It names the packages, not ``pinfeed[extra]``, because pip would look for pinfeed in an index.
+    """
+    return "pip install " + " ".join(f'"{REQUIREMENTS[extra]}"' for extra in extras)

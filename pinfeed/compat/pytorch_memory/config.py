@@ -14,7 +14,7 @@ import torch
 
 from pinfeed.compat.pytorch_memory.network_trace import SampleFormat, find_sample_format
 from pinfeed.errors import ArgumentError, NotEnoughCPUMemory
-from pinfeed.memory.depth import DEFAULT_DEPTH, check_depth
+from pinfeed.memory.limits import DEFAULT_DEPTH, check_depth
 from pinfeed.memory.plan import Allocation
 from pinfeed.memory.units import human, parse_size
 from pinfeed.pipeline.loop_memory import PartSize, loop_allocations
