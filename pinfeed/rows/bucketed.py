@@ -11,6 +11,7 @@ import numpy as np
 
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.indices import check_rows
+from pinfeed.rows.length_batches import checked_lengths
 from pinfeed.rows.orders import (
     Arrays,
     At,
@@ -24,7 +25,6 @@ from pinfeed.rows.orders import (
     windows,
 )
 from pinfeed.rows.permutation import permutation
-from pinfeed.rows.row_lengths import checked_lengths
 from pinfeed.rows.windows import WidenedWindows, Windows
 from pinfeed.validation.arguments import check_seed, whole_number
 

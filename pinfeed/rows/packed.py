@@ -9,11 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError
-from pinfeed.rows.length_batches import START, LengthBatches, Mark
+from pinfeed.rows.length_batches import START, LengthBatches, Mark, RowLengths
 from pinfeed.rows.orders import Order, Rows, is_distinct
 from pinfeed.rows.packing import Pieces, Places, best_fit, cut_rows
 from pinfeed.rows.permutation import permutation
-from pinfeed.rows.row_lengths import RowLengths
 from pinfeed.validation.arguments import (
     check_choice,
     check_flag,

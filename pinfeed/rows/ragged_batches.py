@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from pinfeed.errors import ArgumentError
-from pinfeed.rows.length_batches import START, LengthBatches, Mark
+from pinfeed.rows.length_batches import START, LengthBatches, Mark, RowLengths
 from pinfeed.rows.orders import Order, Rows, is_distinct
 from pinfeed.rows.permutation import permutation
-from pinfeed.rows.row_lengths import RowLengths
 from pinfeed.validation.arguments import (
     check_flag,
     check_seed,
