@@ -262,8 +262,9 @@ def _measured_rates(device: DirectAccess, stores: Sequence[PinnedStore], n_rows:
     )
 
     def measured() -> Rates:
-        with contextlib.closing(type(device)(device._index)) as apart:
-            # Measured with a separate device object, because other feeders may use this one.
+        # Measured with a separate device object, because other feeders may use this one.
+        same_gpu: Any = type(device)(device._index)
+        with contextlib.closing(same_gpu) as apart:
             return measure(apart, stores, 1 << batch, MatrixProducts(device._device))
 
     return cached_rates(key, measured)
