@@ -211,6 +211,7 @@ class LengthBatches(ABC, Generic[Unit]):
         name: Name of the function of ``pinfeed.rows`` that returns the batches.
         units_name: The user's word for units. In a state, it is the key of their position.
         n_units: Number of units of a batch.
+        is_exact: Whether the rows must have exactly these lengths, not at most.
     """
 
     batch_size: int
@@ -220,6 +221,7 @@ class LengthBatches(ABC, Generic[Unit]):
     name: str
     units_name: str
     n_units: int = 1
+    is_exact = False
 
     def __init__(self, lengths: Any, order: Order | None) -> None:
         self.lengths = checked_lengths(lengths)
@@ -272,7 +274,7 @@ class LengthBatches(ABC, Generic[Unit]):
         """Return the bound on the elements of a batch, padded or not; None if there is none."""
 
     def require_bound(self, lengths: npt.NDArray[Any], name: str) -> None:
-        """Check that the batches of rows of these lengths keep the bound.
+        """Check that the batches of rows of these lengths are as planned.
 
         Args:
             lengths: Number of elements of each row, shape (n_rows,).
@@ -280,7 +282,7 @@ class LengthBatches(ABC, Generic[Unit]):
 
         Raises:
             ArgumentError: If the number of rows differs, or a row is longer than its entry in
-                ``self.lengths``.
+                ``self.lengths``; if ``is_exact``, also if it is shorter.
         """
         advice = f"give {self.name} the lengths of this store (store.lengths)"
         if len(lengths) != len(self.lengths):
@@ -288,11 +290,13 @@ class LengthBatches(ABC, Generic[Unit]):
                 f"rows={self!r} has {len(self.lengths):,} lengths, but {name} has "
                 f"{len(lengths):,} rows; expected a length for each row; {advice}"
             )
-        if len(longer := np.flatnonzero(lengths > self.lengths)):
-            row = longer.item(0)
+        is_wrong = lengths != self.lengths if self.is_exact else lengths > self.lengths
+        if is_wrong.any():
+            row = int(is_wrong.argmax())
+            expected = "equally many" if self.is_exact else "at least as many"
             raise ArgumentError(
                 f"rows={self!r} has length {self.lengths[row]:,} for row {row}, but the row has "
-                f"{lengths[row]:,} elements in {name}; expected at least as many; {advice}"
+                f"{lengths[row]:,} elements in {name}; expected {expected}; {advice}"
             )
 
     @functools.cached_property

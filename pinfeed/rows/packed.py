@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.length_batches import START, LengthBatches, Mark, RowLengths
@@ -93,6 +92,7 @@ class Packed(LengthBatches[Pieces]):
 
     name = "packed"
     units_name = "sequences"
+    is_exact = True
     row_nbytes = 184
 
     def __init__(
@@ -141,21 +141,6 @@ class Packed(LengthBatches[Pieces]):
 
     def most_elements(self, *, padded: bool) -> int | None:
         return None if padded else self.n_units * self.max_elements
-
-    def require_bound(self, lengths: npt.NDArray[Any], name: str) -> None:
-        """Check that rows have the lengths for which the batches are planned.
-
-        Raises:
-            ArgumentError: If the number of rows or a length differs.
-        """
-        super().require_bound(lengths, name)
-        if len(shorter := np.flatnonzero(lengths < self.lengths)):
-            row = shorter.item(0)
-            raise ArgumentError(
-                f"rows={self!r} has length {self.lengths[row]:,} for row {row}, but the row has "
-                f"{lengths[row]:,} elements in {name}; expected equally many; give packed the "
-                "lengths of this store (store.lengths)"
-            )
 
     def n_begun(self, unit: Pieces) -> int:
         return int(np.count_nonzero(unit.begins == 0))

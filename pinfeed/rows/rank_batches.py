@@ -168,20 +168,15 @@ class RankBatches(RowBatches):
         try:
             world_size = int(theirs["world_size"])
             done = tuple((int(a), int(n)) for a, n in theirs["done"])
+            if world_size < 1 or any(a < 1 or n < 0 for a, n in done):
+                raise ValueError("negative numbers")
+            if self.ranks.split_batches and size % world_size:
+                raise ValueError(f"{size} rows for {world_size} ranks")
         except (KeyError, TypeError, ValueError) as error:
             raise ArgumentError(
-                f"not a state of a feeder with ranks= ({error!r}); expected the result of "
-                "state_dict()"
+                f"not a state of a feeder with ranks= ({error!r}): {theirs!r}; expected the result "
+                "of state_dict()"
             ) from None
-        if (
-            world_size < 1
-            or any(a < 1 or n < 0 for a, n in done)
-            or (self.ranks.split_batches and size % world_size)
-        ):
-            raise ArgumentError(
-                f"not a state of a feeder with ranks=: {dict(theirs)!r}; expected the result of "
-                "state_dict()"
-            )
         return world_size, done
 
     def _most(self, world_size: int, done: Progress = ()) -> int:

@@ -452,7 +452,7 @@ def test_invalid_ranks_are_refused() -> None:
         ({"ranks": {"world_size": 2}}, "not a state of a feeder with ranks= (KeyError('done'))"),
         (
             {"ranks": {"world_size": 0, "done": []}},
-            "not a state of a feeder with ranks=: {'world_size': 0, 'done': []}",
+            "(ValueError('negative numbers')): {'world_size': 0, 'done': []}",
         ),
         ({"ranks": {"world_size": 2, "done": [[1, -1]]}}, "not a state of a feeder with ranks="),
         ({"batch": 7}, "the state is at batch 7; expected 0 to 5"),
