@@ -23,9 +23,10 @@ from pinfeed.training.checkpoint.entries import (
     tables_of,
 )
 from pinfeed.training.checkpoint.saves import SaveDirectory, rank_directories, save_numbers
+from pinfeed.training.checkpoint.writer import OBJECTS_BY_NAME
 from pinfeed.training.distributed.lockstep import RankStep
 from pinfeed.training.row_file import check_rows_file, open_plain, restore_rows
-from pinfeed.validation.arguments import check_path
+from pinfeed.validation.arguments import check_path, explain_arguments
 
 Path = str | os.PathLike[str]
 T = TypeVar("T")
@@ -34,6 +35,7 @@ T = TypeVar("T")
 _N_THREADS = 4
 
 
+@explain_arguments({}, OBJECTS_BY_NAME)
 def resume(path: Path, **objects: Any) -> dict[str, Any]:
     """Restore all objects from the last complete save, to continue the run from there.
 
