@@ -12,9 +12,8 @@ from typing import Any
 
 from pinfeed.devices.device import Device
 from pinfeed.errors import BudgetError, DeviceError, NotEnoughCPUMemory
-from pinfeed.memory.depth import n_batches
 from pinfeed.memory.host import free_host_memory
-from pinfeed.memory.limits import MemoryLimits, deepest_plan, usual_batch_size
+from pinfeed.memory.limits import MemoryLimits, deepest_plan, n_batches, usual_batch_size
 from pinfeed.memory.plan import Allocation, Plan, Route
 from pinfeed.memory.units import human
 from pinfeed.native.library import is_turned_off, why_not

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.memory.depth import n_held
+from pinfeed.memory.limits import n_held
 from pinfeed.pipeline.forwarding import Overlap, PositionRange, Positions, SharedRows
 from pinfeed.rows.orders import Rows
 

@@ -13,9 +13,9 @@ from pinfeed.memory.plan import Allocation
 from pinfeed.memory.units import human
 from pinfeed.readahead.strategy import DirectReads, ReadStrategy
 from pinfeed.readahead.windows import WindowBatch
+from pinfeed.rows.length_batches import most_in_blocks
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.packing import Places
-from pinfeed.rows.row_lengths import most_in_blocks
 from pinfeed.rows.windows import Window, Windows, WrappedWindows
 from pinfeed.stores.host_rows import RunGather, run_gather
 from pinfeed.stores.ragged import RaggedParts, RaggedStore

@@ -11,8 +11,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from pinfeed.memory.buffer_pool import BufferPool
-from pinfeed.memory.pages import block_nbytes
+from pinfeed.memory.pages import BufferPool, block_nbytes
 from pinfeed.memory.plan import Allocation
 from pinfeed.readahead.strategy import OpenBatch, ReadStrategy
 from pinfeed.rows.orders import Rows

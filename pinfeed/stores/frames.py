@@ -13,7 +13,7 @@ from pinfeed.stores.arrow import ArrowStore
 from pinfeed.stores.libraries import check_names
 from pinfeed.stores.store import Array
 from pinfeed.tensors.dtypes import DTYPES
-from pinfeed.validation.requirements import install_line
+from pinfeed.validation.suggestions import install_line
 
 _LEAVE_OUT = "or leave the column out (df.drop)"
 _EXPECTED = "expected numbers or booleans"

@@ -25,7 +25,7 @@ from pinfeed.stores.store import Array
 from pinfeed.stores.value_conventions import nullable_values, require_plain_numbers
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.arguments import check_flag, explain_arguments
-from pinfeed.validation.requirements import install_line
+from pinfeed.validation.suggestions import install_line
 
 # Rows that are read at a time from a dataset without chunks.
 _PIECE_BYTES = 256 << 10

@@ -23,8 +23,8 @@ from pinfeed.stores.npy_store import NpyStore
 from pinfeed.stores.store import Array, Store, in_words, shape_to_make
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.validation.arguments import explain_arguments, real_number, whole_number
-from pinfeed.validation.requirements import install_line
 from pinfeed.validation.safe_repr import safe_repr
+from pinfeed.validation.suggestions import install_line
 
 logger = logging.getLogger("pinfeed")
 

@@ -42,7 +42,7 @@ from pinfeed.stores.store import Array
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.threads.pool import ThreadPool
 from pinfeed.validation.arguments import whole_number
-from pinfeed.validation.requirements import install_line
+from pinfeed.validation.suggestions import install_line
 
 # Rows that are sorted into the order of the file at a time.
 _MAX_SORTED_ROWS = 1 << 16

@@ -15,7 +15,7 @@ from pinfeed.stores.libraries import imported
 from pinfeed.stores.paths import require_regular
 from pinfeed.stores.row_layout import RowLayout
 from pinfeed.tensors.dtypes import BFLOAT16
-from pinfeed.validation.requirements import install_line
+from pinfeed.validation.suggestions import install_line
 
 _DTYPES: dict[str, np.dtype[Any]] = {"BF16": BFLOAT16} | {
     # The format is little-endian.

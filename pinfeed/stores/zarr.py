@@ -23,7 +23,7 @@ from pinfeed.stores.value_conventions import nullable_values, require_plain_numb
 from pinfeed.stores.zarr_chunks import ZarrChunks
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.arguments import check_flag
-from pinfeed.validation.requirements import install_line
+from pinfeed.validation.suggestions import install_line
 
 _N_SHOWN = 8
 # Larger shards are decoded in pieces of about this size: by zarr, and without it.

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from pinfeed import Config, Feeder, GiB, MiB
 from pinfeed.errors import ArgumentError, BudgetError
-from pinfeed.memory.depth import check_depth
 from pinfeed.memory.host import FreeHostMemory
+from pinfeed.memory.limits import check_depth
 from pinfeed.memory.plan import Allocation, Plan, Route
 from pinfeed.memory.units import human
 from pinfeed.pipeline.loop_transforms import NO_TRANSFORMS

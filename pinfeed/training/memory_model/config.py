@@ -14,8 +14,8 @@ import torch
 from pinfeed.devices import resolve, torch_device
 from pinfeed.errors import ArgumentError, DeviceError
 from pinfeed.memory import limits
-from pinfeed.memory.depth import DEFAULT_DEPTH, n_batches
 from pinfeed.memory.host import free_host_bytes
+from pinfeed.memory.limits import DEFAULT_DEPTH, n_batches
 from pinfeed.memory.units import GiB, SizeField
 from pinfeed.training.memory_model.batch_search import BatchSearch
 from pinfeed.training.memory_model.estimate import StepEstimator

@@ -11,8 +11,7 @@ from pinfeed.devices.device import Device
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base_feeder import LoopOptions, T_co
 from pinfeed.feeders.loader_feeder import LoaderFeeder
-from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth
-from pinfeed.memory.limits import MemoryLimits
+from pinfeed.memory.limits import DEFAULT_DEPTH, MemoryLimits, check_optional_depth
 from pinfeed.memory.plan import Plan, check_route
 from pinfeed.pipeline.active_run import is_suspended
 from pinfeed.pipeline.schedule import PrefetchSchedule, n_id_readers
