@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from pinfeed.memory.plan import Allocation
-from pinfeed.readahead.item_windows import ItemWindows
 from pinfeed.readahead.read_plan import RaggedWindows
 from pinfeed.readahead.resident_file import copy_allocation
 from pinfeed.readahead.strategy import FreeMemory
+from pinfeed.readahead.window_reads import ItemWindows
 from pinfeed.readahead.windows import window_allocation
 from pinfeed.rows.orders import Order, PerRank, Sequential, windows
 from pinfeed.rows.windows import Windows

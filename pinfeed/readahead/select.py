@@ -13,7 +13,6 @@ from typing import Any
 
 from pinfeed.memory.units import human
 from pinfeed.readahead.chunk_reads import ChunkReads
-from pinfeed.readahead.later_copy import LaterCopy
 from pinfeed.readahead.read_plan import (
     PartReads,
     RaggedReads,
@@ -32,6 +31,7 @@ from pinfeed.readahead.reads import (
 )
 from pinfeed.readahead.resident_file import (
     InMemoryCopy,
+    LaterCopy,
     MappedFile,
     ResidentFile,
     copy_allocation,

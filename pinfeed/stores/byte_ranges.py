@@ -19,7 +19,7 @@ import numpy.typing as npt
 from pinfeed.errors import ReadError
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.retries import result_or_error, status_of
-from pinfeed.stores.row_layout import RowLayout
+from pinfeed.stores.sharded_file import RowLayout
 from pinfeed.stores.store import run_of
 
 Bytes = npt.NDArray[np.uint8]

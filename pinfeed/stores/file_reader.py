@@ -16,7 +16,7 @@ from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.mapped_store import FileMap
 from pinfeed.stores.page_cache import PageCache
-from pinfeed.stores.row_layout import RowLayout
+from pinfeed.stores.sharded_file import RowLayout
 from pinfeed.threads.call import Call
 from pinfeed.threads.pool import ThreadPool
 

@@ -13,16 +13,18 @@ from typing import Any
 import numpy as np
 
 from pinfeed.errors import ArgumentError, ClosedError, FileMissing, StoreError, described
-from pinfeed.stores.chunk_grid import Box
 from pinfeed.stores.chunked import MAX_DECODES, ChunkLayout
-from pinfeed.stores.chunked_array import ChunkedArray
-from pinfeed.stores.hdf5_chunks import RawChunks
-from pinfeed.stores.hdf5_parts import missing_part
-from pinfeed.stores.libraries import imported, library_errors
+from pinfeed.stores.chunked_array import Box, ChunkedArray
+from pinfeed.stores.hdf5_chunks import RawChunks, missing_part
+from pinfeed.stores.libraries import (
+    imported,
+    library_errors,
+    nullable_values,
+    require_plain_numbers,
+)
 from pinfeed.stores.npy_store import NpyStore
 from pinfeed.stores.paths import Path, local_path, require_regular
 from pinfeed.stores.store import Array
-from pinfeed.stores.value_conventions import nullable_values, require_plain_numbers
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.arguments import check_flag, explain_arguments
 from pinfeed.validation.requirements import install_line

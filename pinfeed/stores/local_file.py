@@ -23,8 +23,7 @@ from pinfeed.stores.file_reader import SPAN_BYTES, FileReader
 from pinfeed.stores.file_store import FileStore
 from pinfeed.stores.mapped_store import FileMap, MappedStore, is_safe_to_map
 from pinfeed.stores.paths import file_version
-from pinfeed.stores.row_layout import RowLayout
-from pinfeed.stores.sharded_file import ShardedStore, as_bytes
+from pinfeed.stores.sharded_file import RowLayout, ShardedStore, as_bytes
 from pinfeed.stores.store import Array, checked_scatter
 from pinfeed.validation.arguments import check_flag
 

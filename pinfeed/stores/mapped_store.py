@@ -22,8 +22,7 @@ from pinfeed.rows.runs import Runs, cut_run
 from pinfeed.stores.array import copy_runs
 from pinfeed.stores.host_rows import Gather
 from pinfeed.stores.page_cache import can_tell
-from pinfeed.stores.row_layout import RowLayout
-from pinfeed.stores.sharded_file import ShardedStore, as_bytes
+from pinfeed.stores.sharded_file import RowLayout, ShardedStore, as_bytes
 from pinfeed.stores.store import SMALL_GATHER_BYTES, Array, checked_gather, run_of
 
 Bytes = npt.NDArray[np.uint8]

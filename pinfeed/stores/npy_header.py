@@ -20,7 +20,7 @@ import numpy as np
 
 from pinfeed.errors import FileMissing, StoreError, described
 from pinfeed.stores.paths import pattern_hint, require_regular
-from pinfeed.stores.row_layout import RowLayout
+from pinfeed.stores.sharded_file import RowLayout
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.suggestions import of_file, of_folder
 

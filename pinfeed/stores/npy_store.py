@@ -23,7 +23,7 @@ from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.npy_header import create, holds, read_header
 from pinfeed.stores.paths import Path, local_path, local_paths
 from pinfeed.stores.raw_layouts import Windows, raw_layout, series_layout
-from pinfeed.stores.row_layout import RowLayout
+from pinfeed.stores.sharded_file import RowLayout
 from pinfeed.stores.spanning_windows import SpanningFiles
 from pinfeed.stores.store import Array, Store, shape_to_make
 from pinfeed.tensors.dtypes import dtype_of

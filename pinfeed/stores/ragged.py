@@ -17,8 +17,7 @@ from pinfeed.rows.row_lengths import RowLengths
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.arrow import ArrowStore, items_and_offsets
 from pinfeed.stores.host_rows import RunGather, RunRows, UnreadPart, run_gather
-from pinfeed.stores.item_parts import ItemParts
-from pinfeed.stores.ragged_offsets import check_offsets, read_offsets
+from pinfeed.stores.ragged_parts import ItemParts, check_offsets, read_offsets
 from pinfeed.stores.store import Array, ClosedOnExit, Store, row_nbytes
 from pinfeed.validation.arguments import explain_arguments
 from pinfeed.validation.safe_repr import safe_repr

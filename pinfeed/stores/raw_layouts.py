@@ -12,7 +12,7 @@ import numpy.typing as npt
 from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.stores.npy_header import MAGIC, read_header, strange
 from pinfeed.stores.paths import file_size
-from pinfeed.stores.row_layout import RowLayout
+from pinfeed.stores.sharded_file import RowLayout
 from pinfeed.stores.store import whole_numbers
 from pinfeed.tensors.dtypes import dtype_of, numpy_dtype_of
 from pinfeed.validation.arguments import whole_number

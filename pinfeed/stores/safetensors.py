@@ -13,7 +13,7 @@ import numpy as np
 from pinfeed.errors import FileMissing, StoreError, described
 from pinfeed.stores.libraries import imported
 from pinfeed.stores.paths import require_regular
-from pinfeed.stores.row_layout import RowLayout
+from pinfeed.stores.sharded_file import RowLayout
 from pinfeed.tensors.dtypes import BFLOAT16
 from pinfeed.validation.requirements import install_line
 

@@ -14,8 +14,7 @@ from pinfeed.stores.host_rows import Gather
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.mapped_store import FileMap, MappedStore
 from pinfeed.stores.raw_layouts import Windows
-from pinfeed.stores.row_layout import RowLayout
-from pinfeed.stores.sharded_file import ShardedStore
+from pinfeed.stores.sharded_file import RowLayout, ShardedStore
 from pinfeed.stores.store import Array
 
 

@@ -13,13 +13,16 @@ from typing import Any, ClassVar
 import numpy as np
 
 from pinfeed.errors import ArgumentError, FileMissing, StoreError
-from pinfeed.stores.chunk_grid import Box
 from pinfeed.stores.chunked import ChunkLayout
-from pinfeed.stores.chunked_array import ChunkedArray
-from pinfeed.stores.libraries import imported, library_errors
+from pinfeed.stores.chunked_array import Box, ChunkedArray
+from pinfeed.stores.libraries import (
+    imported,
+    library_errors,
+    nullable_values,
+    require_plain_numbers,
+)
 from pinfeed.stores.paths import file_version, has_protocol
 from pinfeed.stores.store import Array
-from pinfeed.stores.value_conventions import nullable_values, require_plain_numbers
 from pinfeed.stores.zarr_chunks import ZarrChunks
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.arguments import check_flag

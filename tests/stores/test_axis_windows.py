@@ -27,7 +27,7 @@ from pinfeed import (
     rows,
 )
 from pinfeed.readahead import select
-from pinfeed.readahead.item_windows import ItemWindows
+from pinfeed.readahead.window_reads import ItemWindows
 from pinfeed.rows.orders import windows
 from pinfeed.stores.axis_windows import WindowStore
 from pinfeed.tensors.dtypes import DTYPES

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from pinfeed import Config, Feeder, KiB, errors, rows
 from pinfeed.readahead import resident_file
 from pinfeed.readahead.chunk_reads import ChunkReads
-from pinfeed.readahead.later_copy import LaterCopy
-from pinfeed.readahead.resident_file import InMemoryCopy
+from pinfeed.readahead.resident_file import InMemoryCopy, LaterCopy
 from pinfeed.readahead.select import choose
 from pinfeed.readahead.strategy import FreeMemory
 from pinfeed.readahead.windows import WindowReadahead
