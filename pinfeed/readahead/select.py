@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from pinfeed.memory.units import human
-from pinfeed.readahead.chunk_reads import ChunkReads
 from pinfeed.readahead.read_plan import (
     PartReads,
     RaggedReads,
@@ -37,6 +36,7 @@ from pinfeed.readahead.resident_file import (
     copy_allocation,
 )
 from pinfeed.readahead.strategy import (
+    ChunkReads,
     DirectReads,
     FreeMemory,
     ReadStrategy,

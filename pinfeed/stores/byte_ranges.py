@@ -37,20 +37,8 @@ _GAP_BYTES = 64 << 10
 # Fields of ``info`` that change when a file is replaced, the most reliable one first. Fields that
 # also change with the metadata of a file, such as the time of its last update, are not among them.
 _VALIDATORS = (
-    "generation",
-    "ETag",
-    "etag",
-    "sha",
-    "blob_id",
-    "CRC",
-    "LastModified",
-    "last_modified",
-    "Last-Modified",
-    "mtime",
-    "modified",
-    "modify",
-    "modificationTime",
-    "created",
+    *("generation", "ETag", "etag", "sha", "blob_id", "CRC", "LastModified", "last_modified"),
+    *("Last-Modified", "mtime", "modified", "modify", "modificationTime", "created"),
 )
 
 _PARTIAL_CONTENT = 206

@@ -60,14 +60,6 @@ class ChunkGrid(NamedTuple):
         place[...] = block[tuple(map(slice, place.shape))]
 
 
-_HINTS = {
-    "n_steps input_dims window size": "the number of indices of a window is length=",
-    "dt_stride dilation": "the distance between the indices of a window is stride=",
-    "dim dims": "give the number of the axis: axis=",
-    "overlap input_overlap": "the distance between windows is step=",
-}
-
-
 class ChunkedArray(ChunkedStore):
     """Rows of an array that a library stores in chunks along all axes.
 
@@ -89,7 +81,7 @@ class ChunkedArray(ChunkedStore):
         super()._init_process_state()
         self._flat = {}
 
-    @explain_arguments(_HINTS)
+    @explain_arguments({})
     def windows(
         self,
         axis: int | Sequence[int] = 0,

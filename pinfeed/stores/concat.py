@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from pinfeed.errors import ArgumentError, StoreError, WriteBackError
+from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.rows.mixtures import n_rows_of
 from pinfeed.rows.orders import Rows
@@ -24,7 +24,7 @@ from pinfeed.stores.opened import leaves_of, open_store
 from pinfeed.stores.ragged import RaggedStore
 from pinfeed.stores.store import (
     Array,
-    ClosedOnExit,
+    ReadOnly,
     Store,
     checked_gather,
     in_words,
@@ -113,15 +113,13 @@ def source_ids(sources: Mapping[str, Any] | Sequence[Any]) -> Store:
     return ConcatStore([ArrayStore(part) for part in parts])
 
 
-class ConcatStore(ClosedOnExit):
+class ConcatStore(ReadOnly):
     """Rows of several stores, one after the other; read-only.
 
     Args:
         parts: Stores with rows of one shape and dtype, at least one.
         owned: The parts that this store closes.
     """
-
-    writable = False
 
     def __init__(self, parts: Sequence[Store], owned: Sequence[Store] = ()) -> None:
         self.parts = tuple(parts)
@@ -180,17 +178,6 @@ class ConcatStore(ClosedOnExit):
         """Copy runs of rows to their places in ``out``. The caller has checked all arguments."""
         for number, part in runs.by_part(self._ends):
             self._gathers[number](part, out)
-
-    def scatter(self, rows: Rows, values: Array) -> None:
-        """Refuse to write: the store is read-only.
-
-        Raises:
-            WriteBackError: Always.
-        """
-        raise WriteBackError(f"{self!r} is read-only; write to the sources of concat() themselves")
-
-    def flush(self) -> None:
-        """Do nothing, because nothing was written."""
 
     def close(self) -> None:
         """Close the stores that were opened from paths. Further calls do nothing."""

@@ -37,13 +37,6 @@ _STACKED_ITEMS = 256
 _VIRTUAL_CACHE_BYTES = 16 << 20
 _N_SHOWN = 8
 
-_HINTS = {
-    "path file filename": "the path is the first positional argument",
-    "dataset key": "the name of the dataset is name=",
-    "mode": "an HDF5Store is read-only; leave it out",
-    "mask_and_scale decode_cf raw": "to read the stored numbers, give as_stored=True",
-}
-
 
 class HDF5Store(ChunkedArray):
     """Read-only rows of an HDF5 dataset, read with h5py.
@@ -87,7 +80,7 @@ class HDF5Store(ChunkedArray):
     # The chunk as it is in the file, without gzip, and without shuffle.
     _decoding_chunks = 3
 
-    @explain_arguments(_HINTS)
+    @explain_arguments({})
     def __init__(self, source: Any, name: str | None = None, *, as_stored: bool = False) -> None:
         check_flag(as_stored, "as_stored")
         h5py = imported("h5py", f"HDF5Store: h5py is needed; {install_line('hdf5')}")
@@ -279,7 +272,6 @@ def _dataset_of(file: Any, name: str | None) -> Any:
     if isinstance(item, h5py.Dataset):
         return item
     found = dataset_names(file)
-    _refuse_encoded(file, name)
     if name is None and len(found) == 1:
         return file[found[0]]
     shown = ", ".join(map(repr, found[:_N_SHOWN])) or "none"
@@ -289,21 +281,6 @@ def _dataset_of(file: Any, name: str | None) -> Any:
         f"{file.filename} {asked}; expected the name of one of its datasets: {shown}{more}; give "
         "HDF5Store(path, name)"
     )
-
-
-def _refuse_encoded(file: Any, name: str | None) -> None:
-    """Raise StoreError if a name is that of a matrix or a column of AnnData in several datasets."""
-    item = None if name is None else file.get(name)
-    kind = "" if item is None else str(item.attrs.get("encoding-type", ""))
-    advice = {
-        "csr_matrix": f"give SparseStore(path, {name!r})",
-        "categorical": f"give HDF5Store(path, '{name}/codes'); -1 is a missing value",
-    }
-    if kind in advice:
-        raise StoreError(
-            f"{file.filename}: {name!r} is a {kind} of AnnData, in several datasets; expected a "
-            f"dataset; {advice[kind]}"
-        )
 
 
 def dataset_names(file: Any) -> list[str]:
@@ -318,27 +295,19 @@ def dataset_names(file: Any) -> list[str]:
 
 
 @contextlib.contextmanager
-def hdf5_root(path: Path) -> Iterator[Any]:
-    """Open the root group of a file, until the context ends."""
-    imported("h5py", f"h5py is needed to read HDF5 files; {install_line('hdf5')}")
-    with _open_file(path) as file, _h5py_errors(path, None):
-        yield file
-
-
-@contextlib.contextmanager
-def hdf5_group(source: Any, key: str | None) -> Iterator[tuple[Any, str]]:
+def hdf5_group(source: Any, key: str | None = None) -> Iterator[tuple[Any, str]]:
     """Open a file to read a group of it, or take an open group; return it and the name of the file.
 
     Raises:
         StoreError: If the file is not an HDF5 file, or is damaged.
     """
-    imported("h5py", f"SparseStore: h5py is needed; {install_line('hdf5')}")
+    imported("h5py", f"h5py is needed to read HDF5 files; {install_line('hdf5')}")
     with contextlib.ExitStack() as stack:
         parent = source
         if isinstance(source, (str, os.PathLike)):
             parent = stack.enter_context(_open_file(os.path.abspath(local_path(source))))
         else:
-            _require_valid(source, "SparseStore")
+            _require_valid(source, "h5py.Group")
         path = os.fspath(os.path.basename(parent.file.filename))
         with _h5py_errors(path, key):
             yield parent, path
@@ -400,10 +369,6 @@ def _check_type(dtype: np.dtype[Any], label: str) -> None:
             "rows of different lengths; give pinfeed.RaggedStore(values, offsets), or pad them to "
             "one length"
         )
-    elif h5py.check_ref_dtype(dtype) is not None:
-        problem = "references to other objects; give the dataset to which they refer"
-    elif dtype.subdtype is not None:
-        problem = "arrays as items; save them as additional axes of the dataset"
     if problem:
         raise StoreError(f"{label} has {problem}")
     check_dtype(dtype, label)

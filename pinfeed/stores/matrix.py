@@ -45,11 +45,6 @@ _STEP_ROW_NBYTES = 64
 # Most gathers that run at the same time.
 _MAX_GATHERS = 8
 
-_HINTS = {
-    "column": "a matrix has several columns: columns=[...]",
-    "name": "the names of the columns are columns=[...]",
-}
-
 
 @dataclass(frozen=True)
 class _Column:
@@ -103,7 +98,7 @@ class MatrixStore(FileStore):
                 [40.0000,     nan]])
     """
 
-    @explain_arguments(_HINTS)
+    @explain_arguments({})
     def __init__(
         self,
         source: Any,
@@ -137,9 +132,10 @@ class MatrixStore(FileStore):
 
     @property
     def resident_bytes(self) -> int:
-        masks = [column.valid for column in self._columns.values()]
-        of_masks = sum(mask.n_rows for mask in masks if isinstance(mask, ArrayStore))
-        return of_masks + _MAX_GATHERS * _STEP_ROWS * _STEP_ROW_NBYTES
+        # Masks, and booleans of Arrow columns, have a byte for each row.
+        stores = [store for one in self._columns.values() for store in (one.values, one.valid)]
+        unpacked = sum(store.n_rows for store in stores if store and store.dtype == np.bool_)
+        return unpacked + _MAX_GATHERS * _STEP_ROWS * _STEP_ROW_NBYTES
 
     def gather(self, rows: Rows, out: Array) -> None:
         self.gather_unchecked(checked_gather(self, rows, out), out)

@@ -181,34 +181,22 @@ def _open(path: str, name: str | None) -> Any:
 
 
 @contextlib.contextmanager
-def zarr_root(path: str) -> Iterator[Any]:
-    """Open the array or the group of a path, until the context ends."""
-    zarr = imported("zarr", f"zarr 3.1 or later is needed; {install_line('zarr')}")
-    if not os.path.exists(path):
-        raise FileMissing(f"{path}: no such Zarr array or group (looked in {os.getcwd()})")
-    with _zarr_errors(path):
-        root = zarr.open(path, mode="r")
-        with contextlib.closing(root.store):
-            yield root
-
-
-@contextlib.contextmanager
 def zarr_group(source: Any) -> Iterator[tuple[Any, str]]:
-    """Open the group of a path, or take an open group; return it and its path.
+    """Open the group or array of a path, or take an open one; return it and its path.
 
     Raises:
         StoreError: If there is no such group, or it is damaged.
     """
-    zarr = imported("zarr", f"SparseStore: zarr 3.1 or later is needed; {install_line('zarr')}")
+    zarr = imported("zarr", f"zarr 3.1 or later is needed; {install_line('zarr')}")
     path = ""
     if isinstance(source, (str, os.PathLike)):
         path = os.fspath(source)
         if not has_protocol(path) and not os.path.exists(path):
             raise FileMissing(f"{path}: no such file or Zarr group (looked in {os.getcwd()})")
-    with contextlib.ExitStack() as stack, _zarr_errors(path or "SparseStore"):
+    with contextlib.ExitStack() as stack, _zarr_errors(path or "zarr.Group"):
         parent = source
         if path:
-            parent = zarr.open_group(path, mode="r")
+            parent = zarr.open(path, mode="r")
             stack.callback(parent.store.close)
         yield parent, path
 
