@@ -72,14 +72,11 @@ class ResidentFile(ReadStrategy):
         self.row_shape = store.row_shape
         self.dtype = store.dtype
         self._waits_always = waits
-        self._chunk_rows = store.rows_in(CHUNK_BYTES)
-        self._starts = even_bounds(store.n_rows, self._chunk_rows)
-        self._is_even = True
+        self._starts = even_bounds(store.n_rows, store.rows_in(CHUNK_BYTES))
         if isinstance(store, ChunkedStore):
             # Parts that a file stores together are not divided.
             bounds = store.load_bounds
             self._starts = np.unique(bounds[np.searchsorted(bounds, self._starts)])
-            self._is_even = False
         n_chunks = len(self._starts) - 1
         self._is_loaded = np.zeros(n_chunks, np.bool_)
         self._complete = False
@@ -177,8 +174,6 @@ class ResidentFile(ReadStrategy):
 
     def _chunk_of(self, rows: Rows) -> Rows:
         """Return the chunk of each row."""
-        if self._is_even:
-            return rows // self._chunk_rows
         chunks: Rows = np.searchsorted(self._starts, rows, side="right") - 1
         return chunks
 

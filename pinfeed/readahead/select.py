@@ -105,24 +105,29 @@ def choose(
     ragged_reads: list[RaggedReads] = []
     notes: list[ReadNote] = []
     loaded: dict[int, tuple[ReadStrategy, str]] = {}
-    for store, reads in zip(stores, row_reads, strict=True):
-        if reads is None:
-            # The rows are not in files.
-            strategies.append(DirectReads(store))
-            continue
+
+    def decide(reads: Reads, kind: str = "") -> ReadStrategy:
         file = reads.file
-        if id(file) in loaded:
+        if reads.views and id(file) in loaded:
             # Other windows of the same items load them.
             strategy, reason = loaded[id(file)]
         else:
-            strategy, reason = _choose(file, budget.with_free(reads))
+            strategy, reason = _choose(file, budget.with_free(reads), are_items=bool(kind))
             others = strategy.for_others()
             if reads.views and others is not None:
                 loaded[id(file)] = others, reason
         if isinstance(file, LocalFileStore) and isinstance(strategy, MappedFile):
             mapped.append(file)
         budget.take(strategy.items)
-        notes.append(ReadNote(file.label, file.nbytes, reason))
+        notes.append(ReadNote(file.label, file.nbytes, kind + reason))
+        return strategy
+
+    for store, reads in zip(stores, row_reads, strict=True):
+        if reads is None:
+            # The rows are not in files.
+            strategies.append(DirectReads(store))
+            continue
+        strategy = decide(reads)
         if isinstance(store, WindowStore):
             strategy = WindowReads(store, reads.views, strategy)
         strategies.append(strategy)
@@ -132,13 +137,8 @@ def choose(
             if reads is None:
                 parts.append(PartReads(DirectReads(part), run_gather(part)))
                 continue
-            items = reads.file
-            strategy, reason = _choose(items, budget.with_free(reads), are_items=True)
-            if isinstance(items, LocalFileStore) and isinstance(strategy, MappedFile):
-                mapped.append(items)
-            budget.take(strategy.items)
-            notes.append(ReadNote(items.label, items.nbytes, f"ragged rows, {reason}"))
-            gather = run_gather(items)
+            strategy = decide(reads, "ragged rows, ")
+            gather = run_gather(reads.file)
             if isinstance(strategy, (ResidentFile, LaterCopy)):
                 gather = strategy.gather_runs
             parts.append(PartReads(strategy, gather))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import StoreError
+from pinfeed.native.memory_rows import MemoryRows
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs, cut_run
@@ -37,11 +39,6 @@ _LEAVE_OUT = (
     "or leave the column out (dataset.select_columns, table.select, or {name: "
     "pinfeed.ParquetStore(path, name), ...} of a Parquet file)"
 )
-# Rows of several chunks are gathered in pieces of this size, with the indices of each row.
-_COLLECTED_BYTES = 1 << 20
-_INDEX_NBYTES = 24
-# Most gathers that run at the same time.
-_MAX_GATHERS = 8
 
 
 class ArrowStore(ReadOnly):
@@ -52,8 +49,7 @@ class ArrowStore(ReadOnly):
     The column contains numbers, or lists of numbers that all have the same length. Nested lists
     give the shape of a row. Lists of fixed size, ``FixedShapeTensorType`` and the ``Array2D`` of
     Hugging Face are also supported. Booleans, which are bits in Arrow, are unpacked when the store
-    is made. A column may have any number of chunks; a random gather needs a few microseconds for
-    each chunk that it touches.
+    is made. A column may have any number of chunks.
 
     Args:
         column: A ``pyarrow.ChunkedArray`` or ``pyarrow.Array``, at least one row.
@@ -95,18 +91,23 @@ class ArrowStore(ReadOnly):
             if chunk.shape[1:] != self.row_shape:
                 raise ragged_error(name, self.row_shape, chunk.shape[1:])
         self._ends = np.cumsum([chunk.shape[0] for chunk in self.arrays])
-        self._starts = np.concatenate(([0], self._ends[:-1]))
         self._indices = (
             None if indices is None else ArrowStore(indices, name=f"{name}: its indices")
         )
         self._n_stored = int(self._ends[-1])
-        self._step_row_nbytes = self.dtype.itemsize * math.prod(self.row_shape) + _INDEX_NBYTES
-        self._step_rows = max(1, min(_COLLECTED_BYTES // self._step_row_nbytes, self._n_stored))
         self.n_rows: int = self._n_stored if self._indices is None else self._indices.n_rows
 
     @safe_repr
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._name}: {in_words(self)}>"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Addresses belong to one process.
+        return {name: value for name, value in vars(self).items() if name != "_memory_rows"}
+
+    @functools.cached_property
+    def _memory_rows(self) -> MemoryRows | None:
+        return MemoryRows.of_arrays(self.arrays)
 
     @property
     def array(self) -> Array | None:
@@ -115,10 +116,7 @@ class ArrowStore(ReadOnly):
 
     @property
     def resident_bytes(self) -> int:
-        unpacked = self._n_stored * math.prod(self.row_shape) if self.dtype == np.bool_ else 0
-        # Rows of several chunks are gathered by chunk, and then copied to their places.
-        is_collected = len(self.arrays) > 1
-        return unpacked + is_collected * _MAX_GATHERS * self._step_rows * self._step_row_nbytes
+        return self._n_stored * math.prod(self.row_shape) if self.dtype == np.bool_ else 0
 
     def gather(self, rows: Rows, out: Array) -> None:
         """Copy rows into ``out``, like ``Store.gather``."""
@@ -134,40 +132,30 @@ class ArrowStore(ReadOnly):
             # Rows are in range. With mode="raise", numpy would gather into a temporary buffer
             # first.
             self.arrays[0].take(rows, 0, out, "clip")
+        elif self._memory_rows is not None:
+            self._memory_rows.gather(rows, out)
         else:
-            step = self._step_rows
-            for i in range(0, len(rows), step):
-                self._collect(rows[i : i + step], out[i : i + step])
+            self._copy(Runs.of_rows(rows), out)
 
     def gather_runs(self, runs: Runs, out: Array) -> None:
         """Copy runs of rows to their places in ``out``. The caller has checked all arguments."""
         if self._indices is not None:
             gather_rows(self, runs, out)
         else:
-            for number, part in runs.merged().by_part(self._ends):
-                copy_runs(self.arrays[number], part, out)
+            self._copy(runs, out)
 
     def close(self) -> None:
         """Do nothing, because the column belongs to the caller."""
+
+    def _copy(self, runs: Runs, out: Array) -> None:
+        for number, part in runs.merged().by_part(self._ends):
+            copy_runs(self.arrays[number], part, out)
 
     def _copy_run(self, run: slice, out: Array) -> None:
         done = 0
         for number, first, n in cut_run(run.start, run.stop, self._ends):
             out[done : done + n] = self.arrays[number][first : first + n]
             done += n
-
-    def _collect(self, rows: Rows, out: Array) -> None:
-        """Gather rows in any order: first by chunk, then each row to its position."""
-        order = np.argsort(rows)
-        rows = rows[order]
-        begins = np.searchsorted(rows, self._starts)
-        counts = np.diff(begins, append=len(rows))
-        rows -= np.repeat(self._starts, counts)
-        found = np.empty_like(out)
-        for number in np.flatnonzero(counts).tolist():
-            part = slice(begins[number], begins[number] + counts[number])
-            self.arrays[number].take(rows[part], 0, found[part], "clip")
-        out[order] = found
 
 
 def rows_of_chunk(array: Any, name: str) -> Array:

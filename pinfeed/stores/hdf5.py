@@ -19,6 +19,7 @@ from pinfeed.stores.hdf5_chunks import RawChunks, missing_part
 from pinfeed.stores.libraries import (
     imported,
     library_errors,
+    listed,
     nullable_values,
     require_plain_numbers,
 )
@@ -35,7 +36,6 @@ _PIECE_BYTES = 256 << 10
 _STACKED_ITEMS = 256
 # Decoded chunks that HDF5 keeps of all files of a virtual dataset.
 _VIRTUAL_CACHE_BYTES = 16 << 20
-_N_SHOWN = 8
 
 
 class HDF5Store(ChunkedArray):
@@ -207,24 +207,20 @@ def _renew_lock() -> None:
 os.register_at_fork(after_in_child=_renew_lock)
 
 
-def _open(path: Path, name: str | None) -> Any:
+def _open(path: Path, name: str | None, cache_nbytes: int = 0) -> Any:
     """Open a dataset of a file; the caller closes ``dataset.file``."""
-    dataset = _open_dataset(path, name, 0)
-    if not dataset.is_virtual:
-        return dataset
-    n_parts = dataset.id.get_create_plist().get_virtual_count()
-    dataset.file.close()
-    return _open_dataset(path, name, _VIRTUAL_CACHE_BYTES // max(1, n_parts))
-
-
-def _open_dataset(path: Path, name: str | None, cache_nbytes: int) -> Any:
     file = _open_file(path, cache_nbytes)
     try:
         with _h5py_errors(path, name):
-            return _dataset_of(file, name)
+            dataset = _dataset_of(file, name)
     except BaseException:
         file.close()
         raise
+    if cache_nbytes or not dataset.is_virtual:
+        return dataset
+    n_parts = dataset.id.get_create_plist().get_virtual_count()
+    file.close()
+    return _open(path, name, max(1, _VIRTUAL_CACHE_BYTES // max(1, n_parts)))
 
 
 def _open_file(path: Path, cache_nbytes: int = 0) -> Any:
@@ -274,12 +270,10 @@ def _dataset_of(file: Any, name: str | None) -> Any:
     found = dataset_names(file)
     if name is None and len(found) == 1:
         return file[found[0]]
-    shown = ", ".join(map(repr, found[:_N_SHOWN])) or "none"
-    more = f" and {len(found) - _N_SHOWN} more" if len(found) > _N_SHOWN else ""
     asked = f"has no dataset {name!r}" if name is not None else f"has {len(found)} datasets"
     raise StoreError(
-        f"{file.filename} {asked}; expected the name of one of its datasets: {shown}{more}; give "
-        "HDF5Store(path, name)"
+        f"{file.filename} {asked}; expected the name of one of its datasets: {listed(found)}; "
+        "give HDF5Store(path, name)"
     )
 
 

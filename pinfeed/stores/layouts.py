@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, FileMissing, StoreError, described
 from pinfeed.stores.axis_windows import AxisWindow
-from pinfeed.stores.libraries import imported
+from pinfeed.stores.libraries import imported, listed
 from pinfeed.stores.npy_header import MAGIC, read_header, strange
 from pinfeed.stores.paths import file_size, require_regular
 from pinfeed.stores.sharded_file import RowLayout
@@ -183,7 +183,9 @@ def tensor_layout(path: str, name: str) -> RowLayout:
     with _opened(path) as file:
         names = sorted(file.keys())
         if name not in names:
-            raise StoreError(f"{path} has no tensor {name!r}; expected one of {_listed(names)}")
+            raise StoreError(
+                f"{path} has no tensor {name!r}; expected one of {listed(names, _MAX_NAMES)}"
+            )
         part = file.get_slice(name)
         shape = tuple(part.get_shape())
         dtype = _dtype(path, name, part.get_dtype())
@@ -258,10 +260,3 @@ def _byte_range(path: str, name: str) -> tuple[int, int]:
         length = int.from_bytes(file.read(8), "little")
         begin, end = json.loads(file.read(length))[name]["data_offsets"]
     return 8 + length + int(begin), 8 + length + int(end)
-
-
-def _listed(names: list[str]) -> str:
-    if not names:
-        return "none: it has no tensors"
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return f"{', '.join(map(repr, names[:_MAX_NAMES]))}{more}"

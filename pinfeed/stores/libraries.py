@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,19 @@ def imported(name: str, problem: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise MissingDependency(problem) from error
+
+
+def is_of(value: Any, library: str, *names: str) -> bool:
+    """Return whether an object is of one of some classes of a library, which is not imported."""
+    # If a library is not loaded, no object can be of its classes.
+    module = sys.modules.get(library)
+    return module is not None and isinstance(value, tuple(getattr(module, one) for one in names))
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """Return the names that an error lists, and the number of those that it does not."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return (", ".join(map(repr, names[:most])) or "none") + more
 
 
 def check_names(names: Sequence[Any], place: str, advice: str) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import mmap
 import os
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +16,7 @@ from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.arrow import ArrowStore
 from pinfeed.stores.frames import frame_columns
 from pinfeed.stores.hdf5 import HDF5Store
-from pinfeed.stores.libraries import check_names
+from pinfeed.stores.libraries import check_names, is_of
 from pinfeed.stores.npy_header import read_header
 from pinfeed.stores.npy_store import NpyStore
 from pinfeed.stores.parquet import ParquetStore
@@ -54,23 +52,16 @@ def open_store(source: Any, name: str) -> Store:
 
 def _store_of_array(source: Any, name: str) -> Store | None:
     """Return a store of an array that another library opened; None for anything else."""
-    # If a library is not loaded, the source cannot be one of its arrays.
-    pyarrow = sys.modules.get("pyarrow")
-    if pyarrow is not None and isinstance(source, (pyarrow.ChunkedArray, pyarrow.Array)):
+    if is_of(source, "pyarrow", "ChunkedArray", "Array"):
         return ArrowStore(source, name=name)
-    h5py = sys.modules.get("h5py")
-    if h5py is not None and isinstance(source, h5py.Dataset):
+    if is_of(source, "h5py", "Dataset"):
         return HDF5Store(source)
-    zarr = sys.modules.get("zarr")
-    if zarr is not None and isinstance(source, zarr.Array):
-        return ZarrStore(source)
-    return None
+    return ZarrStore(source) if is_of(source, "zarr", "Array") else None
 
 
 def is_zarr_group(source: Any) -> bool:
     """Return whether an object is a group of Zarr arrays."""
-    zarr = sys.modules.get("zarr")
-    return zarr is not None and isinstance(source, zarr.Group)
+    return is_of(source, "zarr", "Group")
 
 
 def stores_of_columns(source: Any, name: str) -> Mapping[Any, Store] | None:
@@ -139,11 +130,7 @@ def arrow_table(source: Any, name: str) -> tuple[dict[str, Any], Any] | None:
     Raises:
         StoreError: If two columns have the same name, or if a dataset has a transform.
     """
-    # If pyarrow is not loaded, the source cannot be a table.
-    pyarrow = sys.modules.get("pyarrow")
-    if pyarrow is None:
-        return None
-    if isinstance(source, pyarrow.Table):
+    if is_of(source, "pyarrow", "Table"):
         check_names(source.column_names, name, "rename them with table.rename_columns")
         return dict(zip(source.column_names, source.columns, strict=True)), None
     if not _is_dataset(source):
@@ -243,9 +230,6 @@ def leaves_of(source: Any, name: str) -> tuple[list[tuple[str, Any]], Rebuild, l
     return *flatten(replaced, is_leaf=_is_store_or_array), made
 
 
-logger = logging.getLogger("pinfeed")
-
-
 def store_of_map(array: Any) -> NpyStore | None:
     """Return a store of the file of a numpy memory map, or of sliding windows over one.
 
@@ -326,15 +310,6 @@ def _map_below(array: Array) -> np.memmap[Any, Any] | None:
 
 def _is_file_of(array: np.memmap[Any, Any]) -> bool:
     """Return whether the file with the name of a map is the mapped file."""
-    path = os.fspath(array.filename or "")
     mapping = mapping_at(array.ctypes.data)
-    if mapping is None:
-        logger.warning(
-            "%s: pinfeed cannot find out which file is mapped, because /proc cannot be read, so it "
-            "reads the map as an array, whose pages stay resident; give the path instead of the "
-            "map",
-            path,
-        )
-        return False
     # The file may have been removed or replaced since it was mapped.
-    return mapping.file == file_key(path)
+    return mapping is not None and mapping.file == file_key(os.fspath(array.filename or ""))

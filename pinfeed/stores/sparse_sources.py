@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.stores.hdf5 import HDF5Store, hdf5_group
+from pinfeed.stores.libraries import listed
 from pinfeed.stores.store import Store, whole_numbers
 from pinfeed.stores.zarr import ZarrStore, zarr_group
 
 _HDF5_SUFFIXES = (".h5ad", ".h5", ".hdf5", ".h5mu", ".loom")
-_N_SHOWN = 8
 _PARTS = ("data", "indices", "indptr")
 # Names of the format and of the shape: of AnnData since 0.7, and before.
 _FORMATS = (("encoding-type", "shape"), ("h5sparse_format", "h5sparse_shape"))
@@ -129,10 +129,9 @@ def _group_of(parent: Any, key: str | None, path: str, store: str) -> Any:
     """
     found = parent if key is None else parent.get(key)
     if found is None:
-        names = ", ".join(sorted(parent.keys())[:_N_SHOWN])
         raise StoreError(
             f"{path} has no {key!r}; expected the name of a sparse matrix, such as 'X' or "
-            f"'layers/counts'; it has {names or 'nothing'}"
+            f"'layers/counts'; it has {listed(sorted(parent.keys()))}"
         )
     if not hasattr(found, "keys"):
         raise StoreError(
@@ -154,7 +153,7 @@ def _shape(
         return matrix_shape(attributes, place)
     raise StoreError(
         f"{place} is not a sparse matrix; expected a group with the attributes encoding-type and "
-        f"shape, as AnnData writes it; the group has {', '.join(names) or 'nothing'}; for an "
+        f"shape, as AnnData writes it; the group has {listed(names)}; for an "
         f"array in it, give {store}(path, name)"
     )
 

@@ -18,6 +18,7 @@ from pinfeed.stores.chunked_array import Box, ChunkedArray
 from pinfeed.stores.libraries import (
     imported,
     library_errors,
+    listed,
     nullable_values,
     require_plain_numbers,
 )
@@ -28,7 +29,6 @@ from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.arguments import check_flag
 from pinfeed.validation.requirements import install_line
 
-_N_SHOWN = 8
 # Larger shards are decoded in pieces of about this size: by zarr, and without it.
 _SHARD_BYTES = 1 << 20
 _RAW_SHARD_BYTES = 128 << 10
@@ -172,9 +172,8 @@ def _open(path: str, name: str | None) -> Any:
         if names and (values := nullable_values(found)) is not None:
             return values
     if isinstance(found, zarr.Group):
-        shown = ", ".join(map(repr, names[:_N_SHOWN])) or "none"
         raise StoreError(
-            f"{path} is a Zarr group; expected one of its arrays: {shown}; give "
+            f"{path} is a Zarr group; expected one of its arrays: {listed(names)}; give "
             "ZarrStore(path, name)"
         )
     return found

@@ -319,7 +319,7 @@ def test_files_that_are_not_sparse_matrices(tmp_path: Path) -> None:
     zarr.open_group(zarr_path, mode="a").create_array("dense", data=MATRIX.dense)
     for key, message in {
         "dense": r"is a dense array.*ZarrStore\(path, 'dense'\)",
-        "Y": "has no 'Y'.*it has X, dense",
+        "Y": "has no 'Y'.*it has 'X', 'dense'",
     }.items():
         with pytest.raises(StoreError, match=message):
             SparseStore(zarr_path, key)
