@@ -7,7 +7,6 @@ import functools
 import itertools
 import logging
 import threading
-import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -40,12 +39,8 @@ logger = logging.getLogger("pinfeed")
 # Large enough for sequential disk reads, and small enough that the end of a loop does not wait long
 # for the current chunk.
 CHUNK_BYTES = 8 << 20
-# Longest time that a batch waits for the rest of the file, in seconds.
-_MAX_WAIT_S = 2.0
-# Prior of the estimate of the load rate: 64 MiB in 0.05 s. Otherwise, the estimate would depend on
-# the time of the first chunk alone.
-_PRIOR_BYTES = 64 << 20
-_PRIOR_S = 0.05
+# A batch waits for the rest of the file if it is no longer, which takes most disks under a second.
+_REST_BYTES = 512 << 20
 
 
 class ResidentFile(ReadStrategy):
@@ -86,8 +81,6 @@ class ResidentFile(ReadStrategy):
         self._chunks_to_load: Iterator[int] = iter(())
         self._has_windows = False
         self._stopping = False
-        self._begun_s = 0.0
-        self._n_loaded = 0
 
     @contextlib.contextmanager
     def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
@@ -101,8 +94,6 @@ class ResidentFile(ReadStrategy):
         self._chunks_to_load = self._load_order(windows, start, stop)
         self._has_windows = windows is not None
         self._stopping = False
-        self._begun_s = time.monotonic()
-        self._n_loaded = 0
         with ThreadPool(1, "pinfeed-load") as thread:
             thread.submit(self._load_all)
             try:
@@ -161,13 +152,6 @@ class ResidentFile(ReadStrategy):
         """Load the rows [start, stop) into memory."""
         raise NotImplementedError
 
-    def _remaining_s(self) -> float:
-        """Return the estimated time until all rows are loaded, in seconds."""
-        left = np.count_nonzero(~self._is_loaded) * CHUNK_BYTES
-        elapsed_s = time.monotonic() - self._begun_s
-        nbytes = self._n_loaded * CHUNK_BYTES + _PRIOR_BYTES
-        return float(left * (elapsed_s + _PRIOR_S) / nbytes)
-
     def _bounds(self, chunk: int) -> tuple[int, int]:
         """Return the first row of a chunk, and the row after its last one."""
         return int(self._starts[chunk]), int(self._starts[chunk + 1])
@@ -213,7 +197,6 @@ class ResidentFile(ReadStrategy):
             return False
         with self._changed:
             self._is_loaded[chunk] = True
-            self._n_loaded += 1
             self._complete = bool(self._is_loaded.all())
             self._changed.notify_all()
         return True
@@ -235,8 +218,9 @@ class ResidentFile(ReadStrategy):
 
     def _is_worth_waiting(self) -> bool:
         """Return whether to wait for rows instead of reading them one by one."""
-        waits = self._waits_always or self._has_windows
-        return not self._stopping and (waits or self._remaining_s() < _MAX_WAIT_S)
+        rest = int(np.count_nonzero(~self._is_loaded)) * CHUNK_BYTES
+        waits = self._waits_always or self._has_windows or rest <= _REST_BYTES
+        return waits and not self._stopping
 
     def _continue_at(self, chunk: int) -> None:
         """Continue at a chunk whose load has not begun; an epoch may begin at any row."""

@@ -306,7 +306,7 @@ def test_files_that_are_not_sparse_matrices(tmp_path: Path) -> None:
     for key, message in {
         "obs": "is not a sparse matrix; expected a group with the attributes encoding-type",
         "dense": r"'dense' is a dense array.*HDF5Store\(path, 'dense'\)",
-        "Y": "has no 'Y'; expected the name of a sparse matrix.*it has X, dense, obs, part",
+        "Y": "has no 'Y'; expected the name of a sparse matrix.*it has 'X', 'dense', 'obs', 'part'",
         "part": "has no data, indices, indptr; expected",
     }.items():
         with pytest.raises(StoreError, match=message):
