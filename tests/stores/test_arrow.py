@@ -297,7 +297,7 @@ def test_only_booleans_take_memory() -> None:
     assert ArrowStore(pa.chunked_array([[True] * 500] * 2)).resident_bytes == 1000
 
 
-def test_a_pickled_column_of_several_chunks_has_its_own_addresses() -> None:
+def test_a_pickled_column_has_its_own_addresses() -> None:
     store = ArrowStore(pa.chunked_array([[1, 2, 3], [4, 5]]))
     wanted = np.array([4, 0, 3])
     first = gathered(store, wanted)
