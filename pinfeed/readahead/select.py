@@ -13,18 +13,16 @@ from typing import Any
 
 from pinfeed.memory.units import human
 from pinfeed.readahead.read_plan import (
+    SEEK_BYTES,
+    Budget,
     PartReads,
     RaggedReads,
     ReadNote,
     ReadPlan,
-    notes_of,
-)
-from pinfeed.readahead.reads import (
-    SEEK_BYTES,
-    Budget,
     Reads,
     is_in_sequence,
     may_copy,
+    notes_of,
     reads_of_items,
     reads_of_rows,
 )
@@ -200,7 +198,8 @@ def _choose_for_slow_rows(store: ChunkedStore | MatrixStore, reads: Reads) -> Ch
         problem = _memory_problem(reads)
         if not problem:
             strategy = WindowReadahead(store, reads.windows, reads.n_batch_rows)
-            return strategy, "read ahead window by window"
+            once = "; a window decodes each chunk once" * isinstance(store, ChunkedStore)
+            return strategy, f"read ahead window by window{once}"
     if isinstance(store, MatrixStore):
         return DirectReads(store), f"{_BY_COLUMN}; more memory allows a copy of the matrix"
     reason = f"each batch decodes the whole chunks of its rows, up to {store.piece_rows:,} each"
