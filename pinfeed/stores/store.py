@@ -194,7 +194,7 @@ class ReadOnly(ClosedOnExit):
         Raises:
             WriteBackError: Always.
         """
-        raise WriteBackError(f"{self!r} is read-only")
+        raise WriteBackError(f"{self!r} is read-only; write to its sources themselves")
 
     def flush(self) -> None:
         """Do nothing, because nothing was written."""
