@@ -26,8 +26,7 @@ from pinfeed.pipeline.loop_memory import (
 from pinfeed.pipeline.loop_transforms import LoopTransforms, TransformNbytes
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.store_tree import StoreTree
-from pinfeed.readahead.read_plan import ReadPlan
-from pinfeed.readahead.reads import file_of, windows_ahead
+from pinfeed.readahead.read_plan import ReadPlan, file_of, windows_ahead
 from pinfeed.readahead.select import choose
 from pinfeed.readahead.strategy import FreeMemory
 from pinfeed.rows.length_batches import LengthBatches
